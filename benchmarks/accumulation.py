@@ -21,7 +21,7 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
 from replay.timing.machine import describe
 

@@ -30,16 +30,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.quantised_cache import QuantisedCache, quantise_cache
+from attention_kernels.decode.quantised_decode import random_pages
+from attention_kernels.decode.split_kv import attend, planned
+from attention_kernels.decode.split_kv_plan import Tiling
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.kernels.registry import find
-from replay.kernels.triton.kv_cache import Cache
-from replay.kernels.triton.quantised_cache import QuantisedCache, quantise_cache
-from replay.kernels.triton.quantised_decode import random_pages
-from replay.kernels.triton.split_kv import attend, planned
-from replay.kernels.triton.split_kv_plan import Tiling
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure

@@ -32,7 +32,7 @@ from replay.rows.row import Row
 from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
 from replay.workers.environments import Environment
-from replay.workers.judge import Hearing, Judge
+from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import Process, judge_process
 from replay.workloads.random_calls import Spec, workloads
 from replay.workloads.recorded import Workload, from_directory

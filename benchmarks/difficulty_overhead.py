@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import results
 from benchmarks.capture_overhead import COLUMNS, MACHINE, Figures
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.recording.difficulty import with_difficulty
 from replay.timing.machine import describe
 

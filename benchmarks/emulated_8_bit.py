@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay import register_kernel
 from replay.accuracy.quantised import to_fp8, to_int8
 

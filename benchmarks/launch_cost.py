@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters.triton_decode import paged
 from replay.kernels.registry import select
 from replay.timing.machine import describe

@@ -23,11 +23,11 @@ import torch
 
 from benchmarks import results
 from replay.bench.settings import Settings
-from replay.distribution.devices import Device
+from replay.distribution.device_slots import Device
 from replay.distribution.fleet import Fleet, Seat
 from replay.kernels.registry import Kernel
-from replay.rows.files import write_jsonl
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row, TimeSummary
+from replay.rows.row_files import write_jsonl
 from replay.timing.machine import describe
 from replay.timing.statistics import summarize
 from replay.workers.execution import Assignment

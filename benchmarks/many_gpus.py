@@ -33,9 +33,9 @@ from benchmarks.capture_overhead import COLUMNS, MACHINE, Figures
 from benchmarks.gpu import gpu
 from capture import record
 from replay.comparison.comparison import compare
-from replay.comparison.matching import Run
-from replay.comparison.speed import NO_SPREAD, Basis
-from replay.rows.files import read_jsonl
+from replay.comparison.row_matching import Run
+from replay.comparison.speed_change import NO_SPREAD, Basis
+from replay.rows.row_files import read_jsonl
 from replay.timing.machine import describe
 
 KERNELS = "torch-default,torch-flash,torch-cudnn,triton-fa2,triton-fa3"

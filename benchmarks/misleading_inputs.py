@@ -22,9 +22,9 @@ import torch
 from benchmarks import results
 from benchmarks.full_size import run
 from replay.report.versus_random import FIGURES, misled
-from replay.rows.files import read_jsonl
 from replay.rows.row import Row
-from replay.workloads.twins import KINDS
+from replay.rows.row_files import read_jsonl
+from replay.workloads.synthetic_counterparts import KINDS
 
 MODELS = {  # the weights, and what is recorded: one call of each phase, or a few
     "full": (

@@ -4,7 +4,7 @@
 
 cuDNN and `triton-fa3`, and that with 4, 3 and 2 consumers whatever its schedule says, in shuffled
 rounds with a cold L2. Says which of the three the schedule takes, and how long it thinks that each
-is going to take: those numbers are fits (`prefill_hopper_schedule.NARROW`), and this is what they
+is going to take: those numbers are fits (`schedule.NARROW`), and this is what they
 are fitted to. Writes `benchmarks/results/narrow_heads.csv`, a line for each call, and prints its
 table. That outputs are right is what the tests are for.
 """
@@ -123,9 +123,9 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
     """How long each schedule is going to take, in ms, and which is taken."""
-    from replay.kernels.triton import prefill_hopper_schedule as schedules
-    from replay.kernels.triton.persistent import multiprocessors
-    from replay.kernels.triton.sections import Sight
+    from attention_kernels.hopper import schedule as schedules
+    from attention_kernels.hopper.head_groups import Sight
+    from attention_kernels.hopper.persistent import multiprocessors
 
     right = 0 if spec.is_causal else None
     sight = Sight(spec.q_len, spec.kv_len, 0, None, right, queries=1, keys=1)
@@ -140,23 +140,23 @@ def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 def with_consumers(count: int, run: Run) -> Run:
     """The same call with so many consumers, planned anew and then kept."""
-    from replay.kernels.triton import prefill_hopper, prefill_hopper_schedule
+    from attention_kernels.hopper import hopper_prefill, schedule
 
-    schedules = prefill_hopper_schedule.NARROW
+    schedules = schedule.NARROW
     only = tuple(each for each in schedules if each[0].consumers == count)
-    usual = prefill_hopper._planned
+    usual = hopper_prefill._planned
 
     @functools.lru_cache
     def planned(*arguments: Any) -> Any:
-        with mock.patch.object(prefill_hopper_schedule, "NARROW", only * len(schedules)):
+        with mock.patch.object(schedule, "NARROW", only * len(schedules)):
             return usual.__wrapped__(*arguments)
 
     def again() -> Any:
-        setattr(prefill_hopper, "_planned", planned)  # noqa: B010 (to mypy it is another function)
+        setattr(hopper_prefill, "_planned", planned)  # noqa: B010 (to mypy it is another function)
         try:
             return run()
         finally:
-            setattr(prefill_hopper, "_planned", usual)  # noqa: B010
+            setattr(hopper_prefill, "_planned", usual)  # noqa: B010
 
     return again
 

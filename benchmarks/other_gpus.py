@@ -26,7 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from benchmarks import results
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 

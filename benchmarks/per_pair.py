@@ -39,7 +39,7 @@ from benchmarks.variants import (
     packed,
     sinks,
 )
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find, select
 from replay.timing.flops import valid_pairs
 from replay.timing.machine import describe

@@ -15,7 +15,7 @@ from pathlib import Path
 import vl_convert
 
 from benchmarks import results
-from capture.counted import counted
+from capture.text.counted import counted
 from replay.kernels.registry import catalogue
 from replay.report.charts.chart import CLASS_COLOURS, VEGA_LITE, Chart, Spec, chart
 

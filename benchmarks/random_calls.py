@@ -33,10 +33,10 @@ from torch import Tensor
 
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call import AttentionCall
-from capture.variant import Variant
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.accuracy.thresholds import Thresholds
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from replay.rows.row import Machine
 from replay.timing.machine import describe

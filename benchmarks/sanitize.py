@@ -22,8 +22,8 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
 
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.kernels.registry import Kernel, catalogue
 from replay.workloads.random_calls import Spec
 

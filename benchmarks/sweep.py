@@ -13,11 +13,11 @@ import torch
 
 from benchmarks import results
 from benchmarks.gpu import gpu
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.bench.settings import Settings
 from replay.kernels.registry import select
-from replay.rows.files import row_to_json
+from replay.rows.row_files import row_to_json
 from replay.timing.timer import Cache
 from replay.workers.environment_options import interpreters
 from replay.workers.execution import execution

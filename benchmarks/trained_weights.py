@@ -21,7 +21,7 @@ from benchmarks import results
 from benchmarks.full_size import run
 from benchmarks.gpu import gpu
 from models import pretrained_weights
-from replay.workloads.twins import MATCHED, RANDOM
+from replay.workloads.synthetic_counterparts import MATCHED, RANDOM
 
 MODELS = ("cogvideo", "flux", "llama")
 KERNELS = (

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from replay.bench import runner
-from replay.bench.check import Checker
-from replay.bench.failures import Finding
-from replay.bench.guard import Guard
-from replay.bench.referee import Sample
+from replay.bench.output_check import Checker
 from replay.bench.stages import Checked, Timed
+from replay.isolation.judge import Sample
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import Finding
 from replay.timing.rounds import Samples
 from replay.workers.kernel_server import handle
-from replay.workers.remote_referee import RemoteReferee
+from replay.workers.remote_judge import RemoteReferee
 
 __all__ = ["handle"]
 
 
 class Blind:
-    """In place of `replay.bench.witness.Witness`."""
+    """In place of `replay.bench.sampled_outputs.Witness`."""
 
     def __init__(self, *_: object) -> None:
         self.changed: dict[str, set[str]] = {}

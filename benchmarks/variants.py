@@ -17,7 +17,7 @@ import torch
 from benchmarks.gpu import gpu
 from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
-from capture.variant import Variant
+from capture.call.attention_variant import Variant
 from replay.workloads.random_calls import Spec
 
 LONG_WINDOW = {"variant": Variant(bottom_right=True, window=(4095, None))}

@@ -164,7 +164,7 @@ def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float
 
     import torch
 
-    from capture.variant import Variant
+    from capture.call.attention_variant import Variant
     from replay.kernels.registry import find
     from replay.workloads.random_calls import Spec
 

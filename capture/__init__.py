@@ -13,14 +13,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from capture.call import AttentionCall
+    from capture.call.attention_call import AttentionCall
     from capture.recording.record import record
     from capture.storage.dataset import load
 
 __all__ = ["AttentionCall", "load", "record"]
 
 _HOMES = {
-    "AttentionCall": "capture.call",
+    "AttentionCall": "capture.call.attention_call",
     "load": "capture.storage.dataset",
     "record": "capture.recording.record",
 }

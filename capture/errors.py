@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from attention_replay import Error
+from attention_replay.errors import Error
 
 
 class MissingPackage(Error):

@@ -1,6 +1,6 @@
 """The error that every file in this package raises."""
 
-from attention_replay import Error
+from attention_replay.errors import Error
 
 
 class ModelError(Error):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from replay.bench.runner import replay
     from replay.bench.settings import Settings
-    from replay.diagnosis.around import doctor
+    from replay.diagnosis.around_run import doctor
     from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import register_kernel, select
     from replay.patch.use_kernel import use_kernel, use_plan
@@ -40,7 +40,7 @@ __all__ = [
 _HOMES = {
     "Rows": "replay.report.notebook",
     "Settings": "replay.bench.settings",
-    "doctor": "replay.diagnosis.around",
+    "doctor": "replay.diagnosis.around_run",
     "from_directory": "replay.workloads.recorded",
     "mask_of_tokens": "replay.kernels.chosen_keys",
     "read_rows": "replay.report.notebook",

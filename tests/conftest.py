@@ -48,8 +48,8 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError("Triton was imported before it could be told to interpret")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
-            package = importlib.import_module("replay.kernels.triton")
-            for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            package = importlib.import_module("attention_kernels")
+            for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
                 importlib.import_module(module.name)
             importlib.import_module("tests.interpreter").hasten()
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
+from capture.call.shape import Shape
 from capture.recording.heads import pick
-from capture.shape import Shape
 from capture.storage.call_file import PackedCall
 from replay.accuracy.errors import compare
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.accuracy import Accuracy, Errors, Summary, Where
+from replay.rows.errors_of_output import Accuracy, Errors, Summary, Where
 from replay.rows.row import (
     CallFacts,
     Energy,

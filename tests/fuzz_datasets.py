@@ -33,20 +33,20 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture import load
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
+from capture.call.attention_variant import Variant
+from capture.cli.check import verify
 from capture.cli.show import show, show_findings
-from capture.cli.verify import verify
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
-from capture.variant import Variant
 from replay.accuracy.reference import attention
-from replay.plan.matching import match
+from replay.plan.call_matching import match
 from replay.workloads.recorded import from_directory
 from tests.factories import census, normal, random_call
 

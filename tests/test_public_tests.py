@@ -22,8 +22,8 @@ from benchmarks.public_tests.answers import Answers
 from benchmarks.public_tests.flash_attn_shim import FlashAttn
 from benchmarks.public_tests.flashinfer_shim import FlashInfer, lengths, page_table
 from benchmarks.public_tests.running import Outcome, draw
-from capture.call import AttentionCall
-from capture.variant import FEATURES, VARIANT_TENSORS, Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES, VARIANT_TENSORS, Variant
 from replay.accuracy import reference
 from replay.kernels.registry import Kernel
 from tests import flash_attn_stand_in as stand_in

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import cold_cache, decode, narrow_heads, per_pair, results, triton_kernels
 from benchmarks.tables import speed
-from capture.variant import Variant
+from capture.call.attention_variant import Variant
 from replay.kernels.registry import Kernel
 from tests.factories import random_call
 
@@ -140,7 +140,7 @@ def test_times_of_narrow_heads_and_the_schedule_that_is_taken(tmp_path: Path) ->
 
 def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """A time for each schedule of which there is one, and the least is that which is taken."""
-    persistent = pytest.importorskip("replay.kernels.triton.persistent")
+    persistent = pytest.importorskip("attention_kernels.hopper.persistent")
     monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
     for spec in narrow_heads.CALLS.values():
         line = narrow_heads.predicted(spec, torch.device("cuda"))

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from tests.factories import normal, random_call
 
 

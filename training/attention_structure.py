@@ -18,7 +18,7 @@ import torch
 
 import models
 from capture import load, record
-from capture.call_statistics import CallStatistics, call_statistics, mean
+from capture.call.statistics import CallStatistics, call_statistics, mean
 from training.card import machine, table
 
 MOST_CALLS = 400

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy import reference
 from replay.kernels.registry import Kernel, find
 
@@ -53,7 +53,7 @@ class Answers:
         if not is_asked or self.kernel.name != GATHERS_PAGES or fitted.cu_seqlens_k is None:
             nothing = call.query.new_full(call.query.shape[:3], torch.nan, dtype=torch.float32)
             return self(call, function), nothing
-        from replay.kernels.triton.varlen import packed
+        from attention_kernels.portable.varlen import packed
 
         self._fitted(call)
         query, key, value = (

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.public_tests.answers import Answers
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 
 NOT_DONE = {
     "alibi_slopes": "ALiBi",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args, get_type_hints
 
 from benchmarks.tables.markdown import markdown_table
-from capture.variant import FEATURES
+from capture.call.attention_variant import FEATURES
 from replay.accuracy.thresholds import Thresholds
 from replay.kernels.registry import catalogue
 from replay.rows.fields import COLUMNS, FIELDS

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capture.storage.source import Report
+    from capture.storage.origins import Report
 
 
 @contextlib.contextmanager

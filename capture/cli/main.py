@@ -14,19 +14,24 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attention_replay import Error
-from capture.cli.arguments import OneSentenceParser, natural, not_empty, positive
+from attention_replay.errors import Error
+from capture.call.head_ranges import parse_ranges
+from capture.call.splits import SPLITS
 from capture.cli.combinations import misuse
 from capture.cli.models_package import import_models
-from capture.cli.repeated_options import Listed
-from capture.cli.standard_streams import exit_with, give_up_stdout, is_of_stdout, make_usable
-from capture.cli.verbosity import add_verbosity, narrated
-from capture.counted import counted
+from capture.command_line.parser import OneSentenceParser, natural, not_empty, positive
+from capture.command_line.repeated_options import Listed
+from capture.command_line.standard_streams import (
+    exit_with,
+    give_up_stdout,
+    is_of_stdout,
+    make_usable,
+)
+from capture.command_line.verbosity import add_verbosity, narrated
 from capture.large_imports import import_for_good, interruptible
-from capture.printable import printable
-from capture.ranges import parse_ranges
 from capture.recording.sampling import PHASES, SAMPLES, check_sample
-from capture.splits import SPLITS
+from capture.text.counted import counted
+from capture.text.printable import printable
 
 if TYPE_CHECKING:
     from capture.recording.recording import Recording
@@ -394,8 +399,8 @@ def _verify(where: str, *, quiet: bool) -> int:
     dataset = _opened(where, quiet=quiet, whole=True)
     from rich.console import Console
 
+    from capture.cli.check import verify
     from capture.cli.show import show_findings
-    from capture.cli.verify import verify
 
     if dataset.note:
         print(f"note: {printable(dataset.note)}", file=sys.stderr)

@@ -10,19 +10,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from capture.call import Origin
-from capture.call_statistics import CallStatistics, call_statistics, mean
-from capture.cli.verify import Finding
-from capture.counted import counted
+from capture.call.attention_call import Origin
+from capture.call.attention_variant import VARIANT_TENSORS
+from capture.call.head_ranges import ranges
+from capture.call.statistics import CallStatistics, call_statistics, mean
+from capture.call.strides import Layout
+from capture.cli.check import Finding
 from capture.errors import DatasetError
-from capture.printable import printable
-from capture.ranges import ranges
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.header import Header
-from capture.strides import Layout
-from capture.variant import VARIANT_TENSORS
+from capture.text.counted import counted
+from capture.text.printable import printable
 
 
 def show(dataset: Dataset, console: Console) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from capture.counted import counted
 from capture.hooks.interceptor import TORCH_SDPA, is_inside
 from capture.hooks.modules import ModuleTracker
+from capture.text.counted import counted
 
 
 class Audit:

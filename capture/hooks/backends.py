@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import TORCH_SDPA, Arguments
 
 BACKENDS = {

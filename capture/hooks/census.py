@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from capture.call.attention_variant import beyond
+from capture.call.pages import kv_len
 from capture.hooks.autocast import cast
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import Site
-from capture.pages import kv_len
 from capture.storage.header import dtype_name
-from capture.variant import beyond
 
 
 class Signature(NamedTuple):
@@ -35,7 +35,7 @@ class Signature(NamedTuple):
     scale: float | None
     enable_gqa: bool
     beyond: str = ""
-    """What the call asks beyond SDPA, in a phrase (`capture.variant.beyond`)."""
+    """What the call asks beyond SDPA, in a phrase (`capture.call.attention_variant.beyond`)."""
     road: str = "sdpa"
     refusal: str = ""
     """Why calls like this cannot be stored."""

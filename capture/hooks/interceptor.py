@@ -3,7 +3,7 @@
 The function is replaced in every loaded module that refers to it: in `torch.nn.functional` itself,
 where models look it up at call time, and in modules that ran `from torch.nn.functional import
 scaled_dot_product_attention`. Attention that does not begin as a call of SDPA takes one of
-`capture.hooks.roads`.
+`capture.hooks.entry_points`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.variant import PLAIN, Variant, features
+from capture.call.attention_variant import PLAIN, Variant, features
 
 TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 """PyTorch's own function, saved at import, before it is replaced."""
 
 
 class Arguments(NamedTuple):
-    """An attention call's arguments by name, as `capture.call.AttentionCall` has them.
+    """Arguments of an attention call by name, as `AttentionCall` has them.
 
     SDPA's, positional or keyword in the original call, and what other functions take beside them.
     """
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a kernel must know beyond SDPA, of `capture.variant.FEATURES`."""
+        """What a kernel must know beyond SDPA, of `capture.call.attention_variant.FEATURES`."""
         return features(self)
 
     def fields(self) -> dict[str, Any]:

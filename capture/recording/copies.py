@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from capture.call.strides import Layout, as_stored, narrow_expanded
 from capture.recording.memory import Buffer
-from capture.strides import Layout, as_stored, narrow_expanded
 
 _ALIGNMENT = 64
 _ROOM = 2
@@ -27,7 +27,7 @@ class HostCopy:
     """A call's tensors in host memory; complete after `wait`."""
 
     values: dict[str, Tensor]
-    """As a file stores them (`capture.strides`); views of the buffer."""
+    """As a file stores them (`capture.call.strides`); views of the buffer."""
     layouts: dict[str, Layout]
     buffer: Buffer
 

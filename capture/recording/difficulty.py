@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 
 QUERIES, KEYS, BATCH = 32, 1024, 4
 """Of each head, and batch elements; at most, evenly spaced, the first and the last among them."""

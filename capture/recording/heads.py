@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.strides import picked
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import picked
 
 
 def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from capture.counted import counted
 from capture.recording.recording import Recording
+from capture.text.counted import counted
 
 
 def no_match(globs: str, paths: list[str]) -> str:

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from capture.call import AttentionCall
-from capture.pages import read_entries
-from capture.strides import picked
+from capture.call.attention_call import AttentionCall
+from capture.call.pages import read_entries
+from capture.call.strides import picked
 
 
 def with_pages_read(call: AttentionCall) -> AttentionCall:

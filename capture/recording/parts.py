@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
+from capture.call.head_ranges import ranges
+from capture.call.splits import SPLITS
 from capture.errors import CaptureError
 from capture.hooks.interceptor import Arguments
-from capture.ranges import ranges
-from capture.splits import SPLITS
 from capture.storage.target import number_of_ranks
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Part(NamedTuple):
     """One rank's part of a call."""
 
     split: str = ""
-    """One of `capture.splits.SPLITS`; empty for a whole call."""
+    """One of `capture.call.splits.SPLITS`; empty for a whole call."""
     ranks: tuple[int, ...] = ()
     """Those that share the call, in the order of their parts."""
     heads: str = ""

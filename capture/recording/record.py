@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.audit import Audit
+from capture.hooks.entry_points import on_all_roads
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
-from capture.hooks.roads import on_all_roads
-from capture.limits import natural, positive
-from capture.ranges import parse_ranges, ranges
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
 from capture.recording.memory import default_buffer_bytes
 from capture.recording.nothing_kept import no_match, nothing_kept
@@ -24,6 +23,7 @@ from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.target import Target, current_rank, no_empty_directory, rank_name
+from capture.text.limits import natural, positive
 
 
 @contextlib.contextmanager

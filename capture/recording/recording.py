@@ -21,20 +21,20 @@ from capture.errors import CaptureError, RecordingWarning
 from capture.hooks.audit import Audit
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.census import Census
-from capture.hooks.gone_past import FusedLayers, GonePast, gone_past
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
+from capture.hooks.missed_attention import FusedLayers, GonePast, gone_past
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import ModuleTracker, outside
 from capture.hooks.signals import is_meant_for_program
-from capture.printable import quoted
-from capture.recording.attention_call import has_symbolic_sizes
-from capture.recording.calls_kept import CallsKept, reason_of
-from capture.recording.calls_seen import CallsSeen
+from capture.recording.call_builder import has_symbolic_sizes
+from capture.recording.kept_calls import CallsKept, reason_of
 from capture.recording.parts import Part
 from capture.recording.sampling import Sampler
+from capture.recording.seen_calls import CallsSeen
 from capture.recording.writer import Writer
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.target import Target
+from capture.text.printable import quoted
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
 

@@ -35,7 +35,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, Protocol
 
-from capture.limits import positive
+from capture.text.limits import positive
 
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Protocol
 
 from capture.errors import DatasetError
-from capture.printable import printable
 from capture.storage import cache, plain_files
 from capture.storage.names import MANIFEST, is_of_dataset
+from capture.text.printable import printable
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def is_archive(name: str) -> bool:
 
 
 class Archive:
-    """The files of the dataset in an archive (see `capture.storage.source.Files`)."""
+    """The files of the dataset in an archive (see `capture.storage.origins.Files`)."""
 
     def __init__(self, path: Path, address: str, cache_directory: Path) -> None:
         """List an archive's members.

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
+from capture.call.attention_variant import VARIANT_TENSORS, spans
+from capture.call.mask_structure import found_in
+from capture.call.strides import pack, unpack
 from capture.errors import DatasetError
 from capture.storage import checksums
 from capture.storage.header import GAPS, GAPS_AT_LEAST, Header, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
-from capture.storage.source import Source, Wanted
+from capture.storage.origins import Source, Wanted
 from capture.storage.tensor_file import TensorFile, write_safetensors
-from capture.strides import pack, unpack
-from capture.structure import found_in
-from capture.variant import VARIANT_TENSORS, spans
 
 FORMAT = "attention-replay/2"
 _HEADER_KEY = "attention-replay"

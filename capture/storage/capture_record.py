@@ -34,7 +34,7 @@ class CaptureRecord:
     """Counts of all calls, stored or not: see `capture.hooks.census`. Empty after a rebuild."""
 
     gone_past: list[dict[str, Any]] = field(default_factory=list)
-    """Attention that ran and is not in the census: see `capture.hooks.gone_past`."""
+    """Attention that ran and is not in the census: see `capture.hooks.missed_attention`."""
 
     def is_same(self, other: CaptureRecord) -> bool:
         """Whether both are about one capture, perhaps at different times."""

@@ -25,10 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
 
-from capture.call import AttentionCall
-from capture.counted import counted
+from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
-from capture.printable import quoted
 from capture.storage import plain_files
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
@@ -38,7 +36,9 @@ from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import source_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
-from capture.storage.source import Report, Source, unheard
+from capture.storage.origins import Report, Source, unheard
+from capture.text.counted import counted
+from capture.text.printable import quoted
 
 _FIRST_FORMAT = "attention-replay/1"
 """Readable still: its checksums are of whole files."""

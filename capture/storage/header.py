@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture import pages
-from capture.call import TENSOR_FIELDS, AttentionCall, Origin
-from capture.shape import Shape
+from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin, pages
+from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, Variant
+from capture.call.mask_structure import NO_MASK
+from capture.call.shape import Shape
+from capture.call.strides import Layout
 from capture.storage.json_data import fields_of, required
-from capture.strides import Layout
-from capture.structure import NO_MASK
-from capture.variant import PLAIN, VARIANT_TENSORS, Variant
 
 SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
@@ -49,7 +48,7 @@ class Header:
     dtypes: dict[str, str]
     layouts: dict[str, Layout]
     mask_structure: str = ""
-    """What the mask amounts to, in words (`capture.structure`); empty for nothing simpler."""
+    """The mask's structure in words (`capture.call.mask_structure`); empty without one."""
     variant: Variant = PLAIN
     value_in_key: int = 0
     """How many columns of the key, from the first, are the value, which is then not stored again;

@@ -9,11 +9,11 @@ from typing import overload
 
 import torch
 
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
+from capture.call.head_ranges import ranges
+from capture.call.joining import JoinError, join
+from capture.call.splits import SPLITS
 from capture.errors import DatasetError
-from capture.joining import JoinError, join
-from capture.ranges import ranges
-from capture.splits import SPLITS
 from capture.storage.call_file import FileEntry
 from capture.storage.header import GAPS, GAPS_AT_LEAST
 

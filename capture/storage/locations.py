@@ -6,10 +6,10 @@ import os
 from pathlib import Path
 
 from capture.errors import DatasetError
-from capture.printable import quoted
 from capture.storage import cache, remote
 from capture.storage.archives import ENDINGS, Archive, is_archive
-from capture.storage.source import Report, Source, unheard
+from capture.storage.origins import Report, Source, unheard
+from capture.text.printable import quoted
 
 
 def source_of(where: str | Path, report: Report = unheard) -> Source | None:

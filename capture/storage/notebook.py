@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from capture.html_table import html_table
 from capture.storage.call_file import FileEntry
+from capture.text.html_table import html_table
 
 HEADINGS = ("call", "model", "step", "phase", "module", "B×H×S×D", "dtype", "mask", "MB")
 

@@ -23,7 +23,7 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from capture.errors import DatasetError
 from capture.storage import cache
 from capture.storage.names import MANIFEST
-from capture.storage.source import Report, Unreachable
+from capture.storage.origins import Report, Unreachable
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _HUB = re.compile(
@@ -66,7 +66,7 @@ def path_of(address: str) -> str:
 
 
 class Directory:
-    """The files of a directory that fsspec reads (see `capture.storage.source.Files`)."""
+    """The files of a directory that fsspec reads (see `capture.storage.origins.Files`)."""
 
     def __init__(self, address: str) -> None:
         """Connect to a file system.
@@ -99,7 +99,7 @@ class Directory:
 
 
 class HubDirectory:
-    """The files of a folder in a dataset of the Hub (see `capture.storage.source.Files`).
+    """The files of a folder in a dataset of the Hub (see `capture.storage.origins.Files`).
 
     Where the Hub cannot be reached, what its cache has is read.
     """

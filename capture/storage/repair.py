@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from capture.counted import counted
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
@@ -18,6 +17,7 @@ from capture.storage.journal import Journalled, call_files, index_of, journals, 
 from capture.storage.locations import why_read_only
 from capture.storage.locks import is_locked, locked
 from capture.storage.names import JOURNAL, MANIFEST
+from capture.text.counted import counted
 
 
 class Ended(NamedTuple):

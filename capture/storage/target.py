@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 from capture.errors import CaptureError, DatasetError
-from capture.printable import quoted
 from capture.storage import locks
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
@@ -23,6 +22,7 @@ from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
 from capture.storage.repair import Ended, finish
+from capture.text.printable import quoted
 
 _LONGEST = 100
 """Characters of a model's name in file names."""

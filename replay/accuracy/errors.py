@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm as norm
 
-from replay.rows.accuracy import Errors, Summary, Where
+from replay.rows.errors_of_output import Errors, Summary, Where
 
 CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""

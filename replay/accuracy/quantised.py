@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import weights
 from replay.accuracy.thresholds import QuantisedThresholds
 

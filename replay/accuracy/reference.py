@@ -12,10 +12,10 @@ non-finite key or value reaches every query whose score row contains it, masked 
 and 0 · NaN are both NaN). Dropout is ignored: a reference must be the same each time. A mask
 together with `is_causal` means both, as torch's CPU flash backend has it.
 
-Beyond SDPA (`capture.variant`): a key outside the window, in another packed sequence or past the
-keys that count contributes nothing, whatever its values; a sink's weight is dropped after the
-softmax; keys in pages are gathered first. `tests/replay/accuracy/test_variants.py` compares each
-with its library's own definition.
+Beyond SDPA (`capture.call.attention_variant`): a key outside the window, in another packed
+sequence or past the keys that count contributes nothing, whatever its values; a sink's weight is
+dropped after the softmax; keys in pages are gathered first.
+`tests/replay/accuracy/test_variants.py` compares each with its library's own definition.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.variant import Span
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Span
 
 CPU_BLOCK = 2**20
 """Scores held at a time on a CPU: 8 MiB in float64, which its cache may hold, and about three times

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.timing.flops import valid_pairs
 
 

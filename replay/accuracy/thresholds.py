@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.storage.plain_files import given_text
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 
 class ThresholdsError(Error):

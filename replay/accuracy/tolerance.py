@@ -3,7 +3,7 @@
 No limit here is a constant that looked comfortable: the error allowed on a call is measured on that
 call, with eager attention in the call's own dtype (of 16 bits in two forms, of which the larger
 error counts), and with a model of what rounding does to each of its rows.
-`replay.accuracy.judge` applies it.
+`replay.accuracy.verdict` applies it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import check_comparable, chunks
 from replay.accuracy.thresholds import ExactThresholds
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from capture.call import AttentionCall
-from replay.bench.failures import ContextLost, classify
+from capture.call.attention_call import AttentionCall
 from replay.bench.forms import Forms
-from replay.bench.guard import Guard
-from replay.bench.inputs import Inputs, drop_in
 from replay.bench.settings import Settings
-from replay.kernels.library import is_interpreted
+from replay.isolation.inputs import Inputs, drop_in
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import ContextLost, classify
+from replay.kernels.libraries import is_interpreted
 from replay.kernels.registry import Kernel
 from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.timer import first_call

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 
-from capture.call import AttentionCall
-from capture.structure import MaskStructure, structure_of
-from replay.bench.failures import Finding, classify
+from capture.call.attention_call import AttentionCall
+from capture.call.mask_structure import MaskStructure, structure_of
+from replay.kernels.failures import Finding, classify
 from replay.kernels.registry import Kernel
 
 

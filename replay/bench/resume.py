@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from capture.shape import Shape
+from capture.call.shape import Shape
 from capture.storage.call_file import FileEntry
 from capture.storage.joined_calls import JoinedCall
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
-from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import HERE, CallFacts, Machine, Row
+from replay.rows.row_files import RowsError, read_jsonl
 from replay.timing.timer import TIMERS
 from replay.workloads.random_calls import random_weights
 from replay.workloads.recorded import Workload

@@ -12,21 +12,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import beyond
 from capture.errors import DatasetError
 from capture.hooks.backends import BACKENDS, chosen_backend
 from capture.storage.header import dtype_name
-from capture.variant import beyond
-from replay.bench.check import Checker, output_of, stderr_apart
-from replay.bench.energy import with_energy
-from replay.bench.failures import ContextLost, classify
+from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
-from replay.bench.guard import Guard
-from replay.bench.inputs import Inputs
-from replay.bench.referee import LocalReferee, Referee
+from replay.bench.output_check import Checker, output_of, stderr_apart
+from replay.bench.sampled_outputs import Part, Witness
 from replay.bench.settings import Settings, SettingsError, WorkerOptions
 from replay.bench.stages import Checked, Timed, make_row
-from replay.bench.witness import Part, Witness
+from replay.isolation.inputs import Inputs
+from replay.isolation.judge import LocalReferee, Referee
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Roof, Row, Status
 from replay.timing.gpu_state import gpu_is_lost

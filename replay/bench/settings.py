@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import torch
 
-from attention_replay import Error
-from capture.limits import natural, positive
+from attention_replay.errors import Error
+from capture.text.limits import natural, positive
 from replay.accuracy.thresholds import Thresholds
 from replay.rows.row import HERE
 from replay.timing.defaults import ROUNDS, SECONDS

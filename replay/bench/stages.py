@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.bench.failures import Finding
-from replay.bench.inputs import drop_in
-from replay.bench.referee import Sample
+from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings, WorkerOptions
-from replay.kernels.library import is_interpreted
+from replay.isolation.inputs import drop_in
+from replay.isolation.judge import Sample
+from replay.kernels.failures import Finding
+from replay.kernels.libraries import is_interpreted
 from replay.kernels.registry import Kernel
-from replay.rows.accuracy import Accuracy, Summary
+from replay.rows.errors_of_output import Accuracy, Summary
 from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row, SpeedupOver
 from replay.timing import flops
 from replay.timing.energy import Block

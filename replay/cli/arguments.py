@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from capture.cli.arguments import OneSentenceParser, natural, positive, positive_number, share
-from capture.cli.repeated_options import Listed
-from capture.cli.verbosity import add_verbosity
+from capture.command_line.parser import OneSentenceParser, natural, positive, positive_number, share
+from capture.command_line.repeated_options import Listed
+from capture.command_line.verbosity import add_verbosity
 from replay.cli.comparison_arguments import add_baselines
 from replay.cli.end_to_end_arguments import add_arguments
 from replay.cli.files import output_file

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from capture.printable import printable
+from capture.text.printable import printable
 from replay.cli.comparison_arguments import parser
 from replay.cli.files import (
     UsageError,
@@ -25,15 +25,15 @@ from replay.cli.files import (
 from replay.comparison.baselines import as_run, is_file, load, machine_of, place, save
 from replay.comparison.comparison import Comparison, basis_of, compare, to_json
 from replay.comparison.conditions import Condition, failures, read_conditions
-from replay.comparison.matching import Run
-from replay.comparison.speed import Basis
+from replay.comparison.row_matching import Run
+from replay.comparison.speed_change import Basis
 from replay.comparison.spread import read_spread
 from replay.report.comparison.html import to_html
 from replay.report.comparison.markdown import to_markdown
+from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import Sections, sections
-from replay.report.comparison.text import print_comparison
-from replay.rows.files import plain, read_jsonl
 from replay.rows.row import Machine, Row
+from replay.rows.row_files import plain, read_jsonl
 
 WRITTEN = ("markdown", "html", "json")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from capture.cli.arguments import OneSentenceParser
-from capture.cli.repeated_options import Listed
+from capture.command_line.parser import OneSentenceParser
+from capture.command_line.repeated_options import Listed
 from replay.cli.files import output_file
 from replay.comparison.conditions import CONDITIONS
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from capture.cli.arguments import OneSentenceParser
+from capture.command_line.parser import OneSentenceParser
 from replay.cli.compare import read_run
 from replay.cli.files import UsageError, check_place, opened, output_file
-from replay.comparison.devices import across_devices
-from replay.report.devices import devices_markdown, print_devices
+from replay.comparison.device_types import across_devices
+from replay.report.device_tables import devices_markdown, print_devices
 
 EXAMPLES = """examples:
   replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?

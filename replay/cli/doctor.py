@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.cli.arguments import OneSentenceParser, positive, positive_number
-from capture.cli.repeated_options import Listed
-from capture.cli.verbosity import add_verbosity, narrated
-from capture.printable import printable
+from capture.command_line.parser import OneSentenceParser, positive, positive_number
+from capture.command_line.repeated_options import Listed
+from capture.command_line.verbosity import add_verbosity, narrated
+from capture.text.printable import printable
 from replay.cli.device import device_of
 from replay.cli.files import UsageError, check_place, opened, output_file, shared_file
 from replay.cli.settings import thresholds
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from replay.bench.settings import Settings
-    from replay.diagnosis.doctor import Diagnoses
+    from replay.diagnosis.examinations import Diagnoses
     from replay.kernels.registry import Kernel
     from replay.workers.environments import Found
     from replay.workers.execution import Progress
@@ -158,8 +158,8 @@ def _examine_directory(
     """Examine kernels that can run here; without any, those that the arguments name."""
     from capture.cli.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
-    from replay.diagnosis.doctor import Diagnoses, diagnose
-    from replay.rows.files import plain
+    from replay.diagnosis.examinations import Diagnoses, diagnose
+    from replay.rows.row_files import plain
     from replay.workloads.recorded import from_directory
 
     device = device_of(arguments.device)

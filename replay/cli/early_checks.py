@@ -14,9 +14,9 @@ from capture.storage.locations import directory_of
 from replay.cli.device import device_of
 from replay.cli.files import UsageError
 from replay.cli.report import check_directory, check_report
-from replay.kernels.names import look_known, parts
+from replay.kernels.kernel_names import look_known, parts
 from replay.workers.environment_options import interpreters
-from replay.workloads.names import chosen_names
+from replay.workloads.call_names import chosen_names
 
 
 def check_early(arguments: argparse.Namespace) -> None:

@@ -13,21 +13,21 @@ from typing import Any
 
 import torch
 
-from attention_replay import Error
-from capture.printable import printable
+from attention_replay.errors import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part, model_of
 from capture.storage.plain_files import given_text
+from capture.text.printable import printable
 from replay.bench.settings import Settings
-from replay.end_to_end.check import Checked, check
+from replay.end_to_end.model_check import Checked, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path
 from replay.end_to_end.rebuild import load_arguments
 from replay.kernels.registry import Kernel
-from replay.plan.devices import mismatch, type_of
 from replay.plan.plan import Budget, Plan, parse_budget
-from replay.rows.files import Writable, plain
+from replay.plan.plan_device import mismatch, type_of
 from replay.rows.row import HERE, KernelId, Row
+from replay.rows.row_files import Writable, plain
 from replay.workers.execution import Assignment
 
 

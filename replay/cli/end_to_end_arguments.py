@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from capture.cli.arguments import positive
+from capture.command_line.parser import positive
 from replay.cli.files import output_file
 
 OPTIONS = (

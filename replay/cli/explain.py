@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.text import Text
 
-from capture.cli.arguments import OneSentenceParser
-from capture.printable import printable
+from capture.command_line.parser import OneSentenceParser
 from capture.storage.json_data import parsed
 from capture.storage.plain_files import given_text
+from capture.text.printable import printable
 from replay.cli.files import UsageError
 from replay.report.explanation import PHASES, explanation
-from replay.rows.files import RowsError, rebuilt
+from replay.rows.row_files import RowsError, rebuilt
 
 if TYPE_CHECKING:
-    from replay.end_to_end.check import Checked
+    from replay.end_to_end.model_check import Checked
 
 
 def parser() -> OneSentenceParser:
@@ -97,7 +97,7 @@ def read_checks(path: Path) -> list[Checked]:
 
 
 def _check(data: dict[str, object]) -> Checked:
-    from replay.end_to_end.check import Checked
+    from replay.end_to_end.model_check import Checked
 
     data.pop("prediction_error")
     return rebuilt(Checked, data)

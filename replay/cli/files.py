@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TextIO
 
-from attention_replay import Error
-from capture.cli.arguments import not_empty
-from capture.printable import printable
+from attention_replay.errors import Error
+from capture.command_line.parser import not_empty
 from capture.storage.names import is_of_dataset
-from replay.rows.files import Writable
+from capture.text.printable import printable
 from replay.rows.replacement import why_not_written
+from replay.rows.row_files import Writable
 
 WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
 """Options of `replay` that name a file to write; `-` is stdout."""

@@ -81,7 +81,7 @@ def list_kernels(where: Execution, device: torch.device) -> None:
     from rich.console import Console
 
     from replay.kernels.registry import catalogue
-    from replay.report.kernels import print_kernels
+    from replay.report.kernel_list import print_kernels
 
     kernels = list(catalogue().values())
     found = where.probe([kernel for kernel in kernels if not kernel.variant_of], device)

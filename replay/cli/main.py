@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attention_replay import Error
-from capture.cli.standard_streams import (
+from attention_replay.errors import Error
+from capture.command_line.standard_streams import (
     exit_with,
     give_up_stdout,
     is_full_stdout,
     is_of_stdout,
     make_usable,
 )
-from capture.cli.verbosity import narrated
-from capture.printable import printable
+from capture.command_line.verbosity import narrated
+from capture.text.printable import printable
 from replay.cli import profiling, watch
 from replay.cli.arguments import parser
 from replay.cli.combinations import misuse, misuse_of_types
@@ -57,11 +57,11 @@ if TYPE_CHECKING:
     from replay.cli.compare import Earlier
     from replay.cli.end_to_end import ModelOptions
     from replay.distribution.ray_cluster import Cluster
-    from replay.end_to_end.check import Checked
+    from replay.end_to_end.model_check import Checked
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Budget, Plan
-    from replay.rows.files import Writable
     from replay.rows.row import Machine, Row
+    from replay.rows.row_files import Writable
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
 
@@ -158,7 +158,7 @@ def _dispatch(arguments: argparse.Namespace, given: list[str]) -> int:
 @contextlib.contextmanager
 def _first_processes(arguments: argparse.Namespace, limit: TimeLimit) -> Iterator[list[First]]:
     """Those of the device, or of each of `--gpus`, which import PyTorch while this one does."""
-    from replay.distribution.devices import probable_gpus
+    from replay.distribution.device_slots import probable_gpus
     from replay.workers.process import Placement, first_processes
 
     with contextlib.ExitStack() as stack:
@@ -288,7 +288,7 @@ def _place_to_run(
         return cluster.fleet(pythons, arguments.timeout, limit.stopped)
     if arguments.gpus is None:
         return _one_device(device, early[0] if early else None, pythons, arguments, limit)
-    from replay.distribution.devices import gpus
+    from replay.distribution.device_slots import gpus
     from replay.distribution.fleet import fleet
 
     return fleet(gpus(arguments.gpus), pythons, arguments.timeout, limit.stopped, early)
@@ -303,7 +303,7 @@ def _one_device(
     limit: TimeLimit,
 ) -> Iterator[Execution]:
     """Say so where another replay measures on it too."""
-    from replay.distribution.devices import held_if_free
+    from replay.distribution.device_slots import held_if_free
     from replay.workers.execution import execution
     from replay.workers.process import Placement
 
@@ -319,7 +319,7 @@ def _one_device(
 
 def _selftest(arguments: argparse.Namespace, device: torch.device) -> int:
     from replay.cli.selftest import run_selftest, write_json
-    from replay.report.selftest import print_selftest
+    from replay.report.selftest_table import print_selftest
 
     with reserved_stdout():
         verdict = run_selftest(device, quiet=arguments.quiet)
@@ -395,7 +395,7 @@ def _plan(
     from replay.end_to_end.census_check import shortfall
     from replay.end_to_end.model_process import OWN
     from replay.plan.choose import choose, uniform
-    from replay.report.plan import print_plan
+    from replay.report.plan_tables import print_plan
 
     census = options.captures[0].census
     exclusive = {kernel.name for kernel in kernels if kernel.own_process}
@@ -421,7 +421,7 @@ def _check_models(
     from rich.text import Text
 
     from replay.cli.end_to_end import check_model, write_json
-    from replay.report.end_to_end import print_checks
+    from replay.report.model_tables import print_checks
 
     console, stages = _console(arguments), [""]
     found: list[Checked] = []

@@ -6,7 +6,7 @@ import argparse
 import shlex
 from collections.abc import Iterator, Sequence
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.joined_calls import is_part

@@ -79,7 +79,7 @@ def run_once(kernel: Kernel, workload: Workload, device: torch.device) -> None:
     import torch
 
     from replay.bench.forms import Forms
-    from replay.bench.inputs import drop_in
+    from replay.isolation.inputs import drop_in
 
     form = Forms.of(workload.load(device)).form(kernel, device)
     if form.refused is not None:

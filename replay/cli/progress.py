@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, T
 from rich.table import Column
 from rich.text import Text
 
-from capture.counted import counted
-from capture.printable import printable
+from capture.text.counted import counted
+from capture.text.printable import printable
 from replay.bench.runner import DONE
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from capture.cli.arguments import OneSentenceParser
-from capture.printable import printable
+from capture.command_line.parser import OneSentenceParser
 from capture.storage.json_data import parsed
 from capture.storage.plain_files import given_text
+from capture.text.printable import printable
 from replay.cli.files import (
     UsageError,
     check_place,
@@ -24,7 +24,7 @@ from replay.cli.files import (
     say_unwritten,
     shared_file,
 )
-from replay.rows.files import RowsError, read_jsonl
+from replay.rows.row_files import RowsError, read_jsonl
 
 if TYPE_CHECKING:
     from replay.plan.plan import Budget
@@ -117,9 +117,9 @@ def check_report(out: Path) -> None:
     Raises:
         Error: it cannot.
     """
-    from replay.report.html import library
+    from replay.report.html import chart_library
 
-    library.require()
+    chart_library.require()
     check_place(out)
 
 
@@ -135,7 +135,7 @@ def write(
     Raises:
         Error: there is nothing to report, or the file cannot be written.
     """
-    from replay.report.html.write import write_html
+    from replay.report.html.page_writer import write_html
 
     write_html(rows, out, checks=checks, outputs=outputs, budget=budget)
     if out.is_file():
@@ -148,7 +148,7 @@ def check_directory(given: str) -> Path:
     Raises:
         Error: it cannot be made, or charts cannot be drawn.
     """
-    from replay.report.charts.write import prepare
+    from replay.report.charts.chart_files import prepare
 
     directory = Path(given).absolute()
     prepare(directory)
@@ -161,7 +161,7 @@ def draw(rows: Sequence[Row], directory: Path) -> None:
     Raises:
         Error: a file cannot be written.
     """
-    from replay.report.charts.write import write_plots
+    from replay.report.charts.chart_files import write_plots
 
     names = [path.name for path in write_plots(rows, directory) if path.suffix == ".svg"]
     found = ", ".join(names) or "none: no correct kernel was timed on two lengths, or on a model"

@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.cli.arguments import OneSentenceParser, positive_number
-from capture.cli.verbosity import add_verbosity, narrated
-from capture.printable import printable
+from capture.command_line.parser import OneSentenceParser, positive_number
+from capture.command_line.verbosity import add_verbosity, narrated
+from capture.text.printable import printable
 from replay.cli.files import UsageError
 from replay.cli.settings import thresholds
 
 if TYPE_CHECKING:
-    from replay.reproduce.reproduce import Reproduced, Request
+    from replay.reproduce.reproducer import Reproduced, Request
 
 SECONDS = 120.0
 
@@ -74,7 +74,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from replay.reproduce.reproduce import reproduce
+    from replay.reproduce.reproducer import reproduce
 
     request = _request(arguments)
     with _progress(request.seconds, quiet=arguments.quiet) as report:
@@ -91,7 +91,7 @@ def _request(arguments: argparse.Namespace) -> Request:
     from replay.bench.settings import Settings
     from replay.cli.device import device_of
     from replay.kernels.registry import find
-    from replay.reproduce.reproduce import Request
+    from replay.reproduce.reproducer import Request
     from replay.workers.environment_options import interpreters
     from replay.workloads.recorded import from_directory
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from capture.counted import counted
-from capture.printable import printable
+from capture.text.counted import counted
+from capture.text.printable import printable
 from replay.bench.resume import finished_rows, label_of, latest
 from replay.bench.settings import Settings
 from replay.cli.files import NotWritten, noted, opened
@@ -24,8 +24,8 @@ from replay.cli.stdout import reserved_stdout
 from replay.cli.time_limit import TimeLimit, in_words
 from replay.distribution.estimate import History, Rates, expected_seconds, together
 from replay.report.benchmark_json import benchmark_entries
-from replay.rows.files import plain, save_jsonl, write_csv, write_jsonl
 from replay.rows.row import Machine, Row
+from replay.rows.row_files import plain, save_jsonl, write_csv, write_jsonl
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
 from replay.workloads.recorded import Workload

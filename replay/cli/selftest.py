@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from replay.rows.files import Writable, plain
-from replay.selftest.run import Verdict, selftest
+from replay.rows.row_files import Writable, plain
+from replay.selftest.all_checks import Verdict, selftest
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-from replay.bench.streams import keep_open
+from replay.isolation.shared_streams import keep_open
 
 STDOUT, STDERR = 1, 2
 

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from capture.counted import counted
-from capture.printable import printable
+from capture.text.counted import counted
+from capture.text.printable import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +28,7 @@ def print_tables(
     from rich.console import Console
     from rich.text import Text
 
-    from replay.report.table import print_report
+    from replay.report.call_tables import print_report
     from replay.report.versus_random import print_versus_random
 
     console = Console(highlight=False)
@@ -66,9 +66,9 @@ def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
 
 def _print_matrices(rows: Sequence[Row], console: Console) -> None:
     """Print which kernel is the fastest on which type of device."""
-    from replay.comparison.devices import across_devices
-    from replay.comparison.matching import ComparisonError, Run
-    from replay.report.devices import print_matrices
+    from replay.comparison.device_types import across_devices
+    from replay.comparison.row_matching import ComparisonError, Run
+    from replay.report.device_tables import print_matrices
 
     try:
         merged = across_devices([Run("this replay", rows)])

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from capture.cli.arguments import not_empty
+from capture.command_line.parser import not_empty
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 

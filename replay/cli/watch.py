@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from attention_replay import Error
-from capture.printable import printable
+from attention_replay.errors import Error
+from capture.text.printable import printable
 from replay.cli.files import stdout_is_taken
 from replay.kernels.own_files import own_files
 from replay.report.rerun import changes

@@ -43,7 +43,7 @@ def workloads_of(
     from replay.bench.feasibility import check_size
     from replay.workloads import random_calls
     from replay.workloads.recorded import from_dataset, from_directory
-    from replay.workloads.twins import with_twins
+    from replay.workloads.synthetic_counterparts import with_twins
 
     if arguments.dir:
         joined = arguments.join_ranks

@@ -12,9 +12,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from replay.comparison.matching import ComparisonError, Run
-from replay.rows.files import StoredRows, read_jsonl, save_jsonl
+from replay.comparison.row_matching import ComparisonError, Run
 from replay.rows.row import Machine, Row
+from replay.rows.row_files import StoredRows, read_jsonl, save_jsonl
 
 NAME = re.compile(r"[A-Za-z0-9][\w.+-]*", re.ASCII)
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from replay.comparison.accuracy import AccuracyChange, compare_accuracy
-from replay.comparison.matching import (
+from replay.comparison.accuracy_change import AccuracyChange, compare_accuracy
+from replay.comparison.row_matching import (
     ComparisonError,
     Difference,
     Run,
@@ -15,7 +15,7 @@ from replay.comparison.matching import (
     differences,
     match,
 )
-from replay.comparison.speed import (
+from replay.comparison.speed_change import (
     Basis,
     SpeedChange,
     Spread,
@@ -24,8 +24,8 @@ from replay.comparison.speed import (
     over_calls,
     spread_of,
 )
-from replay.rows.files import plain
 from replay.rows.row import KernelId, Row, Status
+from replay.rows.row_files import plain
 
 FAILED = ("error", "crash", "timeout", "out-of-memory")
 REFUSED = ("unsupported", "unavailable")
@@ -106,7 +106,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
     Args:
         spread: by how much two runs of the same kernels differ.
-        basis: what to compare; by default what tells most (`replay.comparison.speed`).
+        basis: what to compare; by default what tells most (`replay.comparison.speed_change`).
 
     Raises:
         ComparisonError: they have nothing in common, or were timed in different ways.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from capture.counted import counted
+from capture.text.counted import counted
 from replay.comparison.comparison import Comparison, Pair
-from replay.comparison.matching import ComparisonError
+from replay.comparison.row_matching import ComparisonError
 
 CONDITIONS = {
     "slow": "a kernel is slower on a call or over all its calls; slow:3% only if by more than 3 %",

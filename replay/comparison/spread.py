@@ -9,9 +9,9 @@ from capture.storage.plain_files import given_text
 from replay.comparison.baselines import as_run
 from replay.comparison.comparison import measured_spread
 from replay.comparison.conditions import read_share
-from replay.comparison.matching import ComparisonError, Run
-from replay.comparison.speed import NO_SPREAD, Basis, Spread
-from replay.rows.files import BEGINNING, read_jsonl
+from replay.comparison.row_matching import ComparisonError, Run
+from replay.comparison.speed_change import NO_SPREAD, Basis, Spread
+from replay.rows.row_files import BEGINNING, read_jsonl
 
 CHECK = "run to run"
 """Of the self-test."""

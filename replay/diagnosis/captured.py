@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
 from replay.bench.settings import Settings
 from replay.diagnosis.hypotheses.memory import zeroed
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.subject import Evidence, Subject
 from replay.kernels.registry import Kernel, catalogue, find
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 NAME = "captured"
 

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.strides import narrow_expanded, picked
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from capture.call.strides import narrow_expanded, picked
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
 """Features whose lengths stand beside the tensors: gathering rows would make these wrong."""

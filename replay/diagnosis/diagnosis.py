@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from capture.call import Origin
+from capture.call.attention_call import Origin
 from replay.diagnosis.subject import Cause, Evidence
 
 REMEDIES: dict[str, str] = {

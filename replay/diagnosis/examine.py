@@ -9,15 +9,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
-from replay.bench.check import Checker
-from replay.bench.failures import ContextLost, classify
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
 from replay.bench.forms import Forms
-from replay.bench.guard import Guard
-from replay.bench.inputs import Inputs, aliases
-from replay.bench.malformed import malformed
-from replay.bench.referee import Judged, LocalReferee
+from replay.bench.output_check import Checker
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import Checked
 from replay.diagnosis.captured import CAPTURED, examine_captured
@@ -30,8 +25,13 @@ from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.poison import poisoned
 from replay.diagnosis.subject import Evidence, Hypothesis, Run, Subject, row_shares
+from replay.isolation.inputs import Inputs, aliases
+from replay.isolation.judge import Judged, LocalReferee
+from replay.isolation.output_form import malformed
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 from replay.timing.gpu_state import gpu_is_lost
 
 HYPOTHESES: tuple[Hypothesis, ...] = (

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
-from replay.bench.check import Checker
 from replay.bench.forms import Forms
-from replay.bench.guard import Guard
-from replay.bench.inputs import Inputs
-from replay.bench.referee import LocalReferee
+from replay.bench.output_check import Checker
 from replay.bench.settings import Settings, WorkerOptions
 from replay.diagnosis.captured import kernel_named
 from replay.diagnosis.diagnosis import diagnosed
 from replay.diagnosis.examine import examine
+from replay.isolation.inputs import Inputs
+from replay.isolation.judge import LocalReferee
+from replay.isolation.process_state import Guard
 from replay.kernels.registry import find
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say

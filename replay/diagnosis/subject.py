@@ -10,14 +10,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import row_errors
-from replay.accuracy.judge import Expected, judge
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
+from replay.accuracy.verdict import Expected, judge
 from replay.diagnosis.derived import OutputRows, part
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 Cause = Literal[
     "overflow",

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from capture.shape import Shape
+from capture.call.shape import Shape
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import Machine
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.machine import cpu_flops_per_second
 from replay.timing.rounds import MAXIMUM_WARM_UP_MS, MINIMUM_WARM_UP_MS
-from replay.workloads.outline import Outline, outline
+from replay.workloads.call_metadata import Outline, outline
 from replay.workloads.recorded import Workload
 
 RUNS_BESIDE_SAMPLES = 15

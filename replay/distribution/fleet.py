@@ -17,8 +17,8 @@ import torch
 
 from replay.bench.runner import DONE
 from replay.bench.settings import Settings
-from replay.distribution.compiling import Compilation, compilations
-from replay.distribution.devices import Device, held
+from replay.distribution.device_slots import Device, held
+from replay.distribution.shared_compiling import Compilation, compilations
 from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError

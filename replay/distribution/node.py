@@ -15,7 +15,7 @@ import torch
 
 from attention_replay import __version__
 from replay.bench.settings import Settings
-from replay.distribution.devices import Device, held, with_own_cores
+from replay.distribution.device_slots import Device, held, with_own_cores
 from replay.distribution.transfer import (
     FileFacts,
     directory_here,

@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
-from attention_replay import Error, __version__
+from attention_replay import __version__
+from attention_replay.errors import Error
 from capture.errors import MissingPackage
 from replay.bench.settings import Settings
-from replay.distribution.devices import Device
+from replay.distribution.device_slots import Device
 from replay.distribution.fleet import Fleet, Seat, seated
 from replay.distribution.node import Introduction, Node
 from replay.distribution.transfer import FileFacts, files_of, relocated

@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from capture.hooks.census import Census
+from capture.hooks.entry_points import on_all_roads
 from capture.hooks.interceptor import Arguments, intercept
 from capture.hooks.modules import ModuleTracker
-from capture.hooks.roads import on_all_roads
 from capture.storage.capture_record import CaptureRecord
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Clues
-from replay.plan.matching import Counted, Replayed
+from replay.plan.call_matching import Counted, Replayed
 from replay.rows.row import KernelId, Row, TimeSummary
 from replay.timing.statistics import percentile
 

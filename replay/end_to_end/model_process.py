@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from replay.end_to_end.model_clock import RunTimes
-from replay.rows.files import rebuilt
 from replay.rows.row import HERE, GpuState, KernelId, Status
+from replay.rows.row_files import rebuilt
 from replay.workers.process import CannotStart, Died, Process
 
 OWN = "torch-default"

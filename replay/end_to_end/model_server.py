@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 
 from capture.cli.models_package import import_models
 from capture.hooks.modules import denoisers
-from replay.bench.failures import classify
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN
 from replay.end_to_end.saved_outputs import keep
+from replay.kernels.failures import classify
 from replay.patch.use_kernel import Around, Swap, use_kernel, use_plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
 from replay.workers.worker import Hear, Say

@@ -4,7 +4,7 @@
 
 T_old is the model's measured time, count comes from the census, and t_old and t_new are the median
 drop-in times of baseline and kernel on the replayed calls that represent the counted ones
-(`replay.plan.matching`). A call that the kernel does not support falls back to the model's own
+(`replay.plan.call_matching`). A call that the kernel does not support falls back to the model's own
 attention and costs t_old; so does one that no replayed call represents, which is reported.
 
 On a GPU these are times of the GPU's own work. If a forward is launch-bound, as its busy time
@@ -32,7 +32,7 @@ from torch import Tensor
 
 from replay.end_to_end.cost_model import CostModel, Tally, resampled
 from replay.end_to_end.predicted_times import RUN, Clocked, Interval, Missing, PredictedTime
-from replay.plan.matching import Counted, Replayed, match
+from replay.plan.call_matching import Counted, Replayed, match
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 

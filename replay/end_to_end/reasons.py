@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from capture.counted import counted
+from capture.text.counted import counted
 from replay.end_to_end.predicted_times import LAUNCH_BOUND, NOTABLE, RUN, PredictedTime
 
 if TYPE_CHECKING:
-    from replay.end_to_end.check import Checked
+    from replay.end_to_end.model_check import Checked
 
 SCATTERED = 2.0
 """p90 / p10 of a replayed call that an otherwise idle machine does not reach."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 
 
 def mask_of_tokens(indices: Tensor, call: AttentionCall) -> Tensor:

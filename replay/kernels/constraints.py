@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import is_leading_part
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
-from capture.strides import is_leading_part
 
 AnyCall = Arguments | AttentionCall
 """One call of SDPA, as it is being made or as it was recorded: the same names."""

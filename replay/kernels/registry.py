@@ -33,11 +33,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention_replay import Error
-from capture.call import AttentionCall
-from capture.variant import FEATURES
-from replay.kernels.names import ENTRY_POINTS, USER_MODULE, parts
-from replay.rows.accuracy import AccuracyClass
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES
+from replay.kernels.kernel_names import ENTRY_POINTS, USER_MODULE, parts
+from replay.rows.errors_of_output import AccuracyClass
 
 Attention = Callable[..., Tensor]
 """SDPA's signature: (query, key, value, attn_mask, dropout_p, is_causal, *, scale, enable_gqa)."""
@@ -115,13 +115,13 @@ class Kernel:
     ValueError, in a sentence, for a value that makes no sense."""
 
     features: frozenset[str] = frozenset()
-    """What it knows beyond SDPA, of `capture.variant.FEATURES`: `attention` gets what a call has of
-    `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`, `window`, `softcap`,
-    `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+    """Features beyond SDPA that it knows (`capture.call.attention_variant.FEATURES`): `attention`
+    gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`, `window`,
+    `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
 
     prefers_restated: Callable[[AttentionCall], bool] = _never
-    """Whether it runs such a call in place of one with a mask that says the same
-    (`capture.structure`), although it takes the mask. One that refuses the mask always does."""
+    """Whether it runs such a call in place of one with a mask that says the same, although it takes
+    the mask (`capture.call.mask_structure`). One that refuses the mask always does."""
 
     warm_up: Callable[[], None] | None = None
     """Imports what else its first call in a process would, so that a worker can do it before."""

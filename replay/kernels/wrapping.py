@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES, PLAIN, VARIANT_TENSORS, Variant
 from capture.hooks.interceptor import Arguments, bind
-from capture.variant import FEATURES, PLAIN, VARIANT_TENSORS, Variant
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import Attention, Kernel
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 Attend = Callable[[Arguments], Tensor]
 """Attention of one call."""

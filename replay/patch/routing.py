@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import ModuleTracker, roots_of
 from capture.hooks.phases import Role, deciding

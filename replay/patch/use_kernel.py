@@ -16,20 +16,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention_replay import Error
-from capture.call import AttentionCall
-from capture.counted import counted
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import beyond_arguments
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
+from capture.hooks.entry_points import on_all_roads
+from capture.hooks.entry_points.wrapper import tracing_reported
 from capture.hooks.interceptor import Arguments, answer, intercept
-from capture.hooks.roads import on_all_roads
-from capture.hooks.roads.wrapper import tracing_reported
-from capture.variant import beyond_arguments
-from replay.bench.malformed import malformed
+from capture.text.counted import counted
+from replay.isolation.output_form import malformed
 from replay.kernels.registry import Kernel, KernelNameError, find
 from replay.patch.custom_op import answering, calling_operator, costs_reshape, laid_out
 from replay.patch.routing import NOT_PLANNED, PlannedModules, kernel_here
-from replay.plan.devices import mismatch, types_at_hand
 from replay.plan.plan import Plan, PlanError
+from replay.plan.plan_device import mismatch, types_at_hand
 
 PlanFile = str | Path | Plan
 

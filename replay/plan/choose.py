@@ -21,9 +21,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.plan.devices import measured_on
-from replay.plan.matching import Counted, Replayed, match
+from replay.plan.call_matching import Counted, Replayed, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
+from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
 from replay.timing.statistics import Interval, paired_ratios, speed_verdict, speedup_of
 
@@ -118,8 +118,8 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Return the cost of every kernel at every layer of a census, the baseline's first at each.
 
-    Times are those of all matching calls (`replay.plan.matching`), including other layers'; errors
-    are those of the layer's own calls only.
+    Times are those of all matching calls (`replay.plan.call_matching`), including other
+    layers'; errors are those of the layer's own calls only.
 
     Raises:
         PlanError: the rows are of several models, or none is of the baseline.

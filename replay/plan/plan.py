@@ -10,18 +10,17 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown
 from capture.storage.plain_files import given_text
-from replay.rows.files import plain, rebuilt
 from replay.rows.meaning import COSINE_NOISE
 from replay.rows.replacement import replacing, why_not_written
+from replay.rows.row_files import plain, rebuilt
 
 FORMAT = "attention-replay-plan/1"
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
-"""The metrics that a budget can limit (`replay.rows.accuracy.Errors`), each with an example: cosine
-from below, the others from above."""
+"""Metrics that a budget can limit, each with an example: cosine from below, others from above."""
 
 HOW = "make one with `replay --dir DIR --plan FILE --budget cosine=0.998`"
 
@@ -130,7 +129,7 @@ class Plan:
     left_out: dict[str, str] = field(default_factory=dict)
     """Kernels that would otherwise have been chosen, and why they were not."""
     device: str = ""
-    """The type of device that it was measured on (`replay.plan.devices`); empty in files of
+    """The type of device that it was measured on (`replay.plan.plan_device`); empty in files of
     earlier versions, which did not say."""
 
     def kernel_at(self, module: str, phase: str) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypedDict
 
-from capture.counted import counted
-from capture.printable import printable
+from capture.text.counted import counted
+from capture.text.printable import printable
 from replay.report.cells import speedup_text
 from replay.report.groups import group_rows, told_apart
 from replay.report.pooled import pooled_speedup, typical_time

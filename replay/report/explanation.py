@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from replay.end_to_end.account import Account, account, main_phase, refusals
 from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 from replay.end_to_end.reasons import in_ms, suspects
+from replay.end_to_end.time_breakdown import Account, account, main_phase, refusals
 
 if TYPE_CHECKING:
-    from replay.end_to_end.check import Checked
+    from replay.end_to_end.model_check import Checked
 
 PHASES = {
     "denoise": "a denoising step",

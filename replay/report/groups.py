@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from capture.counted import counted
-from capture.printable import printable
-from replay.rows.accuracy import AccuracyClass
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import CallFacts, KernelId, Row
 
 

@@ -6,11 +6,11 @@ import os
 import warnings
 from pathlib import Path
 
-from capture.html_table import html_table
+from capture.text.html_table import html_table
 from replay.report.cells import speedup_text
 from replay.report.groups import place
-from replay.rows.files import RowsError, read_jsonl
 from replay.rows.row import Row
+from replay.rows.row_files import RowsError, read_jsonl
 
 HEADINGS = (
     *("kernel", "model", "call", "B×H×S×D", "time ms", "speed-up", "TFLOPS"),

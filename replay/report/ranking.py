@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from replay.report.groups import Group
 from replay.report.pooled import pooled_speedup, typical_time
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import KernelId, Speedup
 
 

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from capture.counted import counted
-from capture.printable import printable
+from capture.text.counted import counted
+from capture.text.printable import printable
 from replay.rows.row import Row
 
 

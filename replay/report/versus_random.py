@@ -12,7 +12,7 @@ from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
-from replay.workloads.twins import KINDS
+from replay.workloads.synthetic_counterparts import KINDS
 
 
 @dataclass(frozen=True)

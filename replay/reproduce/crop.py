@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import narrow_expanded
 from capture.recording.paging import with_pages_read
 from capture.storage.header import Header, stored_tensors
-from capture.strides import narrow_expanded
 
 
 @dataclass(frozen=True)

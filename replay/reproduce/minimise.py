@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.reproduce.crop import DERIVED, EXACT, Axis
 from replay.reproduce.trials import Outcome
 

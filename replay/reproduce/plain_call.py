@@ -34,18 +34,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from capture.call.attention_variant import Variant
 from capture.hooks.interceptor import TORCH_SDPA
-from capture.variant import Variant
 from replay.bench.forms import Forms
-from replay.bench.inputs import aliases
-from replay.kernels import library
-from replay.kernels.names import ENTRY_POINTS
+from replay.isolation.inputs import aliases
+from replay.kernels import libraries as library
+from replay.kernels.kernel_names import ENTRY_POINTS
 from replay.kernels.registry import Kernel, find, registered
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
 
 ADAPTERS = "replay.kernels.adapters"
-OURS = "replay.kernels.triton"
+OURS = "attention_kernels"
 """Kernels of ours, whose files a reproducer brings along."""
 
 _SWITCHES = {

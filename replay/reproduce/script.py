@@ -13,12 +13,12 @@ from textwrap import indent
 import torch
 from safetensors.torch import load_file, save_file
 
-from attention_replay import Error
-from capture.call import AttentionCall
-from capture.variant import VARIANT_TENSORS
-from replay.accuracy.judge import Expected
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import VARIANT_TENSORS
 from replay.accuracy.thresholds import Thresholds
-from replay.kernels.library import is_interpreted
+from replay.accuracy.verdict import Expected
+from replay.kernels.libraries import is_interpreted
 from replay.kernels.own_files import own_files
 from replay.reproduce.plain_call import PlainCall
 from replay.reproduce.trials import Outcome
@@ -112,7 +112,7 @@ def _copy_kernel(shown: Shown, folder: Path) -> tuple[str, ...]:
     return tuple(files)
 
 
-_OUR_PACKAGES = ("attention_replay", "capture", "replay")
+_OUR_PACKAGES = ("attention_replay", "attention_kernels", "capture", "replay")
 
 
 def _source(shown: Shown, constants: dict[str, float], copied: tuple[str, ...]) -> str:

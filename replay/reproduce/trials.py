@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attention_replay import Error
-from capture.call import AttentionCall
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.bench.settings import Settings, WorkerOptions
 from replay.reproduce.crop import storable
-from replay.rows.accuracy import AccuracyClass, Where
-from replay.rows.files import rebuilt
+from replay.rows.errors_of_output import AccuracyClass, Where
 from replay.rows.row import Row, Status
-from replay.workers.judge import Hearing, Judge
+from replay.rows.row_files import rebuilt
+from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process, judge_process
 from replay.workloads.recorded import Workload, recorded_call
 

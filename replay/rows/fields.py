@@ -1,8 +1,8 @@
 """The one list of a row's fields, made from the type `replay.rows.row.Row`.
 
-A row as JSON is a tree (`replay.rows.files.row_to_json`); `FIELDS` names its leaves by dotted path,
-with unit and meaning, `COLUMNS` says which of them tables show. Imports no torch, since `--help`
-lists `METRICS`.
+A row as JSON is a tree (`replay.rows.row_files.row_to_json`); `FIELDS` names its leaves by
+dotted path, with unit and meaning, `COLUMNS` says which of them tables show. Imports no torch,
+since `--help` lists `METRICS`.
 """
 
 from __future__ import annotations

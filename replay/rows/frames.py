@@ -6,11 +6,11 @@ import importlib.util
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.errors import MissingPackage
 from replay.rows.fields import FIELDS, leaf
-from replay.rows.files import row_to_json
 from replay.rows.row import Row
+from replay.rows.row_files import row_to_json
 
 Library = Literal["pandas", "polars"]
 LIBRARIES: tuple[Library, ...] = ("pandas", "polars")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
-from capture.shape import Shape
-from replay.rows.accuracy import Accuracy, AccuracyClass, Summary
+from capture.call.shape import Shape
+from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
 
 HERE = "this"

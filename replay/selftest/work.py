@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from replay.bench.inputs import drop_in
+from replay.isolation.inputs import drop_in
 from replay.timing.timer import Function
 from replay.workloads.random_calls import Spec
 

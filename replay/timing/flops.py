@@ -11,8 +11,8 @@ import math
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.strides import narrow_expanded
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import narrow_expanded
 
 ROWS_AT_A_TIME = 256
 
@@ -21,9 +21,9 @@ def valid_pairs(call: AttentionCall) -> int:
     """(query, key) pairs that take part in the softmax, over batch and query heads.
 
     Causal masks, windows and packed sequences leave each query a span of keys
-    (`capture.variant.spans`). A bool mask counts its True entries, a float mask those that are not
-    -inf. With both, a pair must be allowed by both: torch's math backend refuses a mask with
-    `is_causal`, its CPU flash backend computes it.
+    (`capture.call.attention_variant.spans`). A bool mask counts its True entries, a float mask
+    those that are not -inf. With both, a pair must be allowed by both: torch's math backend refuses
+    a mask with `is_causal`, its CPU flash backend computes it.
     """
     shape = call.shape
     heads = shape.batch * shape.q_heads

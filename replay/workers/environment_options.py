@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from capture.storage.plain_files import given_text
 from replay.rows.row import HERE
 

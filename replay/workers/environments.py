@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from capture.printable import printable
+from capture.text.printable import printable
 from replay.bench.runner import DEFAULT_BASELINE, DONE, STAGES, TIMING, Loaded
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
-from replay.rows.files import rebuilt
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
+from replay.rows.row_files import rebuilt
 from replay.workers.environment_options import WorkerError
-from replay.workers.judge import Hearing, Judge
+from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.recorded import Workload
 

@@ -11,15 +11,15 @@ from typing import Protocol
 
 import torch
 
-from attention_replay import Error
-from replay.bench.failures import ContextLost, classify
+from attention_replay.errors import Error
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
+from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
-from replay.workers.judge import Judge
+from replay.workers.judge_process import Judge
 from replay.workers.process import First, Placement, Process
 from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule

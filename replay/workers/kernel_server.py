@@ -14,15 +14,15 @@ from typing import Any
 import torch
 
 from capture.errors import DatasetError
-from replay.bench.failures import CannotJudge, classify
 from replay.bench.first_calls import first_calls
-from replay.bench.guard import Guard
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import CannotJudge, classify
 from replay.kernels.registry import Kernel, KernelNameError, find, select
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.device_memory import give_back
-from replay.workers.remote_referee import RemoteReferee
+from replay.workers.remote_judge import RemoteReferee
 from replay.workers.shared_memory import Outbox
 from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say

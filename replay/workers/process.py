@@ -43,7 +43,7 @@ os.write(int(sys.argv[3]), b'{"answers": true}\\n')
 import gc
 from importlib.machinery import PathFinder
 
-root, ours = sys.argv[1], ("attention_replay", "capture", "replay")
+root, ours = sys.argv[1], ("attention_replay", "attention_kernels", "capture", "replay")
 
 class OurPackages:
     @staticmethod
@@ -400,7 +400,7 @@ def judge_process(timeout: float, place: Placement | None = None) -> Process:
     """
     place = place or Placement()
     asleep = replace(place, variables={**place.variables, "OMP_WAIT_POLICY": "PASSIVE"})
-    return Process(sys.executable, timeout, "replay.workers.judge_server", asleep)
+    return Process(sys.executable, timeout, "replay.workers.judge_worker", asleep)
 
 
 @contextlib.contextmanager

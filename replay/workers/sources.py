@@ -17,7 +17,7 @@ from replay.workloads.recorded import (
     pickled_call,
     recorded_call,
 )
-from replay.workloads.twins import twin
+from replay.workloads.synthetic_counterparts import twin
 
 
 def workload_of(source: dict[str, Any]) -> Workload:

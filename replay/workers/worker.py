@@ -22,9 +22,9 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TextIO
 
-from attention_replay import Error
-from replay.bench.failures import ContextLost, classify
-from replay.bench.streams import keep_open
+from attention_replay.errors import Error
+from replay.isolation.shared_streams import keep_open
+from replay.kernels.failures import ContextLost, classify
 
 Say = Callable[..., None]
 """`say(name=value, …)` sends one line to the parent; dataclasses as objects of their fields."""

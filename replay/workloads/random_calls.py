@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 
-from attention_replay import Error
-from capture.call import AttentionCall, Origin
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall, Origin
 from capture.storage.header import dtype_name
 from replay.workloads.distributions import DISTRIBUTIONS, Values
 from replay.workloads.random_masks import MASKS
@@ -27,7 +27,7 @@ class ShapeError(Error):
 
 @dataclass(frozen=True)
 class Spec:
-    """The sizes of a synthetic call; letters as in `capture.call`."""
+    """The sizes of a synthetic call; letters as in `capture.call.attention_call`."""
 
     batch: int
     q_heads: int

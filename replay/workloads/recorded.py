@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
 from capture.errors import DatasetError
 from capture.storage import plain_files
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile, Dataset
 from capture.storage.header import Header
 from capture.storage.joined_calls import JoinedCall, is_part
-from capture.storage.source import Report, unheard
-from replay.workloads.names import chosen_names
+from capture.storage.origins import Report, unheard
+from replay.workloads.call_names import chosen_names
 
 
 @dataclass(frozen=True)

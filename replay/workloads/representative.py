@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from replay.workloads.outline import outline
+from replay.workloads.call_metadata import outline
 from replay.workloads.recorded import Workload
 
 

@@ -6,11 +6,11 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from replay.workloads.outline import outline
+from replay.workloads.call_metadata import outline
 from replay.workloads.recorded import Workload
 
 Form = tuple[object, ...]
-"""That of `replay.workloads.outline.Outline`, behind the type of device."""
+"""That of `replay.workloads.call_metadata.Outline`, behind the type of device."""
 
 
 class Schedule:

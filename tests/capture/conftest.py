@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import capture
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
 from tests.in_this_process import RunCli, runner
 
 REPOSITORY = Path(capture.__file__).resolve().parent.parent

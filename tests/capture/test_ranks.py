@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from capture import load
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from tests.distributed_model import SCENARIOS, launch
 
 pytestmark = pytest.mark.slow

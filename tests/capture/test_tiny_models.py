@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from capture import load
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from capture.storage.dataset import Dataset
 from models import pretrained_weights
 

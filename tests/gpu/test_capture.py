@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from capture.recording import copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture import load, record
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from replay.cli import main as replay_main
 from replay.kernels.registry import find
 

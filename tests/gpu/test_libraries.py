@@ -11,9 +11,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from capture.call import AttentionCall
-from capture.variant import Variant
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import ScaledCore, find
 from replay.workloads.random_calls import Spec
 from tests.variant_calls import LIBRARY_CALLS, mla_call

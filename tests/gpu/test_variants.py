@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import AttentionCall
-from capture.variant import Variant
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue, find
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call

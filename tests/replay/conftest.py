@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings

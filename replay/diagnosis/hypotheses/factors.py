@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.diagnosis.derived import OutputRows, mask_of, part

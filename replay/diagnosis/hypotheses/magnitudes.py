@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.diagnosis.derived import part, scores
 from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from replay.bench.inputs import Inputs
 from replay.diagnosis.derived import OutputRows
 from replay.diagnosis.subject import Evidence, Subject
+from replay.isolation.inputs import Inputs
 
 POISONS = (1.25, -2.75)
 """Exact in every dtype of outputs, and unlikely ones."""

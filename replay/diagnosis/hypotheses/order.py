@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.diagnosis.derived import OutputRows, can_be_gathered, mask_of, part, scores
 from replay.diagnosis.subject import Evidence, Subject
 

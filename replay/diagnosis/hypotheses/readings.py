@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.structure import structure_of
+from capture.call.attention_call import AttentionCall
+from capture.call.mask_structure import structure_of
 from replay.diagnosis.derived import (
     OutputRows,
     can_be_gathered,

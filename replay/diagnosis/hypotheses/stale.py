@@ -10,11 +10,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.strides import narrow_expanded
+from capture.call.attention_call import AttentionCall
+from capture.call.strides import narrow_expanded
 from replay.diagnosis.derived import OutputRows, changed
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 CALLS_BEFORE = 3
 """From the third call a CUDA graph may be replayed."""

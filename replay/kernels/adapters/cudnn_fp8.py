@@ -25,7 +25,7 @@ from replay.kernels.constraints import (
     no_dropout,
     no_mask,
 )
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import ScaledCore, register
 from replay.kernels.wrapping import adapt
 

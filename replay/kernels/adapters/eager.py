@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.variant import FEATURES
+from capture.call.attention_variant import FEATURES
 from replay.kernels.constraints import AnyCall, all_of, no_dropout
 from replay.kernels.layout import in_layout
 from replay.kernels.registry import Kernel, register

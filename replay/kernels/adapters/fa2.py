@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import (
     AnyCall,
@@ -41,7 +41,7 @@ from replay.kernels.layout import (
     on_packed,
     padding_keys,
 )
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 

@@ -37,7 +37,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, bshd, in_layout, on_bshd, on_packed
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
 from replay.kernels.constraints import (
@@ -37,7 +37,7 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, on_bshd, on_packed
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 

@@ -23,7 +23,7 @@ from replay.kernels.constraints import (
     value_in_key,
 )
 from replay.kernels.layout import bshd
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 

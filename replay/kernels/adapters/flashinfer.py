@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import (
     AnyCall,
@@ -43,8 +43,8 @@ from replay.kernels.constraints import (
     same_value_dim,
 )
 from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_stride
-from replay.kernels.library import Library
-from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
+from replay.kernels.libraries import Library
+from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt
 

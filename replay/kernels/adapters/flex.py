@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from capture.variant import FEATURES, Window
-from replay.kernels.compiling import CompiledPerSignature, import_compiler
+from capture.call.attention_variant import FEATURES, Window
+from replay.kernels.compiled_functions import CompiledPerSignature, import_compiler
 from replay.kernels.constraints import AnyCall, all_of, no_dropout, up_to_float32
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import at_once, drop_in

@@ -32,10 +32,10 @@ from replay.kernels.constraints import (
     same_value_dim,
 )
 from replay.kernels.layout import on_bhsd, on_bshd
-from replay.kernels.library import Capability, Library
+from replay.kernels.libraries import Capability, Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 
 PATIENCE_SECONDS = 2.0
 

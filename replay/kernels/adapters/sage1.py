@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import (
     causal_only_square,
@@ -31,7 +31,7 @@ from replay.kernels.constraints import (
     same_value_dim,
 )
 from replay.kernels.layout import on_bhsd, unit_stride
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 

@@ -43,7 +43,7 @@ from replay.kernels.constraints import (
     same_value_dim,
 )
 from replay.kernels.layout import Packed, in_layout, on_bhsd, unit_stride
-from replay.kernels.library import Capability, Library
+from replay.kernels.libraries import Capability, Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import Prepare, adapt, at_once
 

@@ -27,7 +27,7 @@ from replay.kernels.constraints import (
     same_value_dim,
 )
 from replay.kernels.layout import on_bhsd
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 

@@ -33,7 +33,7 @@ from replay.kernels.constraints import (
     no_mask,
     same_value_dim,
 )
-from replay.kernels.library import Library, version
+from replay.kernels.libraries import Library, version
 from replay.kernels.registry import Attention, Kernel, register
 
 

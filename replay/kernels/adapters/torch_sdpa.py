@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.backends import cuda
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import TORCH_SDPA
-from replay.kernels.compiling import CompiledPerSignature, import_compiler
+from replay.kernels.compiled_functions import CompiledPerSignature, import_compiler
 from replay.kernels.constraints import mask_or_causal, no_dropout
 from replay.kernels.registry import Attention, Kernel, register
 from replay.timing.machine import available_bytes

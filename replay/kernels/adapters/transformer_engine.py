@@ -34,7 +34,7 @@ from replay.kernels.constraints import (
     no_mask,
 )
 from replay.kernels.layout import contiguous_bshd, in_layout
-from replay.kernels.library import Library, version
+from replay.kernels.libraries import Library, version
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 

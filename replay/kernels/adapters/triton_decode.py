@@ -16,9 +16,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from attention_kernels.decode.paging import PagedCache, page
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
-from capture.variant import FEATURES
 from replay.kernels.constraints import (
     AnyCall,
     half_precision,
@@ -29,10 +30,9 @@ from replay.kernels.constraints import (
     padding_mask_only,
 )
 from replay.kernels.layout import padding_keys
-from replay.kernels.library import TRITON
-from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
+from replay.kernels.libraries import TRITON
+from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
-from replay.kernels.triton.paging import PagedCache, page
 from replay.kernels.wrapping import adapt, at_once
 
 DECODE_LIMITS = (
@@ -62,8 +62,8 @@ LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16), no_huge_softca
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    from replay.kernels.triton.decode import decode
-    from replay.kernels.triton.paged_decode import paged_decode
+    from attention_kernels.decode.contiguous_decode import decode
+    from attention_kernels.decode.paged_decode import paged_decode
 
     return decode, paged_decode
 

@@ -1,4 +1,4 @@
-"""Our prefill for Hopper GPUs (`replay/kernels/triton/prefill_hopper.py`, in Triton's Gluon).
+"""Our prefill for Hopper GPUs (`attention_kernels/hopper/hopper_prefill.py`, in Triton's Gluon).
 
 FlashAttention 3's schedule, for what Hopper's units take as it is: 16 bits and
 head dimensions that are multiples of 8. `triton-fa2` is for the rest, and for other GPUs. Gluon has
@@ -23,7 +23,7 @@ from replay.kernels.constraints import (
     no_huge_softcap,
     no_negative_scale,
 )
-from replay.kernels.library import TRITON, is_interpreted
+from replay.kernels.libraries import TRITON, is_interpreted
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
@@ -32,7 +32,7 @@ LIBRARY = replace(TRITON, runs_on=lambda capability: capability == (9, 0), needs
 
 @functools.cache
 def _kernel() -> Callable[..., Tensor]:
-    from replay.kernels.triton.prefill_hopper import prefill_hopper
+    from attention_kernels.hopper.hopper_prefill import prefill_hopper
 
     return prefill_hopper
 
@@ -58,7 +58,7 @@ def _unavailable(device: torch.device) -> str | None:
     if reason := LIBRARY.unavailable(device):
         return reason
     try:
-        import replay.kernels.triton.prefill_hopper  # noqa: F401
+        import attention_kernels.hopper.hopper_prefill  # noqa: F401
     except (ImportError, AttributeError) as error:
         return f"needs Triton 3.6 or newer: {error}"
     return None

@@ -16,7 +16,7 @@ from replay.kernels.constraints import (
     no_dropout,
     up_to_float32,
 )
-from replay.kernels.library import TRITON
+from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 
@@ -26,7 +26,7 @@ def _has_mask(call: AnyCall) -> str | None:
 
 
 def _prepare(call: AnyCall) -> Callable[[], Tensor]:
-    from replay.kernels.triton.masked_prefill import masked_prefill, visits_of
+    from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
 
     mask = call.attn_mask
     assert mask is not None

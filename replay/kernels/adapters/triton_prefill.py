@@ -12,14 +12,14 @@ from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import max_head_dim, no_dropout, no_huge_softcap, up_to_float32
-from replay.kernels.library import TRITON
+from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
 
 @functools.cache
 def _kernel() -> Callable[..., Tensor]:
-    from replay.kernels.triton.prefill import prefill
+    from attention_kernels.portable.prefill import prefill
 
     return prefill
 

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
-from capture.variant import FEATURES
 from replay.kernels.constraints import (
     AnyCall,
     bool_mask_only,
@@ -32,7 +32,7 @@ from replay.kernels.constraints import (
     no_dropout,
     no_huge_softcap,
 )
-from replay.kernels.library import TRITON
+from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
@@ -45,7 +45,7 @@ FP8_LIBRARY = replace(
 
 @functools.cache
 def _kernel() -> Callable[..., Tensor]:
-    from replay.kernels.triton.quantised_prefill import quantised_prefill
+    from attention_kernels.quantised.quantised_prefill import quantised_prefill
 
     return quantised_prefill
 
@@ -71,7 +71,7 @@ def _lengths_of(call: AnyCall) -> Any:
     offsets, used = call.cu_seqlens_q, call.seqused_k
     if offsets is None and used is None:
         return None
-    from replay.kernels.triton.forward import Lengths
+    from attention_kernels.portable.forward import Lengths
 
     if offsets is None:
         return Lengths("padded", call.query.shape[0], call.query.shape[2], k_lengths=used)
@@ -87,8 +87,8 @@ def _prepare(
     smooth_k: bool,
     in_tensor_cores: bool,
 ) -> Callable[[], Tensor]:
-    from replay.kernels.triton.quantise import quantise_key_value
-    from replay.kernels.triton.quantised_prefill import attend, visits_of
+    from attention_kernels.quantised.quantise import quantise_key_value
+    from attention_kernels.quantised.quantised_prefill import attend, visits_of
 
     if not (call.query.numel() and call.key.numel()):
         options = {"score_dtype": score_dtype, "fp8_value": fp8_value}

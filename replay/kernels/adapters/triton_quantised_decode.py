@@ -13,18 +13,18 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
-from capture.variant import FEATURES
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS
 from replay.kernels.adapters.triton_quantised import FP8_LIBRARY
-from replay.kernels.library import TRITON
+from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 
 
 def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
-    from replay.kernels.triton.quantised_decode import quantised_decode
+    from attention_kernels.decode.quantised_decode import quantised_decode
 
     return quantised_decode(
         call.query,
@@ -42,9 +42,9 @@ def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
 
 
 def _prepare(call: AttentionCall, dtype: torch.dtype, in_pages: bool) -> Callable[[], Tensor]:
-    from replay.kernels.triton.quantised_cache import quantise_cache
-    from replay.kernels.triton.quantised_decode import quantised_decode, random_pages
-    from replay.kernels.triton.split_kv import attend
+    from attention_kernels.decode.quantised_cache import quantise_cache
+    from attention_kernels.decode.quantised_decode import quantised_decode, random_pages
+    from attention_kernels.decode.split_kv import attend
 
     if not (call.query.numel() and call.key.numel()):
         return lambda: quantised_decode(call.query, call.key, call.value, dtype=dtype)

@@ -2,7 +2,7 @@
 
 The drop-in chooses tokens and attends to them; the core is attention to tokens that are given, as a
 model with a cheap way of choosing has it. What is chosen are the highest-scoring keys of each
-key/value head (`replay/kernels/triton/token_choice.py`): scoring reads every key, so the drop-in
+key/value head (`attention_kernels/sparse/token_choice.py`): scoring reads every key, so the drop-in
 cannot be much faster than attention to all of them, and its error is the least that any choice of
 as many keys leaves. Options: `keep`, the share of keys kept (`--keep`), and `page_size`.
 
@@ -18,15 +18,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from attention_kernels.decode.paging import PagedCache
+from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS, paged
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.constraints import AnyCall, no_causal, padding_mask_only
 from replay.kernels.layout import padding_keys
-from replay.kernels.library import TRITON
-from replay.kernels.pages import DEFAULT_PAGE_SIZE, check_page_size
+from replay.kernels.libraries import TRITON
+from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
-from replay.kernels.triton.paging import PagedCache
 from replay.kernels.wrapping import adapt, at_once
 
 DEFAULT_KEEP = 0.02
@@ -35,8 +35,8 @@ LIMITS = (*DECODE_LIMITS, no_causal, padding_mask_only)
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    from replay.kernels.triton.sparse_decode import sparse_decode
-    from replay.kernels.triton.token_choice import choose_tokens
+    from attention_kernels.sparse.sparse_decode import sparse_decode
+    from attention_kernels.sparse.token_choice import choose_tokens
 
     return choose_tokens, sparse_decode
 
@@ -59,7 +59,7 @@ def _chosen(call: AttentionCall, keep: float) -> Tensor:
 
 def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
     """(B, Hkv, K) int64, from where each sequence begins in its pages."""
-    from replay.kernels.triton.token_choice import choose_paged_tokens
+    from attention_kernels.sparse.token_choice import choose_paged_tokens
 
     return choose_paged_tokens(
         call.query, cache.key_pages, cache.block_table, cache.lengths, keep, scale=call.scale
@@ -67,7 +67,7 @@ def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
 
 
 def _prepare_paged(call: AnyCall, keep: float, page_size: int) -> Callable[[], Tensor]:
-    from replay.kernels.triton.sparse_decode import paged_sparse_decode
+    from attention_kernels.sparse.sparse_decode import paged_sparse_decode
 
     cache, _ = paged(call, page_size)
     indices = _choose_paged(call, cache, keep)

@@ -14,7 +14,7 @@ from types import ModuleType
 
 from torch import Tensor
 
-from capture.variant import FEATURES
+from capture.call.attention_variant import FEATURES
 from replay.kernels.constraints import (
     AnyCall,
     max_head_dim,
@@ -25,7 +25,7 @@ from replay.kernels.constraints import (
     up_to_float32,
 )
 from replay.kernels.layout import padding_keys
-from replay.kernels.library import TRITON
+from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt, at_once
 
@@ -41,7 +41,7 @@ def _mask_and_lengths(call: AnyCall) -> str | None:
 
 @functools.cache
 def _kernels() -> ModuleType:
-    from replay.kernels.triton import varlen
+    from attention_kernels.portable import varlen
 
     return varlen
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import (
     AnyCall,
@@ -35,7 +35,7 @@ from replay.kernels.constraints import (
     window_only_square,
 )
 from replay.kernels.layout import bshd, contiguous_bshd, in_layout
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
 

@@ -11,8 +11,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from capture.printable import printable
-from replay.rows.accuracy import AccuracyClass
+from capture.text.printable import printable
+from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import HERE, Row
 
 VEGA_LITE = "6.1"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from capture.printable import printable
+from capture.text.printable import printable
 from replay.report.charts.chart import CLASS_COLOURS, Chart, Spec, chart
 from replay.report.groups import Group, group_rows, joined
 from replay.report.pooled import pooled_speedup
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import Row
 
 

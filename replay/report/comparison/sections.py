@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from capture.counted import counted
-from capture.printable import printable
-from replay.comparison.accuracy import AccuracyChange, AccuracyVerdict
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.comparison.accuracy_change import AccuracyChange, AccuracyVerdict
 from replay.comparison.comparison import Comparison, KernelChange, Pair
-from replay.comparison.speed import SpeedChange
+from replay.comparison.speed_change import SpeedChange
 from replay.report.groups import place
 from replay.rows.row import HERE, Row, SpeedVerdict
 

@@ -18,8 +18,8 @@ from replay.report.groups import Group, joined, place, told_apart
 from replay.report.pooled import pooled_speedup, typical_time, worst
 from replay.report.ranking import is_correct
 from replay.rows.fields import COLUMNS, FIELDS, leaf
-from replay.rows.files import row_to_json
 from replay.rows.row import KernelId, Row
+from replay.rows.row_files import row_to_json
 
 FIGURES = {
     "time_ms.p50": "ms",

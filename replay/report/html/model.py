@@ -7,7 +7,7 @@ from typing import Any
 
 from replay.end_to_end import drift
 from replay.end_to_end.predicted_times import RUN
-from replay.report.end_to_end import TITLES
+from replay.report.model_tables import TITLES
 
 Check = Mapping[str, Any]
 """One line of `replay --e2e-json`: one kernel in one model."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from capture import load
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from capture.errors import RecordingWarning
 
 Run = Callable[..., tuple[int, str, str]]

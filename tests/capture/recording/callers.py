@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from capture.storage.dataset import Dataset
 
 MakeLayers = Callable[..., Any]

@@ -14,9 +14,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.emulated_8_bit import fp8, int8
 from capture import AttentionCall, load, record
+from capture.call.attention_variant import Variant
 from capture.cli.main import main
 from capture.recording.difficulty import _attention, difficulty
-from capture.variant import Variant
 from replay.accuracy import reference
 from tests.factories import random_call
 from tests.variant_calls import CALLS

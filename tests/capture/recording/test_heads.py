@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.verify import verify
+from capture.call.head_ranges import parse_ranges, ranges
+from capture.cli.check import verify
 from capture.errors import RecordingWarning
-from capture.ranges import parse_ranges, ranges
 from capture.recording.heads import kv_heads_of, pick
 from tests.factories import random_call
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
-from capture.cli.verify import verify
+from capture.cli.check import verify
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
-from capture.recording import calls_kept
+from capture.recording import kept_calls
 from capture.recording.recording import Recording
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
@@ -208,7 +208,7 @@ def test_a_full_disk_is_told_once_and_the_model_goes_on(
     "function",
     [
         "capture.hooks.census.Census.count_of",
-        "capture.recording.calls_kept.as_call",
+        "capture.recording.kept_calls.as_call",
         "capture.recording.copies.HostCopier.copy",
         "capture.recording.writer.Writer.put",
         "capture.hooks.phases.Role.phase",
@@ -261,10 +261,10 @@ def test_what_another_thread_raises_in_the_program_reaches_it(
         ident = ctypes.c_ulong(threading.get_ident())
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Limit))
 
-    raised_in_ours = FunctionType(now.__code__, vars(calls_kept), closure=now.__closure__)
+    raised_in_ours = FunctionType(now.__code__, vars(kept_calls), closure=now.__closure__)
     for name, needed in {"ctypes": ctypes, "threading": threading, "Limit": Limit}.items():
-        monkeypatch.setitem(vars(calls_kept), name, needed)
-    monkeypatch.setattr(calls_kept, function, raised_in_ours)
+        monkeypatch.setitem(vars(kept_calls), name, needed)
+    monkeypatch.setattr(kept_calls, function, raised_in_ours)
     with pytest.raises(Limit), record(layers, tmp_path):
         layers(states)
 

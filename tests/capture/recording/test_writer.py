@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.recording import memory
 from capture.recording.copies import HostCopier, stored_bytes
 from capture.recording.writer import Waiting, Writer

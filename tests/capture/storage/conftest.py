@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.journal import Journal

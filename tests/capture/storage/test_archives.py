@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from capture import load
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage import archives
 from capture.storage.call_file import PackedCall

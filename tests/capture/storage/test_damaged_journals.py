@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from capture import load
-from capture.call import AttentionCall
-from capture.counted import counted
+from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.repair import repair
 from capture.storage.target import Target
+from capture.text.counted import counted
 from tests.capture.storage.captures import Started, calls, ended
 
 MakeCall = Callable[..., AttentionCall]

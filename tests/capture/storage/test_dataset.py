@@ -20,14 +20,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from capture import load
-from capture.call import AttentionCall, Origin
-from capture.cli.verify import verify
+from capture.call.attention_call import AttentionCall, Origin
+from capture.call.attention_variant import Variant
+from capture.cli.check import verify
 from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.header import Header
-from capture.variant import Variant
 from tests.factories import bits
 from tests.variant_calls import paged_call
 

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from capture import load
-from capture.call import AttentionCall
-from capture.cli.verify import verify
+from capture.call.attention_call import AttentionCall
+from capture.cli.check import verify
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord

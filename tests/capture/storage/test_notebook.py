@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from capture import load
-from capture.call import AttentionCall, Origin
+from capture.call.attention_call import AttentionCall, Origin
 from capture.storage.call_file import PackedCall
 
 HOSTILE = "<script>alert(1)</script>"

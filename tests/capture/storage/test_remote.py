@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from capture import load, record
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError, DatasetError
 from capture.storage import cache as cache_module
 from capture.storage import remote

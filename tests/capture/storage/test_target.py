@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from capture import load
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError, DatasetError
 from capture.storage import locks
 from capture.storage.call_file import PackedCall

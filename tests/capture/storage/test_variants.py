@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from capture.call.strides import Layout
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.header import Header
-from capture.strides import Layout
-from capture.variant import Variant
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS, paged_call
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

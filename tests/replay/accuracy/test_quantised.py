@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy import quantised
-from replay.accuracy.judge import Expected, judge
 from replay.accuracy.quantised import to_fp8, to_int8
 from replay.accuracy.thresholds import QuantisedThresholds, Thresholds
+from replay.accuracy.verdict import Expected, judge
 from tests import factories
 from tests.factories import one_head
 

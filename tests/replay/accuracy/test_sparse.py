@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import kept_share, restricted
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import Kernel
-from replay.rows.files import row_from_json, row_to_json
 from replay.rows.row import Row
+from replay.rows.row_files import row_from_json, row_to_json
 from replay.workloads.recorded import Workload
 
 MakeCall = Callable[..., AttentionCall]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention_and_spread, same_dtype
 from replay.accuracy.thresholds import ExactThresholds
 from replay.accuracy.tolerance import ROWS_OF_A_HEAD, SHARED_NOISE, Tolerance, tolerance

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from capture.call import AttentionCall
-from capture.variant import Variant
-from replay.accuracy.judge import Expected
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention
-from replay.bench.variation import Flip, some_rows
+from replay.accuracy.verdict import Expected
+from replay.isolation.input_perturbation import Flip, some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call, sequences, visible

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from replay.bench.first_calls import first_calls
-from replay.bench.guard import Guard
 from replay.bench.settings import Settings
+from replay.isolation.process_state import Guard
 from tests.replay.bench.small_kernels import MakeCall, Register, sdpa
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
 from replay.kernels.constraints import no_mask
 from replay.kernels.registry import Kernel, catalogue

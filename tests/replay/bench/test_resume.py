@@ -14,13 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capture.shape import Shape
+from capture.call.shape import Shape
 from capture.storage.dataset import Dataset
 from replay.bench.resume import finished_rows, latest
 from replay.kernels.registry import Kernel
-from replay.rows.accuracy import Accuracy, AccuracyClass, Errors, Summary
+from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summary
 from replay.rows.fields import SCHEMA
-from replay.rows.files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.rows.row import (
     CallFacts,
     Energy,
@@ -36,6 +35,7 @@ from replay.rows.row import (
     Status,
     TimeSummary,
 )
+from replay.rows.row_files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.timing.statistics import summarize
 from replay.workloads.random_calls import Spec, random_weights, workloads
 from replay.workloads.recorded import Workload, from_directory

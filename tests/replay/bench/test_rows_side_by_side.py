@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replay.accuracy.judge import Expected
-from replay.bench.variation import Flip, Rows, side_by_side, some_rows
+from replay.accuracy.verdict import Expected
+from replay.isolation.input_perturbation import Flip, Rows, side_by_side, some_rows
 from replay.workloads.random_calls import Spec
 
 

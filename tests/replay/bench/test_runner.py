@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay

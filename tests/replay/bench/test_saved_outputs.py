@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from replay.bench.check import OutputNotSaved, file_name
+from replay.bench.output_check import OutputNotSaved, file_name
 from replay.bench.settings import Settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
@@ -68,7 +68,7 @@ def test_a_full_disk_leaves_no_half_of_an_output(
         path.write_bytes(b"half")
         raise SafetensorError("I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("replay.bench.check.save_file", fail)
+    monkeypatch.setattr("replay.bench.output_check.save_file", fail)
     with pytest.raises(OutputNotSaved, match=r"^cannot write .*No space left .*: make room$"):
         rows_of(make_call(), workload, replace(quick, save_output=tmp_path))
     assert not list(tmp_path.rglob("*.safetensors"))

@@ -364,7 +364,7 @@ def main() -> None:
     sys.path[:0] = [str(HERE.parents[2]), str(HERE)]
     import replay.bench.runner
     import replay.cli.main
-    import replay.workers.judge_server
+    import replay.workers.judge_worker
     import replay.workers.kernel_server
     import replay.workers.worker  # noqa: F401
 

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from replay.kernels.registry import Kernel
-from replay.rows.files import save_jsonl
+from replay.rows.row_files import save_jsonl
 from tests.replay.comparison.simulated import run
 
 RunCli = Callable[..., tuple[int, str, str]]

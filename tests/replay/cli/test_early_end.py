@@ -12,7 +12,7 @@ import pytest
 from replay.cli.files import NotWritten, opened
 from replay.cli.run import _written_again
 from replay.kernels.registry import Kernel
-from replay.rows.files import read_jsonl
+from replay.rows.row_files import read_jsonl
 from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -147,7 +147,7 @@ def test_what_is_replaced_in_one_step_leaves_nothing_behind(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:
     from replay.plan.plan import Budget, Plan, PlanError
-    from replay.rows.files import RowsError, save_jsonl
+    from replay.rows.row_files import RowsError, save_jsonl
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")

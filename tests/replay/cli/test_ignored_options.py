@@ -61,7 +61,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_calls, "suite", shapes)
     passed = SimpleNamespace(passed=True)
     monkeypatch.setattr("replay.cli.selftest.run_selftest", lambda *_, **__: passed)
-    monkeypatch.setattr("replay.report.selftest.print_selftest", lambda *_: None)
+    monkeypatch.setattr("replay.report.selftest_table.print_selftest", lambda *_: None)
 
 
 @pytest.mark.usefixtures("noted")

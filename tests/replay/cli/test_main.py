@@ -656,7 +656,7 @@ def test_a_kernel_that_leaves_the_process_unusable(
 ) -> None:
     """The GPU refuses all work after an illegal memory access."""
     (tmp_path / "mine.py").write_text("def lost(*_, **__):\n    raise RuntimeError('illegal')\n")
-    monkeypatch.setattr("replay.bench.check.gpu_is_lost", lambda device: True)
+    monkeypatch.setattr("replay.bench.output_check.gpu_is_lost", lambda device: True)
     kernels = f"torch-math,{tmp_path / 'mine.py'}:lost"
     code, _, err = run_cli("--random", "-sq", "8", "-d", "8", *QUICK, "--kernels", kernels)
     assert code == 2

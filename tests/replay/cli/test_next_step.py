@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from capture.call import Origin
+from capture.call.attention_call import Origin
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replay.report.html import library
-from replay.rows.files import write_jsonl
+from replay.report.html import chart_library
+from replay.rows.row_files import write_jsonl
 from tests.replay.report.html import pages
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -113,7 +113,7 @@ def test_what_cannot_be_used(
     sentence: str,
 ) -> None:
     monkeypatch.chdir(stored.parent)
-    monkeypatch.setattr(library, "require", lambda: None)
+    monkeypatch.setattr(chart_library, "require", lambda: None)
     note = stored.with_name("note.txt")
     note.write_text("a note\n")
     checks = "".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1"))

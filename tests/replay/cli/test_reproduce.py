@@ -152,7 +152,7 @@ def test_files_of_our_triton_kernels_are_copied(
     code, _, err = run_cli(*command("triton-fa2", *given))
     assert (code, err) == (0, "")
     ours = {str(path.relative_to("bug/kernel")) for path in Path("bug/kernel").rglob("*.py")}
-    assert "replay/kernels/triton/prefill.py" in ours
+    assert "attention_kernels/portable/prefill.py" in ours
     assert "replay/kernels/registry.py" not in ours
     monkeypatch.delenv("TRITON_INTERPRET")
     assert run_alone().returncode == 1
@@ -177,7 +177,7 @@ def test_what_is_written_of_a_recording_is_no_markdown(
     call = replace(call, origin=replace(call.origin, model="[x](http://y)"))
     entry = PackedCall.of(call).write(recorded / "model-000000.safetensors")
     Dataset(recorded, [entry], []).save_manifest()
-    monkeypatch.setattr("replay.reproduce.reproduce._check_script", lambda *_: None)
+    monkeypatch.setattr("replay.reproduce.reproducer._check_script", lambda *_: None)
     assert run_cli(*command("planted.py:key_block"))[0] == 0
     text = Path("bug/README.md").read_text()
     assert "recorded from `[x](http://y)` (`a  # b`): " in text
@@ -193,7 +193,7 @@ def test_a_place_that_is_write_protected_is_refused_first(
     def refuse(**_: object) -> str:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr("replay.reproduce.reproduce.tempfile.mkdtemp", refuse)
+    monkeypatch.setattr("replay.reproduce.reproducer.tempfile.mkdtemp", refuse)
     code, out, err = run_cli(*command("planted.py:right"))
     assert (code, out) == (2, "")
     assert err == "replay: cannot write --out bug (Permission denied): name another directory\n"

@@ -10,11 +10,11 @@ import sys
 
 import pytest
 
-from replay.bench.streams import keep_open
 from replay.cli.arguments import parser
 from replay.cli.files import STDOUT, WRITTEN_FILES
 from replay.cli.main import SUBCOMMANDS
 from replay.cli.stdout import reserved_stdout
+from replay.isolation.shared_streams import keep_open
 from tests.noted_options import options
 
 

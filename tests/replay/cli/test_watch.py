@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from attention_replay import Error
+from attention_replay.errors import Error
 from replay.cli import watch
 from replay.cli.watch import Files
 from replay.rows.row import Row

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from replay.comparison.matching import Run
-from replay.rows.accuracy import Accuracy, Where
+from replay.comparison.row_matching import Run
+from replay.rows.errors_of_output import Accuracy, Where
 from replay.rows.row import Machine, Row, SpeedupOver, Status
 from replay.timing.statistics import paired_speedup
 from tests.factories import accuracy, call_facts, errors, row

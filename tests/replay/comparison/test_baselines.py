@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from replay.comparison.baselines import load, location, machine_of, machine_type, save
-from replay.comparison.matching import ComparisonError
+from replay.comparison.row_matching import ComparisonError
 from replay.rows.row import Machine
 from tests.factories import row
 

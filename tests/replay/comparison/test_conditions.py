@@ -9,8 +9,8 @@ import pytest
 
 from replay.comparison.comparison import Comparison, compare
 from replay.comparison.conditions import Condition, failures, read_conditions
-from replay.comparison.matching import ComparisonError, Run
-from replay.comparison.speed import NO_SPREAD
+from replay.comparison.row_matching import ComparisonError, Run
+from replay.comparison.speed_change import NO_SPREAD
 from replay.rows.row import Row
 from tests.factories import call_facts, row
 from tests.replay.comparison.simulated import judged, noisy, run

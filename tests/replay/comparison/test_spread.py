@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from replay.comparison.matching import ComparisonError
-from replay.comparison.speed import NO_SPREAD, Spread
+from replay.comparison.row_matching import ComparisonError
+from replay.comparison.speed_change import NO_SPREAD, Spread
 from replay.comparison.spread import read_spread
-from replay.rows.files import save_jsonl
 from replay.rows.row import Machine
+from replay.rows.row_files import save_jsonl
+from replay.selftest.all_checks import Verdict
 from replay.selftest.result import Result
-from replay.selftest.run import Verdict
 from tests.replay.comparison.simulated import HERE, run
 
 BEFORE = run("before", {"a": 0.5})

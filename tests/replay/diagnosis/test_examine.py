@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.bench.guard import Guard
+from capture.call.attention_call import AttentionCall
 from replay.diagnosis.derived import OutputRows, gathered, part
 from replay.diagnosis.examine import Examined, examine
 from replay.diagnosis.poison import poisoned
+from replay.isolation.process_state import Guard
 from replay.kernels.registry import Kernel, find
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call, settings
 from tests.replay.diagnosis import faulty
 

@@ -23,7 +23,7 @@ from replay.distribution.estimate import (
 from replay.kernels.registry import find
 from replay.rows.row import Machine, Row, Status
 from replay.timing.flops import flops as exact_flops
-from replay.workloads.outline import outline
+from replay.workloads.call_metadata import outline
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload
 

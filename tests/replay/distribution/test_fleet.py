@@ -23,9 +23,9 @@ import torch
 
 import replay as replay_package
 from replay.bench.settings import Settings
-from replay.distribution.compiling import compilations
-from replay.distribution.devices import Device
+from replay.distribution.device_slots import Device
 from replay.distribution.fleet import Fleet, Seat, fleet, seated
+from replay.distribution.shared_compiling import compilations
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
@@ -428,7 +428,7 @@ def test_what_compiles_is_shared_out(
 @pytest.fixture
 def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A processor that passes for two GPUs."""
-    monkeypatch.setattr("replay.distribution.devices.gpus", lambda asked: CPUS)
+    monkeypatch.setattr("replay.distribution.device_slots.gpus", lambda asked: CPUS)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 

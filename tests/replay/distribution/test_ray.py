@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import replay as replay_package
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.distribution import ray_cluster

@@ -17,7 +17,7 @@ from replay.distribution.ray_cluster import RemoteWorkers
 from replay.distribution.transfer import FileFacts, directory_here, lacking, receive
 from replay.workers.sources import workload_of
 from replay.workloads.recorded import from_directory
-from replay.workloads.twins import with_twins
+from replay.workloads.synthetic_counterparts import with_twins
 
 
 class Usage(NamedTuple):

@@ -13,7 +13,7 @@ import pytest
 
 from capture.storage.capture_record import CaptureRecord
 from replay.cli import main
-from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.model_check import Checked, Measured
 from replay.end_to_end.model_process import BASELINE, ModelRefused
 from replay.end_to_end.predicted_times import RUN
 from replay.timing.statistics import summarize

@@ -12,7 +12,7 @@ import pytest
 
 from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Missing
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
-from replay.plan.matching import CensusError
+from replay.plan.call_matching import CensusError
 from replay.rows.row import CallFacts, GpuState, KernelId, Mask, Row, Status
 from replay.timing.statistics import summarize
 from tests.factories import call_facts as facts

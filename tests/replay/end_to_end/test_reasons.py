@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.model_check import Checked, Measured
 from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.reasons import reasons

@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.kernels import library
+from replay.kernels import libraries
 from replay.kernels.adapters import hub, torch_activated, torch_varlen, transformer_engine
 from replay.kernels.registry import catalogue
 
@@ -86,7 +86,7 @@ def forget() -> Iterator[None]:
     """What adapters keep between calls (imports, trials, a chosen backend) is a test's own."""
 
     def clear() -> None:
-        library._import.cache_clear()
+        libraries._import.cache_clear()
         hub._fetch.cache_clear()
         torch_activated._trial.cache_clear()
         torch_varlen._parameters.cache_clear()
@@ -127,7 +127,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
             setattr(module, member, value)
         if version is not None:
             versions[version[0]] = version[1]
-        library._import.cache_clear()
+        libraries._import.cache_clear()
         return module
 
     return put

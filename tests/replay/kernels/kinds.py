@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import ScaledCore, catalogue, find
 from tests.replay.kernels.pairwise import Case, pairwise
 from tests.variant_calls import LIBRARY_CALLS

@@ -12,7 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from replay.kernels import library
+from replay.kernels import libraries
 from replay.kernels.registry import KernelNameError, catalogue, select
 
 THIRD_PARTY = {
@@ -87,7 +87,7 @@ def test_our_own_kernels(
             "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
         )
         with monkeypatch.context() as without:
-            without.setattr(library, "version", lambda package: "")
+            without.setattr(libraries, "version", lambda package: "")
             assert unavailable(torch.device("cpu")) == (
                 "needs a CUDA GPU, or pip install triton and TRITON_INTERPRET=1 to be checked on "
                 "the CPU"
@@ -95,19 +95,19 @@ def test_our_own_kernels(
         assert unavailable(gpu(7, 5)) == (
             "needs compute capability 8.0 or higher (this GPU has 7.5)"
         )
-        library._import.cache_clear()
+        libraries._import.cache_clear()
         monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", ModuleType("found"))
         assert unavailable(gpu(8, 0)) is None
         monkeypatch.setenv("TRITON_INTERPRET", "1")
         assert unavailable(torch.device("cpu")) is None
-        library._import.cache_clear()
+        libraries._import.cache_clear()
         monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)
         for installed, reason in (
             ("", f"not installed: {kernel.install}"),
             ("3.2.0", "needs Triton 3.4, which PyTorch 2.8 brings, or newer (3.2.0 is installed)"),
         ):
             with monkeypatch.context() as patch:
-                patch.setattr(library, "version", lambda package, installed=installed: installed)
+                patch.setattr(libraries, "version", lambda package, installed=installed: installed)
                 assert unavailable(torch.device("cpu")) == reason
         monkeypatch.delenv("TRITON_INTERPRET")
 
@@ -116,7 +116,7 @@ def test_the_catalogue_imports_no_library_and_none_of_its_names_is_doubted() -> 
     """In a process of its own: other tests register kernels of theirs."""
     program = (
         "import sys\n"
-        "from replay.kernels.names import look_known\n"
+        "from replay.kernels.kernel_names import look_known\n"
         "from replay.kernels.registry import catalogue\n"
         "assert catalogue()\n"
         "import torch\n"
@@ -181,7 +181,7 @@ def test_why_an_import_failed(
         raise error
 
     monkeypatch.setattr(importlib, "import_module", fail)
-    ask = library.Library("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4")
+    ask = libraries.Library("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     said = ask.unavailable(torch.device("cuda"))

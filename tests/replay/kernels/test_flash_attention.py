@@ -18,9 +18,9 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.variant import Variant
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue

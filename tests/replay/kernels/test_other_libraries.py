@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
-from capture.variant import Variant
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from replay.kernels.adapters import flashinfer, hub, transformer_engine
 from replay.kernels.registry import catalogue
 from tests.factories import random_call

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import (
     Kernel,
     KernelNameError,

@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
 from tests.replay.kernels.kinds import KINDS, MASKED, VARIANTS, check, verify
@@ -351,7 +351,7 @@ def test_sage1_changes_its_key_as_a_user_would_see(
 
 REAL_CORE = """
 import torch
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.accuracy.errors import compare
 from replay.kernels.adapters.sage1 import _prepare
 from replay.accuracy.reference import attention

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import AttentionCall
-from replay.accuracy.judge import Expected, judge
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue
 from tests.replay.kernels.pairwise import pairwise
 

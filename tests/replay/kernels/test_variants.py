@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch._dynamo.exc import Unsupported
 
-from capture.call import AttentionCall
-from capture.variant import FEATURES
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES
 from replay.accuracy.reference import attention
 from replay.kernels.registry import Kernel, catalogue, find
 from tests.factories import random_call

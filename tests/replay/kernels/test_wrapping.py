@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import FEATURES as KNOWN
+from capture.call.attention_variant import VARIANT_TENSORS, Variant
 from capture.hooks.interceptor import Arguments, bind
-from capture.variant import FEATURES as KNOWN
-from capture.variant import VARIANT_TENSORS, Variant
 from replay.kernels.constraints import (
     causal_only_square,
     half_precision,

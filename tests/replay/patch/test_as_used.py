@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from capture import load, record
 from replay import use_kernel, use_plan
 from replay.plan.plan import Budget, Choice, Plan
-from tests.capture.hooks.roads.test_diffusers import model, step
+from tests.capture.hooks.entry_points.test_diffusers import model, step
 
 MODULES = ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
 

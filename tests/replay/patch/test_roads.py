@@ -13,9 +13,9 @@ from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
 from replay.plan.plan import Budget, Choice, Plan
-from tests.capture.hooks.roads import test_diffusers as diffusers_road
-from tests.capture.hooks.roads import test_libraries as libraries_road
-from tests.capture.hooks.roads.test_transformers import (
+from tests.capture.hooks.entry_points import test_diffusers as diffusers_road
+from tests.capture.hooks.entry_points import test_libraries as libraries_road
+from tests.capture.hooks.entry_points.test_transformers import (
     TOKENS,
     flash_stand_in,
     language_model,

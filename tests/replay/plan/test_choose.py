@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from capture.shape import Shape
+from capture.call.shape import Shape
+from replay.plan.call_matching import CensusError
 from replay.plan.choose import Uniform, choose, layer_costs, uniform
-from replay.plan.matching import CensusError
 from replay.plan.plan import Budget, PlanError
-from replay.rows.accuracy import Accuracy
+from replay.rows.errors_of_output import Accuracy
 from replay.rows.row import Machine, Row, Status
 from replay.timing.statistics import paired_speedup
 from tests.factories import accuracy, census, errors, row, speedup_over

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from replay.end_to_end.account import Account, account, main_phase
-from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.model_check import Checked, Measured
 from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, PredictedTime
 from replay.end_to_end.prediction import Prediction
+from replay.end_to_end.time_breakdown import Account, account, main_phase
 from replay.report.explanation import explanation, most_disappointing
 from replay.timing.statistics import summarize
 

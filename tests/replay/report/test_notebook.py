@@ -9,7 +9,7 @@ import pytest
 
 import replay
 from replay.report.notebook import HEADINGS, Rows, read_rows
-from replay.rows.files import RowsError, write_jsonl
+from replay.rows.row_files import RowsError, write_jsonl
 from tests.factories import call_facts, row, speedup_over, unreadable
 
 HOSTILE = "<img src=x onerror=alert(1)>&amp;\x1b[31m"

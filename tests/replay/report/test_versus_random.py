@@ -6,7 +6,7 @@ from rich.console import Console
 
 from replay.report.versus_random import misled, print_versus_random
 from replay.rows.row import Energy, GpuState, Row
-from replay.workloads.twins import KINDS
+from replay.workloads.synthetic_counterparts import KINDS
 from tests import factories
 from tests.factories import accuracy, call_facts, errors
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
 from capture.storage.header import Header
-from capture.variant import Variant
 from replay.accuracy.reference import attention
 from replay.reproduce.crop import DERIVED, EXACT, Axis, storable
 from tests.factories import normal, random_call

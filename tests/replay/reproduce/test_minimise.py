@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.reproduce.minimise import minimise
 from replay.reproduce.trials import Outcome
-from replay.rows.accuracy import Where
+from replay.rows.errors_of_output import Where
 from tests.factories import random_call
 
 WRONG = Outcome("inaccurate", "max abs error 1")

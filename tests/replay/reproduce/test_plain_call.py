@@ -14,11 +14,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.bench.inputs import aliases
+from replay.isolation.inputs import aliases
 from replay.kernels.layout import on_bshd
-from replay.kernels.library import Library
+from replay.kernels.libraries import Library
 from replay.kernels.registry import Kernel, find
 from replay.kernels.wrapping import adapt
 from replay.reproduce.plain_call import PlainCall, _traced, _Tracer
@@ -48,7 +48,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         query * scale, key, value
     )[0]
     monkeypatch.setitem(sys.modules, "fast_attention", module)
-    from replay.kernels import library
+    from replay.kernels import libraries as library
 
     library._import.cache_clear()
     return module
@@ -175,12 +175,12 @@ def test_the_last_line_is_the_one_that_raises(tmp_path: Path) -> None:
 
 def test_a_triton_kernel_of_ours_is_a_library(tmp_path: Path) -> None:
     def attend(call: Arguments) -> Tensor:
-        from replay.kernels.triton.paging import page
+        from attention_kernels.decode.paging import page
 
         return page(call.key, call.value, 4)[0]
 
     kernel = adapt("fast", LIBRARY, attend, (), "")
     plain = traced(kernel, CALL, tmp_path)
-    assert plain.imports == ["import replay.kernels.triton.paging"]
-    assert plain.lines == ["t0 = replay.kernels.triton.paging.page(key, value, 4)"]
+    assert plain.imports == ["import attention_kernels.decode.paging"]
+    assert plain.lines == ["t0 = attention_kernels.decode.paging.page(key, value, 4)"]
     assert plain.result == "t0[0]"

@@ -13,13 +13,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.accuracy.thresholds import Thresholds
 from replay.reproduce.plain_call import PlainCall
 from replay.reproduce.script import ScriptError, Shown, write_script
 from replay.reproduce.trials import Outcome
-from replay.rows.accuracy import AccuracyClass
+from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS
 

@@ -13,8 +13,8 @@ import pytest
 from capture.errors import MissingPackage
 from replay.rows import frames
 from replay.rows.fields import FIELDS, leaf
-from replay.rows.files import row_to_json
 from replay.rows.frames import UnknownLibrary, to_dataframe
+from replay.rows.row_files import row_to_json
 from tests.factories import accuracy, errors, full_row, row
 
 PATHS = [field.path for field in FIELDS]

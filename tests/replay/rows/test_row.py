@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import AttentionCall
-from capture.printable import printable
+from capture.call.attention_call import AttentionCall
+from capture.text.printable import printable
 from replay.accuracy.errors import compare
 from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.fields import FIELDS, leaf
-from replay.rows.files import row_to_json, write_csv, write_jsonl
 from replay.rows.row import Roof, Row
+from replay.rows.row_files import row_to_json, write_csv, write_jsonl
 from replay.workloads.recorded import Workload
 from tests import factories
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from replay.timing.flops import (
     arithmetic_intensity,
     bytes_moved,

@@ -12,7 +12,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import find
 from replay.rows.row import Row
 from replay.workers.environments import Environment
-from replay.workers.judge import Hearing, Judge
+from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_calls import workload as synthetic_workload

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from replay.bench.guard import Guard
 from replay.bench.settings import Settings
-from replay.kernels.compiling import import_compiler
+from replay.isolation.process_state import Guard
+from replay.kernels.compiled_functions import import_compiler
 from replay.kernels.registry import Kernel, catalogue
 from replay.workers import kernel_server
 from replay.workers.environments import Environment

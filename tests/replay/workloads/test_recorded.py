@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay
 from replay.workers.sources import workload_of
-from replay.workloads.outline import outline
+from replay.workloads.call_metadata import outline
 from replay.workloads.recorded import from_directory
 from tests.factories import kernel, random_call, settings, store_part
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from capture.call import AttentionCall
+from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload, from_directory
 from replay.workloads.representative import halving, tiers
-from replay.workloads.twins import with_twins
+from replay.workloads.synthetic_counterparts import with_twins
 
 
 @pytest.fixture

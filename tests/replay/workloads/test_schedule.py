@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replay.workloads.outline import outline
+from replay.workloads.call_metadata import outline
 from replay.workloads.random_calls import Spec, workload
 from replay.workloads.recorded import Workload, from_directory
 from replay.workloads.schedule import Schedule
-from replay.workloads.twins import twin
+from replay.workloads.synthetic_counterparts import twin
 
 
 def calls(lengths: Sequence[int]) -> list[Workload]:

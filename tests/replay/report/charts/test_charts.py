@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from capture.shape import Shape
+from capture.call.shape import Shape
 from replay.report.charts.chart import MOST_LINES, Chart
+from replay.report.charts.chart_files import PlotError, charts, write_plots
 from replay.report.charts.layers import layer_charts, layer_labels
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
-from replay.report.charts.write import PlotError, charts, write_plots
 from replay.report.groups import group_rows
 from replay.report.pooled import pooled_speedup
 from replay.rows.row import CallFacts, KernelId, Machine, Row

@@ -13,12 +13,12 @@ import pytest
 from rich.console import Console
 
 from replay.comparison.comparison import Comparison, compare, to_json
-from replay.comparison.matching import Run
-from replay.comparison.speed import NO_SPREAD, Spread
+from replay.comparison.row_matching import Run
+from replay.comparison.speed_change import NO_SPREAD, Spread
 from replay.report.comparison.html import to_html
 from replay.report.comparison.markdown import BUDGET, to_markdown
+from replay.report.comparison.plain_text import LINES, print_comparison
 from replay.report.comparison.sections import sections
-from replay.report.comparison.text import LINES, print_comparison
 from replay.rows.row import Row
 from tests.factories import call_facts, row
 from tests.replay.comparison.simulated import HERE, judged, noisy, run

@@ -6,10 +6,10 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from replay.end_to_end.check import Checked, Measured
+from replay.end_to_end.model_check import Checked, Measured
 from replay.end_to_end.predicted_times import RUN, Calls, Interval, PredictedTime
 from replay.end_to_end.prediction import Prediction
-from replay.rows.accuracy import Accuracy, AccuracyClass, Where
+from replay.rows.errors_of_output import Accuracy, AccuracyClass, Where
 from replay.rows.row import GpuState, Machine, Roof, Row
 from replay.timing.statistics import paired_speedup, summarize
 from tests import factories

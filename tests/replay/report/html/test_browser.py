@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from replay.plan.plan import Budget
-from replay.report.html.write import write_html
+from replay.report.html.page_writer import write_html
 from tests.replay.report.html import pages
 
 pytest.importorskip("vl_convert", reason="a report requires vl-convert-python")

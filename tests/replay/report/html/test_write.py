@@ -19,7 +19,7 @@ from replay.plan.plan import Budget
 from replay.report.groups import group_rows
 from replay.report.html import outputs as saved
 from replay.report.html.data import page_data
-from replay.report.html.write import ReportError, write_html
+from replay.report.html.page_writer import ReportError, write_html
 from replay.rows.row import Row
 from tests import factories
 from tests.replay.report.html import pages

@@ -1,0 +1,54 @@
+"""Attention of one or a few query tokens over keys in one piece."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.split_kv import attend
+from attention_kernels.options import PLAIN, AttentionOptions
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V for a short query: (B, Hq, Sq, Dv), contiguous.
+
+    Any Sq is right; beyond 64 rows a key/value head (G · Sq) the keys are read once per 64 rows,
+    and a prefill kernel is the better choice.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides; Hq a multiple of Hkv.
+        key: (B, Hkv, Sk, D), in the query's dtype and on its device, any strides.
+        value: (B, Hkv, Sk, Dv), likewise.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added). A query
+            whose keys are all masked gets zeros.
+        is_causal: aligned top left: query i sees keys 0…i, however many there are. Those it does
+            not see are not read beyond the first Sq, so that a NaN there stays there. Or aligned
+            bottom right, if `variant` says so.
+        scale: of the scores; None is 1/sqrt(D).
+        seqused_k: (B,) int32, how many keys count, from the first; None for all.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap; keys before every query's window are not read.
+    """
+    if seqused_k is not None and seqused_k.dtype != torch.int32:
+        seqused_k = seqused_k.int()  # descriptors take places of 32 bits
+    return attend(
+        query,
+        Cache(key, value, lengths=seqused_k),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        variant=variant,
+    )

@@ -1,0 +1,40 @@
+"""Attention of one or a few query tokens over keys that lie in pages, all of them or some."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.split_kv import attend
+from attention_kernels.options import PLAIN, AttentionOptions
+
+
+def paged_decode(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+) -> Tensor:
+    """Every query attends to its sequence's tokens: (B, Hq, Sq, Dv), contiguous.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
+        key_pages: (P, page_size, Hkv, D), any page size, any strides.
+        value_pages: (P, page_size, Hkv, Dv).
+        block_table: (B, N) int32: token t of sequence b is in page `block_table[b, t // page_size]`
+            at place `t % page_size`. What follows a sequence's last page is not read.
+        lengths: (B,) int32, tokens of each sequence, at most N · page_size. A sequence of none gets
+            zeros. What follows the last token of a page is not read.
+        scale: of the scores; None is 1/sqrt(D).
+        is_causal: query i sees tokens 0…i, or as `variant` says.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap; pages before every query's window are not read.
+    """
+    cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
+    return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, variant=variant)

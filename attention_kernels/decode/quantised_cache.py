@@ -1,0 +1,409 @@
+"""A key/value cache in 8 bits, as serving engines keep it, and how `split_kv_kernel.py` reads it.
+
+Every token of a key/value head has a scale of its own for its key and one for its value, as with
+vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it,
+in LMDeploy: a new token is quantised by itself, and none is quantised again. A scale per channel
+needs the tokens that follow (KIVI, Liu et al. 2024, holds the last 128 back in 16 bits), and what
+it is for is done here otherwise: keys have channels far from 0 for every token, which would use up
+a token's 8 bits, so a mean is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A
+server would take that of the prompt. It is that of the keys that `quantise.py` samples, and stored,
+since sinks and soft caps see what softmax alone does not: the queries' products with it are added
+to the scores again.
+
+No number of the cache is ever multiplied by its scale, nor converted. Scales of keys are factors of
+their scores, those of values of their probabilities, which are two 8-bit numbers each, like the
+numbers of the query (`halves.py`). So that these have bits left, the largest product of a
+probability and its value's scale is the largest number they have, in each block anew.
+
+Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
+instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
+tokens side by side. Of every 16 tokens the two eights take turns, 0, 8, 1, 9 and so on: a thread
+has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores both
+weights at once.
+
+In pages, a page is one such block, and the pages of a sequence lie anywhere: a program looks up
+where a block is that it would otherwise count to.
+
+NaN and infinity: a scale is NaN where its token has one, hence every row that sees the key, or all
+of the output of every row that sees the value.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_kernels.launch.descriptors import described, nowhere
+from attention_kernels.launch.launcher import Launch, layout, named
+from attention_kernels.launch.shape_checks import Sizes, check_shapes, vector
+from attention_kernels.quantised.quantise import (
+    FP8_MAX,
+    INT8_MAX,
+    SMALLEST_MAXIMUM,
+    sampled_mean,
+    to_fp8,
+    to_int8,
+)
+from attention_kernels.tiles.half_tiles import LOG2_LARGEST_FP8, LOG2_LARGEST_INT8, in_halves
+from attention_kernels.tiles.matmul import INTERPRETED
+
+CACHE_BLOCK = tl.constexpr(128)
+"""Tokens whose values are transposed together, and what the length is rounded up to."""
+
+
+@dataclass(frozen=True)
+class QuantisedCache:
+    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D to 16.
+
+    In pages, all but `key_mean` have P pages of N = `CACHE_BLOCK` in the place of B batch elements.
+    """
+
+    key: Tensor
+    """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
+    value: Tensor
+    """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens, in the
+    order of `in_value_order`."""
+    key_scale: Tensor
+    """(B, Hkv, N) float32: key ≈ quantised · scale + mean."""
+    key_mean: Tensor
+    """(B, Hkv, D) float32."""
+    value_scale: Tensor
+    """(B, Hkv, N) float32: value ≈ quantised · scale."""
+    kv_len: int
+    lengths: Tensor | None
+    """(B,) int32, how many tokens each sequence has; None for all."""
+    block_table: Tensor | None = None
+    """(B, pages of a sequence) int32: the page of each `CACHE_BLOCK` tokens; None in one piece."""
+
+    indices: ClassVar[None] = None
+    tail: ClassVar[int] = 0
+
+    @property
+    def page_size(self) -> int:
+        """Tokens in a page; 0 without pages."""
+        return 0 if self.block_table is None else CACHE_BLOCK.value
+
+    @property
+    def shapes(self) -> tuple[Sizes, Sizes]:
+        """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of what was quantised."""
+        batch, kv_heads, head_dim = self.key_mean.shape
+        tokens = batch, kv_heads, self.kv_len
+        return (*tokens, head_dim), (*tokens, self.sizes[2])
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Hkv, the most tokens that a sequence can have, and Dv."""
+        _, kv_heads, rows, _ = self.value.shape
+        return kv_heads, self.kv_len, rows // (self.key.shape[2] // CACHE_BLOCK.value)
+
+    @property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on: what is left out is contiguous and follows from these."""
+        tensors = (self.key, self.value, self.lengths, self.block_table)
+        return *map(layout, tensors), self.kv_len
+
+    @property
+    def scales(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.key_scale, self.key_mean, self.value_scale
+
+    def access(
+        self, is_cut: bool, begins_late: bool = False, rows: int = 1
+    ) -> Literal["quantised"]:
+        """Always through descriptors: blocks are whole, and what does not count is finite."""
+        return "quantised"
+
+    def strides(self, tensor: Tensor) -> tuple[int, ...]:
+        """Of the four dimensions, for which descriptors are used instead."""
+        return tensor.stride()
+
+    @property
+    def largest_block(self) -> int:
+        """Tokens that are loaded at once at most."""
+        return CACHE_BLOCK.value
+
+    def descriptors(
+        self, block_n: int, block_d: int, block_dv: int, block_tail: int
+    ) -> tuple[Any, Any]:
+        """Of key and value, which has no tail, without their memory."""
+        return (
+            nowhere(described(self.key, block_n, block_d)),
+            nowhere(described(self.value, block_dv, block_n)),
+        )
+
+
+@triton.jit
+def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
+    """A query (M, D) `in_halves`, each row's factor (M,) and its score of the mean (M,), which are
+    NaN where the row is not finite."""
+    query = query.to(tl.float32)
+    mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
+    offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
+    query = tl.where(tl.abs(query) < float("inf"), query, 0.0)
+    largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
+    unit: tl.constexpr = 2.0 ** (LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8)
+    halves = in_halves(query / largest[:, None] * unit, IS_INT8)
+    return halves, largest / unit, offsets
+
+
+@triton.jit
+def in_value_order(numbers):
+    """8-bit numbers (M, N) of N tokens, in the order of their values."""
+    eights = numbers.reshape(numbers.shape[0], numbers.shape[1] // 16, 2, 8)
+    return eights.permute(0, 1, 3, 2).reshape(numbers.shape[0], numbers.shape[1])
+
+
+@triton.jit
+def log2(scales):
+    """Of positive float32 numbers; one instruction, where Triton's takes a dozen."""
+    if INTERPRETED:
+        return tl.math.log2(scales)
+    return tl.inline_asm_elementwise(
+        "lg2.approx.ftz.f32 $0, $1;", "=r,r", [scales], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _quantise_rows(rows, has_row, IS_INT8: tl.constexpr):
+    """(N, D) float32 in 8 bits, and (N,) scales, NaN where a row is not finite."""
+    rows = tl.where(has_row[:, None], rows, 0.0)
+    not_finite = tl.sum(rows * 0.0, axis=1)
+    rows = tl.where(tl.abs(rows) < float("inf"), rows, 0.0)
+    largest = tl.maximum(tl.max(tl.abs(rows), axis=1), SMALLEST_MAXIMUM)
+    if IS_INT8:
+        quantised, scale = to_int8(rows, largest[:, None]), largest / INT8_MAX
+    else:
+        quantised, scale = to_fp8(rows, largest[:, None]), largest / FP8_MAX
+    return quantised, scale + not_finite
+
+
+@triton.jit
+def _quantise_keys(
+    key_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    mean_ptr,
+    block,
+    length,
+    HEAD_DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of keys; the pointers are those of its head, `output_ptr` and `scale_ptr` those of
+    the block."""
+    inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
+    tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
+    is_token = tokens < length
+    places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
+    key = tl.load(key_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
+    mean = sampled_mean(key_ptr, stride_s, stride_d, dims, has_dim, length)
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any offset will do
+    key = tl.where(has_dim[None, :], key.to(tl.float32) - mean[None, :], 0.0)
+    quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)
+    places = inside[:, None] * STORED_DIM + dims[None, :]
+    tl.store(output_ptr + places, quantised, mask=dims[None, :] < STORED_DIM)
+    tl.store(scale_ptr + inside, scale)
+    tl.store(mean_ptr + dims, mean, mask=(block == 0) & has_dim)
+
+
+@triton.jit
+def _quantise_values(
+    value_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    block,
+    length,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """One block of values, transposed; the pointers likewise."""
+    inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
+    tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
+    is_token = tokens < length
+    places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
+    value = tl.load(value_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
+    is_int8: tl.constexpr = output_ptr.dtype.element_ty == tl.int8
+    quantised, scale = _quantise_rows(value.to(tl.float32), is_token, is_int8)
+    order = inside // 16 * 16 + inside % 8 * 2 + inside // 8 % 2
+    places = dims[:, None] * CACHE_BLOCK + order[None, :]
+    tl.store(output_ptr + places, tl.trans(quantised), mask=has_dim[:, None])
+    tl.store(scale_ptr + inside, scale)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len"])
+def _quantise_cache(
+    key_ptr,
+    value_ptr,
+    lengths_ptr,
+    table_ptr,
+    key_out_ptr,
+    key_scale_ptr,
+    key_mean_ptr,
+    value_out_ptr,
+    value_scale_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
+    kv_heads,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    STORED_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """One block of keys, or (in programs with a third index of 1) one block of values."""
+    block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    blocks = tl.num_programs(0)
+    batch, kv_head = head // kv_heads, head % kv_heads
+    length = kv_len
+    if lengths_ptr is not None:
+        length = tl.minimum(tl.load(lengths_ptr + batch), kv_len)
+    stored = head * blocks + block
+    if table_ptr is not None:
+        page = tl.load(table_ptr + batch * blocks + block).to(tl.int64)
+        stored = page * kv_heads + kv_head
+    first = stored * CACHE_BLOCK
+    if tl.program_id(2) == 0:
+        _quantise_keys(
+            key_ptr + batch * key_stride_b + kv_head * key_stride_h,
+            key_stride_s,
+            key_stride_d,
+            key_out_ptr + first * STORED_DIM,
+            key_scale_ptr + first,
+            key_mean_ptr + head * HEAD_DIM,
+            block,
+            length,
+            HEAD_DIM,
+            STORED_DIM,
+            BLOCK_D,
+        )
+    else:
+        _quantise_values(
+            value_ptr + batch * value_stride_b + kv_head * value_stride_h,
+            value_stride_s,
+            value_stride_d,
+            value_out_ptr + first * V_HEAD_DIM,
+            value_scale_ptr + first,
+            block,
+            length,
+            V_HEAD_DIM,
+            BLOCK_DV,
+        )
+
+
+def quantise_cache(
+    key: Tensor,
+    value: Tensor,
+    dtype: torch.dtype,
+    *,
+    lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> QuantisedCache:
+    """Keys and values in `dtype` (int8 or float8_e4m3fn).
+
+    Args:
+        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; not changed.
+        value: (B, Hkv, Sk, Dv), likewise.
+        lengths: (B,) int32, how many tokens of each sequence count; the others are not read.
+        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, every
+            number below their product once; None for a cache in one piece.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    lengths = vector("seqused_k", lengths, batch)
+    if lengths is not None and lengths.dtype != torch.int32:
+        lengths = lengths.int()  # descriptors take places of 32 bits
+    v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
+
+    first, inner = (batch, blocks) if block_table is None else (batch * blocks, 1)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=key.device)
+
+    cache = QuantisedCache(
+        empty(first, kv_heads, inner * CACHE_BLOCK.value, _stored(head_dim), dtype=dtype),
+        empty(first, kv_heads, inner * v_dim, CACHE_BLOCK.value, dtype=dtype),
+        empty(first, kv_heads, inner * CACHE_BLOCK.value),
+        empty(batch, kv_heads, head_dim),
+        empty(first, kv_heads, inner * CACHE_BLOCK.value),
+        kv_len,
+        lengths,
+        block_table,
+    )
+    launch = _planned(
+        (key.shape, value.shape),
+        (key.stride(), value.stride()),
+        (key.dtype, value.dtype, dtype),
+        (layout(lengths), layout(block_table)),
+        key.device,
+    )
+    launch(
+        key,
+        value,
+        lengths,
+        block_table,
+        cache.key,
+        cache.key_scale,
+        cache.key_mean,
+        cache.value,
+        cache.value_scale,
+    )
+    return cache
+
+
+def _stored(head_dim: int) -> int:
+    """Numbers from key to key, which descriptors want 16 bytes of."""
+    return -(-head_dim // 16) * 16
+
+
+def _block(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[torch.Size, torch.Size],
+    strides: tuple[tuple[int, ...], tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    others: tuple[Hashable, Hashable],
+    device: torch.device,
+) -> Launch:
+    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's, and
+    `others` the layouts of lengths and pages, which decide for what it is compiled."""
+    check_shapes(*shapes[:1], *shapes)
+    (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
+    return Launch(
+        _quantise_cache,
+        (triton.cdiv(kv_len, CACHE_BLOCK.value), batch * kv_heads, 2),
+        device,
+        named("key_stride_", "bhsd", strides[0])
+        | named("value_stride_", "bhsd", strides[1])
+        | {
+            "kv_heads": kv_heads,
+            "kv_len": kv_len,
+            "HEAD_DIM": head_dim,
+            "STORED_DIM": _stored(head_dim),
+            "BLOCK_D": _block(head_dim),
+            "V_HEAD_DIM": v_dim,
+            "BLOCK_DV": _block(v_dim),
+        },
+        num_warps=8,
+    )

@@ -1,0 +1,57 @@
+"""Attention of one or a few query tokens over a cache in 8 bits, quantisation included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attention_kernels.decode.paging import shuffled
+from attention_kernels.decode.quantised_cache import CACHE_BLOCK, quantise_cache
+from attention_kernels.decode.split_kv import attend
+from attention_kernels.options import PLAIN, AttentionOptions
+
+
+def random_pages(key: Tensor) -> Tensor:
+    """The `block_table` of keys (B, Hkv, Sk, D) whose pages lie in a random order, always the same:
+    in a server that has run for a while neighbouring tokens are not neighbours in memory."""
+    batch, blocks = key.shape[0], -(-key.shape[2] // CACHE_BLOCK.value)
+    return shuffled(batch * blocks, key.device, 0).view(batch, blocks).int()
+
+
+def quantised_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    dtype: torch.dtype,
+    scale: float | None = None,
+    in_pages: bool = False,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
+
+    A server quantises a token once; `split_kv.attend` on a `QuantisedCache` is what it runs then.
+
+    Args:
+        dtype: int8 or float8_e4m3fn, of the cache. FP8 needs compute capability 8.9.
+        in_pages: of `CACHE_BLOCK` tokens, in a random order.
+
+    The other arguments, and the result, are those of `decode.decode`. Key and value are not
+    changed.
+    """
+    if key.shape[2] == 0 or query.numel() == 0:
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+    table = random_pages(key) if in_pages else None
+    return attend(
+        query,
+        quantise_cache(key, value, dtype, lengths=seqused_k, block_table=table),
+        attn_mask=attn_mask,
+        is_causal=is_causal,
+        scale=scale,
+        sinks=sinks,
+        variant=variant,
+    )

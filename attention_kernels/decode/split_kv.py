@@ -1,0 +1,269 @@
+"""Attention of a few queries over a cache: how `split_kv_kernel.py` is planned and launched."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.quantised_cache import QuantisedCache
+from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_kernel import split_kv_kernel
+from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER
+from attention_kernels.decode.split_kv_plan import Plan, Tiling, merging, plan
+from attention_kernels.launch.launcher import Kept, Launch, PlannedCall, layout, named
+from attention_kernels.launch.shape_checks import Sizes, check_shapes, sizes_of
+from attention_kernels.launch.workspace import workspace
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.tiles.masking import window_sides
+from attention_kernels.tiles.online_softmax import LOG2_E
+
+
+def attend(
+    query: Tensor,
+    cache: Cache | QuantisedCache,
+    *,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    tiles: Tiling | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V over a cache: (B, Hq, Sq, Dv), contiguous.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
+        cache: in the query's dtype, any strides, or in 8 bits; on the query's device.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
+        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `variant`
+            says bottom right, the last query all tokens and each before it one less.
+        scale: of the scores; None is 1/sqrt(D).
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap. Not with indices.
+        tiles: how to cut the work, by default `tiling`.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    if query.numel() == 0:
+        return query.new_empty((*query.shape[:3], cache.sizes[2]))
+    aligned = (cache.key.data_ptr() | cache.value.data_ptr()) % 16 == 0
+    shape = (
+        layout(query),
+        cache.layouts,
+        layout(attn_mask),
+        layout(sinks),
+        is_causal,
+        scale,
+        None if variant is PLAIN else variant,  # whose hash would take longer than all the rest's
+        tiles,
+        aligned,
+        cache.tail,
+    )
+    planned = _calls.get(shape) or _calls.keep(
+        shape,
+        _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles, sizes_of(sinks)),
+    )
+    output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
+    parts = counters = None
+    if planned.parts_numbers:
+        parts, counters = workspace(planned.parts_numbers, planned.counters, query.device)
+    planned.call.launch(
+        query,
+        *planned.call.operands(cache.key, cache.value),
+        *cache.scales,
+        attn_mask,
+        None if sinks is None else sinks.contiguous(),
+        None if cache.lengths is None else cache.lengths.contiguous(),
+        cache.indices,
+        cache.block_table,
+        output,
+        parts,
+        counters,
+    )
+    return output
+
+
+def planned(
+    query: Tensor,
+    cache: Cache | QuantisedCache,
+    *,
+    is_causal: bool = False,
+    variant: AttentionOptions = PLAIN,
+) -> Plan:
+    """How `attend` cuts a call, arguments as there, unless it is told to do otherwise."""
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_dim = cache.sizes
+    kept = 0 if cache.indices is None else cache.indices.shape[2]
+    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    rows = heads // kv_heads * q_len
+    is_cut = is_causal or left is not None or right is not None
+    return plan(
+        batch * kv_heads,
+        rows,
+        kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
+        head_dim,
+        v_dim,
+        cache.access(is_cut, left is not None, rows),
+        _processors(query.device),
+        cache.tail,
+        1 if cache.lengths is None or kept else batch,
+        cache.largest_block,
+    )
+
+
+class _PlannedCall(NamedTuple):
+    """What calls of one shape share."""
+
+    call: PlannedCall
+    output_shape: tuple[int, int, int, int]
+    parts_numbers: int
+    """Room for the parts; 0 where there is one part only."""
+    counters: int
+
+
+_calls: Kept[_PlannedCall] = Kept()
+
+
+def _plan_call(
+    query: Tensor,
+    cache: Cache | QuantisedCache,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    variant: AttentionOptions,
+    tiles: Tiling | None,
+    sinks: Sizes | None,
+) -> _PlannedCall:
+    """All of a call but its tensors' addresses; arguments as those of `attend`, and of the sinks
+    their shape."""
+    check_shapes(query.shape, *cache.shapes, sinks)
+    _check_by_sequence(cache)
+    batch, heads, q_len, head_dim = query.shape
+    kv_heads, kv_len, v_dim = cache.sizes
+    group = heads // kv_heads
+    kept = 0 if cache.indices is None else cache.indices.shape[2]
+    cut = planned(query, cache, is_causal=is_causal, variant=variant)
+    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    is_cut = is_causal or left is not None or right is not None
+    access = cache.access(is_cut, left is not None, group * q_len)
+    tiles = tiles or cut.tiling
+    # A block of its own size could lie in two pages.
+    has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
+    deal = tiles.deal
+    heads_of_keys = batch * kv_heads
+    programs, splits = heads_of_keys, tiles.splits
+    if deal is not None:
+        programs, splits = deal.programs(heads_of_keys), 1
+    is_merged = splits > 1 or deal is not None
+    merged = merging(cut, tiles, heads_of_keys, group * q_len, _processors(query.device))
+    scale, cap = head_dim**-0.5 if scale is None else float(scale), None
+    if variant.softcap is not None:
+        scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
+    mask_kind = 0
+    mask_strides: tuple[int, ...] = (0, 0, 0, 0)
+    if attn_mask is not None:
+        mask = attn_mask.expand(batch, heads, q_len, kv_len)
+        mask_strides = mask.stride()
+        is_shared = all(mask.shape[axis] == 1 or mask_strides[axis] == 0 for axis in (1, 2))
+        mask_kind = 1 if is_shared else 2
+    launch = Launch(
+        split_kv_kernel,
+        (programs, splits, cut.row_blocks),
+        query.device,
+        named("stride_query_", ("batch", "head", "token", "dim"), query.stride())
+        | named("stride_key_", ("first", "head", "token", "dim"), cache.strides(cache.key))
+        | named("stride_value_", ("first", "head", "token", "dim"), cache.strides(cache.value))
+        | named("stride_mask_", ("batch", "head", "query", "token"), mask_strides)
+        | {
+            "scale": scale,
+            "cap": cap,
+            "left": left,
+            "right": right,
+            "kv_heads": kv_heads,
+            "group": group,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "kept": kept,
+            "splits": splits if deal is None else None,
+            "sequences": None if deal is None else batch,
+            **(dict.fromkeys(Deal._fields) if deal is None else deal._asdict()),
+            "head_dim": head_dim - cache.tail,
+            "tail_dim": cache.tail,
+            "v_dim": v_dim,
+            "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
+            "IS_CAUSAL": is_causal,
+            "IS_BOTTOM_RIGHT": variant.bottom_right,
+            "MASK": mask_kind,
+            "PAGE_SIZE": cache.page_size,
+            "HAS_DESCRIPTORS": has_descriptors,
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": tiles.block_n,
+            "BLOCK_D": cut.block_d,
+            "BLOCK_TAIL": cut.block_tail,
+            "BLOCK_DV": cut.block_dv,
+            "BLOCK_ROWS": merged.block_rows,
+            "ROW_CHUNKS": merged.row_chunks,
+            "BLOCK_SPLITS": merged.block_splits,
+            "TOGETHER": merged.together,
+            "BLOCK_SEQUENCES": 0 if deal is None else triton.next_power_of_2(batch),
+        },
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    descriptors = None
+    if has_descriptors:
+        descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail)
+    return _PlannedCall(
+        PlannedCall(launch, descriptors),
+        (batch, heads, q_len, v_dim),
+        programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,
+        heads_of_keys * cut.row_blocks * (COUNTERS_TOGETHER.value if merged.together else 1),
+    )
+
+
+def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
+    """
+    Raises:
+        ValueError: there are more or fewer lengths than sequences, or tokens are not named for
+            each key/value head.
+    """
+    batch, kv_heads, *_ = cache.shapes[0]
+    if cache.lengths is not None and cache.lengths.shape != (batch,):
+        raise ValueError(f"{tuple(cache.lengths.shape)} lengths of {batch} sequences")
+    if cache.indices is not None and cache.indices.shape[:2] != (batch, kv_heads):
+        of = f"{batch} sequences with {kv_heads} key heads"
+        raise ValueError(f"indices of shape {tuple(cache.indices.shape)} for {of}")
+
+
+def _sides(
+    is_causal: bool, variant: AttentionOptions, q_len: int, kv_len: int
+) -> tuple[bool, int | None, int | None]:
+    """Whether there is a diagonal, and what a window leaves on its left and right."""
+    is_causal, left, right = window_sides(is_causal, variant, q_len, kv_len)
+    if variant.bottom_right and q_len == 1:
+        # The last query's diagonal is the last token, which one query alone always sees.
+        return False, left, None
+    return is_causal, left, right
+
+
+def _most_seen(
+    left: int | None, right: int | None, variant: AttentionOptions, q_len: int, kv_len: int
+) -> int:
+    """Tokens that the queries see together, at most."""
+    most = kv_len
+    if right is not None and not variant.bottom_right:
+        most = min(most, q_len + right)
+    return most if left is None else min(most, left + q_len + (right or 0))
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 4  # interpreted: few programs, but some splits
+    return torch.cuda.get_device_properties(device).multi_processor_count

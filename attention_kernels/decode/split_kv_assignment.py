@@ -1,0 +1,130 @@
+"""How keys are dealt to programs where sequences have lengths of their own, which the GPU knows.
+
+The host launches as many programs whatever the lengths are. Each program reads all lengths, agrees
+with the others on the largest part, and finds its own by counting the parts before it. The longer a
+sequence, the more parts it has, and parts are about equally long: none is left when all others are
+done. Programs beyond the last part end at once.
+
+With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. So where
+c is at least all blocks divided by `shares`, all heads have no more parts than `shares` and heads
+together, which is how many programs there are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from attention_kernels.tiles.matmul import INTERPRETED
+
+
+class Deal(NamedTuple):
+    """What the GPU needs to know besides the lengths."""
+
+    shares: int
+    """Parts that the keys of all heads are cut into, besides one that each head has anyway."""
+    resident: int
+    """Parts that the GPU holds at once; with fewer, some of it would be idle."""
+    least: int
+    """Blocks of keys beside which a program's start is short: parts are smaller only where there
+    would not be `resident` ones."""
+    worth: float
+    """Parts, squared, for each block of a head's keys: beyond that merging takes longer than the
+    parts save."""
+
+    def programs(self, heads: int) -> int:
+        """For so many key/value heads, B · Hkv."""
+        return heads + self.shares
+
+
+@triton.jit
+def seen_positions(
+    length,
+    q_len,
+    left,
+    right,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+):
+    """Of sequences of some lengths: the first position that any query sees, the end of them, and
+    what query 0 of a diagonal sees last.
+
+    `length` may be one or many; the first is a multiple of ROUNDED_TO.
+    """
+    diagonal = length * 0
+    if IS_BOTTOM_RIGHT:
+        diagonal = length - q_len
+    begin = length * 0
+    end = length
+    if IS_CAUSAL:
+        end = tl.minimum(length, q_len + diagonal)
+    if right is not None:
+        end = tl.minimum(length, q_len + diagonal + right)
+    if left is not None:
+        begin = tl.maximum(diagonal - left, 0) // ROUNDED_TO * ROUNDED_TO
+    return begin, end, diagonal
+
+
+@triton.jit
+def dealt(
+    program,
+    lengths_ptr,
+    sequences,
+    kv_heads,
+    q_len,
+    left,
+    right,
+    shares,
+    resident,
+    least,
+    worth,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    ROUNDED_TO: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+):
+    """A program's sequence, key/value head and part, and how many parts that head has.
+
+    The sequence is `sequences` where there is nothing left for the program.
+    """
+    own = tl.arange(0, BLOCK_SEQUENCES)
+    lengths = tl.load(lengths_ptr + own, mask=own < sequences, other=0)
+    begin, end, _ = seen_positions(
+        lengths, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, ROUNDED_TO
+    )
+    blocks = tl.where(own < sequences, tl.cdiv(tl.maximum(end - begin, 0), BLOCK_N), 0)
+    together = tl.sum(blocks, axis=0) * kv_heads
+    largest = tl.maximum(tl.cdiv(together, shares), tl.minimum(tl.cdiv(together, resident), least))
+    parts = tl.cdiv(blocks, tl.maximum(largest, 1))
+    parts = tl.minimum(parts, tl.sqrt(blocks.to(tl.float32) * worth).to(tl.int32))
+    parts = tl.where(own < sequences, tl.maximum(parts, 1), 0)
+    ends = tl.cumsum(parts, axis=0) * kv_heads
+    is_before = (ends <= program) & (own < sequences)
+    sequence = _uniform(tl.sum(is_before.to(tl.int32), axis=0))
+    before = _uniform(tl.sum(tl.where(is_before, parts, 0), axis=0)) * kv_heads
+    own_parts = _uniform(tl.maximum(tl.sum(tl.where(own == sequence, parts, 0), axis=0), 1))
+    place = program - before
+    return sequence, place // own_parts, place % own_parts, own_parts
+
+
+@triton.jit
+def _uniform(number):
+    """An integer that is the same in every thread, known as such to `ptxas`.
+
+    What came of a sum over threads it takes for as many numbers, and loops that such a number ends
+    for divergent: descriptors of shared memory would be moved between registers at each product.
+    """
+    if not INTERPRETED:
+        number = tl.inline_asm_elementwise(
+            "redux.sync.max.s32 $0, $1, 0xffffffff;",
+            "=r,r",
+            [number],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return number

@@ -1,0 +1,465 @@
+"""Attention of a few queries over many keys: the keys split among programs, the parts merged.
+
+Decoding has one query token, so there is no work to share out but along the keys (Flash-Decoding,
+Dao, Haziza, Massa and Sizov 2023). A program attends with all query heads of one key/value head,
+times the few query tokens, to one part of the keys, and leaves its maximum, its sum and its
+unnormalised output. They become one in the same launch (`split_kv_merge.py`).
+
+One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
+`indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
+Where position i is token i, or a page holds whole blocks of tokens, keys and values come through
+tensor descriptors (TMA), if their strides and the GPU allow it. What differs for a cache in 8 bits
+is in `quantised_cache.py`. Where the value is the first part of the key, as in DeepSeek's absorbed
+latent attention (MLA), it is read once, and the key's other numbers, its tail, beside it.
+
+Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
+D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attention_kernels.decode.kv_cache import find_tokens
+from attention_kernels.decode.quantised_cache import (
+    CACHE_BLOCK,
+    fit_query,
+    in_value_order,
+    log2,
+)
+from attention_kernels.decode.split_kv_assignment import dealt, seen_positions
+from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge
+from attention_kernels.tiles.half_tiles import (
+    LOG2_LARGEST_FP8,
+    LOG2_LARGEST_INT8,
+    in_halves,
+    product_of_halves,
+)
+from attention_kernels.tiles.masking import in_base_2
+from attention_kernels.tiles.matmul import matmul
+from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
+
+
+# Numbers that change from call to call must not each compile the kernel again.
+@triton.jit(
+    do_not_specialize=[
+        "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
+        "sequences", "shares", "resident", "least",
+    ]
+)  # fmt: skip
+def split_kv_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    key_mean_ptr,
+    value_scale_ptr,
+    mask_ptr,
+    sinks_ptr,
+    lengths_ptr,
+    indices_ptr,
+    table_ptr,
+    output_ptr,
+    parts_ptr,
+    counters_ptr,
+    scale,
+    cap,
+    left,
+    right,
+    kv_heads,
+    group,
+    q_len,
+    kv_len,
+    kept,
+    splits,
+    sequences,
+    shares,
+    resident,
+    least,
+    worth,
+    head_dim,
+    tail_dim,
+    v_dim,
+    stride_query_batch,
+    stride_query_head,
+    stride_query_token,
+    stride_query_dim,
+    stride_key_first,
+    stride_key_head,
+    stride_key_token,
+    stride_key_dim,
+    stride_value_first,
+    stride_value_head,
+    stride_value_token,
+    stride_value_dim,
+    stride_mask_batch,
+    stride_mask_head,
+    stride_mask_query,
+    stride_mask_token,
+    stride_table,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    MASK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ROW_CHUNKS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_SEQUENCES: tl.constexpr,
+):
+    """What a call lacks is None, and no argument of the compiled program: the mask, sinks, lengths,
+    indices, table, `cap`, `left` and `right`; the parts and their counters where keys are not
+    split; the scales and the mean where the cache is in 16 bits.
+
+    With BLOCK_SEQUENCES keys are dealt to programs by the lengths of that many sequences or fewer
+    (`split_kv_deal.py`), and `splits` is None; else what a `Deal` has is None.
+
+    `cap` is in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
+    `head_dim` is what the key has before its tail: Dv.
+    """
+    IS_8_BIT: tl.constexpr = key_scale_ptr is not None
+    IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
+    # Of what a weight of 1 is counted as.
+    LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
+    LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
+    ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
+    BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
+    IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
+    # An 8-bit cache is finite beyond what counts.
+    ENDS_WHOLE: tl.constexpr = HAS_DESCRIPTORS and not IS_8_BIT and (BY_PAGE or IS_CUT)
+    head = tl.program_id(0)
+    split = tl.program_id(1)
+    batch = head // kv_heads
+    kv_head = head % kv_heads
+    parts = splits
+    if BLOCK_SEQUENCES != 0:
+        batch, kv_head, split, parts = dealt(
+            tl.program_id(0),
+            lengths_ptr,
+            sequences,
+            kv_heads,
+            q_len,
+            left,
+            right,
+            shares,
+            resident,
+            least,
+            worth,
+            IS_CAUSAL,
+            IS_BOTTOM_RIGHT,
+            ROUNDED_TO,
+            BLOCK_N,
+            BLOCK_SEQUENCES,
+        )
+        if batch == sequences:
+            return
+        head = batch * kv_heads + kv_head
+    q_rows = group * q_len
+    rows = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    has_row = rows < q_rows
+    q_heads = kv_head * group + rows // q_len
+    queries = rows % q_len
+    dims = tl.arange(0, BLOCK_D)
+    has_dim = dims < head_dim
+    columns = tl.arange(0, BLOCK_DV)
+    has_column = columns < v_dim
+
+    query_rows = batch.to(tl.int64) * stride_query_batch
+    query_rows += q_heads.to(tl.int64) * stride_query_head
+    query_rows += queries.to(tl.int64) * stride_query_token
+    query = tl.load(
+        query_ptr + query_rows[:, None] + dims.to(tl.int64)[None, :] * stride_query_dim,
+        mask=has_row[:, None] & has_dim[None, :],
+        other=0.0,
+    )
+    if BLOCK_TAIL != 0:
+        tail = head_dim + tl.arange(0, BLOCK_TAIL)
+        has_tail = tail < head_dim + tail_dim
+        query_tail = tl.load(
+            query_ptr + query_rows[:, None] + tail.to(tl.int64)[None, :] * stride_query_dim,
+            mask=has_row[:, None] & has_tail[None, :],
+            other=0.0,
+        )
+        tail_dims = tail.to(tl.int64) * stride_key_dim
+    if IS_8_BIT:
+        key_mean_ptr += head * head_dim
+        query, row_scales, row_offsets = fit_query(query, key_mean_ptr, dims, has_dim, IS_INT8)
+        row_scales *= scale * LOG2_E
+        row_offsets *= scale * LOG2_E
+        if PAGE_SIZE == 0:
+            stored = head.to(tl.int64) * tl.cdiv(kv_len, CACHE_BLOCK) * CACHE_BLOCK
+            key_scale_ptr += stored
+            value_scale_ptr += stored
+    if not HAS_DESCRIPTORS:
+        key_ptr += kv_head.to(tl.int64) * stride_key_head
+        value_ptr += kv_head.to(tl.int64) * stride_value_head
+    key_dims = dims.to(tl.int64) * stride_key_dim
+    value_dims = columns.to(tl.int64) * stride_value_dim
+    length = kv_len
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + batch)
+    positions_begin, positions_end, diagonal = seen_positions(
+        length, q_len, left, right, IS_CAUSAL, IS_BOTTOM_RIGHT, ROUNDED_TO
+    )
+    if indices_ptr is not None:
+        indices_ptr += head.to(tl.int64) * kept
+        positions_end = kept
+    share = tl.cdiv(tl.cdiv(positions_end - positions_begin, BLOCK_N), parts) * BLOCK_N
+    begin = positions_begin + split * share
+    end = tl.minimum(begin + share, positions_end)
+
+    # Between these all queries see all positions.
+    whole_begin = begin
+    whole_end = end
+    if IS_CAUSAL:
+        whole_end = tl.minimum(whole_end, diagonal + 1)
+    if right is not None:
+        whole_end = tl.minimum(whole_end, diagonal + right + 1)
+    if left is not None:
+        whole_begin = diagonal + q_len - 1 - left
+
+    place = batch
+    next_place = batch
+    if BY_PAGE:
+        # A block ahead: loads are not begun early whose place is loaded in the same turn.
+        table_ptr += batch.to(tl.int64) * stride_table
+        next_place = tl.load(table_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
+
+    maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
+    totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
+    for first in range(begin, end, BLOCK_N):
+        block_begin = first
+        if ENDS_WHOLE:
+            # What follows the end is not read, as it could be NaN: the last block begins earlier,
+            # and has zeros where that is before its page.
+            block_begin = tl.minimum(first, end - BLOCK_N)
+        positions = block_begin + tl.arange(0, BLOCK_N)
+        tokens, is_valid, slots, first_axis = find_tokens(
+            positions,
+            positions >= first if ENDS_WHOLE else positions < end,
+            batch,
+            length,
+            indices_ptr,
+            table_ptr,
+            stride_table,
+            0 if BY_PAGE else PAGE_SIZE,
+        )
+        row = block_begin
+        if BY_PAGE:
+            place = next_place
+            row = block_begin - first // PAGE_SIZE * PAGE_SIZE
+            next_page = (first + BLOCK_N) // PAGE_SIZE
+            next_place = tl.load(table_ptr + next_page, mask=first + BLOCK_N < end, other=0)
+        if IS_8_BIT:
+            block = first // CACHE_BLOCK
+            inside = first - block * CACHE_BLOCK
+            if PAGE_SIZE == 0:
+                key_row, value_row, scale_row = first, block * v_dim, first
+            else:
+                key_row, value_row = inside, 0
+                scale_row = (place.to(tl.int64) * kv_heads + kv_head) * CACHE_BLOCK + inside
+            key = key_ptr.load([place, kv_head, key_row, 0]).reshape(BLOCK_N, BLOCK_D)
+        elif HAS_DESCRIPTORS:
+            key = key_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_D)
+        else:
+            key_rows = first_axis * stride_key_first + slots * stride_key_token
+            key = tl.load(
+                key_ptr + key_rows[:, None] + key_dims[None, :],
+                mask=is_valid[:, None] & has_dim[None, :],
+                other=0.0,
+            )
+        if IS_8_BIT:
+            scores = product_of_halves(query, key)
+        else:
+            scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if BLOCK_TAIL != 0:
+            if HAS_DESCRIPTORS:
+                key_tail = value_ptr.load([place, kv_head, row, BLOCK_D])
+                key_tail = key_tail.reshape(BLOCK_N, BLOCK_TAIL)
+            else:
+                key_tail = tl.load(
+                    key_ptr + key_rows[:, None] + tail_dims[None, :],
+                    mask=is_valid[:, None] & has_tail[None, :],
+                    other=0.0,
+                )
+            scores = matmul(query_tail, tl.trans(key_tail), scores)
+        if IS_8_BIT:
+            # Pointers of the block first: its keys' places in it are the same for all blocks.
+            key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
+            value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
+            value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
+            scores = scores * row_scales[:, None] * key_scales[None, :] + row_offsets[:, None]
+        else:
+            scores = matmul(query, tl.trans(key), scores) * (scale * LOG2_E)
+        if cap is not None:
+            scores = soft_cap(scores, cap)
+        if MASK != 0:
+            scores += _mask_bias(
+                mask_ptr,
+                batch,
+                q_heads,
+                queries,
+                has_row,
+                tokens,
+                is_valid,
+                stride_mask_batch,
+                stride_mask_head,
+                stride_mask_query,
+                stride_mask_token,
+                MASK == 2,
+            )
+        if IS_8_BIT:
+            if (first < whole_begin) | (first + BLOCK_N > whole_end):
+                scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
+        else:
+            # Without a branch one instruction multiplies a score and takes its maximum away.
+            scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
+        if IS_8_BIT:
+            # Weights times their values' scales are fractions of the block's own largest, so that
+            # what halves round away is little beside it. A block then counts as one score does.
+            scores += value_logs[None, :]
+            largest = tl.max(scores, axis=1)
+            block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
+            unit = largest - LOG2_UNIT
+            weights, _, _ = softmax_step(scores, unit, unit, 1.0)
+            unscaled = weights * tl.math.exp2(-value_logs)[None, :]
+            totals = totals * rescale[:, None] + unscaled * block_share
+            value = value_ptr.load([place, kv_head, value_row, inside]).reshape(BLOCK_DV, BLOCK_N)
+            summed = product_of_halves(in_value_order(in_halves(weights, IS_INT8)), value)
+            output = output * rescale[:, None] + summed * block_share
+        else:
+            largest = tl.max(scores, axis=1)
+            weights, maximum, rescale = softmax_step(scores, largest, maximum, 1.0)
+            totals = totals * rescale[:, None] + weights
+            if BLOCK_TAIL != 0:
+                value = key
+            elif HAS_DESCRIPTORS:
+                value = value_ptr.load([place, kv_head, row, 0]).reshape(BLOCK_N, BLOCK_DV)
+            else:
+                value_rows = first_axis * stride_value_first + slots * stride_value_token
+                value = tl.load(
+                    value_ptr + value_rows[:, None] + value_dims[None, :],
+                    mask=is_valid[:, None] & has_column[None, :],
+                    other=0.0,
+                )
+            output = matmul(weights.to(value.dtype), value, output * rescale[:, None])
+
+    total = tl.sum(totals, axis=1)
+    if sinks_ptr is not None:
+        # As if they were keys of the first part.
+        counts = has_row & (split == 0)
+        sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
+        rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
+        output *= rescale[:, None]
+
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
+    output_ptr += head.to(tl.int64) * q_rows * v_dim
+    if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
+        if parts == 1:
+            _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
+            return
+    if parts_ptr is not None:
+        # The parts as (programs, M, Dv), those of a head in their order, and behind them their
+        # maxima and sums.
+        programs, first_part = tl.num_programs(0), tl.program_id(0) - split
+        if BLOCK_SEQUENCES == 0:
+            programs, first_part = programs * splits, head * splits
+        sums_ptr = parts_ptr + programs.to(tl.int64) * q_rows * v_dim
+        sums_ptr += first_part.to(tl.int64) * q_rows * 2
+        parts_ptr += first_part.to(tl.int64) * q_rows * v_dim
+        own = split * q_rows + rows
+        tl.store(sums_ptr + own * 2, maximum, mask=has_row)
+        tl.store(sums_ptr + own * 2 + 1, total, mask=has_row)
+        tl.store(
+            parts_ptr + own[:, None] * v_dim + columns[None, :],
+            output,
+            mask=has_row[:, None] & has_column[None, :],
+        )
+        tl.debug_barrier()  # every thread's part is stored before one of them says so
+        counters: tl.constexpr = COUNTERS_TOGETHER if TOGETHER else 1
+        counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * counters
+        merge(
+            parts_ptr,
+            sums_ptr,
+            counters_ptr,
+            output_ptr,
+            tl.program_id(2) * BLOCK_M,
+            columns,
+            has_column,
+            parts,
+            q_rows,
+            v_dim,
+            BLOCK_ROWS,
+            ROW_CHUNKS,
+            BLOCK_SPLITS,
+            TOGETHER,
+        )
+    else:
+        _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
+
+
+@triton.jit
+def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
+    """The output of rows all of whose keys are summed."""
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(
+        output_ptr + rows[:, None] * v_dim + columns[None, :],
+        output.to(output_ptr.dtype.element_ty),
+        mask=has_row[:, None] & has_column[None, :],
+    )
+
+
+@triton.jit
+def _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL: tl.constexpr):
+    """Scores (M, N), those of tokens that a query does not see, or that are none, -inf."""
+    if IS_CAUSAL:
+        is_seen = tokens[None, :] <= queries[:, None] + diagonal
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if right is not None:
+        is_seen = tokens[None, :] <= queries[:, None] + (diagonal + right)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    if left is not None:
+        is_seen = tokens[None, :] >= queries[:, None] + (diagonal - left)
+        scores += tl.where(is_seen, 0.0, float("-inf"))
+    return tl.where(is_valid[None, :], scores, float("-inf"))
+
+
+@triton.jit
+def _mask_bias(
+    mask_ptr,
+    batch,
+    q_heads,
+    queries,
+    has_row,
+    tokens,
+    is_valid,
+    stride_batch,
+    stride_head,
+    stride_query,
+    stride_token,
+    PER_ROW: tl.constexpr,
+):
+    """What a mask adds to scores in powers of two: (M, N), or (1, N) where all rows share it."""
+    places = mask_ptr + batch.to(tl.int64) * stride_batch
+    places += tokens.to(tl.int64)[None, :] * stride_token
+    is_there = is_valid[None, :]
+    if PER_ROW:
+        rows = q_heads.to(tl.int64) * stride_head + queries.to(tl.int64) * stride_query
+        places += rows[:, None]
+        is_there = is_there & has_row[:, None]
+    entries = tl.load(places, mask=is_there, other=0)
+    # Added and not put in place: as in SDPA a masked NaN stays NaN.
+    if mask_ptr.dtype.element_ty == tl.int1:
+        bias = tl.where(entries, 0.0, float("-inf"))
+    else:
+        bias = in_base_2(entries.to(tl.float32))
+    return bias

@@ -1,0 +1,137 @@
+"""Softmax's weights of a block of scores on Hopper, relative to a reference that rarely moves.
+
+Softmax divides by the sum of its weights, so that any number may be subtracted from a row's
+scores. Usually it is the largest score so far, and no exponential begins before each thread has
+compared its scores of the block and four threads have exchanged what they found. Here exponentials
+begin at once, and what was subtracted in the block before is subtracted again. Only where weights
+get too large for their type, which their sums tell, a warp looks for the largest score and begins
+anew.
+
+Each warp decides that by itself. Gluon has no branch for a single warp, so this is PTX.
+"""
+
+from __future__ import annotations
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attention_kernels.hopper.scores import first_of_own, for_all_of_own
+
+
+@gluon.jit
+def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.constexpr):
+    """2^(scores · scale - reference), of those scores that count as they are.
+
+    Args:
+        scores: (ROWS, N) float32, in the layout of a product; none is hidden.
+        scale: of them, in base 2, not negative.
+        reference: (ROWS, 4) as `own_sums` has it, -inf where a row has seen no score.
+        dtype: float16 or bfloat16.
+        LOG2_LIMIT: what sums of one thread's weights of a row may be; `dtype` must have it.
+
+    Returns:
+        The weights (ROWS, N), of which two neighbours share a register; their `own_sums`; the new
+        reference, which has moved to the row's largest score where a sum was above the limit; and
+        2^(old reference - new).
+    """
+    LAYOUT: gl.constexpr = scores.type.layout
+    OWN: gl.constexpr = reference.type.layout
+    scale = gl.full(scores.shape, 0.0, gl.float32, LAYOUT) + scale
+    COUNT: gl.constexpr = scores.shape[1] // 2  # that a thread has, of two rows
+    PTX: gl.constexpr = _instructions(COUNT, dtype == gl.bfloat16, 2.0**LOG2_LIMIT)
+    CONSTRAINTS: gl.constexpr = _constraints(COUNT)
+    weights, sums, reference, shrink = gl.inline_asm_elementwise(
+        PTX,
+        CONSTRAINTS,
+        [scores, scale, for_all_of_own(reference, scores)],
+        (gl.int16, gl.float32, gl.float32, gl.float32),
+        is_pure=True,
+        pack=COUNT,
+    )
+    left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
+    packed = gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [left, right], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return (
+        packed,
+        first_of_own(sums, OWN),
+        first_of_own(reference, OWN),
+        first_of_own(shrink, OWN),
+    )
+
+
+@constexpr_function
+def _constraints(count):
+    """Weights, sums, references and shrinks; scores, scales and references."""
+    return ",".join(["=&r"] * (count // 2) + ["=&f"] * (3 * count) + ["f"] * (3 * count))
+
+
+@constexpr_function
+def _instructions(count, is_bfloat16, limit):
+    """What a thread does with its `count` scores: two of one row, two of the other, and so on. What
+    there is one of for a row stands in the place of its first score; the other places of results
+    are never written, nor read."""
+    rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
+    starts = [count // 2 + k * count for k in range(6)]  # behind the weights
+    sums, moved, shrink, scores, scale, reference = (
+        [f"${start + i}" for i in range(count)] for start in starts
+    )
+
+    weigh = ["mov.f32 sum0, 0.0;", "mov.f32 sum1, 0.0;"]
+    for pair in range(count // 2):
+        row, left, right = pair % 2, 2 * pair, 2 * pair + 1
+        for i in (left, right):
+            weigh += [
+                f"fma.rn.f32 weight{i}, {scores[i]}, {scale[0]}, origin{row};",
+                f"ex2.approx.ftz.f32 weight{i}, weight{i};",
+                f"add.f32 sum{row}, sum{row}, weight{i};",
+            ]
+        to = "bf16x2" if is_bfloat16 else "f16x2"
+        weigh += [f"cvt.rn.{to}.f32 ${pair}, weight{right}, weight{left};"]
+
+    begin, move = [], []
+    for row in (0, 1):
+        first = rows[row][0]
+        begin += [
+            f"mov.f32 {moved[first]}, {reference[first]};",
+            f"mov.f32 {shrink[first]}, 1.0;",
+            f"neg.f32 origin{row}, {reference[first]};",
+        ]
+        move += [f"mov.f32 largest, {scores[first]};"]
+        move += [f"max.f32 largest, largest, {scores[i]};" for i in rows[row][1:]]
+        for lane in (1, 2):  # of the four threads that share the row
+            for each in ("largest", f"sum{row}"):
+                move += [
+                    f"shfl.sync.bfly.b32 other, {each}, {lane}, 31, 0xffffffff;",
+                    f"max.f32 {each}, {each}, other;",
+                ]
+        # No other row's numbers matter, be it of the same warp.
+        move += [
+            f"mul.f32 largest, largest, {scale[0]};",
+            f"max.f32 largest, largest, {reference[first]};",
+            f"setp.gt.f32 above, sum{row}, {limit:.8e};",
+            f"selp.f32 {moved[first]}, largest, {reference[first]}, above;",
+            f"sub.f32 other, {reference[first]}, {moved[first]};",
+            f"@above ex2.approx.ftz.f32 {shrink[first]}, other;",
+            f"neg.f32 origin{row}, {moved[first]};",
+        ]
+    return "\n".join(
+        [
+            "{",
+            ".reg .f32 origin<2>, sum<2>, largest, other;",
+            f".reg .f32 weight<{count}>;",
+            ".reg .pred above, any;",
+            *begin,
+            *weigh,
+            f"setp.gt.f32 above, sum0, {limit:.8e};",
+            f"setp.gt.or.f32 above, sum1, {limit:.8e}, above;",
+            "vote.sync.any.pred any, above, 0xffffffff;",
+            "@!any bra.uni done;",
+            *move,
+            *weigh,
+            "done:",
+            *(f"mov.f32 {sums[rows[row][0]]}, sum{row};" for row in (0, 1)),
+            "}",
+        ]
+    )

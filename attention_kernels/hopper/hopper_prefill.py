@@ -1,0 +1,390 @@
+"""Prefill for Hopper GPUs (compute capability 9.0): how `prefill_hopper_kernel.py` is launched."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attention_kernels.hopper.head_groups import Sight, most_cut, section_of
+from attention_kernels.hopper.hopper_prefill_kernel import prefill_kernel
+from attention_kernels.hopper.operands import (
+    are_loadable,
+    block_layout,
+    loadable_mask,
+    loadable_type,
+)
+from attention_kernels.hopper.persistent import multiprocessors, work_of
+from attention_kernels.hopper.schedule import (
+    LARGEST_HEAD_DIM,
+    Whole,
+    dims_of,
+    room_for,
+    schedule,
+    schedule_of_visits,
+)
+from attention_kernels.hopper.scores import ROWS
+from attention_kernels.hopper.stream_k import arguments_of, cut_for, memory_for
+from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.launcher import Launch, PlannedCall
+from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.portable.forward import Lengths
+from attention_kernels.tiles.masking import window_sides
+from attention_kernels.tiles.online_softmax import LOG2_E
+from attention_kernels.tiles.visited_blocks import Visits
+
+
+@overload
+def prefill_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def prefill_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def prefill_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Scaled dot-product attention on a Hopper GPU.
+
+    Tensors are read where they lie if TMA can: adjacent elements of a head, every other stride and
+    the address a multiple of 16 bytes. Others are copied first.
+
+    Args:
+        query: (B, Hq, Sq, D) float16 or bfloat16; D at most 256 and a multiple of 8.
+        key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
+        value: (B, Hkv, Sk, Dv), Dv as D.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). TMA reads
+            it, or a copy where its rows are no multiples of 16 bytes or all queries share one.
+        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `variant` says; with
+            `attn_mask` both apply.
+        scale: of the scores, not negative; None is 1/√D.
+        variant: bottom right, window and soft cap. Keys outside a window are not read, but for the
+            rest of a block.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
+            included.
+
+    Returns:
+        The output, (B, Hq, Sq, Dv), laid out as `query` where that is dense, zeros where a query
+        sees no key; with `return_lse` also the (B, Hq, Sq) float32 logarithms.
+
+    Raises:
+        ValueError: D or Dv is too large or no multiple of 8, the scale is negative, the shapes do
+            not fit together, or the tensors' types differ or have not 16 bits.
+    """
+    for dim in (query.shape[3], value.shape[3]):
+        if not 8 <= dim <= LARGEST_HEAD_DIM or dim % 8:
+            raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
+    if scale is not None and scale < 0:
+        raise ValueError(f"scale {scale}: must not be negative")
+    if scale == 0:  # -inf, what is hidden, times 0 would be NaN
+        query, scale = query * 0.0, 1.0
+    output, lse = forward_hopper(
+        query,
+        key,
+        value,
+        is_causal,
+        scale,
+        None,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+        attn_mask=attn_mask,
+    )
+    return output if lse is None else (output, lse)
+
+
+def forward_hopper(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    lengths: Lengths | None,
+    has_lse: bool,
+    *,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    visited: Visits | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`prefill_hopper` of padded and packed batches too: the output, and the log-sum-exp if asked.
+
+    Args:
+        query, key, value: BHSD; those of packed batches have one batch element.
+        lengths: which rows count; None for all. Not beside a mask.
+        visited: what `attn_mask` leaves, of `visited_tiles`; only the mask says then who sees what.
+
+    Raises:
+        ValueError: the shapes do not fit together, or the types differ or have not 16 bits.
+    """
+    if not (query.numel() and key.numel()):
+        output = query.new_zeros((*query.shape[:3], value.shape[3]))
+        of_nothing = query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
+        if sinks is not None:
+            of_nothing.copy_(sinks[:, None])
+        return output, of_nothing if has_lse else None
+    if not are_loadable(query, key, value):
+        query, key, value = (
+            each if are_loadable(each) else each.clone(memory_format=torch.contiguous_format)
+            for each in (query, key, value)
+        )
+    output = _output_of(query, value.shape[3])
+    mask = None
+    if attn_mask is not None:
+        mask = loadable_mask(attn_mask, (*query.shape[:3], key.shape[2]))
+    planned = _planned(
+        (query.shape, key.shape, value.shape, output.shape),
+        (query.stride(), key.stride(), value.stride(), output.stride()),
+        (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
+        is_causal,
+        scale,
+        None if variant is PLAIN else variant,
+        None if lengths is None else (*lengths[:3], *map(_kind, lengths[3:])),
+        None if mask is None else (mask.shape, mask.stride(), mask.dtype),
+        None if visited is None else visited.strides(),
+        (has_lse, *map(_kind, (sinks, mask, *(visited or ())))),
+        sizes_of(sinks),
+    )
+    lse = None
+    if has_lse:
+        lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    again = (query, key) if planned.has_rest else (None, None)
+    planned.call.launch(
+        *planned.call.operands(query, key, value, output, *again, mask),
+        output if planned.is_packed else None,
+        lse,
+        None if sinks is None else sinks.contiguous(),
+        *((None, None, None) if lengths is None else lengths[3:]),
+        *(visited or (None, None)),
+        *planned.call.room(query.device),
+    )
+    return output, lse
+
+
+def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether `forward_hopper` can be for such tensors, on such a device."""
+    dims = query.shape[3], value.shape[3]
+    return (
+        has_gluon_kernels(query.device)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and all(8 <= dim <= LARGEST_HEAD_DIM and dim % 8 == 0 for dim in dims)
+        and (scale is None or scale > 0)
+    )
+
+
+def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
+    """Queries of a tile and keys of a block, for `visits`."""
+    size = loadable_type(attn_mask.dtype).itemsize
+    plan = schedule_of_visits(dims_of(query.shape[3], value.shape[3]), size)
+    return plan.consumers * ROWS.value, plan.keys
+
+
+def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
+    if v_head_dim == query.shape[3]:
+        output = torch.empty_like(query)
+        if output.stride() == query.stride() or are_loadable(output):
+            return output
+    batch, heads, length, _ = query.shape
+    if query.stride(1) < query.stride(2):
+        return query.new_empty(batch, length, heads, v_head_dim).transpose(1, 2)
+    return query.new_empty(batch, heads, length, v_head_dim)
+
+
+class _Planned(NamedTuple):
+    """What calls of one shape share."""
+
+    call: PlannedCall
+    """Its operands are query, key, value, output, query and key again, for the second piece of
+    their head_dim, and the mask."""
+    has_rest: bool
+    """Whether there is a second piece."""
+    is_packed: bool
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[Sizes, ...],
+    strides: tuple[Sizes, ...],
+    dtypes: tuple[torch.dtype, ...],
+    devices: tuple[torch.device, ...],
+    is_causal: bool,
+    scale: float | None,
+    variant: AttentionOptions | None,
+    lengths: tuple[Any, ...] | None,
+    mask: tuple[Sizes, Sizes, torch.dtype] | None,
+    visits: tuple[int, int] | None,
+    others: tuple[Any, ...],
+    sinks: Sizes | None,
+) -> _Planned:
+    """The launch of all calls that pass the same arguments, of the same types.
+
+    Args:
+        devices: of query, key and value.
+        lengths: their kind, how many, the most queries, and the tensors' types and devices.
+        mask: its shape, strides and type.
+        visits: strides of what the mask leaves, in tiles.
+        others: what is None or not, its type and device, and matters for nothing else.
+        sinks: their shape.
+
+    Raises:
+        ValueError: as `forward_hopper` does.
+    """
+    check_shapes(shapes[0], shapes[1], shapes[2], sinks)
+    check_head_dims(shapes[0][3], shapes[2][3])
+    dtype = dtypes[0]
+    if set(dtypes) not in ({torch.float16}, {torch.bfloat16}):
+        names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
+        raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
+    variant = variant or PLAIN
+    batch, q_heads, q_len, head_dim = shapes[0]
+    kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
+    rows = q_len
+    is_packed = lengths is not None and lengths[0] == "packed"
+    if lengths is not None:
+        _, batch, q_len, *_ = lengths
+    is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
+    right = 0 if is_causal else right
+    is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
+    hides = mask is not None and mask[2] == torch.uint16
+    # A mask is added before scores are in base 2.
+    unit = LOG2_E.value if mask is None or hides else 1.0
+    scale = head_dim**-0.5 if scale is None else scale
+    cap = None if variant.softcap is None else variant.softcap * unit
+    scale = scale * unit if variant.softcap is None else scale / variant.softcap
+    mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
+    visit_batch, visit_head = visits or (None, None)
+    group = q_heads // kv_heads
+    dims = dims_of(head_dim, v_head_dim)
+    seen = max(1, kv_len // batch) if is_packed else kv_len
+    if left is not None and right is not None:
+        seen = min(seen, left + right + 1)
+    longest = q_len if is_packed else kv_len
+    diagonal = longest - q_len if is_bottom_right else 0
+    sight = Sight(q_len, longest, diagonal, left, right, queries=1, keys=1)
+    processors = multiprocessors(devices[0])
+    call = None if lengths is not None else Whole(sight, batch * q_heads, processors)
+    plan = schedule(dims, group, seen, mask_size, call)
+    if visits is not None:
+        plan = schedule_of_visits(dims, mask_size)
+    room = room_for(dims, plan, mask_size)
+    queries = ROWS.value * plan.consumers // plan.heads
+    blocks = -(-q_len // queries)
+    bundles = batch * q_heads // plan.heads
+    tiles = blocks * bundles
+    sight = sight._replace(queries=queries, keys=plan.keys)
+    head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
+    cut = None
+    if lengths is None and visits is None:
+        cut = cut_for(sight, bundles, processors, plan.pace)
+    programs = min(tiles, processors) if cut is None else processors
+    section = section_of(sight, head_bytes, bundles, group // plan.heads, programs)
+    launch = Launch(
+        prefill_kernel,
+        (programs, 1, 1),
+        devices[0],
+        {
+            "rows": rows,
+            "q_len": q_len,
+            "kv_len": kv_len,
+            "diagonal": None if is_bottom_right else 0,
+            "left": left,
+            "right": right,
+            "most_cut": most_cut(sight, has_lengths=lengths is not None),
+            "mask_batch": None if mask is None else int(mask[0][0] > 1),
+            "mask_head": None if mask is None else int(mask[0][1] > 1),
+            "visit_batch": visit_batch,
+            "visit_head": visit_head,
+            "stride_output_head": strides[3][1] if is_packed else None,
+            "stride_output_token": strides[3][2] if is_packed else None,
+            "scale": scale,
+            "cap": cap,
+            "CONSUMERS": plan.consumers,
+            "HEADS": plan.heads,
+            "KEYS": plan.keys,
+            "STAGES": plan.stages,
+            "REGISTERS": plan.registers,
+            "MASK_STAGES": room.mask_stages,
+            "ADDS_MASK": mask is not None and not hides,
+            "BY_LENGTH": right is not None,
+            "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
+            **work_of(q_heads, group, blocks, bundles, section, programs),
+            **arguments_of(cut),
+        },
+        num_warps=4,
+    )
+    tiles_of = functools.partial(_descriptor, dtype=dtype)
+    query, key, value, output = zip(shapes, strides, strict=True)
+    descriptors = (
+        tiles_of(*query, ROWS.value, dims.main),
+        tiles_of(*key, plan.keys, dims.main),
+        tiles_of(*value, plan.keys, dims.value),
+        tiles_of(*output, ROWS.value, room.output_columns),
+        tiles_of(*query, ROWS.value, dims.rest) if dims.rest else None,
+        tiles_of(*key, plan.keys, dims.rest) if dims.rest else None,
+        mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
+    )
+    shared = memory_for(cut, programs, plan.consumers, dims.value)
+    return _Planned(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
+
+
+def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
+    return None if tensor is None else (tensor.dtype, tensor.device)
+
+
+def _descriptor(
+    shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
+) -> TensorDescriptor:
+    """What TMA loads and stores tiles of; elements outside are read as 0 and not written.
+
+    It is of a tensor without memory, for `at`.
+    """
+    steps = [
+        columns if length == 1 else stride
+        for length, stride in zip(shape[:3], strides[:3], strict=True)
+    ]
+    return TensorDescriptor(
+        torch.empty_strided(shape, strides, dtype=dtype, device="meta"),
+        list(shape),
+        [*steps, 1],
+        [1, 1, rows, columns],
+        block_layout((1, 1, rows, columns), dtype),
+    )

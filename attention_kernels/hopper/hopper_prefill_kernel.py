@@ -1,0 +1,564 @@
+"""FlashAttention 3's schedule (Shah et al. 2024) for Hopper GPUs, in Gluon, Triton's lower level.
+
+    Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: "FlashAttention-3: Fast and Accurate Attention
+    with Asynchrony and Low-precision". docs/hopper-schedule.md has a drawing.
+
+- One warp loads blocks of query, key and value, and warp groups ("consumers") of 64 queries each
+  wait for them (`hopper_pipeline.py`).
+- A consumer starts QKᵀ of the next block of keys and PV of this one together, and computes the next
+  one's softmax while PV is still running (`_step`).
+- Consumers take turns at starting their products, so that one's softmax runs beside another's.
+- The grid is persistent (`persistent.py`): the loads of a program's next tile begin while this one
+  is finished.
+- Consumers may have different heads of one group, which share the keys, instead of different
+  queries of one head: a causal tile of fewer queries has fewer keys that some of them must not see.
+
+Blocks of keys that need a mask are visited before a loop without any (`hopper_spans.py`). A
+head_dim that is no power of two is two pieces, with a product each: 192 is 128 + 64.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from attention_kernels.hopper.key_ranges import (
+    Bounds,
+    block_at,
+    element_of,
+    key_blocks_of,
+    masked_of,
+    span_of,
+    visited_key,
+    visits_of,
+)
+from attention_kernels.hopper.mask_blocks import fill_mask
+from attention_kernels.hopper.output import Outputs, finish, sink_of
+from attention_kernels.hopper.persistent import (
+    Work,
+    blocks_of_tile,
+    has_tile,
+    tile_of,
+    turns_of_program,
+)
+from attention_kernels.hopper.pipeline import (
+    KEY,
+    LOADER_REGISTERS,
+    VALUE,
+    clear,
+    fill,
+    fill_shared,
+    make_ring,
+    make_shared_ring,
+    meet,
+    pass_turn,
+    release,
+    release_shared,
+    wait_for,
+    wait_for_turn,
+)
+from attention_kernels.hopper.rescale import rescale
+from attention_kernels.hopper.scores import (
+    ROWS,
+    add_scores,
+    matrix,
+    own_sums,
+    start_scores,
+)
+from attention_kernels.hopper.softmax import Extras, unpack, weigh, weigh_whole
+from attention_kernels.hopper.stream_k import Share, gather
+from attention_kernels.tiles.division import quotient
+from attention_kernels.tiles.online_softmax import LOG2_E
+
+
+class Rings(NamedTuple):
+    """Blocks on their way from the producer to the consumers."""
+
+    query: Any
+    """One buffer for each consumer, (1, 1, ROWS, D)."""
+    key: Any
+    """STAGES of (1, 1, KEYS, D)."""
+    value: Any
+    query_rest: Any
+    """Buffers for the second piece of the head_dim, as many as for the first, or None."""
+    key_rest: Any
+    mask: Any
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, of which each is two
+    bytes of a bool mask; None where a call has none."""
+    bias: Any
+    """The same of a mask of numbers, (1, 1, ROWS, KEYS)."""
+
+
+# Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to: every
+# new sequence length would cost a user seconds.
+@gluon.jit(
+    do_not_specialize=[
+        "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
+        "turns", "blocks", "bundles", "section", "share_row", "share_each", "of_q_heads",
+        "of_group", "of_sections", "of_section", "of_last", "mask_batch", "mask_head",
+        "visit_batch", "visit_head",
+    ]
+)  # fmt: skip
+def prefill_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    q_rest_desc,
+    k_rest_desc,
+    mask_desc,
+    output,
+    lse,
+    sinks,
+    q_offsets,
+    k_starts,
+    k_lengths,
+    visited,
+    visit_counts,
+    parts_ptr,
+    arrivals_ptr,
+    q_heads,
+    rows,
+    q_len,
+    kv_len,
+    diagonal,
+    left,
+    right,
+    most_cut,
+    tiles,
+    turns,
+    blocks,
+    bundles,
+    section,
+    share_row,
+    share_each,
+    of_q_heads,
+    of_group,
+    of_sections,
+    of_section,
+    of_last,
+    mask_batch,
+    mask_head,
+    visit_batch,
+    visit_head,
+    stride_output_head,
+    stride_output_token,
+    scale,
+    cap,
+    CONSUMERS: gl.constexpr,
+    HEADS: gl.constexpr,
+    KEYS: gl.constexpr,
+    STAGES: gl.constexpr,
+    MASK_STAGES: gl.constexpr,
+    ADDS_MASK: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """A persistent program: its shared memory, and who does what.
+
+    What a call lacks is None, and no argument of the compiled program: the second piece of the
+    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), what a `Share` has,
+    `diagonal` and `most_cut` (as in `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch`
+    and `mask_head` are 1, or 0 where all share its only one. Of a packed call, which has one batch
+    element in memory, `q_len` is the longest sequence's, `rows` are all queries, and `output` is
+    stored through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles
+    differ in length, and are worked on from the longest.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    key_shape: gl.constexpr = [STAGES] + k_desc.block_type.shape  # noqa: RUF005
+    value_shape: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
+    output_shape: gl.constexpr = [CONSUMERS] + o_desc.block_type.shape  # noqa: RUF005
+    q_buffers = gl.allocate_shared_memory(dtype, query_shape, q_desc.layout)
+    k_buffers = gl.allocate_shared_memory(dtype, key_shape, k_desc.layout)
+    v_buffers = gl.allocate_shared_memory(dtype, value_shape, v_desc.layout)
+    o_buffers = gl.allocate_shared_memory(dtype, output_shape, o_desc.layout)
+    q_rest = None
+    k_rest = None
+    if q_rest_desc is not None:
+        query_rest_shape: gl.constexpr = [CONSUMERS] + q_rest_desc.block_type.shape  # noqa: RUF005
+        key_rest_shape: gl.constexpr = [STAGES] + k_rest_desc.block_type.shape  # noqa: RUF005
+        q_rest = gl.allocate_shared_memory(dtype, query_rest_shape, q_rest_desc.layout)
+        k_rest = gl.allocate_shared_memory(dtype, key_rest_shape, k_rest_desc.layout)
+    mask = None
+    bias = None
+    if mask_desc is not None:
+        mask_shape: gl.constexpr = [CONSUMERS * MASK_STAGES] + mask_desc.block_type.shape  # noqa: RUF005
+        buffers = gl.allocate_shared_memory(mask_desc.dtype, mask_shape, mask_desc.layout)
+        if ADDS_MASK:
+            bias = make_ring(buffers)
+        else:
+            mask = make_ring(buffers)
+    rings = Rings(
+        make_ring(q_buffers),
+        make_shared_ring(k_buffers, CONSUMERS),
+        make_shared_ring(v_buffers, CONSUMERS),
+        q_rest,
+        k_rest,
+        mask,
+        bias,
+    )
+    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
+    visits = None
+    if visited is not None:
+        visits = (visited, visit_counts, visit_batch, visit_head)
+    bounds = Bounds(
+        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, visits
+    )
+    share = None
+    if parts_ptr is not None:
+        share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
+    reciprocals = (of_q_heads, of_sections, of_section, of_last)
+    work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
+    descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
+    load = (descriptors, rings, work, bounds, of_group, (mask_batch, mask_head))
+    extras = Extras(scale, cap, sinks)
+    outputs = Outputs(o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows)
+    attend = (rings, outputs, work, bounds, extras)
+    # The first consumer is the program's own four warps. Gluon wants every list written out.
+    if CONSUMERS == 2:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
+            ],
+            [4, 1],
+            [REGISTERS, LOADER_REGISTERS],
+        )
+    elif CONSUMERS == 3:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
+            ],
+            [4, 4, 1],
+            [REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_attend, (attend, 0, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 1, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 2, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_attend, (attend, 3, HEADS, BY_LENGTH, V_HEAD_DIM)),
+                (_load, (load, HEADS, BY_LENGTH)),
+            ],
+            [4, 4, 4, 1],
+            [REGISTERS, REGISTERS, REGISTERS, LOADER_REGISTERS],
+        )
+
+
+@gluon.jit
+def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
+    """The loading warp: all blocks of all tiles, as soon as there is room."""
+    descriptors, rings, work, bounds, of_group, mask_steps = arguments
+    q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
+    mask_batch, mask_head = mask_steps
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    KEYS: gl.constexpr = rings.key.buffers.shape[3]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    count = 0  # key blocks so far, of all tiles
+    masks = 0  # those with a block of the mask
+    done = 0
+    q_rest = None
+    k_rest = None
+    if q_rest_desc is not None:
+        q_rest = (q_rest_desc, rings.query_rest)
+        k_rest = (k_rest_desc, rings.key_rest)
+    mask_ring = rings.mask
+    if rings.bias is not None:
+        mask_ring = rings.bias
+    for turn in range(turns_of_program(work, BY_LENGTH)):
+        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        kv_head = quotient(q_head, of_group)
+        first = block * QUERIES
+        span = span_of(batch, bounds)
+        if has_tile(turn, first, span, work, bounds, QUERIES, KEYS):
+            element = element_of(batch, bounds)
+            if bounds.visits is None:
+                blocks = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+                steps = blocks[3] - blocks[0]
+            else:
+                visits = visits_of(batch, q_head, block, bounds, KEYS)
+                steps = gl.maximum(visits[2] + visits[3], 1)
+            for i in range(steps):
+                has_mask = True
+                if bounds.visits is None:
+                    key = span.k_start + block_at(i, blocks, bounds) * KEYS
+                else:
+                    key = visited_key(i, visits, bounds, KEYS)
+                    has_mask = i < gl.maximum(visits[3], 1)
+                stage, phase = count % STAGES, count // STAGES
+                at = [element, kv_head, key, 0]
+                fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
+                if i == 0:  # not before: consumers give queries back last of all
+                    for who in gl.static_range(CONSUMERS):
+                        row = span.q_start + first + who // HEADS * ROWS
+                        own = [element, q_head + who % HEADS, row, 0]
+                        fill(rings.query, q_desc, own, who, done, q_rest)
+                if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
+                    if has_mask:
+                        own = [batch * mask_batch, q_head, first, key]
+                        fill_mask(mask_ring, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
+                        masks += 1
+                fill_shared(rings.value, v_desc, at, stage, phase, VALUE, CONSUMERS)
+                count += 1
+            done += 1
+
+
+@gluon.jit
+def _attend(
+    arguments,
+    WHO: gl.constexpr,
+    HEADS: gl.constexpr,
+    BY_LENGTH: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """Consumer number WHO: 64 queries of every tile."""
+    rings, outputs, work, bounds, extras = arguments
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    KEYS: gl.constexpr = rings.key.buffers.shape[3]
+    count = 0
+    masks = 0
+    done = 0
+    for turn in range(turns_of_program(work, BY_LENGTH)):
+        batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
+        q_head += WHO % HEADS
+        span = span_of(batch, bounds)
+        if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
+            place = (element_of(batch, bounds), q_head)
+            visits = ()
+            if bounds.visits is not None:
+                visits = visits_of(batch, q_head, block, bounds, KEYS)
+            count, masks = _attend_tile(
+                turn, work, rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
+                count, masks, done, WHO, HEADS, V_HEAD_DIM,
+            )  # fmt: skip
+            done += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _attend_tile(
+    turn,
+    work,
+    rings,
+    outputs,
+    place,
+    span,
+    bounds,
+    visits,
+    extras,
+    first_of_tile,
+    count,
+    masks,
+    done,
+    WHO: gl.constexpr,
+    HEADS: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+):
+    """A consumer's queries of a turn's tile. Returns how many blocks of keys there have been, and
+    how many with a block of the mask: `count` and `masks` are those of the tiles before."""
+    dtype: gl.constexpr = rings.value.buffers.dtype
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    KEYS: gl.constexpr = rings.key.buffers.shape[3]
+    DV: gl.constexpr = rings.value.buffers.shape[4]
+    QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    first = first_of_tile + WHO // HEADS * ROWS
+    # Where a diagonal cuts several blocks of a tile, the last ones are for its last queries only.
+    MAY_SKIP: gl.constexpr = (
+        QUERIES > KEYS
+        and bounds.most_cut is not None
+        and bounds.left is None
+        and bounds.visits is None
+        and rings.mask is None
+        and rings.bias is None
+        and work.share is None
+    )
+    skipped = 0
+    if bounds.visits is None:
+        blocks = blocks_of_tile(turn, first_of_tile, span, work, bounds, QUERIES, KEYS)
+        masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
+        if MAY_SKIP:
+            _, _, _, end = key_blocks_of(first, span, bounds, ROWS, KEYS)
+            skipped = blocks[3] - end
+            for _ in range(skipped):
+                _skip(rings, count, WHO)
+                count += 1
+        key = block_at(skipped, blocks, bounds) * KEYS
+    else:
+        masked = gl.maximum(visits[3], 1)
+        steps = visits[2] + visits[3]
+        key = visited_key(0, visits, bounds, KEYS)
+    wait_for(rings.query, WHO, done)
+
+    # The block that is visited first, which has no PV before it.
+    stage = count % STAGES
+    wait_for(rings.key, stage, count // STAGES)
+    wait_for_turn(WHO)
+    scores = _start(rings, stage, WHO)
+    pass_turn(WHO, CONSUMERS)
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    _release_keys(rings, stage, CONSUMERS)
+    OWN: gl.constexpr = own_sums(scores).type.layout
+    nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
+    packed, sums, reference, _ = weigh(
+        scores, nothing, rings, masks, first, key, span, bounds, extras, WHO, True
+    )
+    if bounds.k_lengths is not None or bounds.q_offsets is not None:
+        # Behind the last key lie somebody else's values, or none that count.
+        left_over = span.kv_len - key
+        if left_over < KEYS:
+            wait_for(rings.value, stage, count // STAGES)
+            clear(matrix(rings.value.buffers.index(stage)), left_over)
+    output = gl.zeros([ROWS, DV], gl.float32, OUTPUT)
+    state = (packed, output, reference, sums)
+    count += 1
+    masks += 1
+    for i in range(skipped + 1, masked):
+        if bounds.visits is None:
+            key = block_at(i, blocks, bounds) * KEYS
+        else:
+            key = visited_key(i, visits, bounds, KEYS)
+        state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
+        count += 1
+        masks += 1
+    for _ in range(masked, steps):
+        state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
+        count += 1
+        if bounds.visits is None:
+            masks += 1
+    release(rings.query, WHO)
+
+    # PV of the block visited last, and the output.
+    packed, output, reference, sums = state
+    total = gl.sum(sums, 1)
+    stage = (count - 1) % STAGES
+    wait_for(rings.value, stage, (count - 1) // STAGES)
+    values = matrix(rings.value.buffers.index(stage))
+    output = warpgroup_mma(unpack(packed, output, dtype), values, output, is_async=True)
+    output = warpgroup_mma_wait(0, deps=[output])
+    release_shared(rings.value, stage, VALUE, CONSUMERS)
+    reference = gl.max(reference, 1)
+    if rings.bias is not None:
+        reference *= LOG2_E
+    is_whole = True
+    if work.share is not None:
+        begin, _, _, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
+        output, reference, total, is_whole = gather(
+            output, reference, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
+        )
+    if is_whole:
+        batch, q_head = place
+        sink = sink_of(extras.sinks, q_head)
+        at = (batch, work.q_heads, q_head, first)
+        finish(output, reference, total, sink, outputs, at, span, WHO, V_HEAD_DIM)
+    return count, masks
+
+
+@gluon.jit
+def _step(
+    state,
+    rings,
+    count,
+    masks,
+    first_query,
+    first_key,
+    span,
+    bounds,
+    extras,
+    WHO: gl.constexpr,
+    IS_MASKED: gl.constexpr,
+):
+    """The scores and softmax of block number `count`, and PV of the block before it."""
+    packed, output, reference, total = state
+    dtype: gl.constexpr = rings.value.buffers.dtype
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    stage = count % STAGES
+    before = (count - 1) % STAGES
+    probabilities = unpack(packed, output, dtype)
+    wait_for(rings.key, stage, count // STAGES)
+    wait_for_turn(WHO)
+    scores = _start(rings, stage, WHO)
+    wait_for(rings.value, before, (count - 1) // STAGES)
+    values = matrix(rings.value.buffers.index(before))
+    output = warpgroup_mma(probabilities, values, output, is_async=True)
+    pass_turn(WHO, CONSUMERS)
+    # What PV reads has its registers until it is done. Where a consumer has few, it waits for that.
+    WAITS: gl.constexpr = CONSUMERS > 2
+    if WAITS:
+        scores, output, packed = warpgroup_mma_wait(0, deps=[scores, output, packed])
+        release_shared(rings.value, before, VALUE, CONSUMERS)
+    else:
+        scores = warpgroup_mma_wait(1, deps=[scores])
+    _release_keys(rings, stage, CONSUMERS)
+    # Of wider values the output alone takes half of the registers.
+    FITS: gl.constexpr = values.shape[1] <= 128
+    IS_WHOLE: gl.constexpr = (
+        FITS
+        and not IS_MASKED
+        and rings.bias is None
+        and (rings.mask is None or bounds.visits is not None)
+    )
+    if IS_WHOLE:
+        weights, sums, reference, factor = weigh_whole(scores, reference, extras, dtype)
+    else:
+        weights, sums, reference, factor = weigh(
+            scores, reference, rings, masks, first_query, first_key, span, bounds, extras, WHO,
+            IS_MASKED,
+        )  # fmt: skip
+    total = total * factor + sums
+    if not WAITS:
+        output, weights, packed = warpgroup_mma_wait(0, deps=[output, weights, packed])
+        release_shared(rings.value, before, VALUE, CONSUMERS)
+    return weights, rescale(output, factor), reference, total
+
+
+@gluon.jit
+def _skip(rings, count, WHO: gl.constexpr):
+    """Give back a block that a consumer's queries do not see, once it is there: before, others may
+    not have given back the one that was in its place."""
+    CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
+    STAGES: gl.constexpr = rings.key.buffers.shape[0]
+    stage, phase = count % STAGES, count // STAGES
+    wait_for_turn(WHO)
+    pass_turn(WHO, CONSUMERS)
+    wait_for(rings.key, stage, phase)
+    release_shared(rings.key, stage, KEY, CONSUMERS)
+    wait_for(rings.value, stage, phase)
+    release_shared(rings.value, stage, VALUE, CONSUMERS)
+
+
+@gluon.jit
+def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
+    """Give back keys whose scores are there."""
+    release_shared(rings.key, stage, KEY, CONSUMERS)
+    if rings.mask is None and rings.bias is None:  # else they meet when they give back a mask's
+        meet()
+
+
+@gluon.jit
+def _start(rings, stage, WHO: gl.constexpr):
+    """Start QKᵀ of the block of keys in a buffer, one product for each piece of the head_dim."""
+    query, key = rings.query, rings.key
+    scores = start_scores(matrix(query.buffers.index(WHO)), matrix(key.buffers.index(stage)))
+    if rings.query_rest is not None:
+        query_rest, key_rest = rings.query_rest.index(WHO), rings.key_rest.index(stage)
+        scores = add_scores(scores, matrix(query_rest), matrix(key_rest))
+    return scores

@@ -1,0 +1,273 @@
+"""Which queries and keys are a batch element's, and which blocks of keys its queries see.
+
+Query i sees keys from `i + lowest` to `i + highest`: a causal mask has a highest, a window both.
+Blocks begin at multiples of their length from the element's first key. Those that the diagonal, a
+side of the window or the last key cuts need a mask, and are numbered before those that do not:
+
+    first        whole_first          whole_end        end
+      ├─ masked ─────┼──── no mask ───────┼── masked ────┤
+      4              3  7      6       5  2       1    0
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attention_kernels.hopper.scores import matrix
+
+
+class Bounds(NamedTuple):
+    """What a call says of all its batch elements; what it lacks is None."""
+
+    q_len: Any
+    kv_len: Any
+    diagonal: Any
+    """How far the key beside a query is from it; None: the last query is beside the last key."""
+    left: Any
+    """Keys before the diagonal that a query sees."""
+    right: Any
+    """Keys after it; 0 where a call is causal."""
+    most_cut: Any = None
+    """Blocks of a tile that the right side cuts, at most; None: the last alone."""
+    q_offsets: Any = None
+    """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
+    k_starts: Any = None
+    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one, or None for
+    the first."""
+    k_lengths: Any = None
+    """(B,), how many keys count from there on; None: all."""
+    visits: Any = None
+    """What a mask leaves, of tiles of as many queries: `Visits.blocks` and `.counts`, and their
+    strides in tiles, from one batch element and one head to the next."""
+
+
+class Span(NamedTuple):
+    """A batch element."""
+
+    q_start: Any
+    """Its first row among the queries in memory."""
+    q_len: Any
+    k_start: Any
+    kv_len: Any
+    lowest: Any
+    """Query i sees no key before i + lowest, where the call has a left side."""
+    highest: Any
+    """Query i sees no key after i + highest, where it has a right side."""
+
+
+@gluon.jit
+def span_of(batch, bounds):
+    """Keys count from the element's first, queries too."""
+    q_start = 0
+    q_len = bounds.q_len
+    k_start = 0
+    kv_len = bounds.kv_len
+    diagonal = bounds.diagonal
+    if bounds.q_offsets is not None:
+        q_start = gl.load(bounds.q_offsets + batch).to(gl.int32)
+        q_len = gl.load(bounds.q_offsets + batch + 1).to(gl.int32) - q_start
+        k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
+        kv_len = gl.load(bounds.k_starts + batch + 1).to(gl.int32) - k_start
+        if bounds.k_lengths is not None:
+            kv_len = gl.minimum(kv_len, gl.load(bounds.k_lengths + batch).to(gl.int32))
+    elif bounds.k_lengths is not None:
+        kv_len = gl.load(bounds.k_lengths + batch).to(gl.int32)
+        if bounds.k_starts is not None:
+            k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
+            if diagonal is not None:
+                diagonal -= k_start  # which counts from the padded tensor's first key
+    if diagonal is None:
+        diagonal = kv_len - q_len
+    lowest = 0
+    if bounds.left is not None:
+        lowest = diagonal - bounds.left
+    highest = 0
+    if bounds.right is not None:
+        highest = diagonal + bounds.right
+    return Span(q_start, q_len, k_start, kv_len, lowest, highest)
+
+
+@gluon.jit
+def tile_exists(first_query, span, bounds):
+    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
+    exists = True
+    if bounds.q_offsets is not None:
+        exists = first_query < span.q_len
+    return exists
+
+
+@gluon.jit
+def element_of(batch, bounds):
+    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
+    element = batch
+    if bounds.q_offsets is not None:
+        element = batch * 0
+    return element
+
+
+@gluon.jit
+def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
+    """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
+    where what all of them see whole begins and ends, and where it ends.
+
+    There is always a last block, and a mask for it, even if nobody sees a key. It has keys where
+    there are any.
+    """
+    first = 0
+    whole_first = 0
+    last_key = span.kv_len
+    last_whole = span.kv_len
+    if bounds.right is not None:
+        last_key = gl.minimum(last_key, first_row + ROWS + span.highest)
+        last_whole = gl.minimum(last_whole, first_row + 1 + span.highest)
+    if bounds.left is not None:
+        last = gl.maximum(span.kv_len - 1, 0)
+        first = gl.minimum(gl.maximum(first_row + span.lowest, 0), last) // KEYS
+        whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
+    end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
+    whole_end = end - 1
+    if bounds.most_cut is not None:
+        whole_end = gl.minimum(gl.maximum(last_whole, 0) // KEYS, whole_end)
+    if bounds.left is not None:
+        whole_first = gl.minimum(whole_first, end - 1)
+        whole_end = gl.maximum(whole_end, whole_first)
+    return first, whole_first, whole_end, end
+
+
+@gluon.jit
+def masked_of(blocks, bounds):
+    """How many of `key_blocks_of` need a mask, one at least: they are numbered first."""
+    first, whole_first, whole_end, end = blocks
+    masked = 1
+    if bounds.most_cut is not None:
+        masked = end - whole_end
+    if bounds.left is not None:
+        masked += whole_first - first
+    return masked
+
+
+@gluon.jit
+def block_at(number, blocks, bounds):
+    """Which of `key_blocks_of` has a number. Those that the right side cuts come first, then those
+    that a window's left side cuts, and then those without a mask, always from the last on."""
+    first, whole_first, whole_end, end = blocks
+    block = end - 1 - number
+    if bounds.left is not None:
+        cut = end - whole_end
+        masked = cut + whole_first - first
+        without = gl.where(number < masked, whole_first + cut, whole_end + masked) - 1 - number
+        block = gl.where(number < cut, block, without)
+    return block
+
+
+@gluon.jit
+def sees(scores, first_query, first_key, span, bounds):
+    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    seen = _before_end(scores, first_query, first_key, span, bounds)
+    if bounds.left is not None:
+        seen = seen & _behind_begin(scores, first_query, first_key, span)
+    return seen
+
+
+@gluon.jit
+def hide_unseen(scores, first_query, first_key, span, bounds):
+    """-inf where queries from `first_query` on do not see keys from `first_key` on.
+
+    Large blocks are looked at on that side only where a window cuts them: few are cut on both.
+    """
+    if bounds.left is None or scores.shape[1] < 128:
+        seen = sees(scores, first_query, first_key, span, bounds)
+        scores = gl.where(seen, scores, float("-inf"))
+    else:
+        end = span.kv_len
+        if bounds.right is not None:
+            end = gl.minimum(end, first_query + 1 + span.highest)
+        if first_key + scores.shape[1] > end:
+            seen = _before_end(scores, first_query, first_key, span, bounds)
+            scores = gl.where(seen, scores, float("-inf"))
+        if first_key < first_query + scores.shape[0] - 1 + span.lowest:
+            seen = _behind_begin(scores, first_query, first_key, span)
+            scores = gl.where(seen, scores, float("-inf"))
+    return scores
+
+
+@gluon.jit
+def _before_end(scores, first_query, first_key, span, bounds):
+    """Whether keys are before the last that counts and the window's right side."""
+    own, queries, threads = _places_of(scores)
+    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
+    if bounds.right is not None:
+        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
+    seen = own < end[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _behind_begin(scores, first_query, first_key, span):
+    """Whether keys are behind the beginning of the window."""
+    own, queries, threads = _places_of(scores)
+    begin = queries + (first_query + span.lowest - first_key) - 2 * threads
+    seen = own >= begin[:, None, :, None]
+    LAYOUT: gl.constexpr = scores.type.layout
+    return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _places_of(scores):
+    """Places of scores as (rows, eights, threads, pairs): the keys' but for the thread's part, the
+    queries', and the threads.
+
+    Four threads share a row, and have two of every eight scores. What differs between the scores of
+    a thread is written as numbers of its own, which are known when it is compiled.
+    """
+    EIGHTS: gl.constexpr = scores.shape[1] // 8
+    PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
+    ROWS_AND_EIGHTS: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, PARTS))
+    ROWS_AND_THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
+    eights = gl.arange(0, EIGHTS, gl.SliceLayout(0, ROWS_AND_EIGHTS))[None, :, None, None]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, PARTS))))
+    threads = gl.arange(0, 4, gl.SliceLayout(0, ROWS_AND_THREADS))[None, :]
+    queries = gl.arange(0, scores.shape[0], gl.SliceLayout(1, ROWS_AND_THREADS))[:, None]
+    return eights * 8 + pair[None, None, None, :], queries, threads
+
+
+@gluon.jit
+def store_rows(block, pointer, stride_token, first, span, V_HEAD_DIM: gl.constexpr):
+    """Store a block of output in shared memory, of a packed sequence's queries from `first` on, as
+    far as the sequence goes; `pointer` is that of the head."""
+    DV: gl.constexpr = block.shape[3]
+    STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
+    stored = matrix(block).load(STORED)
+    queries = first + gl.arange(0, stored.shape[0], gl.SliceLayout(1, STORED))
+    columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
+    at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+    inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+    gl.store(pointer + at, stored, mask=inside)
+
+
+@gluon.jit
+def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
+    """A tile's blocks of keys: where the list of those without the mask begins, and of those with
+    it, and how many there are of each."""
+    blocks, counts, stride_batch, stride_head = bounds.visits
+    width = (bounds.kv_len + KEYS - 1) // KEYS
+    place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
+    plain = blocks + place * 2 * width
+    return plain, plain + width, gl.load(counts + place * 2), gl.load(counts + place * 2 + 1)
+
+
+@gluon.jit
+def visited_key(i, visits, bounds, KEYS: gl.constexpr):
+    """The first key of block number i: those that need the mask come first. Where nothing is seen
+    there is one all the same, behind the last key. It is a multiple of KEYS like the others: from
+    byte 130 of a mask's rows, TMA was an illegal instruction (H200)."""
+    plain, masked, plain_count, masked_count = visits
+    pointer = masked + i
+    if i >= masked_count:
+        pointer = plain + (i - masked_count)
+    behind = (bounds.kv_len + KEYS - 1) // KEYS * KEYS
+    return gl.load(pointer, mask=i < plain_count + masked_count, other=behind)

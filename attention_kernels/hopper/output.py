@@ -1,0 +1,117 @@
+"""What a consumer of a Hopper kernel does with its tile's output: divide it, and store it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from attention_kernels.hopper.key_ranges import store_rows
+from attention_kernels.hopper.pipeline import tma_store
+from attention_kernels.hopper.scores import ROWS, add_sink, matrix
+from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
+
+
+class Outputs(NamedTuple):
+    """Where outputs go; what a call lacks is None."""
+
+    buffers: Any
+    """One for each consumer, (1, 1, ROWS, columns): all of the output's, or it goes in parts."""
+    descriptor: Any
+    """Where TMA stores them; not of a packed call, where a tile may end amid another sequence."""
+    pointer: Any
+    """To a packed call's outputs."""
+    stride_head: Any
+    stride_token: Any
+    lse: Any = None
+    """(B, Hq, rows), for the logarithms of the sums of exponentials."""
+    rows: Any = None
+
+
+@gluon.jit
+def finish(
+    output,
+    reference,
+    total,
+    sink,
+    outputs,
+    place,
+    span,
+    WHO: gl.constexpr,
+    V_HEAD_DIM: gl.constexpr,
+    LOG2_UNIT: gl.constexpr = 0.0,
+):
+    """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store it.
+
+    Args:
+        reference: (ROWS,), what weights are relative to, in base 2.
+        total: (ROWS,), their sums.
+        sink: of the head in base 2, or one for each row; None for none.
+        place: the batch element, how many query heads it has, the head and the first query.
+        LOG2_UNIT: a weight of 1 has been counted as 2 to this.
+    """
+    shrink = 1.0
+    if sink is not None:
+        shrink, reference, total = add_sink(sink, reference, total, LOG2_UNIT)
+    factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
+    output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
+    _store(output, outputs, place, span, WHO, V_HEAD_DIM)
+    if outputs.lse is not None:
+        batch, q_heads, q_head, first = place
+        queries = first + gl.arange(0, ROWS, total.type.layout)
+        start = (batch * q_heads + q_head).to(gl.int64) * outputs.rows + span.q_start
+        logarithms = (reference + gl.log2(total)) * LN_2
+        gl.store(outputs.lse + start + queries, logarithms, mask=queries < span.q_len)
+
+
+@gluon.jit
+def sink_of(sinks, q_head):
+    """A head's sink, in base 2; None where a call has none."""
+    sink = None
+    if sinks is not None:
+        sink = gl.load(sinks + q_head).to(gl.float32) * LOG2_E
+    return sink
+
+
+@gluon.jit
+def _store(output, outputs, place, span, WHO: gl.constexpr, V_HEAD_DIM: gl.constexpr):
+    batch, _, q_head, first = place
+    buffer = outputs.buffers.index(WHO)
+    COLUMNS: gl.constexpr = buffer.shape[3]
+    parts = _column_parts(output, COLUMNS)
+    pointer = outputs.pointer
+    if pointer is not None:
+        pointer += q_head.to(gl.int64) * outputs.stride_head
+    for i in gl.static_range(len(parts)):
+        tma.store_wait(0)  # that of the part or tile before, which still reads this memory
+        matrix(buffer).store(parts[i].to(buffer.dtype))
+        fence_async_shared()
+        if pointer is None:
+            tma_store(outputs.descriptor, [batch, q_head, first, i * COLUMNS], buffer)
+        else:
+            to = pointer + i * COLUMNS
+            store_rows(buffer, to, outputs.stride_token, first, span, V_HEAD_DIM - i * COLUMNS)
+
+
+@gluon.jit
+def _column_parts(output, COLUMNS: gl.constexpr):
+    """An output (ROWS, Dv) as one, two or four of (ROWS, COLUMNS), whose registers it shares."""
+    if output.shape[1] == COLUMNS:
+        parts = (output,)
+    elif output.shape[1] == 2 * COLUMNS:
+        parts = _column_halves(output)
+    else:
+        left, right = _column_halves(output)
+        parts = _column_halves(left) + _column_halves(right)
+    return parts
+
+
+@gluon.jit
+def _column_halves(output):
+    HALF: gl.constexpr = output.shape[1] // 2
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    left, right = gl.split(output.reshape((ROWS, 2, HALF)).permute((0, 2, 1)))
+    left = gl.convert_layout(left, LAYOUT, assert_trivial=True)
+    return left, gl.convert_layout(right, LAYOUT, assert_trivial=True)

@@ -1,0 +1,172 @@
+"""Which tiles a persistent program of the Hopper kernels works through, and in what order.
+
+A program stays on its multiprocessor and takes one tile (a block of queries of one head) after the
+other, or a piece of one that it shares with others (`stream_k.py`). Which is arithmetic on the
+program's number: nothing is asked of other programs and nothing is drawn, so that the loading warp
+and the computing ones of a program agree without a word.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from attention_kernels.hopper.key_ranges import key_blocks_of, tile_exists
+from attention_kernels.hopper.stream_k import blocks_of_piece, tile_of_piece, turns_with_pieces
+from attention_kernels.tiles.division import quotient, reciprocal
+
+
+class Work(NamedTuple):
+    """Numbers of a call by which a program finds its tiles."""
+
+    q_heads: Any
+    tiles: Any
+    turns: Any
+    """In which every program has a tile."""
+    blocks: Any
+    """Of queries, in a head."""
+    bundles: Any
+    """Of query heads that a tile has side by side, in the batch."""
+    section: Any
+    """Bundles worked on at a time (`sections.section_of`)."""
+    reciprocals: Any
+    """Those of `q_heads`, of a section's tiles, of `section`, and of the last section's bundles."""
+    share: Any = None
+    """A `stream_k.Share`, where the tiles of the last turn are shared."""
+
+
+@gluon.jit
+def turns_of_program(work, BY_LENGTH: gl.constexpr):
+    """How many turns the program that asks has."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.share is None:
+        turns = turns_of(work.tiles, work.turns, program, programs, BY_LENGTH)
+    else:
+        turns = turns_with_pieces(work.turns)
+    return turns
+
+
+@gluon.jit
+def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
+    """A turn's tile: batch element, first of HEADS query heads, and block of queries."""
+    program, programs = gl.program_id(0), gl.num_programs(0)
+    if work.share is None:
+        number = tile_number(turn, program, programs, BY_LENGTH)
+    else:
+        number = tile_of_piece(turn, work.turns, work.share, program, programs)
+    of_q_heads, of_sections, of_section, of_last = work.reciprocals
+    bundle, block = place_of(
+        number, work.blocks, work.bundles, work.section, of_sections, of_section, of_last, BY_LENGTH
+    )
+    head = bundle * HEADS
+    batch = quotient(head, of_q_heads)
+    return batch, head - batch * work.q_heads, block
+
+
+@gluon.jit
+def has_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """Whether there is something to do in a turn, whose tile's first query is given."""
+    has_some = tile_exists(first, span, bounds)
+    if work.share is not None:
+        begin, _, _, end = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+        has_some = begin < end
+    return has_some
+
+
+@gluon.jit
+def blocks_of_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+    """`key_blocks_of` a turn's tile, or of the program's piece of it."""
+    begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+    if work.share is not None:
+        program, programs = gl.program_id(0), gl.num_programs(0)
+        shared = work.tiles - work.turns * programs
+        begin, end = blocks_of_piece(turn - work.turns, shared, work.share, begin, end, program)
+        if bounds.left is None:
+            whole_first = begin
+        else:
+            whole_first = gl.maximum(gl.minimum(whole_first, end - 1), begin)
+        if bounds.most_cut is None:
+            whole_end = end - 1
+        else:
+            whole_end = gl.maximum(gl.minimum(whole_end, end - 1), whole_first)
+    return begin, whole_first, whole_end, end
+
+
+@gluon.jit
+def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
+    """The tile of a program in a turn; there may be none, if it is the last turn.
+
+    BY_LENGTH, as where a call is causal or has a window, tiles are numbered by falling length, so
+    programs take them in their order in even turns and against it in odd ones, as children pick
+    teams: else the same program would have the longer one in every turn. Tiles of the same length
+    are taken in order, which is better for the L2.
+    """
+    number = turn * programs + program
+    if BY_LENGTH:
+        number += (turn & 1) * (programs - 1 - 2 * program)
+    return number
+
+
+@gluon.jit
+def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
+    """How many tiles a program has: one in each turn that all have, and maybe one more."""
+    last = tile_number(turns, program, programs, BY_LENGTH)
+    return turns + gl.where(last < tiles, 1, 0)
+
+
+def work_of(
+    q_heads: int, group: int, blocks: int, bundles: int, section: int, programs: int
+) -> dict[str, int]:
+    """`Work` as a kernel's arguments, and `of_group`, the reciprocal of how many query heads share
+    a key head."""
+    return {
+        "q_heads": q_heads,
+        "tiles": blocks * bundles,
+        "turns": blocks * bundles // programs,
+        "blocks": blocks,
+        "bundles": bundles,
+        "section": section,
+        "of_q_heads": reciprocal(q_heads),
+        "of_group": reciprocal(group),
+        "of_sections": reciprocal(blocks * section),
+        "of_section": reciprocal(section),
+        "of_last": reciprocal(bundles % section or section),
+    }
+
+
+@gluon.jit
+def place_of(
+    tile, q_blocks, heads, section, of_sections, of_section, of_last, BY_LENGTH: gl.constexpr
+):
+    """Which head, counted over the batch, and which block of queries a tile is.
+
+    Heads come in sections whose keys and values stay in the L2 cache. Within a section all heads'
+    longest blocks come first, so that no long one is left for the end.
+    """
+    number = quotient(tile, of_sections)
+    first = number * section
+    within = tile - number * (q_blocks * section)
+    size = section
+    of_size = of_section
+    if first + section > heads:
+        size = heads - first
+        of_size = of_last
+    q_block = quotient(within, of_size)
+    head = first + within - q_block * size
+    if BY_LENGTH:
+        q_block = q_blocks - 1 - q_block
+    return head, q_block
+
+
+SHORT = 2048
+"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
+consumers, of which some go on meanwhile, are better than few large ones."""
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,172 @@
+"""How `prefill_hopper_kernel.py` cuts up a call, and what then fits in shared memory."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from attention_kernels.hopper.head_groups import Sight, blocks_seen, busiest_of
+from attention_kernels.hopper.persistent import SHORT
+from attention_kernels.hopper.scores import ROWS
+from attention_kernels.hopper.stream_k import Pace, last_turn
+from attention_kernels.portable.forward_tiles import pieces
+
+LARGEST_HEAD_DIM = 256
+SHARED_BYTES = 227 * 1024
+"""That a program can have."""
+BARRIER_BYTES = 512
+WIDE_FLOP = 6e6
+"""Multiplications and additions in a µs of a program's tile beyond head_dim 64 (H100)."""
+WIDE_TILE = 2.8
+"""µs that its beginning and end take."""
+OUTPUT_COLUMNS = 64
+"""In a part of the output, where it does not fit whole: 128 bytes of a row, a unit of TMA's."""
+
+
+class Schedule(NamedTuple):
+    """How a call is cut up, as measured (docs/notes.md)."""
+
+    consumers: int
+    """Warp groups that compute, 2 to 4."""
+    heads: int
+    """Query heads of one group that a tile has side by side; divides the consumers."""
+    keys: int
+    """Keys of a block."""
+    stages: int
+    """Blocks of keys, and of values, that fit in shared memory."""
+    registers: int
+    """Registers per thread of a consumer."""
+    pace: Pace
+
+
+class Costs(NamedTuple):
+    """µs of a schedule on an H100, beside its `pace`."""
+
+    call: float
+    """Of any call."""
+    masked: float
+    """More, of a block that needs a mask."""
+
+
+FOUR = Schedule(4, 4, 64, 6, 112, Pace(0.83, 2.1))
+THREE = Schedule(3, 1, 128, 3, 160, Pace(1.24, 0.8))
+TWO = Schedule(2, 2, 128, 3, 240, Pace(1.05, 1.9))
+NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
+"""For head dimensions to 64, with the most heads side by side. Many small consumers go on while
+some begin or end, and few leave less of a last turn idle. The numbers are fitted to the 25 calls of
+`benchmarks.narrow_heads`: a prediction is wrong by 6 % (root mean square), and by 16 % at most."""
+MASK = 0.6
+"""µs more that a block takes whose mask is read."""
+
+
+class Whole(NamedTuple):
+    """A call all of whose lengths the host knows."""
+
+    sight: Sight
+    """Of any tiles."""
+    heads: int
+    """Of the query, in the batch."""
+    programs: int
+
+
+class Dims(NamedTuple):
+    """A head dimension as it is computed with; what is beyond the tensors' own is read as zeros."""
+
+    main: int
+    rest: int
+    """The second piece of query and key, or 0."""
+    value: int
+
+
+def dims_of(head_dim: int, v_head_dim: int) -> Dims:
+    main, rest = (64, 0) if head_dim <= 64 else pieces(head_dim, are_aligned=True)
+    return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
+
+
+class Room(NamedTuple):
+    """What shared memory leaves."""
+
+    output_columns: int
+    """Of the output, that each consumer has room for: all, or it goes out in parts of these."""
+    mask_stages: int
+    """Blocks of the mask that each consumer has room for; 0 if not even one."""
+
+
+def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
+    """Where the output and the mask fit.
+
+    Args:
+        mask_size: bytes of a number of the mask.
+    """
+    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
+    left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
+    left -= 2 * keys * dims.value
+    for columns in (dims.value, OUTPUT_COLUMNS):
+        free = left - 2 * rows * columns
+        stages = min(2, free // (rows * plan.keys * mask_size)) if mask_size and free > 0 else 0
+        if free >= 0 and (stages or not mask_size):
+            return Room(columns, stages)
+    return Room(OUTPUT_COLUMNS, 0)
+
+
+def schedule(
+    dims: Dims, group: int, seen: int, mask_size: int = 0, call: Whole | None = None
+) -> Schedule:
+    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
+    numbers have `mask_size` bytes; with a `call` the fastest of those for its head dimensions."""
+    plan = _without_mask(dims, group, seen)
+    if max(dims) <= 64 and call is not None:
+        times = times_of(group, call, has_mask=mask_size > 0)
+        plan = min(times, key=times.__getitem__)
+    return _with_room(plan, dims, mask_size)
+
+
+def times_of(group: int, call: Whole, *, has_mask: bool = False) -> dict[Schedule, float]:
+    """µs that a call is going to take with each schedule of `NARROW`, on an H100."""
+    times = {}
+    for plan, costs in NARROW:
+        if plan is THREE and has_mask:
+            continue  # which leaves room for half as many keys
+        here = plan._replace(heads=math.gcd(group, plan.heads))
+        times[here] = _time_of(here, costs, call, has_mask)
+    return times
+
+
+def _time_of(plan: Schedule, costs: Costs, call: Whole, has_mask: bool) -> float:
+    queries = ROWS.value * plan.consumers // plan.heads
+    sight = call.sight._replace(queries=queries, keys=plan.keys)
+    blocks, bundles = blocks_seen(sight), call.heads // plan.heads
+    block, tile = plan.pace
+    if has_mask:
+        block += MASK
+    most_masked = 1 if sight.right is None else -(-queries // plan.keys)
+    turns = len(blocks) * bundles // call.programs
+    if sight.right is None or turns == 0:
+        pace = Pace(block, tile + most_masked * costs.masked)
+        time, _ = last_turn(sight, bundles, call.programs, pace)
+        time += turns * (int(blocks.max()) * block + pace.tile)
+    else:
+        times = blocks * block + blocks.clamp(max=most_masked) * costs.masked + tile
+        time = busiest_of(times, bundles, bundles, call.programs)
+    return costs.call + time
+
+
+def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
+    """For a mask that has been looked through: a tile is 128 queries of one head."""
+    plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
+    return _with_room(plan, dims, mask_size)
+
+
+def _with_room(plan: Schedule, dims: Dims, mask_size: int) -> Schedule:
+    while mask_size and not room_for(dims, plan, mask_size).mask_stages:
+        plan = plan._replace(keys=plan.keys // 2)
+    return plan
+
+
+def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
+    if max(dims) <= 64:
+        plan = FOUR if seen <= SHORT else THREE
+        return plan._replace(heads=math.gcd(group, plan.heads))
+    keys = 64 if dims.main > 128 or dims.value > 128 else 128
+    flop = 2 * 2 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
+    return Schedule(2, 1, keys, 2, 240, Pace(flop / WIDE_FLOP, WIDE_TILE))

@@ -1,0 +1,262 @@
+"""Launches that look at their tensors alone.
+
+At each call Triton looks at every argument to find the program that was compiled for its types,
+values and alignment. Two calls of one shape differ in where their tensors lie, and in nothing else
+that Triton asks about: the program found for the first is launched again with other addresses, by
+the driver's own function (as in PyTorch's Inductor) where nobody listens to launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from triton.runtime.driver import driver
+from triton.runtime.errors import OutOfResources
+
+from attention_kernels.launch.descriptors import Address, at, nowhere
+from attention_kernels.launch.tensor_maps import TensorMaps, with_maps
+from attention_kernels.launch.workspace import workspace
+
+try:
+    from triton.knobs import runtime as _knobs
+except ImportError:  # Triton before 3.4
+    _knobs = None
+
+Planned = TypeVar("Planned")
+
+MOST_KEPT = 1024
+
+
+class Kept(Generic[Planned]):
+    """What was planned for calls of each shape, so that it is planned once."""
+
+    def __init__(self) -> None:
+        self._plans: dict[Hashable, Planned] = {}
+
+    def get(self, shape: Hashable) -> Planned | None:
+        return self._plans.get(shape)
+
+    def keep(self, shape: Hashable, plan: Planned) -> Planned:
+        """Keep a plan and return it. A decoder has a new shape for every token, so not for ever."""
+        if len(self._plans) >= MOST_KEPT:
+            self._plans.clear()
+        self._plans[shape] = plan
+        return plan
+
+
+class Launch:
+    """A kernel with a grid and all its arguments but the first, which are a call's tensors."""
+
+    def __init__(
+        self,
+        kernel: Any,
+        grid: tuple[int, int, int],
+        device: torch.device,
+        arguments: dict[str, Any],
+        **options: int | None,
+    ) -> None:
+        """Keep what calls of one shape share.
+
+        Args:
+            device: of the tensors; the kernel is launched there, whichever device is the current
+                one.
+            arguments: by the kernel's own names; what is missing are the tensors, which come first.
+            options: `num_warps`, `num_stages`, `maxnreg`.
+        """
+        tensors = len(kernel.arg_names) - len(arguments)
+        self._rest = tuple(map(arguments.__getitem__, kernel.arg_names[tensors:]))
+        self._kernel, self._grid, self._options = kernel, grid, options
+        self._device, self._index = device, device.index or 0
+        self._may_be_elsewhere = device.type == "cuda" and torch.cuda.device_count() > 1
+        self._kinds: _Kinds | None = None
+        self._programs: dict[tuple[bool, ...] | None, _Program] = {}
+
+    def __call__(self, *tensors: Any) -> None:
+        """Launch it with tensors, tensor descriptors or None, each of the same kind at each call.
+
+        Shapes, strides and types must be those of the first call; addresses may be any. Once it
+        `is_compiled`, tensors do in the place of descriptors.
+        """
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                self._launch(tensors)
+        else:
+            self._launch(tensors)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it was, for addresses that are multiples of 16; never in the interpreter."""
+        return None in self._programs
+
+    def repeat(self, *addresses: int | None) -> None:
+        """Launch what was compiled with addresses, all multiples of 16, in place of tensors."""
+        program = self._programs[None]
+        if self._may_be_elsewhere and self._index != torch.cuda.current_device():
+            with torch.cuda.device(self._index):
+                self._repeat(program, list(addresses))
+        else:
+            self._repeat(program, list(addresses))
+
+    def _launch(self, tensors: tuple[Any, ...]) -> None:
+        if self._kinds is None:
+            self._kinds = _Kinds.of(tensors)
+        addresses, together = list(tensors), 0
+        for place in self._kinds.tensors:
+            addresses[place] = address = tensors[place].data_ptr()
+            together |= address
+        for place, _ in self._kinds.descriptors:
+            given = tensors[place]
+            addresses[place] = (given if isinstance(given, Tensor) else given.base).data_ptr()
+        # Triton compiles for addresses that are multiples of 16, and for others.
+        alignment = None
+        if together % 16:
+            alignment = tuple([addresses[place] % 16 == 0 for place in self._kinds.tensors])
+        program = self._programs.get(alignment)
+        if program is not None:
+            self._repeat(program, addresses)
+        elif (compiled := self._first(tensors)) is not None:  # as it is in the interpreter
+            self._programs[alignment] = _Program.of(compiled, self._kinds)
+
+    def _repeat(self, program: _Program, addresses: list[Any]) -> None:
+        """Launch a program with addresses of tensors, and of what descriptors describe."""
+        is_listened_to = _is_listened_to()
+        if program.maps is not None and not is_listened_to:
+            program.maps.replace(addresses)
+        else:
+            for place, descriptor in program.kinds.descriptors:
+                addresses[place] = at(descriptor, Address(addresses[place]))
+        if is_listened_to:
+            program.compiled[self._grid](*addresses, *self._rest)
+        else:
+            program.run(
+                *self._grid,
+                program.stream_of(self._index),
+                program.function,
+                program.metadata,
+                None,
+                None,
+                None,
+                *addresses,
+                *self._rest,
+            )
+
+    def _first(self, tensors: tuple[Any, ...]) -> Any:
+        """Launch what Triton compiles for the tensors, and return it.
+
+        Where a GPU has less shared memory than that needs, fewer blocks are in flight.
+
+        Raises:
+            ValueError: a tensor is on another device: later launches pass addresses, of which
+                nobody asks where they are.
+        """
+        assert self._kinds is not None
+        for each in tensors:
+            memory = getattr(each, "base", each)
+            if isinstance(memory, Tensor) and memory.device != self._device:
+                raise ValueError(f"tensors on {self._device} and {memory.device}: needs one device")
+        given = list(tensors)
+        for place, descriptor in self._kinds.descriptors:
+            if isinstance(given[place], Tensor):
+                given[place] = at(descriptor, given[place])
+        while True:
+            try:
+                return self._kernel[self._grid](*given, *self._rest, **self._options)
+            except OutOfResources as error:
+                stages = self._options.get("num_stages") or 1
+                if error.name != "shared memory" or stages == 1:
+                    raise
+                self._options["num_stages"] = stages - 1
+
+
+class _Kinds(NamedTuple):
+    """What a launch is called with, by its places."""
+
+    tensors: tuple[int, ...]
+    descriptors: tuple[tuple[int, Any], ...]
+    """With their places, and without memory."""
+
+    @classmethod
+    def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
+        places, descriptors = [], []
+        for place, each in enumerate(tensors):
+            if isinstance(each, Tensor):
+                places.append(place)
+            elif each is not None:
+                descriptors.append((place, nowhere(each)))
+        return cls(tuple(places), tuple(descriptors))
+
+
+class _Program(NamedTuple):
+    """A compiled kernel, and what its launcher is called with when nobody is told of launches."""
+
+    compiled: Any
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    stream_of: Callable[[int], int]
+    """The current stream of a device."""
+    kinds: _Kinds
+    maps: TensorMaps | None
+    """Instead of descriptors, where `run` can be called with them."""
+
+    @classmethod
+    def of(cls, compiled: Any, kinds: _Kinds) -> _Program:
+        stream_of = driver.active.get_current_stream
+        run, maps = with_maps(compiled.run, kinds.descriptors)
+        return cls(
+            compiled, run, compiled.function, compiled.packed_metadata, stream_of, kinds, maps
+        )
+
+
+def _is_listened_to() -> bool:
+    """Whether somebody wants to be told of launches, as profilers do."""
+    if _knobs is None:
+        return True  # who listens is not known
+    enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+class PlannedCall(NamedTuple):
+    """All of a call but its tensors' addresses."""
+
+    launch: Launch
+    descriptors: tuple[Any, ...] | None = None
+    """Of tensors, to be moved to theirs; None, or a None among them, where pointers are passed."""
+    shared: tuple[int, int] | None = None
+    """Numbers and counters of `workspace` that its programs share, which come behind all other
+    tensors of the launch; None where the launch takes none."""
+
+    def room(self, device: torch.device) -> tuple[Tensor, ...]:
+        """What the launch takes of `shared`."""
+        return () if self.shared is None else workspace(*self.shared, device)
+
+    def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:
+        """Tensors as the launch takes them, some as descriptors."""
+        if self.descriptors is None or self.launch.is_compiled:
+            return tensors
+        return tuple(
+            tensor if descriptor is None or tensor is None else at(descriptor, tensor)
+            for descriptor, tensor in zip(self.descriptors, tensors, strict=True)
+        )
+
+
+def layout(tensor: Tensor | None) -> Hashable:
+    """All that a plan may depend on but the address: shape, strides, type and device."""
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def alignments(*tensors: Tensor) -> Hashable:
+    """Which of them begin at a multiple of 16 bytes, which wide loads and descriptors need."""
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    together = 0
+    for address in addresses:
+        together |= address
+    return together % 16 == 0 or tuple([address % 16 == 0 for address in addresses])
+
+
+def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:
+    """Strides as arguments, by a kernel's names for them; None where there is nothing."""
+    return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

@@ -1,0 +1,52 @@
+"""Options of an attention call that `scaled_dot_product_attention` has no argument for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+"""Keys that a query sees before and after the diagonal; None for all of that side."""
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Options beyond SDPA's arguments; the default asks for nothing.
+
+    The score of query i and key j is `scale · q·k`, then `softcap · tanh(score / softcap)`, then
+    plus `attn_mask`. Causality and window follow a diagonal, i + δ: δ is 0, as in SDPA, or with
+    `bottom_right`, as in FlashAttention, Sk - Sq.
+
+    Raises:
+        ValueError: `softcap` is not a positive number below 1e30.
+    """
+
+    bottom_right: bool = False
+    window: Window = (None, None)
+    softcap: float | None = None
+    max_seqlen_q: int | None = None
+    """The longest sequence of a packed call, or more. Later queries of a sequence get no output."""
+    max_seqlen_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.softcap is not None and not 0 < self.softcap < 1e30:
+            raise ValueError(
+                f"invalid softcap {self.softcap:g}: expected a positive number below 1e30, or None"
+            )
+
+
+PLAIN = AttentionOptions()
+"""Options of SDPA itself."""
+
+
+def is_leading_part(part: Tensor, whole: Tensor) -> bool:
+    """Return whether `part` is `whole[..., :n]`: the same memory, not a copy."""
+    if part.shape[:-1] != whole.shape[:-1] or not 0 < part.shape[-1] <= whole.shape[-1]:
+        return False
+    same_strides = all(
+        size == 1 or own == other
+        for size, own, other in zip(part.shape, part.stride(), whole.stride(), strict=True)
+    )
+    same_memory = 0 != part.data_ptr() == whole.data_ptr()
+    return same_strides and same_memory and part.dtype == whole.dtype

@@ -1,0 +1,438 @@
+"""FlashAttention-2's forward pass (Dao 2023), in Triton: one tile of queries over all its keys.
+
+A program holds BLOCK_M query rows and goes through the keys a block at a time, with the running
+maximum and sum of an online softmax (`online_softmax.py`). `forward_kernel` finds its tile, goes
+through each stretch of the keys with `_attend`, and stores the output.
+
+- Blocks that the diagonal, a side of a window or the end of the keys cuts are masked, those between
+  are not, and those beyond are not gone through at all: up to three stretches, each a loop of its
+  own.
+- Where a mask has been looked through (`visits.py`), the blocks that it leaves take their place:
+  first those in which it changes nothing, then the others.
+- A head dimension that is no power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
+- Query heads that share a key head read it in place.
+- Key and value come through tensor descriptors (TMA) where their strides allow it and the GPU has
+  them, else, and in small calls, through pointers, of any strides. Triton overlaps these loads with
+  the products: it keeps `num_stages` blocks in flight.
+
+Triton decides here what runs beside what. The kernels for Hopper, in Gluon, decide it themselves.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attention_kernels.tiles.masking import mask_bias, may_see, stretches
+from attention_kernels.tiles.matmul import matmul
+from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, soft_cap, softmax_step
+from attention_kernels.tiles.visited_blocks import first_key
+
+
+# What changes from call to call must not compile the kernel again for integers that are 1 or
+# multiples of 16. Strides within a head are left out: what they are decides how loads are done.
+@triton.jit(
+    do_not_specialize=[
+        "q_len", "k_len", "tiles", "heads", "group", "batches", "section", "left", "right",
+        "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
+        "stride_mb", "stride_mh", "stride_wb", "stride_wh", "stride_ob", "stride_oh",
+        "stride_lb", "stride_lh", "stride_lm",
+    ]
+)  # fmt: skip
+def forward_kernel(
+    query,
+    key,
+    value,
+    attn_mask,
+    sinks,
+    output,
+    lse,
+    q_offsets,
+    k_starts,
+    k_lengths,
+    blocks,
+    counts,
+    scale,
+    cap,
+    left,
+    right,
+    q_len,
+    k_len,
+    tiles,
+    heads,
+    group,
+    batches,
+    section,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_mb,
+    stride_mh,
+    stride_mm,
+    stride_mn,
+    stride_wb,
+    stride_wh,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    stride_lb,
+    stride_lh,
+    stride_lm,
+    UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr,
+    OUTPUT_UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_REST: tl.constexpr,
+    DV: tl.constexpr,
+    DV_MAIN: tl.constexpr,
+    DV_REST: tl.constexpr,
+    MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+):
+    """A tile of BLOCK_M queries of one head.
+
+    `sinks`, `cap`, `left`, `right`, and `blocks` with all that belongs to it are None where a call
+    has none, and then no arguments of the compiled program.
+
+    Strides of query, key and value, but those between the elements of a row, count in UNITs, those
+    of the mask in MASK_UNITs, of which its keys are a multiple, and those of the output in
+    OUTPUT_UNITs.
+    """
+    # A row of 72 numbers is a multiple of 16 bytes, which Triton sees in the product only.
+    stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
+    stride_qh = tl.cast(stride_qh, tl.int64) * UNIT
+    stride_qm = tl.cast(stride_qm, tl.int64) * UNIT
+    stride_kb = tl.cast(stride_kb, tl.int64) * UNIT
+    stride_kh = tl.cast(stride_kh, tl.int64) * UNIT
+    stride_kn = tl.cast(stride_kn, tl.int64) * UNIT
+    stride_vb = tl.cast(stride_vb, tl.int64) * UNIT
+    stride_vh = tl.cast(stride_vh, tl.int64) * UNIT
+    stride_vn = tl.cast(stride_vn, tl.int64) * UNIT
+    stride_mb = tl.cast(stride_mb, tl.int64) * MASK_UNIT
+    stride_mh = tl.cast(stride_mh, tl.int64) * MASK_UNIT
+    stride_mm = tl.cast(stride_mm, tl.int64) * MASK_UNIT
+    stride_ob = tl.cast(stride_ob, tl.int64) * OUTPUT_UNIT
+    stride_oh = tl.cast(stride_oh, tl.int64) * OUTPUT_UNIT
+    stride_om = tl.cast(stride_om, tl.int64) * OUTPUT_UNIT
+
+    tile, batch, head = _tile(tl.program_id(0), tiles, heads, batches, section)
+    kv_head = head // group
+    q_start, q_end, k_start, k_end, diagonal = _rows(
+        batch, q_offsets, k_starts, k_lengths, q_len, k_len, IS_BOTTOM_RIGHT, LENGTHS
+    )
+    batch_in_memory = batch
+    if LENGTHS == "packed":
+        batch_in_memory = 0
+    row = q_start + tile * BLOCK_M
+    if row < q_end:
+        wide_batch = tl.cast(batch_in_memory, tl.int64)
+        wide_head = head.to(tl.int64)
+        query += wide_batch * stride_qb + wide_head * stride_qh
+        if not HAS_DESCRIPTORS:
+            key += wide_batch * stride_kb + kv_head.to(tl.int64) * stride_kh
+            value += wide_batch * stride_vb + kv_head.to(tl.int64) * stride_vh
+        if MASK != "none":
+            attn_mask += wide_batch * stride_mb + wide_head * stride_mh
+        query_main = _load_block(
+            query, 0, 0, row, q_end, stride_qm, stride_qd, 0, D_MAIN, BLOCK_M, D, True, False
+        )
+        query_rest = query_main
+        if D_REST > 0:
+            query_rest = _load_block(
+                query, 0, 0, row, q_end, stride_qm, stride_qd,
+                D_MAIN, D_REST, BLOCK_M, D, True, False,
+            )  # fmt: skip
+        sums = tl.zeros([BLOCK_M, DV_MAIN], tl.float32)
+        sums_rest = tl.zeros([BLOCK_M, DV_REST if DV_REST > 0 else 16], tl.float32)
+        maximum = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        rows = row + tl.arange(0, BLOCK_M)
+
+        if blocks is None:
+            ends = stretches(
+                row + diagonal, k_start, k_end, left, right, BLOCK_M, BLOCK_N, IS_CAUSAL, False
+            )
+            for stretch in tl.static_range(1 if left is None else 0, 3):
+                sums, sums_rest, maximum, total = _attend(
+                    sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
+                    batch_in_memory, kv_head, rows, rows + diagonal, q_end, k_end,
+                    None, ends[stretch], ends[stretch + 1], scale, cap, left, right,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
+                    BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                    MASK, IS_CAUSAL, stretch != 1, LENGTHS != "full", HAS_DESCRIPTORS,
+                )  # fmt: skip
+        else:
+            place = wide_batch * stride_wb + wide_head * stride_wh + tile
+            width = tl.cdiv(k_len, BLOCK_N)
+            blocks += place * 2 * width
+            for kind in tl.static_range(2):
+                sums, sums_rest, maximum, total = _attend(
+                    sums, sums_rest, maximum, total, query_main, query_rest, key, value, attn_mask,
+                    batch_in_memory, kv_head, rows, rows, q_end, k_end,
+                    blocks + kind * width, 0, tl.load(counts + place * 2 + kind),
+                    scale, cap, left, right,
+                    stride_kn, stride_kd, stride_vn, stride_vd, stride_mm, stride_mn, MASK_UNIT,
+                    BLOCK_N, D, D_MAIN, D_REST, DV, DV_MAIN, DV_REST,
+                    MASK if kind == 1 else "none", False, kind == 1, False, HAS_DESCRIPTORS,
+                )  # fmt: skip
+
+        if sinks is not None:
+            sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+            rescale, maximum, total = add_sink(sink, maximum, total, 1.0)
+            sums *= rescale[:, None]
+            if DV_REST > 0:
+                sums_rest *= rescale[:, None]
+        if HAS_LSE:
+            tl.store(
+                lse + wide_batch * stride_lb + wide_head * stride_lh + rows * stride_lm,
+                (maximum + tl.math.log2(total)) * LN_2,
+                mask=rows < q_end,
+            )
+        total = tl.where(total == 0.0, 1.0, total)
+        output += wide_batch * stride_ob + wide_head * stride_oh
+        pointers = output + rows.to(tl.int64)[:, None] * stride_om
+        columns = tl.arange(0, DV_MAIN)
+        tl.store(
+            pointers + columns[None, :] * stride_od,
+            (sums / total[:, None]).to(output.dtype.element_ty),
+            mask=(rows[:, None] < q_end) & (columns[None, :] < DV),
+        )
+        if DV_REST > 0:
+            columns = DV_MAIN + tl.arange(0, DV_REST)
+            tl.store(
+                pointers + columns[None, :] * stride_od,
+                (sums_rest / total[:, None]).to(output.dtype.element_ty),
+                mask=(rows[:, None] < q_end) & (columns[None, :] < DV),
+            )
+
+
+@triton.jit
+def _tile(program, tiles, heads, batches, section):
+    """A program's tile of queries, batch element and head.
+
+    Programs run in the order of their numbers: `section` heads at a time, so that their keys stay
+    in the L2 cache, and within those the last tiles first, which are the longest when causal.
+    """
+    in_section = section * tiles
+    first_head = program // in_section * section
+    width = tl.minimum(section, batches * heads - first_head)
+    place = program % in_section
+    tile = tiles - 1 - place // width
+    batch = (first_head + place % width) // heads
+    head = (first_head + place % width) % heads
+    return tile, batch, head
+
+
+@triton.jit
+def _rows(
+    batch,
+    q_offsets,
+    k_starts,
+    k_lengths,
+    q_len,
+    k_len,
+    IS_BOTTOM_RIGHT: tl.constexpr,
+    LENGTHS: tl.constexpr,
+):
+    """A batch element's first query and the end of its queries, the same of its keys, and how far
+    the key beside a query is from it.
+
+    LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (its keys are
+    `k_lengths` many from `k_starts` on, or from 0 if that is None), "packed" (batch elements lie
+    one after another; `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal
+    counts from there; `k_lengths`, if not None, how many of its keys count).
+    """
+    q_start = 0
+    q_end = q_len
+    k_start = 0
+    k_end = k_len
+    diagonal = 0
+    if LENGTHS == "packed":
+        q_start = tl.load(q_offsets + batch)
+        q_end = tl.load(q_offsets + batch + 1)
+        k_start = tl.load(k_starts + batch)
+        k_end = tl.load(k_starts + batch + 1)
+        if k_lengths is not None:
+            k_end = tl.minimum(k_end, k_start + tl.load(k_lengths + batch))
+        diagonal = k_start - q_start
+    elif LENGTHS == "padded":
+        if k_starts is not None:
+            k_start = tl.load(k_starts + batch)
+        k_end = k_start + tl.load(k_lengths + batch)
+    if IS_BOTTOM_RIGHT:
+        diagonal = k_end - q_end
+    return q_start, q_end, k_start, k_end, diagonal
+
+
+@triton.jit
+def _attend(
+    sums,
+    sums_rest,
+    maximum,
+    total,
+    query,
+    query_rest,
+    key,
+    value,
+    attn_mask,
+    batch,
+    kv_head,
+    rows,
+    diagonals,
+    q_end,
+    k_end,
+    blocks,
+    first,
+    last,
+    scale,
+    cap,
+    left,
+    right,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    stride_mm,
+    stride_mn,
+    MASK_UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    D: tl.constexpr,
+    D_MAIN: tl.constexpr,
+    D_REST: tl.constexpr,
+    DV: tl.constexpr,
+    DV_MAIN: tl.constexpr,
+    DV_REST: tl.constexpr,
+    MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+    IS_PART: tl.constexpr,
+    HAS_DESCRIPTORS: tl.constexpr,
+):
+    """Go through the keys [first, last) of a head, a block at a time; or through that range of
+    `blocks`, of which each entry is a first key.
+
+    `rows` and keys count from the tensors' beginnings; `diagonals` are the keys beside the rows.
+    `cap`, `left` and `right` are None where there is no soft cap or side of a window; with a cap,
+    `scale` is that of the exponent in tanh. IS_BOUNDED: a block may reach past `k_end` or cross the
+    diagonal or a side. IS_PART: past `k_end` there may be somebody else's keys.
+    """
+    STEP: tl.constexpr = BLOCK_N if blocks is None else 1
+    next_start = first
+    if blocks is not None:
+        next_start = first_key(blocks, first, last, BLOCK_N)
+    for place in tl.range(first, last, STEP):
+        start = place
+        if blocks is not None:
+            start = next_start
+            next_start = first_key(blocks, place + 1, last, BLOCK_N)
+        key_main = _load_block(
+            key, batch, kv_head, start, k_end, stride_kn, stride_kd,
+            0, D_MAIN, BLOCK_N, D, IS_BOUNDED, HAS_DESCRIPTORS,
+        )  # fmt: skip
+        nothing = tl.zeros([query.shape[0], BLOCK_N], tl.float32)
+        scores = matmul(query, key_main.T, nothing)
+        if D_REST > 0:
+            key_rest = _load_block(
+                key, batch, kv_head, start, k_end, stride_kn, stride_kd,
+                D_MAIN, D_REST, BLOCK_N, D, IS_BOUNDED, False,
+            )  # fmt: skip
+            scores = matmul(query_rest, key_rest.T, scores)
+        keys = start + tl.arange(0, BLOCK_N)
+        if cap is not None:
+            factor = 1.0
+            scores = soft_cap(scores * scale, cap, query.dtype == tl.float32)
+        elif MASK == "none":
+            factor = scale
+        else:
+            factor = 1.0
+            scores = scores * scale
+        if MASK != "none":
+            scores = scores + mask_bias(
+                attn_mask, rows, keys, q_end, k_end, stride_mm, stride_mn, MASK_UNIT,
+                MASK == "bool" or MASK == "bool keys", IS_BOUNDED,
+                MASK == "bool" or MASK == "float",
+            )  # fmt: skip
+        if IS_BOUNDED:
+            seen = may_see(diagonals, keys, k_end, left, right, IS_CAUSAL)
+            scores = tl.where(seen, scores, float("-inf"))
+        weights, maximum, rescale = softmax_step(
+            scores, tl.max(scores, 1) * factor, maximum, factor
+        )
+        total = total * rescale + tl.sum(weights, 1)
+        sums = sums * rescale[:, None]
+        value_main = _load_block(
+            value, batch, kv_head, start, k_end, stride_vn, stride_vd,
+            0, DV_MAIN, BLOCK_N, DV, IS_BOUNDED, HAS_DESCRIPTORS,
+        )  # fmt: skip
+        if HAS_DESCRIPTORS and IS_BOUNDED and IS_PART:
+            value_main = tl.where(keys[:, None] < k_end, value_main, 0.0)
+        weights = weights.to(value_main.dtype)
+        sums = matmul(weights, value_main, sums)
+        if DV_REST > 0:
+            value_rest = _load_block(
+                value, batch, kv_head, start, k_end, stride_vn, stride_vd,
+                DV_MAIN, DV_REST, BLOCK_N, DV, IS_BOUNDED, False,
+            )  # fmt: skip
+            sums_rest = sums_rest * rescale[:, None]
+            sums_rest = matmul(weights, value_rest, sums_rest)
+    return sums, sums_rest, maximum, total
+
+
+@triton.jit
+def _load_block(
+    source,
+    batch,
+    head,
+    row,
+    end,
+    stride_row,
+    stride_column,
+    FIRST: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    IS_BOUNDED: tl.constexpr,
+    HAS_DESCRIPTOR: tl.constexpr,
+):
+    """(ROWS, COLUMNS) of a head from (`row`, FIRST) on, zeros past HEAD_DIM.
+
+    If IS_BOUNDED some rows may lie past `end`: zeros through pointers, and through a descriptor
+    what the tensor has there (zeros past its own end).
+    """
+    rows = row + tl.arange(0, ROWS)
+    if HAS_DESCRIPTOR:
+        block = source.load([batch, head, row, FIRST]).reshape(ROWS, COLUMNS)
+    else:
+        columns = FIRST + tl.arange(0, COLUMNS)
+        pointers = (
+            source
+            + rows.to(tl.int64)[:, None] * stride_row
+            + columns.to(tl.int64)[None, :] * stride_column
+        )
+        if FIRST + COLUMNS > HEAD_DIM:
+            inside = columns[None, :] < HEAD_DIM
+            if IS_BOUNDED:
+                inside = inside & (rows[:, None] < end)
+            block = tl.load(pointers, mask=inside, other=0.0)
+        elif IS_BOUNDED:
+            block = tl.load(pointers, mask=rows[:, None] < end, other=0.0)
+        else:
+            block = tl.load(pointers)
+    return block

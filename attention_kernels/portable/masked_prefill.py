@@ -1,0 +1,100 @@
+"""FlashAttention-2-style attention that does not go through the blocks of keys a mask hides."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.portable.forward import Lengths, forward
+from attention_kernels.portable.forward_tiles import blocks_of_mask
+from attention_kernels.tiles.visited_blocks import Visits, visits
+
+
+def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
+    """What `masked_prefill` looks up, so that it can be made once for calls with the same mask.
+
+    Tensors are those of `masked_prefill`.
+    """
+    mask = attn_mask.expand(*query.shape[:3], value.shape[2])
+    return visits(mask, *_tiles(query, value, mask))
+
+
+def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
+    """Queries of a tile, and keys of a block."""
+    if _is_for_hopper(query, value):
+        from attention_kernels.hopper.hopper_prefill import visited_tiles
+
+        return visited_tiles(query, value, mask)
+    cut = blocks_of_mask(query, value, mask, skips=True)
+    return cut.rows, cut.keys
+
+
+def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
+    if not has_gluon_kernels(query.device):
+        return False
+    # Gluon is imported only where it is of use.
+    from attention_kernels.hopper.hopper_prefill import takes
+
+    return takes(query, value, None)
+
+
+def masked_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor,
+    *,
+    scale: float | None = None,
+    visited: Visits | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
+
+    What a mask hides in whole blocks (False, -inf, or -1e30 and less in rows that have more) is not
+    read: a NaN there reaches nothing.
+
+    Args:
+        query, key, value, scale: as for `attention_kernels.portable.prefill.prefill`.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
+        visited: of `visits_of`; None makes it.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256;
+            `visited` is of a mask with other strides, or of another shape.
+    """
+    mask = attn_mask.expand(*query.shape[:3], value.shape[2])
+    tiles = _tiles(query, value, mask)
+    if visited is None:
+        visited = visits(mask, *tiles)
+    elif any(
+        found not in (1, size)
+        for found, size in zip(visited.counts.shape[:2], mask.shape[:2], strict=True)
+    ):
+        raise ValueError("`visited` is of a mask for other batch elements or heads")
+    elif (visited.counts.shape[2], visited.blocks.shape[4]) != (
+        triton.cdiv(query.shape[2], tiles[0]),
+        triton.cdiv(value.shape[2], tiles[1]),
+    ):
+        raise ValueError("`visited` is of a mask with other strides, which is cut up otherwise")
+    if _is_for_hopper(query, value):
+        from attention_kernels.hopper.hopper_prefill import forward_hopper
+
+        if scale is not None and scale <= 0:  # the kernel takes the maximum before it multiplies
+            query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
+        output, _ = forward_hopper(
+            query, key, value, False, scale, None, False, attn_mask=attn_mask, visited=visited
+        )
+        return output
+    output, _ = forward(
+        query,
+        key,
+        value,
+        attn_mask,
+        False,
+        scale,
+        Lengths("full", query.shape[0], query.shape[2]),
+        False,
+        blocks_of_mask(query, value, mask, skips=True),
+        visited=visited,
+    )
+    return output

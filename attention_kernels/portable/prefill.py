@@ -1,0 +1,89 @@
+"""FlashAttention-2-style attention for any call without dropout, in which nothing is packed."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+from torch import Tensor
+
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.portable.forward import Lengths, forward
+
+
+@overload
+def prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """softmax(scale · QKᵀ + mask) · V, read and written in place whatever the strides.
+
+    A query whose keys are all masked gets zeros, as in SDPA. A NaN or an infinity reaches what it
+    reaches in SDPA's fused backends: keys right of the diagonal are not read, so theirs reach
+    nothing but the rest of their block.
+
+    Args:
+        query: (B, Hq, Sq, D) in float16, bfloat16, or float32 (correct, and slow: no tensor cores).
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); Hq is a multiple of Hkv. D, Dv ≤ 256.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
+        is_causal: aligned top left, or as `variant` says; with `attn_mask` both apply.
+        scale: None is 1/√D.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        variant: bottom right, window and soft cap. Keys outside the window are not read, but for
+            the rest of a block.
+        return_lse: also the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
+            float32, sinks included; -inf where every key is masked.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    lengths = Lengths("full", query.shape[0], query.shape[2])
+    output, lse = forward(
+        query,
+        key,
+        value,
+        attn_mask,
+        is_causal,
+        scale,
+        lengths,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+    )
+    return output if lse is None else (output, lse)

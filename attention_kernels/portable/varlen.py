@@ -1,0 +1,274 @@
+"""Attention over batch elements of different lengths, without reading their padding.
+
+A padded batch stays as it is: the kernel reads the keys from `k_starts` on, `k_lengths` many. A
+packed batch has its elements one after another, as FlashAttention's `varlen` functions take it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Literal, NamedTuple, overload
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.launcher import Launch, named
+from attention_kernels.launch.shape_checks import vector
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.portable.forward import Lengths, forward
+
+
+class KeyRanges(NamedTuple):
+    """Which keys of a padded batch count."""
+
+    starts: Tensor | None
+    """(B,) int32, the first one; None for 0."""
+    lengths: Tensor
+    """(B,) int32, how many from there on."""
+
+
+@overload
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def padded(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: KeyRanges,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`prefill` under a padding mask; every query is answered, those of padding tokens too.
+
+    What stands in the padding, be it NaN, reaches nothing.
+
+    Args:
+        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
+        keys: within [0, Sk]; not checked, since that would wait for the GPU. An element without any
+            gets zeros.
+        is_causal: aligned top left of the padded tensors, as SDPA's, unless `variant` says bottom
+            right: then the last query is beside the last key that counts.
+        scale, sinks, variant, return_lse: as for `prefill`.
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    batch, q_len = query.shape[0], query.shape[2]
+    starts = vector("starts", keys.starts, batch)
+    k_lengths = vector("lengths", keys.lengths, batch)
+    lengths = Lengths("padded", batch, q_len, None, starts, k_lengths)
+    output, lse = _attend(
+        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
+    )
+    return output if lse is None else (output, lse)
+
+
+@overload
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def packed(
+    query_THD: Tensor,
+    key_THD: Tensor,
+    value_THD: Tensor,
+    q_offsets: Tensor,
+    k_offsets: Tensor,
+    longest_query: int,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    seqused_k: Tensor | None = None,
+    sinks: Tensor | None = None,
+    variant: AttentionOptions = PLAIN,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention within each element of a packed batch: (Tq, Hq, Dv).
+
+    Args:
+        query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
+        q_offsets, k_offsets: (B + 1,) int32, where each element begins and, last, where all end;
+            FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
+        longest_query: the most queries an element has, or more. Not checked either: with less, rows
+            beyond it are not written, and hold what their memory held.
+        is_causal: aligned top left of each element, unless `variant` says bottom right, as
+            FlashAttention aligns it.
+        scale, sinks, variant: as for `prefill`.
+        seqused_k: (B,) int32, how many keys of each element count, from its first; None for all.
+        return_lse: also the log-sum-exp as in `prefill`, (Hq, Tq).
+
+    Raises:
+        ValueError: the shapes do not fit together, or a head dimension is larger than 256.
+    """
+    query, key, value = (each.transpose(0, 1)[None] for each in (query_THD, key_THD, value_THD))
+    batches = q_offsets.shape[0] - 1
+    lengths = Lengths(
+        "packed",
+        batches,
+        longest_query,
+        vector("q_offsets", q_offsets, batches + 1),
+        vector("k_offsets", k_offsets, batches + 1),
+        vector("seqused_k", seqused_k, batches),
+    )
+    output, lse = _attend(
+        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
+    )
+    output_THD = output[0].transpose(0, 1)
+    return output_THD if lse is None else (output_THD, lse[0])
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    lengths: Lengths,
+    variant: AttentionOptions,
+    sinks: Tensor | None,
+    *,
+    return_lse: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """By the kernel for Hopper where it can be, else by the one for any GPU."""
+    if has_gluon_kernels(query.device) and lengths.batches > 0 and lengths.longest_query > 0:
+        # Gluon is imported only where it is of use.
+        from attention_kernels.hopper.hopper_prefill import forward_hopper, takes
+
+        if takes(query, value, scale):
+            return forward_hopper(
+                query,
+                key,
+                value,
+                is_causal,
+                scale,
+                lengths,
+                return_lse,
+                variant=variant,
+                sinks=sinks,
+            )
+    return forward(
+        query,
+        key,
+        value,
+        None,
+        is_causal,
+        scale,
+        lengths,
+        return_lse,
+        variant=variant,
+        sinks=sinks,
+    )
+
+
+BLOCK_KEYS = 1024
+
+
+def key_ranges(keys: Tensor) -> KeyRanges:
+    """The ranges of a (B, Sk) bool tensor that is True where a key counts, found on the GPU.
+
+    The keys that count must lie in one run: not checked, since that would wait for the GPU.
+    """
+    batch = keys.shape[0]
+    ranges = keys.new_empty(2, batch, dtype=torch.int32)
+    if batch:
+        _planned(keys.shape, keys.stride(), keys.device)(keys.view(torch.uint8), ranges)
+    starts, lengths = ranges.unbind()
+    return KeyRanges(starts, lengths)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(shape: tuple[int, int], strides: tuple[int, int], device: torch.device) -> Launch:
+    batch, length = shape
+    arguments: dict[str, int | None] = {"batches": batch, "length": length, "BLOCK": BLOCK_KEYS}
+    arguments |= named("stride_", ("batch", "key"), strides)
+    return Launch(_key_ranges, (batch, 1, 1), device, arguments)
+
+
+@triton.jit
+def _key_ranges(
+    keys,
+    ranges,
+    batches,
+    length,
+    stride_batch,
+    stride_key,
+    BLOCK: tl.constexpr,
+):
+    """One batch element: where its first key is and how many there are."""
+    batch = tl.program_id(0)
+    keys += batch.to(tl.int64) * stride_batch
+    first = tl.full([BLOCK], 2147483647, tl.int32)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, length, BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        counts = tl.load(keys + places.to(tl.int64) * stride_key, mask=places < length, other=0)
+        first = tl.where(counts != 0, tl.minimum(first, places), first)
+        count += (counts != 0).to(tl.int32)
+    total = tl.sum(count, 0)
+    tl.store(ranges + batch, tl.where(total > 0, tl.min(first, 0), 0))
+    tl.store(ranges + batches + batch, total)

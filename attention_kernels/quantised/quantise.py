@@ -1,0 +1,458 @@
+"""Key and value in 8 bits, laid out for the kernels of `quantised_prefill.py`.
+
+Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default a mean of the head's
+keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024), to take away the offset
+that the keys of many models share, which would use up the 8 bits. Whatever is subtracted from all
+keys adds the same number to all scores of a query, which softmax does not see, so the mean need not
+be that of all keys, for which the key would have to be read once more: it is that of `SAMPLE` keys
+spread over the sequence, and an eighth of a standard deviation from it is what may be left. A soft
+cap and a sink do see it: for them the mean is kept.
+
+Value: FP8, one scale for every `GROUP` keys of a head, transposed because 8-bit tensor-core
+operands must be adjacent along the summed dimension, here the keys. Within every 16 of them keys
+are stored in the order of `KEY_ORDER`. That is the order in which a thread of a warp that has
+computed scores holds them when it hands probabilities to the second product, so that none has to
+change threads.
+
+The query is quantised by the attention kernel itself, a scale for each row: it is read only once.
+
+All of it is one launch. Rows beyond the last key are zeros, their scores are masked.
+
+Batch elements with lengths of their own (`Lengths`) begin with a group of their own each, so that
+no scale and no mean is shared. A padded one begins where it would anyway, with its first key that
+counts. Sequence n of a packed batch, whose first key is number s, begins with group
+s // `GROUP` + n: whatever the lengths are, which the host does not know, the next one is behind it.
+
+NaN and infinity: in an INT8 group of keys they make the scale NaN, hence every score of that group,
+in FP8 they become NaN where they stand. In a key of the sample they make the mean so as well, and
+all scores of that head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_kernels.launch.launcher import Launch, layout, named
+from attention_kernels.launch.shape_checks import Sizes, check_shapes
+from attention_kernels.portable.forward import Lengths
+from attention_kernels.tiles.matmul import INTERPRETED
+
+GROUP = 128
+"""Keys that share a scale."""
+
+KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1) for i in (0, 1))
+"""Position p of 16 stored values holds that of key KEY_ORDER[p].
+
+Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
+accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3."""
+
+SMALLEST_MAXIMUM = tl.constexpr(1e-12)
+"""A group whose largest number is below becomes zeros: its scale must not underflow."""
+
+INT8_MAX = tl.constexpr(127.0)
+FP8_MAX = tl.constexpr(448.0)
+"""Largest e4m3 number."""
+LOG2_FP8_MAX = tl.constexpr(8.8073549)
+"""Its logarithm, rounded down."""
+
+SAMPLE = tl.constexpr(64)
+"""Keys whose mean is subtracted: one of each of as many even parts of the sequence."""
+SAMPLE_STEP = tl.constexpr(39)
+"""Where in its part a key of the sample is moves on by 39/64 of it, about the golden ratio: what
+recurs in the sequence, as a column of an image does, is not met at the same place each time."""
+
+
+@dataclass(frozen=True)
+class QuantisedKeyValue:
+    """What the attention kernels of `quantised_prefill.py` read.
+
+    N = Sk rounded up to `GROUP`; of a packed batch the most that its sequences can take.
+    """
+
+    key: Tensor
+    """(B, Hkv, N, D') int8 or float8_e4m3fn, D' = `padded_dim(D)`, zeros beyond Sk and D."""
+    key_scale: Tensor
+    """(B, Hkv, N / GROUP) float32: key ≈ quantised · scale (+ mean)."""
+    value: Tensor
+    """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) as it came."""
+    value_scale: Tensor | None
+    """(B, Hkv, N / GROUP) float32; None with a value in 16 bits."""
+    kv_len: int
+    v_head_dim: int
+    is_smooth: bool
+    """Whether a mean was subtracted from the key."""
+    key_mean: Tensor | None = None
+    """(B, Hkv, D') float32, that mean, where it is kept; of each sequence of a packed batch."""
+    lengths: Lengths | None = None
+    """Which keys belong to which batch element; None: all to their own."""
+
+    @functools.cached_property
+    def layouts(self) -> Hashable:
+        """All that a plan may depend on, but how the value lies in memory."""
+        return (
+            *map(layout, (self.key, self.value_scale, self.key_mean)),
+            self.kv_len,
+            self.v_head_dim,
+            self.lengths and (*self.lengths[:3], *map(layout, self.lengths[3:])),
+        )
+
+
+def padded_dim(head_dim: int) -> int:
+    """The size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
+    return max(32, 1 << (head_dim - 1).bit_length())
+
+
+@triton.jit
+def to_int8(x, largest):
+    """x / largest · 127, rounded to the nearest."""
+    return tl.floor(x * (1.0 / largest) * INT8_MAX + 0.5).to(tl.int8)
+
+
+@triton.jit
+def round_to_fp8(x):
+    """x, at most 448 in magnitude, as e4m3, rounded to the nearest."""
+    if INTERPRETED:
+        # Triton's interpreter halves numbers that round up to a power of two: leave it none.
+        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-9))), -6.0)
+        step = tl.exp2(exponent - 3)
+        x = tl.minimum(tl.maximum(tl.floor(x / step + 0.5) * step, -FP8_MAX), FP8_MAX)
+    return x.to(tl.float8e4nv)
+
+
+@triton.jit
+def to_fp8(x, largest):
+    """x / largest · 448 as e4m3, rounded to the nearest."""
+    return round_to_fp8(x * (1.0 / largest) * FP8_MAX)
+
+
+@triton.jit
+def sampled_mean(key_ptr, stride_s, stride_d, columns, is_column, kv_len):
+    """The mean (D,) of `SAMPLE` of a head's first `kv_len` keys; `key_ptr` is that of the head.
+    Columns that are none are zeros and not read."""
+    part = tl.arange(0, SAMPLE)
+    place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
+    sampled = place * kv_len // (SAMPLE * SAMPLE)
+    sample = tl.load(
+        key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
+        mask=is_column[None, :],
+        other=0.0,
+    )
+    return tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
+
+
+@triton.jit
+def _quantise_key(
+    key_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    mean_ptr,
+    group,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    KEEP_MEAN: tl.constexpr,
+    MAY_BE_EMPTY: tl.constexpr,
+):
+    """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
+    rows = group * GROUP + tl.arange(0, GROUP)
+    columns = tl.arange(0, BLOCK_D)
+    is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
+    offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
+    key = tl.load(key_ptr + offsets, mask=is_key, other=0.0).to(tl.float32)
+    if SMOOTH:
+        is_column = columns < HEAD_DIM
+        if MAY_BE_EMPTY:
+            is_column = is_column & (kv_len > 0)
+        mean = sampled_mean(key_ptr, stride_s, stride_d, columns, is_column, kv_len)
+        key = tl.where(is_key, key - mean[None, :], 0.0)
+        if KEEP_MEAN and group == 0:
+            tl.store(mean_ptr + columns, mean)
+    is_finite = tl.abs(key) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(key), 0.0))
+    largest = tl.maximum(largest, SMALLEST_MAXIMUM)
+    output = output_ptr + tl.arange(0, GROUP)[:, None] * BLOCK_D + columns[None, :]
+    if output_ptr.dtype.element_ty == tl.int8:
+        tl.store(output, to_int8(tl.where(is_finite, key, 0.0), largest))
+        tl.store(scale_ptr + group, largest / INT8_MAX + tl.sum(key * 0.0))
+    else:
+        tl.store(output, to_fp8(tl.where(is_finite, key, float("nan")), largest))
+        tl.store(scale_ptr + group, largest / FP8_MAX)
+
+
+@triton.jit
+def _quantise_value(
+    value_ptr,
+    stride_s,
+    stride_d,
+    output_ptr,
+    scale_ptr,
+    group,
+    groups,
+    kv_len,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One group of values, transposed and in `KEY_ORDER`; the pointers are those of its head."""
+    # KEY_ORDER: bit 1 of a position is the pair's, bits 2 and 3 are the lane's.
+    position = tl.arange(0, GROUP)
+    order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2
+    rows = group * GROUP + order
+    columns = tl.arange(0, BLOCK_D)
+    is_value = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
+    offsets = rows[:, None].to(tl.int64) * stride_s + columns[None, :] * stride_d
+    value = tl.load(value_ptr + offsets, mask=is_value, other=0.0).to(tl.float32)
+    is_finite = tl.abs(value) < float("inf")
+    largest = tl.max(tl.where(is_finite, tl.abs(value), 0.0))
+    largest = tl.maximum(largest, SMALLEST_MAXIMUM)
+    quantised = to_fp8(tl.where(is_finite, value, float("nan")), largest)
+    row = columns[:, None].to(tl.int64) * groups * GROUP
+    tl.store(output_ptr + row + group * GROUP + position[None, :], tl.trans(quantised))
+    tl.store(scale_ptr + group, largest / FP8_MAX)
+
+
+@triton.jit
+def first_group(k_start, sequence, GROUP: tl.constexpr):
+    """Where the keys of a packed batch's sequence begin."""
+    return k_start // GROUP + sequence
+
+
+@triton.jit
+def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
+    """The sequence of a packed batch that a group is for: the last to begin there or before."""
+    before = 0
+    for some in range(0, sequences, 128):
+        each = some + tl.arange(0, 128)
+        is_one = each < sequences
+        k_start = tl.load(k_starts_ptr + each, mask=is_one, other=0).to(tl.int32)
+        before += tl.sum((is_one & (first_group(k_start, each, GROUP) <= group)).to(tl.int32))
+    return tl.maximum(before - 1, 0)
+
+
+@triton.jit(do_not_specialize=["kv_heads", "kv_len", "sequences"])
+def _quantise(
+    key_ptr,
+    value_ptr,
+    key_out_ptr,
+    key_scale_ptr,
+    value_out_ptr,
+    value_scale_ptr,
+    key_mean_ptr,
+    k_starts_ptr,
+    k_lengths_ptr,
+    key_stride_b,
+    key_stride_h,
+    key_stride_s,
+    key_stride_d,
+    value_stride_b,
+    value_stride_h,
+    value_stride_s,
+    value_stride_d,
+    kv_heads,
+    kv_len,
+    sequences,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_HEAD_DIM: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    GROUP: tl.constexpr,
+    SMOOTH: tl.constexpr,
+    KEEP_MEAN: tl.constexpr,
+    HAS_LENGTHS: tl.constexpr,
+):
+    """One group of keys, or (in programs with a third index of 1) one group of values.
+
+    `sequences` is how many a packed batch has, `k_starts_ptr` and `k_lengths_ptr` are those of
+    `Lengths`; None where a batch has none.
+    """
+    group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    groups = tl.num_programs(0)
+    batch, kv_head = head // kv_heads, head % kv_heads
+    of_mean = head
+    first = 0
+    if HAS_LENGTHS:
+        k_start = 0
+        element = batch
+        if sequences is not None:
+            element = _sequence_of(group, k_starts_ptr, sequences, GROUP)
+            of_mean = element.to(tl.int64) * kv_heads + kv_head
+            k_start = tl.load(k_starts_ptr + element).to(tl.int32)
+            kv_len = tl.load(k_starts_ptr + element + 1).to(tl.int32) - k_start
+            first = first_group(k_start, element, GROUP)
+            group -= first
+        elif k_starts_ptr is not None:
+            k_start = tl.load(k_starts_ptr + element).to(tl.int32)
+        if k_lengths_ptr is not None:
+            length = tl.load(k_lengths_ptr + element).to(tl.int32)
+            kv_len = tl.minimum(kv_len, length)
+        # Groups that hold no keys are not read, but the first of an element without any.
+        if (group < 0) | ((group > 0) & (group * GROUP >= kv_len)):
+            return
+        key_ptr += tl.cast(k_start, tl.int64) * key_stride_s
+        value_ptr += tl.cast(k_start, tl.int64) * value_stride_s
+    if tl.program_id(2) == 0:
+        if KEEP_MEAN:
+            key_mean_ptr += of_mean * BLOCK_D
+        _quantise_key(
+            key_ptr + batch * key_stride_b + kv_head * key_stride_h,
+            key_stride_s,
+            key_stride_d,
+            key_out_ptr + (head * groups + first + group) * GROUP * BLOCK_D,
+            key_scale_ptr + head * groups + first,
+            key_mean_ptr,
+            group,
+            kv_len,
+            HEAD_DIM,
+            BLOCK_D,
+            GROUP,
+            SMOOTH,
+            KEEP_MEAN,
+            HAS_LENGTHS,
+        )
+    elif value_scale_ptr is not None:
+        _quantise_value(
+            value_ptr + batch * value_stride_b + kv_head * value_stride_h,
+            value_stride_s,
+            value_stride_d,
+            value_out_ptr + head * BLOCK_DV * groups * GROUP + first * GROUP,
+            value_scale_ptr + head * groups + first,
+            group,
+            groups,
+            kv_len,
+            V_HEAD_DIM,
+            BLOCK_DV,
+            GROUP,
+        )
+
+
+def quantise_key_value(
+    key: Tensor,
+    value: Tensor,
+    key_dtype: torch.dtype = torch.int8,
+    quantise_value: bool = False,
+    smooth_k: bool = True,
+    keep_mean: bool = False,
+    lengths: Lengths | None = None,
+) -> QuantisedKeyValue:
+    """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
+
+    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
+    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key;
+    `keep_mean` keeps it, for soft caps and sinks. Of a batch with `lengths`, keys and values that
+    do not count are not read.
+
+    Raises:
+        ValueError: the shapes do not fit together.
+    """
+    batch, kv_heads, kv_len, head_dim = key.shape
+    v_head_dim = value.shape[3]
+    groups = groups_for(kv_len, lengths)
+    block_dim, block_v_dim = padded_dim(head_dim), padded_dim(v_head_dim)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return key.new_empty((batch, kv_heads, *shape), dtype=dtype)
+
+    key_out = empty(groups * GROUP, block_dim, dtype=key_dtype)
+    key_scale = empty(groups, dtype=torch.float32)
+    value_out, value_scale = value, None
+    if quantise_value:
+        value_out = empty(block_v_dim, groups * GROUP, dtype=torch.float8_e4m3fn)
+        value_scale = empty(groups, dtype=torch.float32)
+    key_mean = None
+    if smooth_k and keep_mean:
+        batches = batch if lengths is None else lengths.batches
+        key_mean = key.new_empty((batches, kv_heads, block_dim), dtype=torch.float32)
+    launch = launch_of(
+        key, value, key_dtype, quantise_value, smooth_k, key_mean is not None, lengths
+    )
+    k_starts, k_lengths = (None, None) if lengths is None else (lengths.k_starts, lengths.k_lengths)
+    launch(key, value, key_out, key_scale, value_out, value_scale, key_mean, k_starts, k_lengths)
+    return QuantisedKeyValue(
+        key_out, key_scale, value_out, value_scale, kv_len, v_head_dim, smooth_k, key_mean, lengths
+    )
+
+
+def groups_for(kv_len: int, lengths: Lengths | None) -> int:
+    """That hold `kv_len` keys of a head, whatever the lengths of their sequences."""
+    if lengths is not None and lengths.kind == "packed":
+        return kv_len // GROUP + lengths.batches
+    return -(-kv_len // GROUP)
+
+
+def launch_of(
+    key: Tensor,
+    value: Tensor,
+    key_dtype: torch.dtype,
+    quantise_value: bool,
+    smooth_k: bool,
+    keep_mean: bool,
+    lengths: Lengths | None = None,
+) -> Launch:
+    """What `quantise_key_value` launches; arguments as its own."""
+    return _planned(
+        (key.shape, value.shape),
+        (key.stride(), value.stride()),
+        (key.dtype, value.dtype),
+        (key.device, value.device),
+        key_dtype,
+        quantise_value,
+        smooth_k,
+        keep_mean,
+        lengths and (lengths.kind, lengths.batches, *map(layout, lengths[4:])),
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shapes: tuple[Sizes, Sizes],
+    strides: tuple[Sizes, Sizes],
+    dtypes: tuple[torch.dtype, torch.dtype],
+    devices: tuple[torch.device, torch.device],
+    key_dtype: torch.dtype,
+    quantise_value: bool,
+    smooth_k: bool,
+    keep_mean: bool,
+    lengths: tuple[Any, ...] | None,
+) -> Launch:
+    """The launch for keys and values of one shape, type and device, to be quantised in one way.
+
+    Args:
+        lengths: their kind, how many, and the layouts of `k_starts` and `k_lengths`.
+    """
+    check_shapes(shapes[0], *shapes)
+    (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes
+    kind, batches = lengths[:2] if lengths else ("full", batch)
+    groups = groups_for(kv_len, Lengths(kind, batches, 0))
+    return Launch(
+        _quantise,
+        (groups, batch * kv_heads, 2 if quantise_value else 1),
+        devices[0],
+        named("key_stride_", "bhsd", strides[0])
+        | named("value_stride_", "bhsd", strides[1])
+        | {
+            "kv_heads": kv_heads,
+            "kv_len": kv_len,
+            "sequences": batches if kind == "packed" else None,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_dim(head_dim),
+            "V_HEAD_DIM": v_head_dim,
+            "BLOCK_DV": padded_dim(v_head_dim),
+            "GROUP": GROUP,
+            "SMOOTH": smooth_k,
+            "KEEP_MEAN": keep_mean,
+            "HAS_LENGTHS": lengths is not None,
+        },
+        num_warps=4,
+    )

@@ -1,0 +1,165 @@
+"""Prefill with 8-bit operands on Hopper: how `quantised_hopper_kernel.py` is launched."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from attention_kernels.hopper.head_groups import Sight, most_cut, section_of
+from attention_kernels.hopper.operands import block_layout
+from attention_kernels.hopper.persistent import SHORT, multiprocessors, work_of
+from attention_kernels.hopper.scores import ROWS
+from attention_kernels.hopper.stream_k import Pace, arguments_of, cut_for, memory_for
+from attention_kernels.launch.descriptors import nowhere
+from attention_kernels.launch.launcher import Launch, PlannedCall
+from attention_kernels.quantised.quantise import QuantisedKeyValue, padded_dim
+from attention_kernels.quantised.quantised_hopper_kernel import quantised_hopper_kernel
+from attention_kernels.quantised.quantised_operands import strides_of
+from attention_kernels.tiles.online_softmax import LN_2
+from attention_kernels.tiles.visited_blocks import Visits
+
+SLOWER = 1.035
+"""How much longer a block takes where programs share tiles: as measured with 8,190 keys at head_dim
+128 and 17,776 at 64 (H100); why is not known."""
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, and with what."""
+
+    consumers: int
+    heads: int
+    """Query heads of one group side by side; divides the consumers."""
+    keys: int
+    stages: int
+    registers: int
+    """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
+    in_turn: bool
+    """Whether consumers give the tensor cores to each other in a fixed order."""
+    pace: Pace
+    """In FP8."""
+
+
+def tile_for(head_dim: int, group: int, seen: int) -> Tile:
+    """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
+    to `seen` keys, as measured on an H200 (docs/notes.md)."""
+    if head_dim > 64:
+        return Tile(2, 1, 128, 2, 240, True, Pace(1.1, 2.5))
+    if seen <= SHORT:
+        return Tile(4, math.gcd(group, 4), 64, 4, 112, False, Pace(0.8, 2.5))
+    return Tile(3, 1, 128, 3, 160, False, Pace(1.4, 2.5))
+
+
+def tile_of_visits(head_dim: int) -> Tile:
+    """The tile for a mask that has been looked through: 128 queries of one head."""
+    return Tile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, Pace(1.1, 2.5))
+
+
+def visited_tiles(head_dim: int) -> tuple[int, int]:
+    """Queries of such a tile and keys of a block, for `visits`."""
+    tile = tile_of_visits(head_dim)
+    return tile.consumers * ROWS.value, tile.keys
+
+
+def _descriptor(tensor: Tensor, strides: list[int], *block: int) -> TensorDescriptor:
+    layout = block_layout(block, tensor.dtype)
+    return TensorDescriptor(tensor, list(tensor.shape), strides, list(block), layout)
+
+
+def plan(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    value: Tensor,
+    output: Tensor,
+    numbers: dict[str, Any],
+    is_bottom_right: bool,
+    left: int | None,
+    right: int | None,
+    mask: Tensor | None = None,
+    visited: Visits | None = None,
+    tile: Tile | None = None,
+) -> PlannedCall:
+    """All of a call but its tensors' addresses.
+
+    `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
+    `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
+    `mask` is of `loadable_mask`, and `visited` what it leaves in tiles of `tile_of_visits`.
+    """
+    batch, q_heads, _, _ = query.shape
+    q_len = numbers["q_len"]
+    lengths = quantised.lengths
+    is_packed = lengths is not None and lengths.kind == "packed"
+    if lengths is not None:
+        batch = lengths.batches
+    kv_heads, kv_rows, block_dim = quantised.key.shape[1:]
+    block_v_dim = padded_dim(quantised.v_head_dim)
+    group = q_heads // kv_heads
+    seen = max(1, quantised.kv_len // batch) if is_packed else quantised.kv_len
+    if left is not None and right is not None:
+        seen = min(seen, left + right + 1)
+    largest_dim = max(block_dim, block_v_dim)
+    if tile is None:
+        is_masked = visited is not None
+        tile = tile_of_visits(largest_dim) if is_masked else tile_for(largest_dim, group, seen)
+    query_desc = _descriptor(query, strides_of(query), 1, 1, ROWS.value, block_dim)
+    key = quantised.key.view(-1, block_dim)
+    key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
+    if quantised.value_scale is not None:
+        value_desc = _descriptor(value.view(-1, kv_rows), [kv_rows, 1], block_v_dim, tile.keys)
+    else:
+        value_desc = _descriptor(value, strides_of(value), 1, 1, tile.keys, block_v_dim)
+    output_desc = None
+    if not is_packed:
+        output_desc = _descriptor(output, strides_of(output), 1, 1, ROWS.value, block_v_dim)
+    mask_desc = None
+    if mask is not None:
+        mask_desc = _descriptor(mask, strides_of(mask), 1, 1, ROWS.value, tile.keys // 2)
+    visit_batch, visit_head = (None, None) if visited is None else visited.strides()
+    queries = tile.consumers // tile.heads * ROWS.value
+    blocks = -(-q_len // queries)
+    bundles = batch * q_heads // tile.heads
+    tiles = blocks * bundles
+    longest = q_len if is_packed else quantised.kv_len
+    diagonal = longest - q_len if is_bottom_right else 0
+    sight = Sight(q_len, longest, diagonal, left, right, queries, tile.keys)
+    head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
+    processors = multiprocessors(query.device)
+    cut = None
+    if lengths is None and visited is None:
+        cut = cut_for(sight, bundles, processors, tile.pace, SLOWER)
+    programs = min(tiles, processors) if cut is None else processors
+    section = section_of(sight, head_bytes, bundles, group // tile.heads, programs)
+    launch = Launch(
+        quantised_hopper_kernel,
+        (programs, 1, 1),
+        query.device,
+        numbers
+        | {
+            "diagonal": None if is_bottom_right else 0,
+            "left": left,
+            "right": right,
+            "most_cut": most_cut(sight, has_lengths=lengths is not None),
+            "mask_batch": None if mask is None else int(mask.shape[0] > 1),
+            "mask_head": None if mask is None else int(mask.shape[1] > 1),
+            "visit_batch": visit_batch,
+            "visit_head": visit_head,
+            "stride_output_head": output.stride(1) if is_packed else None,
+            "stride_output_token": output.stride(2) if is_packed else None,
+            "STAGES": tile.stages,
+            "CONSUMERS": tile.consumers,
+            "HEADS": tile.heads,
+            "BY_LENGTH": right is not None,
+            "IN_TURN": tile.in_turn,
+            "REGISTERS": tile.registers,
+            "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),
+            "V_HEAD_DIM": quantised.v_head_dim if is_packed else block_v_dim,
+            **work_of(q_heads, group, blocks, bundles, section, programs),
+            **arguments_of(cut),
+        },
+        num_warps=4,
+    )
+    descriptors = (query_desc, key_desc, value_desc, output_desc, mask_desc)
+    shared = memory_for(cut, programs, tile.consumers, block_v_dim)
+    return PlannedCall(launch, tuple(each and nowhere(each) for each in descriptors), shared)

@@ -1,0 +1,135 @@
+"""Operands of `quantised_hopper_kernel.py` in 8 bits: queries, which a consumer quantises itself,
+and where keys and values are kept with their scales."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton import constexpr_function
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.language.core import PropagateNan
+
+from attention_kernels.hopper.scores import ROWS
+from attention_kernels.quantised.quantise import (
+    FP8_MAX,
+    GROUP,
+    INT8_MAX,
+    SMALLEST_MAXIMUM,
+    first_group,
+)
+from attention_kernels.tiles.division import quotient
+
+ALL = gl.constexpr(PropagateNan.ALL)
+SCALE_GROUP = gl.constexpr(GROUP)
+"""Keys, and values, that share a scale."""
+
+
+class Rows(NamedTuple):
+    """A consumer's queries of a tile."""
+
+    query: Any
+    """(ROWS, D) in 8 bits, in shared memory."""
+    scale: Any
+    """(ROWS,), and with softmax's own."""
+    shift: Any
+    """(ROWS,), what the mean of the keys would add to scores, or None."""
+    first: Any
+
+
+class Kept(NamedTuple):
+    """Where a tile's keys and values are kept in 8 bits."""
+
+    head: Any
+    """Of keys, counted over the tensors' batch."""
+    group: Any
+    """The first of its batch element among the head's."""
+
+
+@gluon.jit
+def times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
+    """What the mean that was subtracted from the keys would add to a row's scores, (ROWS,).
+
+    Args:
+        block: (1, 1, ROWS, D) queries in shared memory, in 16 bits.
+        mean_ptr: of the head's mean, (D,).
+        factor: what products of query and key are multiplied with.
+        SCORES: the layout of scores.
+    """
+    LAYOUT: gl.constexpr = _four_threads_a_row(D)
+    query = block.reshape((ROWS, D)).load(LAYOUT).to(gl.float32)
+    mean = gl.load(mean_ptr + gl.arange(0, D, gl.SliceLayout(0, LAYOUT)))
+    products = gl.sum(query * mean[None, :], 1) * factor
+    return gl.convert_layout(products, gl.SliceLayout(1, SCORES), assert_trivial=True)
+
+
+@gluon.jit
+def quantise_query(block, factor, buffer, SCORES: gl.constexpr):
+    """A consumer's queries times `factor`, from `block` as above, into `buffer` (ROWS, D) in shared
+    memory; their scales (ROWS,). Where a row is not finite, a number of it is NaN in FP8, and its
+    scale in INT8."""
+    D: gl.constexpr = buffer.shape[1]
+    query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
+    largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
+    not_finite = largest * 0.0
+    largest = gl.maximum(largest, SMALLEST_MAXIMUM)
+    if buffer.dtype == gl.int8:
+        query = gl.floor(query * (factor * INT8_MAX / largest)[:, None] + 0.5)
+        scale = largest / INT8_MAX + not_finite
+    else:
+        query = query * (factor * FP8_MAX / largest)[:, None]
+        scale = gl.where(not_finite == 0.0, largest / FP8_MAX, 1.0)
+    buffer.store(query.to(buffer.dtype))
+    fence_async_shared()
+    return gl.convert_layout(scale, gl.SliceLayout(1, SCORES), assert_trivial=True)
+
+
+@gluon.jit
+def _larger_or_nan(left, right):
+    return gl.maximum(left, right, propagate_nan=ALL)
+
+
+@constexpr_function
+def _four_threads_a_row(D):
+    """The layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
+
+    Its columns are such that eight threads, which read 16 bytes each at a time, find them in
+    different banks of shared memory as TMA lays out 16 bits.
+    """
+    columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
+    quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
+    lanes = [*columns[quad : quad + 2], [1, 0], [2, 0], [4, 0]]
+    registers = [*columns[:quad], *columns[quad + 2 :], [8, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, D])
+
+
+@gluon.jit
+def kept_of(batch, q_head, span, work, bounds, of_group):
+    """Where the keys of a query head are kept; `of_group` is the `reciprocal` of how
+    many share them."""
+    first = 0
+    if bounds.q_offsets is None:
+        at = quotient(batch * work.q_heads + q_head, of_group)
+    else:
+        at = quotient(q_head, of_group)
+        first = first_group(span.k_start, batch, SCALE_GROUP)
+    return Kept(at, first)
+
+
+@gluon.jit
+def scales_of(scales, block, bounds, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
+    """A block's scales of keys and of values; values of 16 bits have none.
+
+    Args:
+        scales: pointers to the first of the batch element's.
+        block: its number among those of the batch element's keys.
+    """
+    key_scale_ptr, value_scale_ptr = scales
+    group = block * KEYS // SCALE_GROUP
+    if bounds.visits is not None:
+        # Where nothing is seen, what is visited may be behind the last.
+        group = gl.minimum(group, (bounds.kv_len - 1) // SCALE_GROUP)
+    of_keys = gl.load(key_scale_ptr + group)
+    of_values = gl.load(value_scale_ptr + group) if FP8_VALUE else of_keys
+    return of_keys, of_values

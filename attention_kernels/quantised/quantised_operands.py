@@ -1,0 +1,71 @@
+"""Operands as both quantised kernels take them, the portable one and Hopper's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch import Tensor
+
+from attention_kernels.quantised.quantise import QuantisedKeyValue
+
+
+def describable(tensor: Tensor) -> Tensor:
+    """A query or value, or a copy where a tensor descriptor cannot describe it."""
+    if is_describable(tensor):
+        return tensor
+    step = 16 // tensor.element_size()
+    copy = tensor.new_empty((*tensor.shape[:-1], -(-tensor.shape[-1] // step) * step))
+    return copy[..., : tensor.shape[-1]].copy_(tensor)
+
+
+def is_describable(tensor: Tensor) -> bool:
+    """Whether a tensor descriptor can describe it where it lies.
+
+    The last stride must be 1, the others positive multiples of 16 bytes, and so must the address
+    be.
+    """
+    fits = _are_describable(tensor.shape, tensor.stride(), tensor.element_size())
+    return fits and tensor.data_ptr() % 16 == 0
+
+
+@functools.lru_cache(maxsize=1024)
+def _are_describable(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    step = 16 // itemsize
+    others = [stride for size, stride in zip(sizes, strides, strict=True) if size > 1]
+    aligned = all(stride > 0 and stride % step == 0 for stride in others[:-1])
+    return strides[-1] == 1 and sizes[-1] > 1 and aligned
+
+
+def strides_of(tensor: Tensor) -> list[int]:
+    """Strides for a tensor descriptor: a dimension of size 1 may have any, and not all will do."""
+    strides = [
+        stride if size > 1 else 64
+        for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    ]
+    return [*strides, 1]
+
+
+def numbers_of(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    factor: float,
+    cap: float | None,
+    in_tensor_cores: bool,
+) -> dict[str, Any]:
+    """What a call's tensors say, as arguments by the kernels' names for them.
+
+    Args:
+        factor, cap: as `online_softmax.base_2` has them.
+        in_tensor_cores: whether FP8 products are summed there from the first block to the last.
+    """
+    _, q_heads, q_len, _ = query.shape
+    return {
+        "q_heads": q_heads,
+        "q_len": q_len if quantised.lengths is None else quantised.lengths.longest_query,
+        "kv_len": quantised.kv_len,
+        "groups": quantised.key_scale.shape[2],
+        "factor": factor,
+        "cap": cap,
+        "IN_TENSOR_CORES": in_tensor_cores,
+    }

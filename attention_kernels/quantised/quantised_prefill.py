@@ -1,0 +1,437 @@
+"""Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
+
+What is quantised, and how, is in `quantise.py`, what is computed in `quantised_prefill_kernel.py`,
+or on Hopper up to a head_dim of 128, in `quantised_hopper_kernel.py`.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.descriptors import has_tma, nowhere
+from attention_kernels.launch.launcher import Kept, Launch, PlannedCall, layout, named
+from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
+from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.portable.forward import Lengths
+from attention_kernels.quantised.quantise import (
+    GROUP,
+    QuantisedKeyValue,
+    launch_of,
+    padded_dim,
+    quantise_key_value,
+)
+from attention_kernels.quantised.quantised_operands import (
+    describable,
+    is_describable,
+    numbers_of,
+    strides_of,
+)
+from attention_kernels.quantised.quantised_prefill_kernel import quantised_prefill_kernel
+from attention_kernels.tiles.masking import mask_unit, window_sides
+from attention_kernels.tiles.online_softmax import base_2
+from attention_kernels.tiles.visited_blocks import Visits, visits
+
+
+class Tile(NamedTuple):
+    """What a program works on at a time, and with what."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def tile_for(head_dim: int, q_len: int, has_tma: bool) -> Tile:
+    """The tile for a padded head dimension. Without TMA, loads take registers too: more keys at a
+    time would not fit (nothing of that was run)."""
+    if q_len <= 64:
+        return Tile(64, 64, 4, 3)
+    if head_dim <= 128:
+        return Tile(128, 128 if has_tma else 64, 8, 3)
+    return Tile(64, 64, 8, 2)
+
+
+def attend(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    in_tensor_cores: bool = False,
+    attn_mask: Tensor | None = None,
+    visited: Visits | None = None,
+) -> Tensor:
+    """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
+
+    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `variant` says.
+    `scale` defaults to 1/sqrt(D). Query heads share key heads in groups when there are more of
+    them. A query that sees no key gets zeros. `in_tensor_cores` sums FP8 products there, which is
+    faster and less exact, from the first key to the last. `attn_mask` is bool (True = attend) and
+    broadcasts to (B, Hq, Sq, Sk); what it hides in whole blocks is not read. `visited` is what
+    `visits_of` says of it; None asks.
+
+    Raises:
+        ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
+            from the keys was not kept; a mask lies beside lengths, a diagonal or a window, or is
+            not bool; or the shapes do not fit together.
+    """
+    sees_mean = variant.softcap is not None or sinks is not None
+    if sees_mean and quantised.is_smooth and quantised.key_mean is None:
+        raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
+    mask = None
+    if attn_mask is not None:
+        if is_causal or variant.window != (None, None) or quantised.lengths is not None:
+            raise ValueError("attn_mask beside a diagonal, a window or lengths of sequences")
+        mask = _mask_of(query, quantised, attn_mask)
+        visited = visited or visits_of(query, quantised, attn_mask)
+    value = quantised.value
+    if quantised.value_scale is None:
+        value = describable(value)
+    if has_gluon_kernels(query.device):
+        query = describable(query)
+    output = _empty_output(query, quantised.v_head_dim)
+    planned = _planned(
+        query,
+        quantised,
+        value,
+        output,
+        is_causal,
+        scale,
+        variant,
+        sinks,
+        in_tensor_cores,
+        mask,
+        visited,
+    )
+    of_query, of_key, of_value, of_output, of_mask = planned.operands(
+        query, quantised.key, value, output, mask
+    )
+    planned.launch(
+        of_query,
+        of_key,
+        quantised.key_scale,
+        of_value,
+        quantised.key_scale if quantised.value_scale is None else quantised.value_scale,
+        of_output,
+        quantised.key_mean if sees_mean else None,
+        None if sinks is None else sinks.contiguous(),
+        of_mask,
+        *((None, None, None) if quantised.lengths is None else quantised.lengths[3:]),
+        *(visited or (None, None)),
+        *planned.room(query.device),
+    )
+    return output
+
+
+def visits_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Visits:
+    """What a bool mask leaves, so that it can be found once for calls with the same mask; tensors
+    are those of `attend`."""
+    largest_dim = max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))
+    if _is_for_hopper(query, largest_dim):
+        from attention_kernels.quantised import quantised_hopper
+
+        rows, keys = quantised_hopper.visited_tiles(largest_dim)
+    else:
+        rows, keys, *_ = tile_for(largest_dim, query.shape[2], has_tma(query.device))
+    return visits(attn_mask.expand(*query.shape[:3], quantised.kv_len), rows, keys)
+
+
+def _is_for_hopper(query: Tensor, largest_dim: int) -> bool:
+    return largest_dim <= 128 and has_gluon_kernels(query.device)
+
+
+def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Tensor:
+    """A bool mask as the kernel for these tensors reads it."""
+    if attn_mask.dtype != torch.bool:
+        raise ValueError(f"attn_mask in {attn_mask.dtype}: needs bool")
+    shape = (*query.shape[:3], quantised.kv_len)
+    if not _is_for_hopper(query, max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))):
+        return attn_mask.expand(shape).view(torch.uint8)
+    # Gluon is imported only where it is of use.
+    from attention_kernels.hopper.operands import loadable_mask
+
+    return loadable_mask(attn_mask, shape)
+
+
+def _planned(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    value: Tensor,
+    output: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    variant: AttentionOptions,
+    sinks: Tensor | None,
+    in_tensor_cores: bool,
+    mask: Tensor | None = None,
+    visited: Visits | None = None,
+) -> PlannedCall:
+    """`_plan`, once for all calls of one shape."""
+    shape = (
+        query.device,
+        layout(query),
+        quantised.layouts,
+        layout(value),
+        layout(sinks),
+        layout(mask),
+        visited and tuple(map(layout, visited)),
+        is_causal,
+        scale,
+        variant,
+        in_tensor_cores,
+    )
+    return _calls.get(shape) or _calls.keep(
+        shape,
+        _plan(
+            query,
+            quantised,
+            value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            sizes_of(sinks),
+            in_tensor_cores,
+            mask,
+            visited,
+        ),
+    )
+
+
+_calls: Kept[PlannedCall] = Kept()
+
+
+def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
+    """(B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes them."""
+    step = 8 if has_gluon_kernels(query.device) else 1
+    if v_head_dim % step == 0:
+        return query.new_empty((*query.shape[:3], v_head_dim))
+    rows = query.new_empty((*query.shape[:3], v_head_dim + step - v_head_dim % step))
+    return rows[..., :v_head_dim]
+
+
+def _plan(
+    query: Tensor,
+    quantised: QuantisedKeyValue,
+    value: Tensor,
+    output: Tensor,
+    is_causal: bool,
+    scale: float | None,
+    variant: AttentionOptions,
+    sinks: Sizes | None,
+    in_tensor_cores: bool,
+    mask: Tensor | None,
+    visited: Visits | None,
+) -> PlannedCall:
+    """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
+    descriptor takes them, `mask` is of `_mask_of`, `sinks` is a shape."""
+    batch, q_heads, q_rows, head_dim = query.shape
+    lengths = quantised.lengths
+    key = (*quantised.key.shape[:2], quantised.kv_len)
+    check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sinks)
+    check_head_dims(head_dim, quantised.v_head_dim)
+    is_causal, left, right = window_sides(is_causal, variant, q_rows, quantised.kv_len)
+    has_diagonal = is_causal or left is not None or right is not None
+    is_square = lengths is None and q_rows == quantised.kv_len
+    is_bottom_right = variant.bottom_right and has_diagonal and not is_square
+    block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
+    fp8_value = quantised.value_scale is not None
+    factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
+    numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores)
+    largest_dim = max(block_dim, block_v_dim)
+    if _is_for_hopper(query, largest_dim):
+        # Gluon is imported only where it is of use.
+        from attention_kernels.quantised import quantised_hopper
+
+        right = 0 if is_causal else right
+        return quantised_hopper.plan(
+            query, quantised, value, output, numbers, is_bottom_right, left, right, mask, visited
+        )
+    if lengths is not None:
+        batch = lengths.batches
+    q_len = numbers["q_len"]
+    tile = tile_for(largest_dim, q_len, has_tma(query.device))
+    key_desc = TensorDescriptor.from_tensor(quantised.key.flatten(0, 2), [tile.keys, block_dim])
+    if fp8_value:
+        value_desc = TensorDescriptor.from_tensor(value.flatten(0, 2), [block_v_dim, tile.keys])
+    else:
+        block = [1, 1, tile.keys, block_v_dim]
+        value_desc = TensorDescriptor(value, list(value.shape), strides_of(value), block)
+    launch = Launch(
+        quantised_prefill_kernel,
+        (-(-q_len // tile.queries) * batch * q_heads, 1, 1),
+        query.device,
+        numbers
+        | named("stride_", "bhsd", query.stride())
+        | named("stride_m", "bhmn", (None,) * 4 if mask is None else mask.stride())
+        | named("stride_w", "bh", (None, None) if visited is None else visited.strides())
+        | {
+            "q_rows": q_rows if lengths is not None and lengths.kind == "packed" else None,
+            "kv_heads": quantised.key.shape[1],
+            "HEAD_DIM": head_dim,
+            "V_HEAD_DIM": quantised.v_head_dim,
+            "OUTPUT_STRIDE": output.stride(2),
+            "BLOCK_D": block_dim,
+            "BLOCK_DV": block_v_dim,
+            "BLOCK_M": tile.queries,
+            "BLOCK_N": tile.keys,
+            "GROUP": GROUP,
+            "MASK_UNIT": 1 if mask is None else mask_unit(mask),
+            "FP8_VALUE": fp8_value,
+            "IS_CAUSAL": is_causal,
+            "IS_BOTTOM_RIGHT": is_bottom_right,
+            "left": left,
+            "right": right,
+        },
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None, None))
+
+
+def quantised_prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    score_dtype: torch.dtype = torch.int8,
+    fp8_value: bool = False,
+    smooth_k: bool = True,
+    in_tensor_cores: bool = False,
+    variant: AttentionOptions = PLAIN,
+    sinks: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    lengths: Lengths | None = None,
+) -> Tensor:
+    """softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
+
+    `query` (B, Hq, Sq, D), `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides,
+    float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
+    their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
+    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
+    all; the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for `attend`.
+    `variant` is bottom right, window and soft cap, `sinks` (Hq,), `lengths` which rows count; a
+    packed batch has one batch element, and a padded one is answered as `varlen.padded` does it. FP8
+    needs compute capability 8.9.
+
+    Raises:
+        ValueError: as `attend`, of masks and shapes.
+    """
+    is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
+    shape = (
+        query.device,
+        layout(query),
+        layout(key),
+        layout(value),
+        is_aligned,
+        is_causal,
+        scale,
+        score_dtype,
+        fp8_value,
+        smooth_k,
+        in_tensor_cores,
+        variant,
+    )
+    is_plain = sinks is None and attn_mask is None and lengths is None
+    if is_plain and (again := _repetitions.get(shape)) is not None:
+        return again(query, key, value)
+    is_empty = lengths is not None and 0 in (lengths.batches, lengths.longest_query)
+    if key.shape[2] == 0 or query.numel() == 0 or is_empty:
+        return query.new_zeros((*query.shape[:3], value.shape[3]))
+    check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
+    keep_mean = variant.softcap is not None or sinks is not None
+    quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean, lengths)
+    output = attend(
+        query,
+        quantised,
+        is_causal,
+        scale=scale,
+        variant=variant,
+        sinks=sinks,
+        in_tensor_cores=in_tensor_cores,
+        attn_mask=attn_mask,
+    )
+    is_read_in_place = (fp8_value or is_describable(value)) and (
+        is_describable(query) or not has_gluon_kernels(query.device)
+    )
+    if is_plain and is_aligned and is_read_in_place and not keep_mean:
+        quantise = launch_of(key, value, score_dtype, fp8_value, smooth_k, keep_mean)
+        planned = _planned(
+            query,
+            quantised,
+            quantised.value,
+            output,
+            is_causal,
+            scale,
+            variant,
+            None,
+            in_tensor_cores,
+        )
+        repetition = _Repetition.of(quantise, planned, quantised, output)
+        if repetition is not None:
+            _repetitions.keep(shape, repetition)
+    return output
+
+
+class _Repetition(NamedTuple):
+    """Another call like one that was made step by step, at half the cost to the host.
+
+    What is quantised lies in one piece of memory, and is no tensor.
+    """
+
+    quantise: Launch
+    attend: PlannedCall
+    places: tuple[int, ...]
+    """Bytes from there to the key, its scales, and if it is quantised, the value and its scales."""
+    room: int
+    """Bytes of all."""
+    output: tuple[tuple[int, ...], tuple[int, ...]]
+    """Its sizes and strides."""
+
+    @classmethod
+    def of(
+        cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
+    ) -> _Repetition | None:
+        """None where its launches cannot be repeated with addresses alone."""
+        if not (quantise.is_compiled and attend.launch.is_compiled):
+            return None
+        parts = [quantised.key, quantised.key_scale]
+        if quantised.value_scale is not None:
+            parts += [quantised.value, quantised.value_scale]
+        *places, room = accumulate((-(-part.nbytes // 128) * 128 for part in parts), initial=0)
+        return cls(quantise, attend, tuple(places), room, (tuple(output.shape), output.stride()))
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        device = query.device
+        memory = torch.empty_strided((self.room,), (1,), dtype=torch.uint8, device=device)
+        output = torch.empty_strided(*self.output, dtype=query.dtype, device=device)
+        begin, value_address = memory.data_ptr(), value.data_ptr()
+        key_out, key_scale, *quantised = [begin + place for place in self.places]
+        value_out, value_scale = quantised or (value_address, None)
+        self.quantise.repeat(
+            key.data_ptr(), value_address, key_out, key_scale, value_out, value_scale, *(None,) * 3
+        )
+        self.attend.launch.repeat(
+            query.data_ptr(),
+            key_out,
+            key_scale,
+            value_out,
+            value_scale or key_scale,
+            output.data_ptr(),
+            *(None,) * 8,
+            *[each.data_ptr() for each in self.attend.room(device)],
+        )
+        return output
+
+
+_repetitions: Kept[_Repetition] = Kept()

@@ -1,0 +1,50 @@
+"""Attention of one or a few query tokens to chosen tokens only; `token_choice` chooses them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.split_kv import attend
+
+
+def sparse_decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention restricted to the tokens in `indices`: (B, Hq, Sq, Dv), contiguous.
+
+    Args:
+        query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
+        key: (B, Hkv, Sk, D), any strides.
+        value: (B, Hkv, Sk, Dv), any strides.
+        indices: (B, Hkv, K) int32 or int64, each token once; the query heads of a key/value head
+            share them. Entries that are negative or beyond the keys are skipped; where nothing is
+            left the output is zeros.
+        scale: of the scores; None is 1/sqrt(D).
+    """
+    return attend(query, Cache(key, value, indices=indices.contiguous()), scale=scale)
+
+
+def paged_sparse_decode(
+    query: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    indices: Tensor,
+    *,
+    scale: float | None = None,
+) -> Tensor:
+    """The same over pages, whose arguments are those of `paged_decode.paged_decode`.
+
+    Args:
+        indices: (B, Hkv, K) int32 or int64, positions in the sequence; those that are negative or
+            not below its length are skipped.
+    """
+    cache = Cache.in_pages(key_pages, value_pages, block_table, lengths, indices.contiguous())
+    return attend(query, cache, scale=scale)

@@ -1,0 +1,179 @@
+"""Which blocks of keys a mask leaves to each tile of queries, so that the others are not read.
+
+A block is gone through without the mask if it hides nothing and adds nothing there, with it if it
+does so for some, and not at all if it hides all of it. For that the mask is read once, or twice if
+it is added, by a program for each block; a second kernel makes lists of the blocks. What comes out
+depends on nothing but the mask: a model's layers and steps can share it.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention_kernels.launch.launcher import Launch, named
+from attention_kernels.tiles.masking import mask_unit
+
+HIDDEN = tl.constexpr(-1e30)
+"""A key to which no more is added has no weight beside any of its row with more: some models add
+-finfo.max where others add -inf. A row of such keys alone is an ordinary row."""
+CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
+"""Kinds of blocks: those that need the mask, and those that do not. Hidden ones are 0."""
+
+
+class Visits(NamedTuple):
+    """The blocks that each tile goes through. B and H are 1 where the mask is the same for all."""
+
+    blocks: Tensor
+    """(B, H, tiles, 2, blocks) int32, the first key of each: those without the mask, and those with
+    it, in order; what follows them is undefined."""
+    counts: Tensor
+    """(B, H, tiles, 2) int32: how many there are of each."""
+
+    def strides(self) -> tuple[int, int]:
+        """From one batch element to the next, and from one head to the next, in tiles."""
+        batches, heads, tiles = self.counts.shape[:3]
+        return (heads * tiles if batches > 1 else 0), (tiles if heads > 1 else 0)
+
+
+@triton.jit(do_not_specialize=["heads", "q_len", "k_len"])
+def _kinds_kernel(
+    mask_ptr,
+    largest_ptr,
+    kinds_ptr,
+    heads,
+    q_len,
+    k_len,
+    stride_b,
+    stride_h,
+    stride_m,
+    stride_n,
+    UNIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    IS_BOOL: tl.constexpr,
+):
+    """What the mask does to one block; loads as those of `masking.mask_bias`."""
+    block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    place = head.to(tl.int64) * tl.num_programs(1) + tile
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    keys = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = rows[:, None] < q_len
+    mask_ptr += (head // heads).to(tl.int64) * stride_b + (head % heads).to(tl.int64) * stride_h
+    row_ptrs = mask_ptr + tl.minimum(rows, q_len - 1)[:, None].to(tl.int64) * stride_m
+    is_loaded = keys[None, :] < tl.cdiv(k_len, UNIT) * UNIT
+    values = tl.load(row_ptrs + keys[None, :].to(tl.int64) * stride_n, mask=is_loaded, other=0)
+    if IS_BOOL:
+        is_seen = values != 0
+        is_plain = is_seen
+    else:
+        largest = tl.load(largest_ptr + head.to(tl.int64) * q_len + rows, mask=rows < q_len)
+        has_more = (largest[:, None] <= HIDDEN) == 0  # a NaN too
+        is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
+        is_seen = is_hidden == 0
+        is_plain = values == 0
+    inside = is_row & (keys[None, :] < k_len)
+    is_visited = tl.max((is_seen & inside).to(tl.int32)) == 1
+    is_whole = tl.min((is_plain | ~is_row).to(tl.int32)) == 1
+    is_whole = is_whole & ((block + 1) * BLOCK_N <= k_len)
+    kind = tl.where(is_whole, WHOLE, tl.where(is_visited, CUT, 0))
+    tl.store(kinds_ptr + place * tl.num_programs(0) + block, kind.to(tl.int8))
+
+
+@triton.jit(do_not_specialize=["width"])
+def _list_kernel(
+    kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
+):
+    """The blocks of one tile, of `width`, at most WIDTH."""
+    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    blocks = tl.arange(0, WIDTH)
+    kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
+    blocks_ptr += place * 2 * width
+    is_whole = (kinds == WHOLE).to(tl.int32)
+    is_cut = (kinds == CUT).to(tl.int32)
+    tl.store(blocks_ptr + tl.cumsum(is_whole) - 1, blocks * BLOCK_N, mask=is_whole == 1)
+    tl.store(blocks_ptr + width + tl.cumsum(is_cut) - 1, blocks * BLOCK_N, mask=is_cut == 1)
+    tl.store(counts_ptr + place * 2, tl.sum(is_whole))
+    tl.store(counts_ptr + place * 2 + 1, tl.sum(is_cut))
+
+
+@triton.jit
+def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
+    """The first key of a block, as a number that Triton knows to be a multiple; 0 past the last.
+
+    To be asked a block ahead: loads are not begun early whose place is loaded in the same turn.
+    """
+    return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
+
+
+def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
+    """What a mask (B, Hq, Sq, Sk), bool or float, any strides, leaves to tiles of `rows` queries,
+    of blocks of `keys` keys."""
+    shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
+    for dim in shared:
+        attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.shape[dim]))
+    batches, heads, q_len, k_len = attn_mask.shape
+    is_bool = attn_mask.dtype == torch.bool
+    numbers = attn_mask.view(torch.uint8) if is_bool else attn_mask
+    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
+    counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
+    if not blocks.numel():
+        return Visits(blocks, counts.zero_())
+    kinds = attn_mask.new_empty((batches, heads, tiles, width), dtype=torch.int8)
+    find_kinds, list_blocks = _planned(
+        numbers.shape,
+        numbers.stride(),
+        attn_mask.dtype,
+        numbers.device,
+        mask_unit(numbers),
+        rows,
+        keys,
+    )
+    find_kinds(numbers, None if is_bool else numbers.amax(3), kinds)
+    list_blocks(kinds, blocks, counts)
+    return Visits(blocks, counts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    unit: int,
+    rows: int,
+    keys: int,
+) -> tuple[Launch, Launch]:
+    """The launches for masks of one shape; `dtype` is theirs before bool became bytes."""
+    batches, heads, q_len, k_len = shape
+    tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
+    find_kinds = Launch(
+        _kinds_kernel,
+        (width, tiles, batches * heads),
+        device,
+        named("stride_", "bhmn", strides)
+        | {
+            "heads": heads,
+            "q_len": q_len,
+            "k_len": k_len,
+            "UNIT": unit,
+            "BLOCK_M": rows,
+            "BLOCK_N": keys,
+            "IS_BOOL": dtype == torch.bool,
+        },
+        num_warps=4,
+    )
+    list_blocks = Launch(
+        _list_kernel,
+        (tiles, batches * heads, 1),
+        device,
+        {"width": width, "BLOCK_N": keys, "WIDTH": triton.next_power_of_2(width)},
+        num_warps=1,
+    )
+    return find_kinds, list_blocks

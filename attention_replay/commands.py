@@ -1,0 +1,78 @@
+"""Starts the commands `capture` and `replay`, and says when something else goes by their names.
+
+The packages are called `capture`, `replay` and `models`, as files of yours may be. Where Python
+finds a `replay.py` of yours first, the command would end in a puzzling ImportError. This module has
+a name that nobody else uses, and looks before it imports.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from pathlib import Path
+
+PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
+"""What must be ours, by command. `models` is loaded by its path, whatever else has that name."""
+
+MAINS = {"capture": "capture.cli.main", "replay": "replay.cli.main"}
+"""The module whose `main` each command is."""
+
+
+def capture() -> None:
+    """Entry point of `capture`."""
+    _start("capture")
+
+
+def replay() -> None:
+    """Entry point of `replay`."""
+    _start("replay")
+
+
+def _start(command: str) -> None:
+    for package in PACKAGES[command]:
+        if (hiding := _hiding(package)) is not None:
+            _refuse(
+                command,
+                f"{hiding} hides the package {package!r} of attention-replay: rename it, or take "
+                f"{hiding.parent} out of PYTHONPATH",
+            )
+    try:
+        cli = importlib.import_module(MAINS[command])
+    except KeyboardInterrupt:
+        print(f"{command}: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except ImportError as error:
+        for package in PACKAGES[command]:
+            if others := _also_installed_as(package):
+                _refuse(
+                    command,
+                    f"{' and '.join(others)}, installed in the same environment, overwrote the "
+                    f"package {package!r} of attention-replay ({error}): install one of them "
+                    "elsewhere",
+                )
+        raise
+    cli.main()
+
+
+def _hiding(package: str) -> Path | None:
+    """What Python finds in place of our package; None where it finds ours."""
+    spec = importlib.util.find_spec(package)
+    ours = Path(__file__).resolve().parents[1] / package
+    if spec is None:
+        return None  # not there at all, which the import says
+    directories = [Path(place).resolve() for place in spec.submodule_search_locations or ()]
+    if ours in directories:
+        return None
+    return Path(spec.origin) if spec.origin else directories[0]
+
+
+def _also_installed_as(package: str) -> list[str]:
+    owners = importlib.metadata.packages_distributions().get(package, [])
+    return sorted({owner for owner in owners if owner != "attention-replay"})
+
+
+def _refuse(command: str, sentence: str) -> None:
+    print(f"{command}: {sentence}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,162 @@
+"""One call put together from the parts of it that ranks of a distributed model made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import PLAIN
+from capture.call.strides import concatenated
+
+_HEADS, _QUERIES = 1, 2
+"""Dimensions of a query."""
+_SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
+
+
+class JoinError(ValueError):
+    """The parts are not those of one call; the message says why."""
+
+
+def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
+    """Return the whole call, of the first part's origin.
+
+    Tensors are dense, in the order of dimensions of the first part. A key/value head that several
+    ranks hold, because there are fewer of them than ranks, is one again.
+
+    Args:
+        parts: in their order, each (B, Hq, Sq, D) with its own Hq (`heads`) or Sq (`queries`).
+        split: one of `capture.call.splits.SPLITS`.
+
+    Raises:
+        JoinError: the parts do not fit together.
+    """
+    first = parts[0]
+    for each in parts[1:]:
+        _check_alike(first, each)
+    tensors = _by_heads(parts) if split == "heads" else _by_queries(parts)
+    whole = first.with_tensors(tensors)
+    return replace(
+        whole,
+        enable_gqa=any(each.enable_gqa for each in parts)
+        or whole.shape.q_heads != whole.shape.kv_heads,
+    )
+
+
+def _check_alike(first: AttentionCall, other: AttentionCall) -> None:
+    """Raise JoinError unless two parts differ in their tensors' values and lengths alone."""
+    for name in ("is_causal", "scale", "dropout_p", "variant"):
+        if getattr(first, name) != getattr(other, name):
+            raise JoinError(f"the ranks' calls differ in {name}")
+    ours, theirs = first.tensors(), other.tensors()
+    if ours.keys() != theirs.keys():
+        raise JoinError(f"some ranks alone have {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
+    for name in ours:
+        if ours[name].dtype != theirs[name].dtype:
+            raise JoinError(f"the ranks' calls differ in the dtype of {name}")
+
+
+def _by_heads(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
+    holders = _holders_of_keys(parts)
+    given = parts[0].tensors().keys()
+    tensors = {"query": _joined(parts, "query", _HEADS), "key": _joined(holders, "key", _HEADS)}
+    if all(part.value_is_in_key for part in parts):
+        tensors["value"] = tensors["key"][..., : parts[0].shape.v_head_dim]
+    else:
+        tensors["value"] = _joined(holders, "value", _HEADS)
+    if "output" in given:
+        tensors["output"] = _joined(parts, "output", _HEADS)
+    if "sinks" in given:
+        tensors["sinks"] = _joined(parts, "sinks", 0)
+    if "attn_mask" in given:
+        tensors["attn_mask"] = _joined_mask(parts, _HEADS)
+    for name in _SAME_ON_ALL:
+        if name in given:
+            tensors[name] = _the_same(parts, name)
+    return tensors
+
+
+def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
+    first = parts[0]
+    if first.is_causal or first.variant != PLAIN or first.features:
+        raise JoinError(
+            "is_causal, a window or lengths count from the first or last query of a part, not of "
+            "the whole call"
+        )
+    tensors = {
+        "query": _joined(parts, "query", _QUERIES),
+        "key": _the_same(parts, "key"),
+        "value": _the_same(parts, "value"),
+    }
+    if first.output is not None:
+        tensors["output"] = _joined(parts, "output", _QUERIES)
+    if first.attn_mask is not None:
+        tensors["attn_mask"] = _joined_mask(parts, _QUERIES)
+    return tensors
+
+
+def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
+    """Return the parts whose key/value heads the whole call has, each head once.
+
+    Where there are fewer key/value heads than ranks, neighbours hold the same one.
+    """
+    runs: list[list[AttentionCall]] = []
+    for part in parts:
+        holds_the_same = (
+            runs
+            and part.key.shape[1] == 1
+            and all(_is_same(getattr(part, name), getattr(runs[-1][0], name)) for name in _KEYS)
+        )
+        if holds_the_same:
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    for grouped in (runs, [[part] for part in parts]):
+        if len({sum(each.shape.q_heads for each in run) / _kv_heads(run) for run in grouped}) == 1:
+            return [run[0] for run in grouped]
+    raise JoinError("its key/value heads would serve different numbers of query heads")
+
+
+_KEYS = ("key", "value")
+
+
+def _kv_heads(run: Sequence[AttentionCall]) -> int:
+    return run[0].shape.kv_heads
+
+
+def _joined(parts: Sequence[AttentionCall], name: str, dim: int) -> Tensor:
+    tensors = [getattr(part, name) for part in parts]
+    sizes = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in tensors}
+    if len(sizes) > 1:
+        shapes = " and ".join(str(tuple(each.shape)) for each in tensors[:2])
+        raise JoinError(f"{name} of shapes {shapes} do not fit together")
+    return concatenated(tensors, dim)
+
+
+def _joined_mask(parts: Sequence[AttentionCall], dim: int) -> Tensor:
+    """The mask of the whole call, which may be one for all that is shared out."""
+    masks = [part.attn_mask for part in parts]
+    is_for_all = all(mask is not None and mask.shape[dim] == 1 for mask in masks)
+    if is_for_all and all(_is_same(masks[0], mask) for mask in masks):
+        return _the_same(parts, "attn_mask")
+    for part, mask in zip(parts, masks, strict=True):
+        if mask is not None and mask.shape[dim] != part.query.shape[dim]:
+            raise JoinError("some ranks alone have a mask that is the same for all they share out")
+    return _joined(parts, "attn_mask", dim)
+
+
+def _the_same(parts: Sequence[AttentionCall], name: str) -> Tensor:
+    tensor: Tensor = getattr(parts[0], name)
+    if not all(_is_same(tensor, getattr(part, name)) for part in parts):
+        raise JoinError(f"the ranks' calls differ in the values of {name}")
+    return tensor
+
+
+def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
+    """Whether they have the same bits: a NaN equals itself."""
+    if a is None or b is None or a.shape != b.shape:
+        return a is b
+    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (a, b)))

@@ -1,0 +1,281 @@
+"""What a dense mask amounts to: causal, a window, padding, packed sequences, or nothing at all.
+
+Models hand SDPA such masks as they are, element by element, since it has no argument for them; a
+kernel that is told the structure need not read the mask, nor the keys that it hides. Each of these
+masks leaves every query one unbroken span of keys. So the mask is read once, in blocks, for where
+visibility changes along its rows; all the rest is about two numbers for each query. The options
+that one row suggests are accepted if they give every query exactly the span that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Span, Variant, Window, frame, spans
+from capture.call.strides import narrow_expanded
+
+BLOCK_ELEMENTS = 2**20
+"""Elements of a mask that are looked at together, or those of one query where these are more."""
+
+NO_MASK = "no mask"
+"""The structure of a mask that masks nothing, in words."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskStructure:
+    """The keys that a mask leaves, as options of a call; the default leaves all."""
+
+    is_causal: bool = False
+    bottom_right: bool = False
+    window: Window = (None, None)
+    seqused_k: Tensor | None = None
+    """(1,), (B,) or, packed, (N,) int32."""
+    cu_seqlens_q: Tensor | None = None
+    """(N + 1,) int32; `cu_seqlens_k` too."""
+    cu_seqlens_k: Tensor | None = None
+    starts_k: Tensor | None = None
+    """(1,) or (B,) int64: the first key that counts, of padding on the left."""
+
+    def __str__(self) -> str:
+        """`causal, padding`, `window 1023/0`, `3 packed sequences, causal`, `no mask`."""
+        left, right = ("∞" if side is None else str(side) for side in self.window)
+        shape = "causal" if self.is_causal else ""
+        if self.window != (None, None):
+            shape = f"window {left}/{right}"
+        packed = self.cu_seqlens_q
+        parts = [
+            "" if packed is None else f"{packed.shape[0] - 1} packed sequences",
+            f"bottom-right {shape}" if shape and self.bottom_right else shape,
+            "left padding" if self.starts_k is not None else "",
+            "padding" if self.seqused_k is not None else "",
+        ]
+        return ", ".join(filter(None, parts)) or NO_MASK
+
+    def restated(self, call: AttentionCall) -> AttentionCall | None:
+        """The call that the structure was found in, without its mask, with the same output.
+
+        Its other tensors are the same objects. None where a call has no option for the structure:
+        padding on the left, and sequences that are packed in a batch of several. Keys that are
+        hidden no longer matter at all, where a NaN in one reached every output before.
+        """
+        batch = call.shape.batch
+        if self.starts_k is not None or (self.cu_seqlens_q is not None and batch > 1):
+            return None
+        used = self.seqused_k
+        if used is not None and self.cu_seqlens_q is None:
+            used = used.expand(batch).contiguous()
+        return replace(
+            call,
+            attn_mask=None,
+            is_causal=self.is_causal,
+            variant=replace(
+                call.variant,
+                bottom_right=self.bottom_right,
+                window=self.window,
+                max_seqlen_q=_longest(self.cu_seqlens_q),
+                max_seqlen_k=_longest(self.cu_seqlens_k),
+            ),
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=used,
+        )
+
+    def spans(self, q_len: int, kv_len: int, device: torch.device) -> Span:
+        """The keys that it leaves each query."""
+        first, end = spans(
+            q_len,
+            kv_len,
+            device,
+            is_causal=self.is_causal,
+            variant=Variant(self.bottom_right, self.window),
+            cu_seqlens_q=self.cu_seqlens_q,
+            cu_seqlens_k=self.cu_seqlens_k,
+            seqused_k=self.seqused_k,
+        )
+        return Span(first if self.starts_k is None else first.maximum(self.starts_k[:, None]), end)
+
+
+def structure_of(call: AttentionCall) -> MaskStructure | None:
+    """What a call's mask amounts to, with the call's own causality and window; on its device.
+
+    None without a mask, for one that is nothing simpler, and where the call has lengths of
+    sequences besides.
+    """
+    if call.attn_mask is None or call.cu_seqlens_q is not None or call.seqused_k is not None:
+        return None
+    return found_in(call.attn_mask, call.spans, call.shape.q_len, call.shape.kv_len)
+
+
+def found_in(attn_mask: Tensor, within: Span, q_len: int, kv_len: int) -> MaskStructure | None:
+    """What a mask (broadcasts to (B, Hq, Sq, Sk)) amounts to, of the keys that spans leave.
+
+    It counts if it is bool, or its values are 0 and -inf or the lowest of its dtype. A query to
+    which the lowest value hides every key gets the mean of all values, which no option says.
+    """
+    if not (q_len and kv_len):
+        return None
+    seen = _seen(attn_mask, within, kv_len)
+    if seen is None:
+        return None
+    found = [
+        fitted
+        for structure in _candidates(seen, q_len, kv_len)
+        if (fitted := _fitted(structure, seen, q_len, kv_len)) is not None
+    ]
+    return min(found, key=_oddness, default=None)
+
+
+def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
+    """Options that more kernels know, and more people write, come first."""
+    return (
+        structure.cu_seqlens_q is not None,
+        structure.window[1] not in (0, None),
+        structure.starts_k is not None,
+        structure.seqused_k is not None,
+        structure.bottom_right,
+    )
+
+
+def _seen(attn_mask: Tensor, within: Span, kv_len: int) -> Span | None:
+    """The keys that each query sees; None if they are no span, or differ between heads."""
+    mask = narrow_expanded(attn_mask.detach())
+    mask = mask[(None,) * (4 - mask.ndim)]
+    batch, heads, _, keys = mask.shape
+    per_block = max(1, BLOCK_ELEMENTS // (batch * heads * keys))
+    blocks, has_lowest = [], False
+    for block in mask.split(per_block, dim=2):
+        if block.dtype == torch.bool:
+            visible = block
+        elif block.dtype.is_floating_point and block.dtype.itemsize > 1:
+            lowest = block == torch.finfo(block.dtype).min
+            visible = block == 0
+            if not bool((visible | lowest | (block == -torch.inf)).all()):
+                return None
+            has_lowest = has_lowest or bool(lowest.any())
+        else:
+            return None
+        span = _unbroken(visible)
+        if span is None or not bool((span == span[:, :, :1]).all()):
+            return None
+        blocks.append(span[:, :, 0])
+    first, end = torch.cat(blocks, dim=2) * (kv_len // keys)
+    first, end = torch.maximum(first, within.first), torch.minimum(end, within.end)
+    is_empty = end <= first
+    if has_lowest and bool(is_empty.any()):
+        return None
+    return Span(first, torch.where(is_empty, first, end))
+
+
+def _unbroken(visible: Tensor) -> Tensor | None:
+    """(2, B, H, rows): first and end of the visible keys; None if a row has several runs of them.
+
+    Args:
+        visible: (B, H, rows, keys) bool.
+    """
+    keys = visible.shape[3]
+    starts_visible, ends_visible = visible[..., 0].flatten(), visible[..., -1].flatten()
+    *row, key = (visible[..., 1:] ^ visible[..., :-1]).nonzero(as_tuple=True)
+    flat = (row[0] * visible.shape[1] + row[1]) * visible.shape[2] + row[2]
+    changes = torch.bincount(flat, minlength=starts_visible.numel())
+    if bool((changes + starts_visible.int() + ends_visible.int() > 2).any()):
+        return None
+    # A row's changes are the first visible key and the first hidden one behind it.
+    lowest = torch.full_like(changes, keys).scatter_reduce(0, flat, key + 1, "amin")
+    highest = torch.zeros_like(changes).scatter_reduce(0, flat, key + 1, "amax")
+    first = lowest.masked_fill(starts_visible, 0)
+    end = highest.masked_fill(ends_visible, keys)
+    return torch.stack([first, end]).view(2, *visible.shape[:3])
+
+
+def _candidates(seen: Span, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
+    """Lengths and alignments to try, without causality and window."""
+    first, end = seen
+    is_empty = end <= first
+    used = end.masked_fill(is_empty, 0).amax(dim=1).to(torch.int32)
+    starts = first.masked_fill(is_empty, kv_len).amin(dim=1) % kv_len
+    plain = [MaskStructure()]
+    if bool(used.ne(kv_len).any()):
+        plain.append(MaskStructure(seqused_k=used))
+    if bool(starts.any()):
+        plain += [replace(each, starts_k=starts) for each in plain]
+    if first.shape[0] == 1 and (packed := _packed(first[0], end[0], kv_len)) is not None:
+        plain += packed
+    for structure in plain:
+        yield structure
+        yield replace(structure, bottom_right=True)
+
+
+def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | None:
+    """Packed sequences, each query of which sees keys behind all those of the sequence before."""
+    is_empty = end <= first
+    reached = end.masked_fill(is_empty, 0).cummax(dim=0).values
+    begins = torch.where(is_empty, reached, first)[1:] >= reached[:-1]
+    begins &= ~(is_empty[1:] & is_empty[:-1])
+    rows = begins.nonzero()[:, 0] + 1
+    if not rows.numel():
+        return None
+    keys = torch.where(is_empty, reached, first)[rows]
+    starts_q, starts_k = (
+        torch.cat([each.new_tensor([0]), each, each.new_tensor([total])]).to(torch.int32)
+        for each, total in ((rows, first.shape[0]), (keys, kv_len))
+    )
+    structure = MaskStructure(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+    used = (reached[starts_q[1:].long() - 1] - starts_k[:-1]).to(torch.int32)
+    if bool((used == starts_k.diff()).all()):
+        return [structure]
+    return [structure, replace(structure, seqused_k=used)]
+
+
+def _fitted(structure: MaskStructure, seen: Span, q_len: int, kv_len: int) -> MaskStructure | None:
+    """The structure with the causality and window that make its spans those seen, if any do."""
+    device = seen.first.device
+    begin, length, diagonal = frame(
+        q_len,
+        kv_len,
+        device,
+        bottom_right=structure.bottom_right,
+        cu_seqlens_q=structure.cu_seqlens_q,
+        cu_seqlens_k=structure.cu_seqlens_k,
+        seqused_k=structure.seqused_k,
+    )
+    unrestricted, diagonal = structure.spans(q_len, kv_len, device), begin + diagonal
+    sees = seen.end > seen.first
+    left = _one_of(diagonal - seen.first, sees & (seen.first > unrestricted.first))
+    right = _one_of(seen.end - 1 - diagonal, sees & (seen.end < begin + length))
+    if (left or 0) < 0 or (right or 0) < 0:
+        return None
+    rights: tuple[int | None, ...] = (right,)
+    if right is None:  # a causal window is what people write, also where nothing shows its end
+        rights = (None, 0) if left is None else (0, None)
+    for to_the_right in rights:
+        is_causal = to_the_right == 0
+        window = (left, to_the_right)
+        if is_causal and left is None:
+            window = (None, None)
+        fitted = replace(structure, is_causal=is_causal, window=window)
+        if _same(fitted.spans(q_len, kv_len, device), seen):
+            return fitted
+    return None
+
+
+def _one_of(distances: Tensor, where: Tensor) -> int | None:
+    """The first of the distances that count; None if none does."""
+    distances, where = torch.broadcast_tensors(distances, where)
+    place = where.flatten().to(torch.uint8).argmax()
+    return int(distances.flatten()[place]) if bool(where.flatten()[place]) else None
+
+
+def _same(one: Span, other: Span) -> bool:
+    """Whether both leave every query the same keys."""
+    neither = (one.end <= one.first) & (other.end <= other.first)
+    alike = (one.first == other.first) & (one.end == other.end)
+    return bool((neither | alike).all())
+
+
+def _longest(starts: Tensor | None) -> int | None:
+    return None if starts is None else int(starts.diff().max())

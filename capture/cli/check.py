@@ -1,0 +1,108 @@
+"""Verifies that a dataset is intact and that SDPA still produces the recorded outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import beyond
+from capture.errors import DatasetError
+from capture.hooks.interceptor import TORCH_SDPA
+from capture.storage.call_file import FileEntry
+from capture.storage.dataset import Dataset
+
+_BACKENDS = {
+    "torch-math": SDPBackend.MATH,
+    "torch-flash": SDPBackend.FLASH_ATTENTION,
+    "torch-efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "torch-cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of verifying one file."""
+
+    path: Path
+    good: bool
+    text: str
+
+
+def verify(dataset: Dataset) -> list[Finding]:
+    """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
+
+    Outputs of calls that ask what SDPA has no argument for are not recomputed.
+
+    The output is recomputed with the recorded backend on the type of device that produced it, or on
+    the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
+    relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
+    """
+    damaged = [Finding(each.path, False, each.error.reason) for each in dataset.damaged]
+    return [*map(_verify_entry, dataset.entries), *damaged]
+
+
+def _verify_entry(entry: FileEntry) -> Finding:
+    found = _recomputed(entry)
+    if not entry.origin.derived:
+        return found
+    return replace(found, text=f"{found.text}; derived: {entry.origin.derived}")
+
+
+def _recomputed(entry: FileEntry) -> Finding:
+    recorded_on = entry.origin.device_type
+    device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
+    try:
+        call = entry.load(device)
+    except DatasetError as error:
+        return Finding(entry.path, False, error.reason)
+    except RuntimeError as error:  # the device has no memory for it
+        return Finding(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
+    if call.output is None:
+        return Finding(entry.path, True, "intact; no output recorded")
+    if call.features:
+        text = f"intact; cannot be recomputed, as SDPA has no {beyond(call)}"
+        return Finding(entry.path, True, text)
+    if call.dropout_p > 0:
+        return Finding(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
+    note = "" if recorded_on == device else f" (recomputed on cpu, recorded on {recorded_on})"
+    try:
+        good, text = _compare_output(call, call.output)
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = f"output cannot be recomputed here: {_first_line(error)}"
+        return Finding(entry.path, False, text)
+    return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
+
+
+def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
+    """Recompute the recorded output; return whether it is near enough, and how near it is."""
+    with torch.inference_mode(), _backend(call):
+        again = TORCH_SDPA(**call.arguments())
+    # A fully masked row is NaN in some backends.
+    if bool(((again == output) | (again.isnan() & output.isnan())).all()):
+        return True, "output bit-identical"
+    total = output.double().abs().sum()
+    difference = float((again.double() - output.double()).abs().sum() / total)
+    allowed = 4 * torch.finfo(output.dtype).eps
+    text = f"output differs by relative L1 {difference:.1e} ({allowed:.1e} allowed)"
+    return difference <= allowed, text
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+@contextlib.contextmanager
+def _backend(call: AttentionCall) -> Iterator[None]:
+    backend = _BACKENDS.get(call.origin.backend)
+    if backend is None or call.origin.device_type != call.device.type:
+        yield
+        return
+    with sdpa_kernel(backend):
+        yield

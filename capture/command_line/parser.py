@@ -1,0 +1,185 @@
+"""Argument parsing shared by both commands. Does not import torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from attention_replay import __version__
+from capture.command_line.repeated_options import Once, note_flags
+from capture.command_line.standard_streams import give_up_stdout
+from capture.text.limits import must_be_integer
+from capture.text.printable import printable
+
+DTYPES = ("float32", "bfloat16", "float16")
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+class OneSentenceParser(argparse.ArgumentParser):
+    """Reports invalid arguments in one sentence instead of the full usage, and exits 2.
+
+    An empty value is invalid too, as an unset variable of a shell script gives; an option that
+    takes one says `type=str`. Options of one letter are not run together: argparse takes `-hkv 2`
+    for `-h -k -v 2`, and `-hv 2` for a wish for help. An option that is given twice has one value,
+    unless its action is `Listed`. What was given is in `given` of the parsed arguments.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register("type", None, not_empty)
+        for action in (None, "store"):
+            self.register("action", action, Once)
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        given = list(sys.argv[1:] if args is None else args)
+        options = given[: given.index("--")] if "--" in given else given
+        for before, each in zip(["", *options], options, strict=False):
+            name = each.partition("=")[0]
+            looks_so = re.match("--?[a-zA-Z]", each) and " " not in each
+            if looks_so and not self._is_option(name) and not self._awaits_value(before):
+                near = difflib.get_close_matches(name, self._meant(), n=2)
+                hint = f": did you mean {' or '.join(near)}?" if near else ""
+                self.error(f"no option {name}{hint}")
+        if namespace is None:
+            namespace = argparse.Namespace()
+        namespace.given = {}
+        namespace, others = super().parse_known_args(given, namespace)
+        note_flags(namespace)
+        self._require_current_directory()
+        return namespace, others
+
+    def _require_current_directory(self) -> None:
+        """Refuse to begin where no path can be found, once --help and --version have answered."""
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            self.exit(2, f"{self.prog}: the current directory was deleted: change to another one\n")
+
+    def _meant(self) -> list[str]:
+        """Options that somebody may have misspelt: not -h, -q and -v."""
+        options = self._option_string_actions.items()
+        return [name for name, action in options if len(name) > 2 or action.nargs != 0]
+
+    def _awaits_value(self, given: str) -> bool:
+        """Whether what follows is its value, or shows that it has none, which argparse says."""
+        action = self._option_string_actions.get(given)
+        return action is not None and action.nargs is None
+
+    def _is_option(self, name: str) -> bool:
+        """Whether it is one, begins one, or is one of a letter with its value, such as -b2."""
+        options = self._option_string_actions
+        if any(option.startswith(name) for option in options):
+            return True
+        action = options.get(name[:2])
+        if action is None or action.nargs == 0:
+            return False
+        return action.type not in (positive, natural) or name[2].isdecimal()
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
+
+    def add_dtype(self, group: Any, **options: Any) -> None:
+        """Add `--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""
+        group.add_argument(
+            "--dtype",
+            type=lambda given: _SHORT_DTYPES.get(given, given),
+            choices=DTYPES,
+            metavar="DTYPE",
+            help="float32, bfloat16 or float16 (or short: fp32, bf16, fp16)",
+            **options,
+        )
+
+    def add_version(self) -> None:
+        """Add `--version`: our version, and those of torch, Triton and Python."""
+        self.add_argument("--version", action=_Version, help="show versions and exit")
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        # Read from package metadata: importing torch takes seconds.
+        others = " · ".join(f"{package} {_version(package)}" for package in ("torch", "triton"))
+        python = platform.python_version()
+        try:
+            print(f"attention-replay {__version__} · {others} · Python {python}", flush=True)
+        except OSError as error:
+            sys.exit(give_up_stdout(parser.prog, error))
+        parser.exit()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+LARGEST = 2**63 - 1
+"""More than any size or seed of torch."""
+
+
+def not_empty(given: str) -> str:
+    """Return a text that is not empty, for `add_argument(type=…)` and whatever parses one."""
+    if not given.strip():
+        raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
+    return given
+
+
+def positive(given: str) -> int:
+    """Parse an integer of at least 1, for `add_argument(type=…)`."""
+    return _integer(given, 1)
+
+
+def natural(given: str) -> int:
+    """Parse an integer of at least 0, for `add_argument(type=…)`."""
+    return _integer(given, 0)
+
+
+def _integer(given: str, least: int) -> int:
+    not_empty(given)
+    # The length first: Python refuses to convert thousands of digits, in words of its own.
+    if given.isdecimal() and (len(given) > len(str(LARGEST)) or int(given) > LARGEST):
+        raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, not {given}")
+    if not given.isdecimal() or int(given) < least:
+        raise argparse.ArgumentTypeError(must_be_integer(least, given))
+    return int(given)
+
+
+def positive_number(given: str) -> float:
+    """Parse a number greater than 0, e.g. a time limit, for `add_argument(type=…)`."""
+    value = _number(given)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be a finite number greater than 0, not {given}")
+    return value
+
+
+def share(given: str) -> float:
+    """Parse a number greater than 0 and at most 1, for `add_argument(type=…)`."""
+    value = _number(given)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number greater than 0 and at most 1, not {given}"
+        )
+    return value
+
+
+def _number(given: str) -> float:
+    """Return a finite number; NaN, which is in no range, for anything else but nothing."""
+    not_empty(given)
+    try:
+        value = float(given)
+    except ValueError:
+        return math.nan
+    return value if math.isfinite(value) else math.nan

@@ -1,0 +1,157 @@
+"""ComfyUI: its functions in `comfy.ldm.modules.attention`, and those that custom nodes register.
+
+They take (B, S, H·D), or BHSD if `skip_reshape`, and return the one or the other. Those that only
+call SDPA, or flash-attn, are left to those roads. A model's override
+(`transformer_options["optimized_attention_override"]`) may compute anything: what it hands on is
+handled, and a call that it answers by itself is counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.hooks.entry_points.wrapper import BHSD, Form, Translate, following
+from capture.hooks.interceptor import Arguments, Handler
+
+ROAD = "comfyui"
+_ATTENTION = "comfy.ldm.modules.attention"
+_VAE = "comfy.ldm.modules.diffusionmodules.model"
+
+KERNELS = {"attention_flash": "fa2", "attention_xformers": "xformers"}
+"""Functions by the kernels that they are."""
+_ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
+"""To the scores, also where it is of bools."""
+
+
+@contextlib.contextmanager
+def followed(handler: Handler) -> Iterator[None]:
+    """Follow the road until the exit."""
+    translations: dict[types.FunctionType, Translate] = {
+        **{each: _translation(each) for each in _functions()},
+        **{each: functools.partial(_of_images, each.__name__) for each in _of_the_vae()},
+    }
+    with contextlib.ExitStack() as stack:
+        for function, translate in translations.items():
+            stack.enter_context(following(function, translate, handler))
+        yield
+
+
+def _functions() -> set[types.FunctionType]:
+    """ComfyUI's functions and, of each, that below the layer that asks for an override."""
+    held = vars(sys.modules[_ATTENTION]) if _ATTENTION in sys.modules else {}
+    named = [each for name, each in held.items() if name.startswith("attention")]
+    registered = held.get("REGISTERED_ATTENTION_FUNCTIONS", {}).values()
+    outer = {each for each in (*named, *registered) if isinstance(each, types.FunctionType)}
+    inner = {getattr(each, "__wrapped__", None) for each in outer}
+    return outer | {each for each in inner if isinstance(each, types.FunctionType)}
+
+
+def _of_the_vae() -> set[types.FunctionType]:
+    held = vars(sys.modules[_VAE]) if _VAE in sys.modules else {}
+    named = (held.get(name) for name in ("normal_attention", "xformers_attention"))
+    return {each for each in named if isinstance(each, types.FunctionType)}
+
+
+def _translation(function: types.FunctionType) -> Translate:
+    # Older versions swallow the argument and ignore it.
+    code = getattr(function, "__wrapped__", function).__code__
+    named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    return functools.partial(_translated, function.__name__, "scale" in (*named, *code.co_consts))
+
+
+def _translated(
+    name: str,
+    takes_scale: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    heads: int,
+    mask: Tensor | None = None,
+    attn_precision: torch.dtype | None = None,
+    skip_reshape: bool = False,
+    skip_output_reshape: bool = False,
+    **others: Any,
+) -> tuple[Arguments, Form] | None:
+    override = (others.get("transformer_options") or {}).get("optimized_attention_override")
+    refusal = ""
+    if override is not None and "_inside_attn_wrapper" not in others:
+        refusal = f"the override {getattr(override, '__qualname__', type(override).__name__)}"
+    elif name == "attention_pytorch" or (name == "attention_flash" and mask is not None):
+        return None
+    elif mask is not None and "sage" in name:
+        refusal = "SageAttention may ignore a mask"
+    elif mask is not None and mask.dtype == torch.bool and name in _ADD_THE_MASK:
+        refusal = f"{name} adds a bool mask to the scores"
+    if not skip_reshape:
+        width = query.shape[-1] // heads
+        query, key, value = (
+            each.unflatten(-1, (-1, width)).transpose(1, 2) for each in (query, key, value)
+        )
+    scale = others.get("scale") if takes_scale else None
+    return Arguments(
+        query,
+        key,
+        value,
+        _mask(mask, of_keys=name == "attention_basic"),
+        0.0,
+        False,
+        None if scale is None else float(scale),
+        query.shape[1] != key.shape[1],
+        road=ROAD,
+        backend=KERNELS.get(name, f"comfyui.{name.removeprefix('attention_')}"),
+        refusal=refusal,
+    ), BHSD if skip_output_reshape else _merged(heads)
+
+
+def _mask(mask: Tensor | None, *, of_keys: bool) -> Tensor | None:
+    """As SDPA takes it, of (Sq, Sk), (B, Sq, Sk) or (B, H, Sq, Sk); a bool one of keys (B, Sk)."""
+    if mask is None:
+        return mask
+    if of_keys and mask.dtype == torch.bool:
+        return mask.flatten(1)[:, None, None]
+    if mask.ndim == 4:
+        return mask
+    return mask[None, None] if mask.ndim == 2 else mask[:, None]
+
+
+@functools.cache
+def _merged(heads: int) -> Form:
+    """Outputs (B, S, H·Dv)."""
+
+    def to_sdpa(output: Tensor) -> Tensor:
+        return output.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    return Form(to_sdpa, lambda output: output.transpose(1, 2).flatten(2))
+
+
+def _of_images(function: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Arguments, Form]:
+    """Of a VAE's function, which takes (B, C, height, width) as one head."""
+
+    def to_sdpa(image: Tensor) -> Tensor:
+        return image.flatten(2).transpose(1, 2)[:, None]
+
+    def from_sdpa(output: Tensor) -> Tensor:
+        return output[:, 0].transpose(1, 2).reshape(shape)
+
+    shape = query.shape
+    name = function.removesuffix("_attention")
+    return Arguments(
+        to_sdpa(query),
+        to_sdpa(key),
+        to_sdpa(value),
+        None,
+        0.0,
+        False,
+        None,
+        False,
+        road=ROAD,
+        backend=KERNELS.get(f"attention_{name}", f"comfyui.{name}"),
+    ), Form(to_sdpa, from_sdpa)

@@ -1,0 +1,100 @@
+"""diffusers' attention dispatcher: the functions in `_AttentionBackendRegistry`, one per backend.
+
+Models hold `dispatch_attention_fn` by name, and it looks the function up at each call, by the
+processor's own backend or the process's. Functions take BSHD. The `native` ones are left to SDPA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from capture.call.attention_variant import PLAIN, Variant
+from capture.hooks.entry_points import flex_attention
+from capture.hooks.entry_points.wrapper import BSHD, Form
+from capture.hooks.entry_points.wrapper import followed as on_road
+from capture.hooks.interceptor import Arguments, Handler
+
+ROAD = "diffusers"
+_DISPATCH = "diffusers.models.attention_dispatch"
+
+KERNELS = {
+    "flash": "fa2",
+    "flash_hub": "fa2",
+    "flash_varlen": "fa2-varlen",
+    "flash_varlen_hub": "fa2-varlen",
+    "_flash_3": "fa3",
+    "_flash_3_hub": "fa3",
+    "flash_4_hub": "fa4",
+    "flex": "flex",
+    "xformers": "xformers",
+}
+"""Backends by the kernels that they are."""
+_BOTTOM_RIGHT = ("flash", "_flash", "aiter")
+"""How the names begin of backends whose causal mask is aligned bottom right."""
+
+
+@contextlib.contextmanager
+def followed(handler: Handler) -> Iterator[None]:
+    """Follow the road until the exit."""
+    registry = getattr(sys.modules.get(_DISPATCH), "_AttentionBackendRegistry", None)
+    if registry is None:
+        yield
+        return
+    originals = dict(registry._backends)
+    for backend, function in originals.items():
+        name = str(getattr(backend, "value", backend))
+        if "native" not in name:
+            translate = functools.partial(_translated, name)
+            registry._backends[backend] = on_road(function, translate, handler)
+    try:
+        yield
+    finally:
+        registry._backends.update(originals)
+
+
+def _translated(
+    name: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+    **others: Any,
+) -> tuple[Arguments, Form]:
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    refusal = "context parallel" if _parallel_config is not None else ""
+    if name == "flex":
+        attn_mask, reason = flex_attention.mask_of(attn_mask, query, key)
+        refusal = refusal or reason
+    elif attn_mask is not None and attn_mask.ndim == 2:
+        attn_mask = attn_mask[:, None, None]
+    left, right = (None if side < 0 else side for side in window_size)
+    bottom_right = name.startswith(_BOTTOM_RIGHT) and (is_causal or (left, right) != (None, None))
+    variant = Variant(bottom_right=bottom_right, window=(left, right)) if bottom_right else PLAIN
+    return Arguments(
+        query,
+        key,
+        value,
+        attn_mask,
+        float(dropout_p),
+        bool(is_causal),
+        None if scale is None else float(scale),
+        query.shape[1] != key.shape[1],
+        variant=variant,
+        road=ROAD,
+        backend=KERNELS.get(name, f"diffusers.{name}"),
+        refusal=refusal,
+        returns="the log-sum-exp" if return_lse else "",
+    ), BSHD

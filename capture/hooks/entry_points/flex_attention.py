@@ -1,0 +1,133 @@
+"""FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, also compiled.
+
+Its block mask is a function of positions, written out as a bool mask where that is small enough; a
+`score_mod` is any function, and is refused by its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.hooks.entry_points.wrapper import BHSD, Form, following
+from capture.hooks.interceptor import Arguments, Handler
+from capture.hooks.modes import outside_of_modes
+
+ROAD = "flex_attention"
+_MODULE = "torch.nn.attention.flex_attention"
+MOST_PAIRS = 2**28
+"""(query, key) pairs of a block mask that are written out: a quarter of a gigabyte."""
+
+
+@contextlib.contextmanager
+def followed(handler: Handler) -> Iterator[None]:
+    """Follow the road until the exit."""
+    function = getattr(sys.modules.get(_MODULE), "flex_attention", None)
+    if function is None:
+        yield
+        return
+    with following(function, _translated, handler):
+        try:
+            yield
+        finally:
+            _written_out.clear()
+
+
+def _translated(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    *others: Any,
+    return_aux: Any = None,
+    **options: Any,
+) -> tuple[Arguments, Form]:
+    mask, refusal = mask_of(block_mask, query, key)
+    if score_mod is not None:
+        refusal = f"score_mod {getattr(score_mod, '__qualname__', score_mod)}"
+    scale = None if scale is None else float(scale)
+    return Arguments(
+        query,
+        key,
+        value,
+        mask,
+        0.0,
+        False,
+        scale,
+        bool(enable_gqa),
+        road=ROAD,
+        backend="flex",
+        refusal=refusal,
+        returns="the log-sum-exp" if return_lse or return_aux is not None else "",
+    ), BHSD
+
+
+def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compiles FlexAttention itself, run as it is outside a recording.
+
+    There compiled code runs eagerly, so that no call is missed, and FlexAttention would give other
+    bits.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.compiler.set_stance("default"):
+            return function(*args, **kwargs)
+
+    return call
+
+
+def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, str]:
+    """A block mask as one of SDPA's, which is a tensor already where it is none; why it cannot be.
+
+    Returns:
+        The mask, broadcasting to (B, Hq, Sq, Sk), or None; and a reason, empty for none.
+    """
+    if block_mask is None or isinstance(block_mask, Tensor):
+        mask = block_mask
+        return (mask if mask is None else mask[..., : key.shape[-2]]), ""
+    q_len, kv_len = query.shape[-2], key.shape[-2]
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    if batch * heads * q_len * kv_len > MOST_PAIRS:
+        return None, f"a block mask of {batch}×{heads}×{q_len}×{kv_len} pairs"
+    known = _written_out.get(id(block_mask))
+    if known is not None and known[0] is block_mask and known[1].shape[-2:] == (q_len, kv_len):
+        return known[1], ""
+    with outside_of_modes():
+        index = [
+            torch.arange(size, device=query.device).view(
+                [-1 if at == dim else 1 for at in range(4)]
+            )
+            for dim, size in enumerate((batch, heads, q_len, kv_len))
+        ]
+        mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
+        mask = mask.expand(batch, heads, q_len, kv_len)
+    _written_out.clear()  # layers share one
+    _written_out[id(block_mask)] = (block_mask, mask)
+    return mask, ""
+
+
+_written_out: dict[int, tuple[Any, Tensor]] = {}
+
+
+def _broadcast(mask_mod: Any, index: list[Tensor]) -> Tensor:
+    """What a `mask_mod` says of all positions at once, or, if it cannot, one by one."""
+    try:
+        result: Tensor = mask_mod(*index)
+    except Exception:
+        over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
+        over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
+        over_heads = torch.vmap(over_queries, in_dims=(None, 0, None, None))
+        over_batch = torch.vmap(over_heads, in_dims=(0, None, None, None))
+        result = over_batch(*(each.flatten() for each in index))
+    return result

@@ -1,0 +1,232 @@
+"""Functions of kernel libraries, called directly: flash-attn 2, 3 and 4, FlashMLA, `varlen_attn`.
+
+They differ in the names of their arguments, which `NAMES` translates. FlashMLA is given no value:
+the first `head_dim_v` columns of the key are the value, in the same memory. An argument that is
+given and not among them is a reason to refuse the call. Functions of `COUNTED` are counted by name
+only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_variant import Variant
+from capture.hooks.entry_points.wrapper import BHSD, BSHD, THD, Form, Translate, following
+from capture.hooks.interceptor import Arguments, Handler
+
+FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "flash_attn.flash_attn_interface": (
+        "fa2",
+        (
+            "flash_attn_func",
+            "flash_attn_qkvpacked_func",
+            "flash_attn_kvpacked_func",
+            "flash_attn_varlen_func",
+            "flash_attn_with_kvcache",
+        ),
+    ),
+    "flash_attn_interface": (
+        "fa3",
+        ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"),
+    ),
+    "vllm.vllm_flash_attn.flash_attn_interface": ("vllm-flash-attn", ("flash_attn_varlen_func",)),
+    "flash_attn.cute.interface": ("fa4", ("flash_attn_func", "flash_attn_varlen_func")),
+    "flash_mla.flash_mla_interface": ("flash-mla", ("flash_mla_with_kvcache",)),
+    "torch.nn.attention.varlen": ("torch-varlen", ("varlen_attn",)),
+}
+"""By module: the kernel that its functions are, and those."""
+
+COUNTED: dict[str, tuple[str, ...]] = {
+    "sageattention.core": ("sageattn", "sageattn_varlen"),
+    "sageattention": ("sageattn", "sageattn_varlen"),
+    "xformers.ops.fmha": ("memory_efficient_attention", "memory_efficient_attention_forward"),
+    "flashinfer.decode": ("single_decode_with_kv_cache",),
+    "flashinfer.prefill": ("single_prefill_with_kv_cache",),
+}
+
+NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "k_cache": "key",
+    "v_cache": "value",
+    "softmax_scale": "scale",
+    "scale": "scale",
+    "causal": "is_causal",
+    "dropout_p": "dropout_p",
+    "softcap": "softcap",
+    "window_size": "window",
+    "learnable_sink": "sinks",
+    "s_aux": "sinks",
+    "cu_seqlens_q": "cu_seqlens_q",
+    "cu_seqlens_k": "cu_seqlens_k",
+    "cu_seq_q": "cu_seqlens_q",
+    "cu_seq_k": "cu_seqlens_k",
+    "max_seqlen_q": "max_seqlen_q",
+    "max_seqlen_k": "max_seqlen_k",
+    "max_q": "max_seqlen_q",
+    "max_k": "max_seqlen_k",
+    "seqused_k": "seqused_k",
+    "cache_seqlens": "seqused_k",
+    "block_table": "page_table",
+    "page_table": "page_table",
+}
+_CHANGE_NOTHING = {
+    *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
+    *("enable_gqa", "is_causal", "m_block_size", "n_block_size", "num_threads"),
+    *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
+}
+_DESCALES = {"q_descale", "k_descale", "v_descale"}
+"""They scale 8-bit tensors, and are ignored for others."""
+_RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
+
+
+@contextlib.contextmanager
+def followed(handler: Handler) -> Iterator[None]:
+    """Follow the road until the exit."""
+    with contextlib.ExitStack() as stack:
+        for module, (kernel, names) in FOLLOWED.items():
+            for function in _functions(module, names):
+                translate = _translation(function, module, kernel)
+                stack.enter_context(following(function, translate, handler))
+        for module, names in COUNTED.items():
+            for function in _functions(module, names):
+                translate = functools.partial(
+                    _counted, f"{module.partition('.')[0]}.{function.__name__}"
+                )
+                stack.enter_context(following(function, translate, handler))
+        yield
+
+
+def _functions(module: str, names: tuple[str, ...]) -> list[Callable[..., Any]]:
+    loaded = sys.modules.get(module)
+    found = [getattr(loaded, name, None) for name in names]
+    return [function for function in found if callable(function)]
+
+
+def _translation(function: Callable[..., Any], module: str, kernel: str) -> Translate:
+    signature = inspect.signature(function)
+    defaults = {name: each.default for name, each in signature.parameters.items()}
+    road = f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}"
+
+    def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, Form]:
+        given = signature.bind(*args, **kwargs).arguments
+        named: dict[str, Any] = {}
+        refused, scales, returns, out = [], [], "", None
+        for name, value in given.items():
+            if name in ("qkv", "kv"):
+                parts = value.unbind(-3)
+                named.update(zip(("query", "key", "value")[-len(parts) :], parts, strict=True))
+            elif (name == "k" and "k_cache" in defaults) or (name == "v" and "v_cache" in defaults):
+                refused += [] if value is None else ["new keys"] if name == "k" else []
+            elif name in NAMES:
+                named[NAMES[name]] = value
+            elif name == "head_dim_v":  # of functions that return the log-sum-exp always
+                named["value"], returns = given["k_cache"][..., :value], "the log-sum-exp"
+            elif name in _RETURN_MORE:
+                returns = "the log-sum-exp" if value else returns
+            elif name == "out":
+                out = value
+            elif name in _DESCALES:
+                scales += [] if value is None else [name]
+            elif name not in _CHANGE_NOTHING and not _is_default(value, defaults[name]):
+                refused.append(name)
+        if 1 in (named["query"].element_size(), named["key"].element_size()):
+            refused += scales
+        arguments, form = _arguments(named, road, kernel, refused, returns)
+        return arguments, form if out is None else _written_to(out, form)
+
+    return translate
+
+
+def _written_to(out: Tensor, form: Form) -> Form:
+    """The form of a function that writes to memory of the caller's, and returns it."""
+    return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
+
+
+def _is_default(value: Any, default: Any) -> bool:
+    return value is default or (not isinstance(value, Tensor) and bool(value == default))
+
+
+def _arguments(
+    named: dict[str, Any], road: str, kernel: str, refused: list[str], returns: str
+) -> tuple[Arguments, Form]:
+    starts = {name: named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
+    used, table = named.get("seqused_k"), named.get("page_table")
+    is_packed = starts["cu_seqlens_q"] is not None
+    query, key, value = (
+        each.transpose(0, 1)[None] if each.ndim == 3 else each.transpose(1, 2)
+        for each in (named[name] for name in ("query", "key", "value"))
+    )
+    if table is not None:
+        used, starts["cu_seqlens_k"] = _lengths(used, starts["cu_seqlens_k"], key, table), None
+    elif is_packed and named["key"].ndim == 4:
+        refused = [*refused, "packed queries of a batch of caches"]
+    elif starts["cu_seqlens_k"] is None:
+        starts["cu_seqlens_k"] = starts["cu_seqlens_q"]
+    left, right = (
+        None if side is None or side < 0 else int(side)
+        for side in (named.get("window") or (None, None))
+    )
+    is_causal = bool(named.get("is_causal", False))
+    if kernel == "torch-varlen" and (left, right) == (None, 0):
+        is_causal, right = True, None
+    scale, softcap = named.get("scale"), float(named.get("softcap") or 0.0)
+    if isinstance(used, int):
+        sequences = query if table is None else table
+        used = query.new_full((sequences.shape[0],), used, dtype=torch.int32)
+    return Arguments(
+        query,
+        key,
+        value,
+        None,
+        float(named.get("dropout_p") or 0.0),
+        is_causal,
+        None if scale is None else float(scale),
+        query.shape[1] != key.shape[1],
+        sinks=named.get("sinks"),
+        **starts,
+        seqused_k=used,
+        page_table=table,
+        variant=Variant(
+            bottom_right=is_causal or (left, right) != (None, None),
+            window=(left, right),
+            softcap=softcap if softcap > 0 else None,
+            max_seqlen_q=_whole(named.get("max_seqlen_q")) if is_packed else None,
+            max_seqlen_k=_whole(named.get("max_seqlen_k")) if is_packed else None,
+        ),
+        road=road,
+        backend=kernel,
+        refusal=f"takes {', '.join(refused)}" if refused else "",
+        returns=returns,
+    ), THD if is_packed else BSHD
+
+
+def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, table: Tensor) -> Any:
+    """How many keys the sequences have, where a page table says in which pages they lie."""
+    if used is not None:
+        return used
+    if starts_k is not None:
+        return starts_k.diff()
+    return table.shape[1] * key.shape[2]
+
+
+def _counted(
+    road: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> tuple[Arguments, Form]:
+    reason = f"{road} is counted, not recorded"
+    sdpas = (query, key, value, None, 0.0, False, None, False)
+    return Arguments(*sdpas, road=road, backend=road, refusal=reason), BHSD
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) else None

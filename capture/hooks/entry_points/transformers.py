@@ -1,0 +1,288 @@
+"""transformers' attention registry: `ALL_ATTENTION_FUNCTIONS.get_interface(…)(module, q, k, v, …)`.
+
+Models look their function up at each call: `eager`, each file's own; `flash_attention_2` and its
+siblings; `flex_attention`; a name that somebody registered. Wrapping what the look-up returns
+leaves the masks, which are made by the implementation's name. `sdpa` is left to SDPA.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_variant import PLAIN, Variant, Window
+from capture.hooks.entry_points import flex_attention
+from capture.hooks.entry_points.wrapper import BSHD_AND_WEIGHTS, Form, Translate
+from capture.hooks.entry_points.wrapper import followed as on_road
+from capture.hooks.interceptor import Arguments, Handler
+
+ROAD = "transformers"
+_MODELING = "transformers.modeling_utils"
+
+_HARMLESS = {
+    *("module", "query", "key", "value", "attention_mask", "scaling", "dropout", "is_causal"),
+    *("sliding_window", "softcap", "s_aux", "sinks", "position_bias", "kwargs", "cache"),
+}
+"""Arguments of `eager_attention_forward` functions that are translated."""
+
+
+@contextlib.contextmanager
+def followed(handler: Handler) -> Iterator[None]:
+    """Follow the road until the exit."""
+    modeling = sys.modules.get(_MODELING)
+    interface = getattr(modeling, "AttentionInterface", None)
+    if interface is None:
+        yield
+        return
+    wrappers: dict[tuple[str | None, object], Callable[..., Any]] = {}
+
+    def wrapped(name: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
+        translate = _translation(name, function)
+        if translate is None or function in wrappers.values():
+            return function
+        if (name, function) not in wrappers:
+            called = flex_attention.as_compiled(function) if translate is _flex else function
+            wrappers[name, function] = on_road(called, translate, handler)
+        return wrappers[name, function]
+
+    def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
+        return wrapped(
+            attn_implementation, originals["get_interface"](self, attn_implementation, default)
+        )
+
+    def getitem(self: Any, key: str) -> Any:
+        return wrapped(key, looked_up(self, key))
+
+    looked_up = interface.__getitem__
+    replacements = {"get_interface": get_interface, "__getitem__": getitem}
+    # Older versions look functions up as in a dictionary.
+    originals = {name: vars(interface).get(name) for name in replacements}
+    if originals["get_interface"] is None:
+        del replacements["get_interface"]
+    for name, replacement in replacements.items():
+        setattr(interface, name, replacement)
+    try:
+        yield
+    finally:
+        for name in replacements:
+            if originals[name] is None:
+                delattr(interface, name)
+            else:
+                setattr(interface, name, originals[name])
+
+
+def _translation(name: str | None, function: Callable[..., Any]) -> Translate | None:
+    defined_in = getattr(function, "__module__", "")
+    if name == "sdpa" or defined_in == "transformers.integrations.sdpa_attention":
+        return None
+    if defined_in == "transformers.integrations.flash_attention":
+        return _flash(name or "flash_attention_2")
+    if name is not None and name.startswith("flash_attention"):
+        return _flash(name)
+    if defined_in == "transformers.integrations.flex_attention" or name == "flex_attention":
+        return _flex
+    return _eager(function, name)
+
+
+def _eager(function: Callable[..., Any], name: str | None) -> Translate:
+    """Of a function that takes an additive or bool mask, as models' own do."""
+    code = getattr(function, "__code__", None)
+    names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) if code else set()
+    has_sinks = code is not None and ("sinks" in code.co_names or "sinks" in names)
+    is_own = getattr(function, "__name__", "") == "eager_attention_forward"
+
+    def translate(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **others: Any,
+    ) -> tuple[Arguments, Form]:
+        mask = attention_mask
+        if mask is not None:
+            mask = mask[..., : key.shape[-2]]
+        bias = others.get("position_bias") if "position_bias" in names or not is_own else None
+        if bias is not None:
+            mask = bias if mask is None else bias + mask
+        # A model's own function does what its mask says; others are made as SDPA's is.
+        is_causal = False
+        if not is_own and mask is None and query.shape[2] > 1:
+            asked = others.get("is_causal")
+            is_causal = bool(getattr(module, "is_causal", True) if asked is None else asked)
+        softcap = others.get("softcap") if "softcap" in names or not is_own else None
+        sinks = None
+        if has_sinks or not is_own:
+            sinks = next(
+                (each for each in (others.get("s_aux"), others.get("sinks")) if each is not None),
+                getattr(module, "sinks", None) if has_sinks else None,
+            )
+        return _arguments(
+            (query, key, value, mask, dropout if module.training else 0.0, is_causal, scaling),
+            backend="eager" if is_own else f"transformers.{name}",
+            sinks=sinks,
+            variant=Variant(softcap=softcap) if softcap else PLAIN,
+            refusal=_refusal(others, names - _HARMLESS),
+            returns=_returns(module, others),
+        )
+
+    return translate
+
+
+def _flash(name: str) -> Translate:
+    def translate(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        is_causal: bool | None = None,
+        s_aux: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Arguments, Form]:
+        causal = bool(module.is_causal if is_causal is None else is_causal) and query.shape[2] > 1
+        window: Window = (None, None)
+        if sliding_window is not None and key.shape[2] > sliding_window:
+            window = (sliding_window - 1, sliding_window - 1)
+        mask, packed = None, _Packed()
+        if attention_mask is not None:
+            mask = attention_mask[:, None, None, : key.shape[2]]
+        else:
+            packed = _packed(query, others)
+        return _arguments(
+            (query, key, value, mask, dropout, causal, scaling),
+            backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
+            sinks=s_aux,
+            variant=Variant(
+                bottom_right=causal or window != (None, None),
+                window=window,
+                softcap=softcap or None,
+                max_seqlen_q=packed.max_seqlen_q,
+                max_seqlen_k=packed.max_seqlen_k,
+            ),
+            refusal=_refusal(others, {"indices", "block_indices"}),
+            returns=_returns(module, others),
+            cu_seqlens_q=packed.cu_seqlens_q,
+            cu_seqlens_k=packed.cu_seqlens_k,
+        )
+
+    return translate
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """Where packed sequences begin, and the lengths of the longest; nothing if there is one."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+
+
+def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
+    """As `transformers.modeling_flash_attention_utils._flash_attention_forward` finds it.
+
+    That is by arguments that say so, or else by position ids of a batch of one that begin again.
+    """
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+    starts_q, starts_k, *longest = (others.get(name) for name in names)
+    if starts_q is not None and starts_k is not None:
+        return _Packed(starts_q, starts_k, *map(_whole, longest))
+    positions = others.get("position_ids")
+    batch, _, q_len, _ = query.shape
+    if positions is None or batch != 1 or q_len == 1 or positions.numel() != q_len:
+        return _Packed()
+    positions = positions.flatten()
+    first = positions.min()
+    if torch.equal(positions, first + torch.arange(q_len, device=positions.device)):
+        return _Packed()
+    (begins,) = torch.where(positions == first)
+    starts = torch.cat([begins, begins.new_tensor([q_len])]).int()
+    longest_of_all = int(starts.diff().max())
+    return _Packed(starts, starts, longest_of_all, longest_of_all)
+
+
+_FLASH_KERNELS = {
+    "flash_attention_2": "fa2",
+    "flash_attention_3": "fa3",
+    "flash_attention_4": "fa4",
+}
+
+
+def _flex(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **others: Any,
+) -> tuple[Arguments, Form]:
+    mask, refusal = flex_attention.mask_of(attention_mask, query, key)
+    if position_bias is not None:
+        mask, refusal = None, refusal or "a position bias with FlexAttention"
+    return _arguments(
+        (query, key, value, mask, 0.0, False, scaling),
+        backend="flex",
+        sinks=s_aux,
+        variant=Variant(softcap=softcap) if softcap else PLAIN,
+        refusal=refusal or _refusal(others, {"indices", "block_indices"}),
+        returns=_returns(module, others),
+    )
+
+
+def _arguments(
+    sdpas: tuple[Any, ...], *, sinks: Tensor | None, refusal: str, **beyond: Any
+) -> tuple[Arguments, Form]:
+    query, key, value, mask, dropout, is_causal, scale = sdpas
+    if sinks is not None and sinks.numel() != query.shape[1]:
+        sinks, refusal = None, refusal or "takes a sink for each query"
+    return Arguments(
+        query,
+        key,
+        value,
+        mask,
+        float(dropout),
+        is_causal,
+        None if scale is None else float(scale),
+        query.shape[1] != key.shape[1],
+        None if sinks is None else sinks.detach().flatten(),
+        road=ROAD,
+        refusal=refusal,
+        **beyond,
+    ), BSHD_AND_WEIGHTS
+
+
+def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
+    """Why a call cannot be said in SDPA's terms; empty if it can."""
+    if others.get("cache") is not None or others.get("block_table") is not None:
+        return "a paged key/value cache"
+    given = sorted(name for name in unknown if others.get(name) is not None)
+    return f"takes {', '.join(given)}" if given else ""
+
+
+def _returns(module: Any, others: dict[str, Any]) -> str:
+    """What a model wants beside the output; empty for nothing."""
+    asked = others.get("output_attentions")
+    if asked is None:
+        asked = getattr(getattr(module, "config", None), "output_attentions", False)
+    return "attention weights" if asked else ""
+
+
+def _whole(value: Any) -> int | None:
+    return int(value) if isinstance(value, int) else None

@@ -1,0 +1,93 @@
+"""Finds attention that ran without a call being seen, so that a short census says so.
+
+An attention module whose forward pass ends without a call on any road used another: a function that
+it holds a reference to, TorchScript, a kernel of its own, or plain matrix products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from capture.hooks.attention_modules import class_name, script_attends
+from capture.hooks.audit import Audit
+from capture.hooks.modules import ModuleTracker
+from capture.text.counted import counted
+
+_FUSED = "_transformer_encoder_layer_fwd"
+
+
+@dataclass(frozen=True)
+class GonePast:
+    """Forward passes of one class of attention modules in which no call was seen."""
+
+    kind: str
+    """The class, or what an audit found beside: an operator."""
+    forwards: int
+    """At least: of TorchScript, what runs cannot be counted, and is 0."""
+    modules: int
+    example: str
+    """The path of one of the modules."""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        of = counted(self.modules, "module")
+        runs = f"{counted(self.forwards, 'run')} of " if self.forwards else ""
+        return f"{runs}{of} of class {self.kind} (such as {self.example})"
+
+
+class FusedLayers:
+    """Counts the calls of PyTorch's fused layer, by the path of the module around it."""
+
+    def __init__(self, tracker: ModuleTracker) -> None:
+        self._tracker = tracker
+        self.calls: dict[str, int] = {}
+
+    @contextlib.contextmanager
+    def counted(self) -> Iterator[None]:
+        """Count until the exit."""
+        fused = getattr(torch, _FUSED)
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            if not torch.compiler.is_compiling():
+                path = self._tracker.site.module
+                self.calls[path] = self.calls.get(path, 0) + 1
+            return fused(*args, **kwargs)
+
+        setattr(torch, _FUSED, counting)
+        try:
+            yield
+        finally:
+            setattr(torch, _FUSED, fused)
+
+
+def gone_past(
+    tracker: ModuleTracker, fused: FusedLayers, audit: Audit | None = None
+) -> list[GonePast]:
+    """Return what went past all roads so far, by class."""
+    ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
+    ran_paths = [watched.path for watched in ran]
+    found: dict[str, list[tuple[str, int]]] = {}
+    for watched in ran:
+        innermost = not any(path.startswith(f"{watched.path}.") for path in ran_paths)
+        if watched.unseen and innermost:
+            found.setdefault(class_name(watched.module), []).append((watched.path, watched.unseen))
+    for path, calls in fused.calls.items():
+        found.setdefault("TransformerEncoderLayer", []).append((path or "outside", calls))
+    for watched in tracker.watched:
+        if watched.is_script and script_attends(watched.module):
+            found.setdefault(class_name(watched.module), []).append((watched.path, 0))
+    modules = {path for each in found.values() for path, _ in each}
+    for (name, path), calls in audit.calls.items() if audit else ():
+        if path not in modules and not any(path.startswith(f"{each}.") for each in modules):
+            found.setdefault(name, []).append((path or "outside", calls))
+    return [
+        GonePast(kind, sum(runs for _, runs in each), len(each), each[0][0])
+        for kind, each in found.items()
+    ]

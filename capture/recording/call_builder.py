@@ -1,0 +1,73 @@
+"""Turns the arguments of a call into an `AttentionCall`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from capture.call.attention_call import AttentionCall, Origin
+from capture.hooks.interceptor import Arguments
+from capture.recording.paging import with_pages_read
+
+
+def can_be_copied(arguments: Arguments) -> bool:
+    """Whether the tensors have values, and no CUDA graph would contain the copies."""
+    on_gpu = arguments.query.device.type == "cuda"
+    if on_gpu and torch.cuda.is_current_stream_capturing():
+        return False
+    return all(_has_values(tensor) for tensor in arguments if isinstance(tensor, Tensor))
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """Whether it is an ordinary tensor with its own memory."""
+    if tensor.is_nested or isinstance(tensor, FakeTensor):
+        return False
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # inside vmap or grad
+        return False
+
+
+def has_symbolic_sizes(*tensors: Tensor) -> bool:
+    """Whether a trace stands for calls of many sizes; nested tensors are not asked."""
+    return any(
+        isinstance(size, torch.SymInt)
+        for tensor in tensors
+        if not tensor.is_nested
+        for size in tensor.shape
+    )
+
+
+def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> AttentionCall:
+    """Return the call with four dimensions: the leading ones of SDPA's tensors become one.
+
+    Of keys in pages, those are kept that are read.
+    """
+    if arguments.page_table is not None:
+        return with_pages_read(AttentionCall(**arguments.fields(), output=output, origin=origin))
+    tensors = (arguments.query, arguments.key, arguments.value)
+    leading = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
+    query, key, value = (_four_dims(tensor, leading) for tensor in tensors)
+    mask = arguments.attn_mask
+    given = arguments._replace(
+        query=query,
+        key=key,
+        value=value,
+        attn_mask=None if mask is None else _four_dims(mask, leading if len(leading) > 1 else ()),
+        is_causal=bool(arguments.is_causal),
+        enable_gqa=bool(arguments.enable_gqa),
+    )
+    output = None if output is None else _four_dims(output, leading)
+    return AttentionCall(**given.fields(), output=output, origin=origin)
+
+
+def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
+    """Broadcast and flatten SDPA's leading dimensions, of any number, into one."""
+    while tensor.ndim < 4:
+        tensor = tensor.unsqueeze(0)
+    if leading:
+        tensor = tensor.expand(*leading, *tensor.shape[-3:])
+    return tensor.flatten(0, -4)

@@ -1,0 +1,224 @@
+"""What becomes of the calls that a recording's sampler wants: written, given up or lost."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import Origin
+from capture.hooks.backends import disabled_backends, function_or_backend
+from capture.hooks.census import Count
+from capture.hooks.interceptor import Arguments
+from capture.hooks.modules import ModuleTracker, Site
+from capture.hooks.signals import is_meant_for_program
+from capture.recording.call_builder import as_call, can_be_copied
+from capture.recording.copies import HostCopier, buffer_size, stored_bytes
+from capture.recording.difficulty import with_difficulty
+from capture.recording.heads import kv_heads_of, pick
+from capture.recording.parts import WHOLE, Part, as_local, is_distributed, of_weights
+from capture.recording.sampling import Place, Sampler
+from capture.recording.seen_calls import CallsSeen
+from capture.recording.writer import Waiting, Writer
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.header import Header, stored_tensors
+from capture.text.counted import counted
+
+
+class CallsKept:
+    """The calls of a recording that are stored, or in memory and to be stored.
+
+    Args:
+        directory: where they are written, for what is told.
+        tell: takes a sentence for each thing that goes wrong; any thread may call it.
+    """
+
+    def __init__(
+        self,
+        seen: CallsSeen,
+        tracker: ModuleTracker,
+        sampler: Sampler,
+        capture: CaptureRecord,
+        directory: Path,
+        tell: Callable[[str], None],
+        *,
+        seed: int | None,
+        rank: int | None,
+        part: Part | None,
+        keeps_output: bool,
+        heads: Sequence[int] | None,
+    ) -> None:
+        self.writer: Writer | None = None
+        """Set before the first call."""
+        self.lost = 0
+        """Calls that were chosen and could not be stored."""
+        self.without_values = 0
+        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
+        self.without_heads = 0
+        """Calls that cannot be stored because there is no call of just the wanted heads."""
+        self._seen, self._tracker, self._sampler, self._capture = seen, tracker, sampler, capture
+        self._directory, self._tell = directory, tell
+        self._seed, self._rank, self._part = seed, rank, part
+        self._keeps_output, self._heads = keeps_output, heads
+        self._copier = HostCopier()
+        self._counts: dict[int, Count] = {}
+        """By index, of each call that is kept, those like it."""
+        self._sizes: dict[int, int] = {}
+        self._failed: deque[int] = deque()
+        """Calls that the writer's thread could not write; it must not wait for a lock."""
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of their tensors."""
+        return sum(self._sizes.copy().values())
+
+    def store(
+        self,
+        index: int,
+        site: Site,
+        place: Place,
+        count: Count,
+        arguments: Arguments,
+        result: Tensor,
+        sdpa: Callable[..., Tensor],
+    ) -> None:
+        """Store a call that the sampler wants, unless it has no values or does not fit."""
+        writer = self.writer
+        assert writer is not None
+        self._forget_failed(writer)
+        part = self._part
+        if is_distributed(arguments):
+            found = as_local(arguments, result)
+            if found is None:
+                self._tell(
+                    f"{site.module} splits its tensors by something else than batch and heads: its "
+                    "calls are counted and not stored"
+                )
+                return
+            arguments, result, part = found
+        if not can_be_copied(arguments):
+            self.without_values += 1
+            return
+        if part is None:
+            stack = self._tracker.running.stack
+            part = WHOLE if self._rank is None else of_weights(stack[-1][0], *arguments[:2])
+        if self._heads is not None:
+            part = WHOLE  # some of a part's heads are not to be joined with anything
+        output = result if self._keeps_output else None
+        call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
+        if self._heads is not None:
+            kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
+            if kv_heads is None:
+                self.without_heads += 1
+                return
+            call = pick(call, self._heads, kv_heads)
+        if self._sampler.by_difficulty:
+            call = with_difficulty(call)
+        tensors, header = stored_tensors(call), Header.of(call)
+        nbytes = stored_bytes(tensors)
+        if fault := header.fault() or header.excess(nbytes):  # nobody could load it
+            self._tell(f"a call cannot be stored: {fault}")
+            return
+        difficulty = call.origin.difficulty
+        decision = self._sampler.offer(index, place, site.step, nbytes, difficulty)
+        if not decision.keep:
+            return
+        try:
+            pinned = call.device.type == "cuda"
+            buffer = writer.reserve(buffer_size(tensors), pinned=pinned)
+            try:
+                copy = self._copier.copy(tensors, buffer)
+            except BaseException:
+                writer.release(buffer)
+                raise
+            self._counts[index], self._sizes[index] = count, nbytes
+            count.kept += 1
+            waiting = Waiting(replace(header, layouts=copy.layouts), copy)
+            for dropped in writer.put(waiting, decision.drop):
+                self._forget(dropped)
+        except Exception as error:
+            self.failed(index, error)
+            if is_meant_for_program(error):
+                raise
+
+    def failed(self, index: int, error: Exception) -> None:
+        """Note a call that could not be stored; also called by the writer's thread."""
+        self._failed.append(index)
+        self._tell(f"could not store a call in {self._directory}: {reason_of(error)}")
+
+    def give_up(self) -> None:
+        """Forget what the writer has not written by now, and say so."""
+        writer = self.writer
+        assert writer is not None
+        self._forget_failed(writer)
+        given_up = [index for index in self._counts if index not in writer.completed]
+        if given_up:
+            self._tell(f"gave up {counted(len(given_up), 'call')}, only in memory so far")
+            self.lost += len(given_up)
+            for index in given_up:
+                self._forget(index)
+
+    def _forget_failed(self, writer: Writer) -> None:
+        while self._failed:
+            index = self._failed.popleft()
+            if index not in writer.completed:
+                self.lost += 1
+                self._forget(index)
+
+    def _forget(self, index: int) -> None:
+        self._sizes.pop(index, None)
+        if count := self._counts.pop(index, None):
+            count.kept -= 1
+
+    def _origin(
+        self,
+        index: int,
+        site: Site,
+        arguments: Arguments,
+        sdpa: Callable[..., Tensor],
+        part: Part,
+    ) -> Origin:
+        device = arguments.query.device
+        described = device.type
+        if device.type == "cuda":
+            described = f"cuda ({torch.cuda.get_device_name(device)})"
+        self._capture.device = described
+        return Origin(
+            model=self._capture.model,
+            weights=self._capture.weights,
+            module=site.module,
+            call_index=index,
+            step=site.step,
+            phase=site.phase,
+            device=described,
+            seed=self._seed,
+            rank=self._rank,
+            road=arguments.road,
+            backend=arguments.backend or function_or_backend(arguments, sdpa),
+            disabled_backends=disabled_backends(),
+            heads=self._capture.heads or part.heads,
+            split=part.split,
+            split_ranks=[*part.ranks],
+            call_in_step=0 if self._rank is None else self._seen.position(site),
+            versions=self._capture.versions,
+        )
+
+
+def reason_of(error: Exception) -> str:
+    """One line; for a model's own class without a text, its name."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}".partition("\n")[0]
+    except Exception as another:  # a model's own class need not have a text
+        if is_meant_for_program(another):
+            raise
+        return name

@@ -1,0 +1,52 @@
+"""A table in HTML, as notebooks show objects (`_repr_html_`). What it is given stays text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from html import escape
+from itertools import islice
+
+from capture.text.printable import printable
+
+MOST_LINES = 60
+"""As many as pandas shows."""
+
+LONG_TEXT = 60
+"""Letters of a cell above which it is broken into lines."""
+
+
+def html_table(
+    headings: Sequence[str], lines: Sequence[Sequence[object]], above: Sequence[str] = ()
+) -> str:
+    """Numbers are aligned right, with four digits; of many lines the first are shown.
+
+    Args:
+        above: sentences to put above the table.
+    """
+    rest = len(lines) - MOST_LINES
+    parts = [
+        *(f"<p>{_text(sentence)}</p>" for sentence in above),
+        "<table><thead>",
+        _line("th", headings),
+        "</thead><tbody>",
+        *(_line("td", line) for line in islice(lines, MOST_LINES)),
+        "</tbody></table>",
+        f"<p>… and {rest} more</p>" if rest > 0 else "",
+    ]
+    return "".join(parts)
+
+
+def _line(tag: str, cells: Sequence[object]) -> str:
+    return f"<tr>{''.join(_cells(tag, cells))}</tr>"
+
+
+def _cells(tag: str, cells: Sequence[object]) -> Iterator[str]:
+    for cell in cells:
+        side = "left" if isinstance(cell, str) else "right"
+        text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
+        wrap = "" if len(text) > LONG_TEXT else "; white-space: nowrap"
+        yield f'<{tag} style="text-align: {side}{wrap}">{_text(text)}</{tag}>'
+
+
+def _text(text: str) -> str:
+    return escape(printable(text))

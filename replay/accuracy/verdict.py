@@ -1,0 +1,238 @@
+"""Whether a kernel's output is right: tensors in, a verdict out.
+
+Nothing here runs a kernel or knows the process it ran in, so that outputs can be judged elsewhere.
+Quantised kernels are judged by a rule of their own and never mixed with exact ones; sparse ones are
+judged as exact on the keys they chose.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.errors import RowErrors, row_errors, unravelled
+from replay.accuracy.quantised import QuantisedNoise
+from replay.accuracy.reference import attention_and_spread, reference_dtype, same_dtype
+from replay.accuracy.sparse import kept_share, restricted
+from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
+from replay.accuracy.tolerance import (
+    RowTolerance,
+    Tolerance,
+    tolerance,
+    tolerances_of_heads,
+)
+from replay.rows.errors_of_output import AccuracyClass, Errors, Where
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an output must be, and how near."""
+
+    reference: Tensor
+    """(B, Hq, Sq, Dv) in float64 or float32."""
+    tolerance: Tolerance
+    kept: float | None = None
+    """Of a sparse kernel, the share of (query, key) pairs that it attends to."""
+    call: AttentionCall | None = field(default=None, repr=False, compare=False)
+    """What the noise of 8-bit attention is computed from once a quantised kernel is judged, so its
+    tensors must still be what they were. Without it only that kernel's whole output is judged."""
+    spread: Tensor | None = field(default=None, repr=False, compare=False)
+    """(B, Hq, Sq), of `replay.accuracy.reference.attention_and_spread`."""
+
+    @classmethod
+    def of(cls, call: AttentionCall, chosen: Tensor | None = None) -> Expected:
+        """What attention to a call's keys gives, or to those of them that a kernel chose.
+
+        Args:
+            chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
+
+        Raises:
+            ValueError: `chosen` has another dtype or shape.
+        """
+        attended = call if chosen is None else restricted(call, chosen)
+        output, spread = attention_and_spread(attended, reference_dtype(call.device, call.dtype))
+        allowed = tolerance(attended, same_dtype(attended), output, spread)
+        if chosen is not None:
+            return cls(output, allowed, kept_share(call, attended))
+        return cls(output, allowed, None, call, spread)
+
+    @classmethod
+    def of_heads(cls, call: AttentionCall) -> list[Expected]:
+        """What `of` gives of each head of a call alone, on the CPU; no two heads share a key head.
+
+        For a few rows: a GPU would be waited for many times over for what a CPU has at hand.
+        """
+        computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
+        output, spread = (each.cpu() for each in computed)
+        eager = [each.cpu() for each in same_dtype(call)]
+        allowed = tolerances_of_heads(call, eager, output, spread)
+        return [cls(output[:, n : n + 1], each) for n, each in enumerate(allowed)]
+
+    @cached_property
+    def quantised(self) -> QuantisedNoise | None:
+        """The noise of 8-bit attention; None where there is nothing to compute it from."""
+        if self.call is None or self.spread is None:
+            return None
+        lengths = torch.linalg.vector_norm(self.reference, dim=-1)
+        return QuantisedNoise.of(self.call, self.reference, torch.hypot(lengths, self.spread))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an output is right, why, how far from the reference it is, and where."""
+
+    passed: bool
+    sentence: str
+    errors: Errors
+    rows: RowErrors = field(repr=False, compare=False)
+
+    @cached_property
+    def where(self) -> Where:
+        """The heads and queries where the errors are."""
+        return self.rows.where()
+
+
+def judge(
+    output: Tensor,
+    expected: Expected,
+    accuracy_class: AccuracyClass,
+    thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
+) -> Verdict:
+    """Whether `output`, of the reference's shape, is right for its class of kernel.
+
+    `exact` (the kernel computes in the call's 16 or 32 bits): max|O - reference| ≤
+    2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. In 16 bits
+    there are two O_same_dtype, scaled before QKᵀ and after it, and the larger error counts
+    (`replay.accuracy.reference.same_dtype`). The rule hides a lost row among larger ones, so every
+    row must also have ‖o - reference‖ ≤ (4 + 2e) · noise: the row's own rounding noise
+    (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype error, in the same units, of
+    the worst row of its head. What the rows of a head err by in common is limited further, since
+    rounding errs by chance (`RowTolerance.bias_limits`).
+
+    `sparse` (it attends to keys it chose): the same rule for what attention to those keys
+    gives. How far that is from attention to all keys is recorded, for the user to judge.
+
+    `quantised`: cosine and relative L1 of the whole output, which separate usable from broken; and
+    relative L1 of the whole and of each head, and the error of each row, beside those that honest
+    8-bit attention has on this call (`replay.accuracy.quantised`). What is good enough for a model
+    is for its user to decide on the recorded figures.
+
+    Raises:
+        ValueError: the output has another shape than the reference.
+    """
+    found = row_errors(output, expected.reference)
+    errors = found.errors()
+    if errors.mismatched_nonfinite:
+        passed, sentence = (
+            False,
+            f"{errors.mismatched_nonfinite} elements are NaN or infinite in the output and not in "
+            f"the reference, or the other way round ({errors.nan_count} NaN and "
+            f"{errors.inf_count} infinite in the output)",
+        )
+    elif accuracy_class == "quantised":
+        passed, sentence = _judge_quantised(found, errors, expected, thresholds.quantised)
+    else:
+        factors = thresholds.sparse if accuracy_class == "sparse" else thresholds.exact
+        passed, sentence = _judge_largest(errors, expected.tolerance, factors)
+        if expected.tolerance.rows is not None:
+            rows_passed, rows = _judge_rows(found, expected.tolerance.rows, factors)
+            bias = _bias(found, expected.tolerance.rows, factors) if rows_passed else ""
+            passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
+        if accuracy_class == "sparse":
+            sentence = f"on the keys it chose, {sentence}"
+    return Verdict(passed, sentence, errors, found)
+
+
+def _judge_largest(
+    errors: Errors, tolerance: Tolerance, factors: ExactThresholds
+) -> tuple[bool, str]:
+    limit = tolerance.limit(factors)
+    noise = factors.rounding_factor * tolerance.noise
+    sources = (
+        f"{factors.rounding_factor:g} × {tolerance.noise:.2g} (rounding of its worst row)"
+        if noise >= limit > 0
+        else f"{factors.same_dtype_factor:g} × {tolerance.same_dtype_error:.2g} (same-dtype eager) "
+        f"+ {tolerance.rounding:.2g} (rounding)"
+    )
+    passed = errors.max_abs <= limit
+    return passed, (f"max abs error {errors.max_abs:.2g} {_within(passed)} {limit:.2g} = {sources}")
+
+
+def _judge_rows(
+    found: RowErrors, allowed: RowTolerance, factors: ExactThresholds
+) -> tuple[bool, str]:
+    limits = allowed.limits(factors)
+    place, length, limit = _worst(found.lengths, limits)
+    passed = not length > limit
+    batch, head, query = place
+    eager, noise = (float(each) for each in (allowed.eager[batch, head, 0], allowed.noise[place]))
+    return passed, (
+        f"worst row (batch {batch}, head {head}, query {query}): error {length:.2g} "
+        f"{_within(passed)} {limit:.2g} = ({factors.rounding_factor:g} + "
+        f"{factors.same_dtype_factor:g} × {eager:.2g} of same-dtype eager) × {noise:.2g} (rounding)"
+    )
+
+
+def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> str:
+    """What the rows of a head err by in common, where that is more than rounding; else empty."""
+    lengths = found.reference_lengths
+    limits = allowed.bias_limits(lengths, factors)
+    known = (allowed.noise.to(lengths.device) * lengths).isfinite() & found.along.isfinite()
+    biases = found.along.masked_fill(~known, 0.0).sum(-1)
+    place, bias, limit = _worst(biases.abs(), limits)
+    if not bias > limit:
+        return ""
+    batch, head = place
+    unit = float(lengths[batch, head].masked_fill(~known[batch, head], 0.0).square().sum())
+    size = "long" if biases[place] > 0 else "short"
+    return (
+        f"; the rows of batch {batch}, head {head} err alike: together {100 * bias / unit:.2g}% "
+        f"too {size}, where rounding is within {100 * limit / unit:.2g}%"
+    )
+
+
+def _judge_quantised(
+    found: RowErrors, errors: Errors, expected: Expected, factors: QuantisedThresholds
+) -> tuple[bool, str]:
+    largest, noise = factors.maximum_relative_l1, expected.quantised
+    source = ""
+    if noise is not None and (limit := noise.whole_limit(factors)) < largest:
+        largest, source = limit, " (8-bit attention)"
+    cosine_passed = errors.cosine >= factors.minimum_cosine
+    error_passed = errors.relative_l1 <= largest
+    passed = cosine_passed and error_passed
+    sentence = (
+        f"cosine {errors.cosine:.5f} is {'at least' if cosine_passed else 'below'} "
+        f"{factors.minimum_cosine:g}, relative L1 {errors.relative_l1:.2g} "
+        f"{_within(error_passed)} {largest:.2g}{source}"
+    )
+    if noise is None:
+        return passed, sentence
+    (batch, head), error, limit = _worst(found.head_errors, noise.head_limits(factors))
+    head_passed = not error > limit
+    place, length, row_limit = _worst(found.lengths, noise.row_limits(factors))
+    row_passed = not length > row_limit
+    return passed and head_passed and row_passed, (
+        f"{sentence}; worst head (batch {batch}, head {head}): relative L1 {error:.2g} "
+        f"{_within(head_passed)} {limit:.2g} (8-bit attention there); worst row (batch {place[0]}, "
+        f"head {place[1]}, query {place[2]}): error {length:.2g} {_within(row_passed)} "
+        f"{row_limit:.2g} (8-bit attention in that head)"
+    )
+
+
+def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float]:
+    """Where an error is largest beside its limit, that error, and the limit; NaN is no limit."""
+    limits = limits.to(errors.device)
+    shares = (errors / limits).nan_to_num(nan=-math.inf, posinf=math.inf)
+    shares = shares.masked_fill((errors == 0) | limits.isnan(), 0.0)
+    place = unravelled(int(shares.argmax()), shares.shape)
+    return place, float(errors[place]), float(limits[place])
+
+
+def _within(passed: bool) -> str:
+    return "is within" if passed else "exceeds"

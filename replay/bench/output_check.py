@@ -1,0 +1,421 @@
+"""Runs kernels on a call, outside of any timing, and has what they return judged."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import io
+import math
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from attention_replay.errors import Error
+from capture.call.strides import narrow_expanded
+from replay.bench.forms import Forms
+from replay.bench.resources import launched_programs, with_peak_bytes
+from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.stages import Checked, Confirmed, Timed
+from replay.isolation.inputs import POISON, Inputs, drop_in
+from replay.isolation.judge import OTHER_TIMER, Referee
+from replay.isolation.output_form import malformed
+from replay.isolation.process_state import Guard
+from replay.kernels.failures import CannotJudge, ContextLost, Finding, classify
+from replay.kernels.registry import Kernel, ScaledCore
+from replay.rows.errors_of_output import Accuracy
+from replay.timing import in_a_row
+from replay.timing.gpu_state import gpu_is_lost
+from replay.timing.rounds import Samples
+from replay.timing.timer import first_call
+
+LONGEST_FILE_NAME = 200
+"""Of the 255 bytes that file systems take."""
+
+
+BETWEEN_CALLS_MS = 0.005
+"""What a GPU needs to begin with the next call of a row, however short they are."""
+PATIENCE_S = 2.0
+"""To see calls in a row be as fast as their samples: on a GPU that other processes use, most rows
+are interrupted by their turns."""
+
+
+class OutputNotSaved(Error):
+    """`--save-output` could not write."""
+
+
+class Checker:
+    """Checks kernels on one call.
+
+    Args:
+        inputs: of all its forms, as they were before any kernel ran.
+        guard: of the process, as it was before any kernel was imported.
+        save_to: a directory for the kernels' outputs.
+    """
+
+    def __init__(
+        self,
+        forms: Forms,
+        inputs: Inputs,
+        guard: Guard,
+        referee: Referee,
+        settings: Settings,
+        options: WorkerOptions,
+        save_to: Path | None = None,
+    ) -> None:
+        self._forms = forms
+        self._call = forms.call
+        self._inputs = inputs
+        self._guard = guard
+        self._referee = referee
+        self._settings = settings
+        self._options = options
+        self._save_to = save_to
+
+    def check(self, kernel: Kernel, alive: Callable[[], None] = lambda: None) -> Checked:
+        """Run a kernel for the first time and judge its output.
+
+        Args:
+            alive: called before each run, of which a slow kernel has several.
+
+        Raises:
+            ContextLost: the kernel made the GPU, or this process, unusable.
+        """
+        call, restated_as, refused = self._forms.form(
+            kernel, self._settings.device, for_model=self._settings.for_model
+        )
+        self._guard.restore(kernel.name)  # importing its library may have changed something
+        if refused is not None:
+            return Checked(kernel, call, refused)
+        checked = Checked(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
+        try:
+            checked, output, error = self._first_call(checked, alive)
+            if error is not None:
+                raise error
+            if wrong := self._guard.replaced(kernel.name) or malformed(output, self._call):
+                return replace(checked, finding=Finding("error", wrong))
+            if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
+                checked = replace(checked, call=call.to(call.device))
+            checked = self._judged(checked, output)
+            checked = self._called_again(checked, output, alive)
+            if self._settings.resources:
+                alive()
+                checked = replace(checked, programs=tuple(launched_programs(checked.run)))
+        except BaseException as error:
+            return replace(checked, finding=self._failure(error))
+        finally:
+            self._guard.restore(kernel.name)
+        if self._save_to is not None:  # outside: a full disk is not the kernel's error
+            _save(output, kernel, self._save_to)
+        return checked
+
+    def confirm(self, timed: Timed) -> Confirmed:
+        """Judge what a kernel, and its core, return after they were timed.
+
+        The first call is not what was timed: from the third one a CUDA graph may be replayed, and a
+        graph can have lost a launch. It writes where it wrote before, so that memory is poisoned
+        too.
+        """
+        checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
+        kernel, core_fault = checked.kernel.name, ""
+        if timed.samples is not None and timed.samples.error is not None:
+            finding = classify(timed.samples.error)
+        else:
+            if timed.samples is not None and finding.status == "ok":
+                try:
+                    while_timed = self._timed_finding(timed)
+                except (CannotJudge, OSError) as error:
+                    while_timed = classify(error)
+                last: list[Any] = []
+                if while_timed.status == "ok":
+                    while_timed = self._in_a_row(checked, timed.samples, last)
+                finding, accuracy = self._judged_again(checked, timed.samples, last)
+                finding = finding if while_timed.status == "ok" else while_timed
+            core_fault = self._core_fault(timed, finding)
+        self._guard.restore(kernel)
+        if finding.status == "ok" and (replaced := self._guard.replaced(kernel)):
+            finding = Finding("error", replaced)
+        return Confirmed(timed, finding, accuracy, core_fault, self._guard.flags(kernel))
+
+    def _timed_finding(self, timed: Timed) -> Finding:
+        """What the timed calls returned, on inputs that changed from call to call."""
+        checked = timed.checked
+        if replaced := self._guard.replaced(checked.kernel.name):
+            return Finding("error", replaced)
+        if fault := timed.fault or timed.block_fault:
+            return Finding("error", f"right when it was checked; {fault}")
+        kernel = checked.kernel
+        for samples, when in (
+            (timed.drawn_samples, "when timed"),
+            (timed.block_samples, "when its energy was measured"),
+        ):
+            wrong = self._referee.judge_samples(
+                kernel.name, kernel.accuracy_class, list(samples), checked.chosen
+            )
+            if wrong:
+                return Finding("inaccurate", f"right when it was checked, wrong {when}: {wrong}")
+        return checked.finding
+
+    def _first_call(
+        self, checked: Checked, alive: Callable[[], None]
+    ) -> tuple[Checked, Any, BaseException | None]:
+        """What was learnt, and what the kernel returned or raised."""
+        output, milliseconds, failure = None, None, None
+        self._inputs.poison(self._call)
+        alive()
+        try:
+            with stderr_apart(self._options):
+                try:
+                    output, milliseconds = first_call(checked.run, self._settings.device)
+                finally:
+                    self._guard.restore(checked.kernel.name)
+            # Before the inputs are restored, in case it returns one of them.
+            output = output.clone() if isinstance(output, Tensor) else output
+        except BaseException as error:
+            failure = error
+        changed = self._inputs.restore(checked.call)
+        checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
+        return checked, output, failure
+
+    def _judged(self, checked: Checked, output: Tensor) -> Checked:
+        kernel = checked.kernel
+        chosen = None if kernel.chosen is None else kernel.chosen(checked.call)
+        judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, chosen)
+        finding = judged.finding
+        if checked.is_interpreted and finding.status == "ok":
+            finding = Finding("not-timed", f"Triton's interpreter ran it; {finding.reason}")
+        return replace(
+            checked,
+            finding=finding,
+            chosen=chosen,
+            accuracy=judged.accuracy,
+            kept=judged.kept,
+            output_summary=judged.output_summary,
+            reference_summary=judged.reference_summary,
+        )
+
+    def _called_again(self, checked: Checked, output: Tensor, alive: Callable[[], None]) -> Checked:
+        """Whether outputs differ between calls, share memory, or show what that held before; what
+        memory a call needs."""
+        others, earlier = [], None
+        for poison in (0.0, POISON):
+            alive()
+            self._inputs.poison(checked.call, poison)
+            again, peak_bytes = with_peak_bytes(checked.run, self._settings.device)
+            if wrong := malformed(again, self._call):
+                reason = f"right on its first call; when called again, {wrong}"
+                return replace(checked, finding=Finding("error", reason))
+            checked = replace(checked, peak_bytes=peak_bytes)
+            others.append(again.clone())
+            # The earlier output still exists, but may not be asked: a CUDA graph that was replayed
+            # since refuses that.
+            memory = again.untyped_storage().data_ptr()
+            if earlier is not None and earlier[1] == memory:
+                flag = "returns the same memory again: a later call overwrites an earlier output"
+                checked = replace(checked, flags=(*checked.flags, flag))
+            earlier = again, memory
+            self._inputs.restore(checked.call)
+        del earlier, again
+        unwritten = int((output.isnan() & (others[0] == 0)).sum())
+        if unwritten:
+            flag = f"leaves {unwritten} output elements unwritten"
+            return replace(checked, flags=(*checked.flags, flag))
+        unlike = [each for each in others if not _same_bits(output, each)]
+        if not unlike:
+            return checked
+        largest = max(float((output - each).abs().nan_to_num().max()) for each in unlike)
+        told = f"not deterministic: calls differ by up to {largest:.1e}"
+        checked = replace(checked, not_deterministic=told)
+        for each in unlike if checked.finding.status == "ok" else ():
+            judged = self._judged(checked, each)
+            if judged.finding.status == "inaccurate":
+                return replace(judged, finding=_wrong_again(judged.finding.reason))
+        return checked
+
+    def _failure(self, error: BaseException) -> Finding:
+        finding = classify(error)
+        if gpu_is_lost(self._settings.device):
+            raise ContextLost(finding.reason) from error
+        traceback.clear_frames(error.__traceback__)  # they hold the kernel's tensors
+        starved = finding.status == "out-of-memory" and self._options.in_worker
+        if starved and not self._is_enough_left():
+            raise ContextLost(
+                f"{finding.reason}; it keeps the memory it took", finding.status
+            ) from error
+        return finding
+
+    def _is_enough_left(self) -> bool:
+        """Whether a kernel that ran out of memory gave back what the others need."""
+        gc.collect()
+        try:
+            self._inputs.poison(self._call)
+        except (RuntimeError, MemoryError):
+            return False
+        return True
+
+    def _in_a_row(self, checked: Checked, samples: Samples, last: list[Any]) -> Finding:
+        """Whether calls in a row leave no work, and are about as fast as the samples say.
+
+        Args:
+            last: gets what the last of them returned.
+        """
+        device, call_ms = self._settings.device, statistics.median(samples.ms)
+        limit_ms = OTHER_TIMER * call_ms + BETWEEN_CALLS_MS
+        fastest_ms, tries = math.inf, 0
+        began = time.monotonic()
+
+        def run() -> None:
+            last.clear()  # as a sample's output is no longer there when the next one's is made
+            last.append(checked.run())
+
+        try:
+            while tries < in_a_row.TRIES or time.monotonic() - began < PATIENCE_S:
+                tries += 1
+                seen = in_a_row.look(run, device, call_ms, samples.host_ms or 0.0)
+                if seen.left_ms:
+                    return Finding(
+                        "error",
+                        f"{seen.left_ms:.3g} ms of its work outlive the call, on a stream nobody "
+                        "waits for",
+                    )
+                fastest_ms = min(fastest_ms, seen.gpu_ms or 0.0)
+                if fastest_ms <= limit_ms:
+                    return checked.finding
+        except BaseException as error:
+            return classify(error)
+        finally:
+            self._inputs.restore(checked.call)
+        return Finding(
+            "error",
+            f"its samples say {call_ms:.3g} ms a call, and calls in a row took {fastest_ms:.3g} ms "
+            "each by another clock: something changed the timer",
+        )
+
+    def _judged_again(
+        self, checked: Checked, samples: Samples, last: list[Any]
+    ) -> tuple[Finding, Accuracy | None]:
+        """What a call returns now, in a block by another clock where one such call is a block.
+
+        Args:
+            last: what an earlier call returned, if one was made since the samples.
+        """
+        kernel, run = checked.kernel, checked.run
+        try:
+            if not last:
+                self._inputs.restore(checked.call)
+                last.append(run())
+            with torch.inference_mode():  # else what a kernel made in that mode cannot be filled
+                narrow_expanded(last.pop()).fill_(POISON)
+            self._inputs.restore(checked.call)
+            self._inputs.poison(checked.call)
+            call_ms, device = statistics.median(samples.ms), self._settings.device
+            clocked = self._referee.clock(kernel.name, run, device, call_ms)
+            if clocked is None:
+                self._inputs.restore(checked.call)
+                self._inputs.poison(checked.call)
+            output = run() if clocked is None else clocked
+            if wrong := malformed(output, self._call):
+                return Finding("error", f"{wrong} after it was timed"), checked.accuracy
+            judged = self._referee.judge(
+                kernel.name, kernel.accuracy_class, output, checked.chosen, with_accuracy=False
+            )
+        except BaseException as error:
+            return classify(error), checked.accuracy
+        finally:
+            self._inputs.restore(checked.call)
+        if judged.finding.status == "ok":
+            return checked.finding, checked.accuracy
+        return _wrong_again(judged.finding.reason), judged.accuracy
+
+    def _core_fault(self, timed: Timed, finding: Finding) -> str:
+        """Why the time of a kernel's core means nothing; a wrong kernel's core is not judged.
+
+        Its dtype may be another: converting the output can be the drop-in's part.
+        """
+        if timed.core is None or timed.core_samples is None:
+            return timed.core_fault
+        if timed.core_samples.error is not None:
+            return classify(timed.core_samples.error).reason
+        if finding.status != "ok":
+            return ""
+        checked, kernel = timed.checked, timed.checked.kernel
+        try:
+            self._inputs.poison(checked.call)
+            core = timed.core
+            output = core.product() if isinstance(core, ScaledCore) else core()
+            if wrong := malformed(output, self._call, any_dtype=True):
+                return wrong
+            judged = self._referee.judge(
+                kernel.name,
+                kernel.accuracy_class,
+                output,
+                checked.chosen,
+                of_core=True,
+                with_accuracy=False,
+            ).finding
+        except BaseException as error:
+            return classify(error).reason
+        finally:
+            self._inputs.restore(checked.call)
+        return "" if judged.status == "ok" else f"it is wrong: {judged.reason}"
+
+
+def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
+    """What a kernel returns, None where it fails: its own row says what went wrong."""
+    call, _, refused = forms.form(kernel, forms.call.device)
+    if refused is not None:
+        return None
+    try:
+        return drop_in(kernel.loaded().attention, call)().clone()
+    except BaseException as error:
+        classify(error)  # the user's interrupt goes on
+        return None
+    finally:
+        inputs.restore(call)
+
+
+def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[object]:
+    """Compilers report their search on stderr, which belongs in nobody's table.
+
+    A worker's is kept by its parent, to show what it said before it died.
+    """
+    if options.in_worker:
+        return contextlib.nullcontext()
+    return contextlib.redirect_stderr(io.StringIO())
+
+
+def _wrong_again(sentence: str) -> Finding:
+    return Finding("inaccurate", f"right on its first call, wrong when called again: {sentence}")
+
+
+def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{file_name(kernel.name)}.safetensors"
+    try:
+        save_file({"output": output.to("cpu").contiguous()}, path)
+    except SafetensorError as error:
+        path.unlink(missing_ok=True)  # or it is read as an output
+        raise OutputNotSaved(f"cannot write {path} ({error}): make room") from error
+
+
+def file_name(kernel: str) -> str:
+    """For each kernel its own. A user's is named by its path, which must not lead elsewhere."""
+    name = quote(kernel, safe="[]=,")
+    if len(name) <= LONGEST_FILE_NAME:
+        return name
+    digest = hashlib.sha256(kernel.encode()).hexdigest()[:16]
+    return f"{name[: LONGEST_FILE_NAME - 17]}-{digest}"
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -1,0 +1,175 @@
+"""Whether a kernel's outputs became worse or better from one run to another.
+
+Most kernels repeat exactly, and then so do their errors. Where they do not, the errors of every
+head in up to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place by place: the
+median of the ratios, with the same interval of order statistics as times. A place that went wrong
+alone does not move the median, and is looked for among the ratios.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, NamedTuple
+
+from replay.rows.errors_of_output import Errors
+from replay.rows.row import Row
+from replay.timing.statistics import median_interval
+
+AccuracyVerdict = Literal["same", "better", "worse", "ambiguous"]
+
+AccuracyReason = Literal[
+    "identical",
+    "within-10-percent",
+    "error-grew",
+    "error-shrank",
+    "error-grew-in-one-place",
+    "more-nan",
+    "fewer-nan",
+    "now-inaccurate",
+    "now-ok",
+    "interval-includes-1",
+    "too-few-places",
+]
+
+RELEVANT = 1.1
+"""An error that is this many times larger is one to look at."""
+
+DOUBLED = 2.0
+"""How many times larger the error of a single place has to be."""
+
+DEVIATIONS = 6.0
+"""And how far from the others' ratios, in their own deviations."""
+
+MAD_TO_DEVIATION = 1.4826
+"""Of a normal distribution."""
+
+
+@dataclass(frozen=True)
+class AccuracyChange:
+    """How many times larger the error is than before, with a 95 % interval where there is one."""
+
+    ratio: float
+    low: float | None
+    high: float | None
+    verdict: AccuracyVerdict
+    reason: AccuracyReason
+    place: tuple[int, int] | None = None
+    """The head, counted over batches, and the range of queries that went wrong alone."""
+
+
+class _Place(NamedTuple):
+    head: int
+    queries: int
+    before: float
+    after: float
+
+    @property
+    def growth(self) -> float:
+        """The logarithm of after / before; infinite where there was no error."""
+        if self.after == self.before:
+            return 0.0
+        if not self.before or not self.after:
+            return math.inf if self.after else -math.inf
+        return math.log(self.after / self.before)
+
+
+def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
+    """Compare the errors of a kernel that ran in both; None where one of them has none."""
+    if before.accuracy is None or after.accuracy is None:
+        return None
+    old, new = before.accuracy.reference, after.accuracy.reference
+    if before.accuracy.where == after.accuracy.where and _same_figures(old, new):
+        found = AccuracyChange(1.0, 1.0, 1.0, "same", "identical")
+    else:
+        found = _judged(_places(before, after), _ratio(old.relative_l1, new.relative_l1))
+    if before.status != after.status and "inaccurate" in (before.status, after.status):
+        worse = after.status == "inaccurate"
+        return _told(found, *(("worse", "now-inaccurate") if worse else ("better", "now-ok")))
+    more = _nonfinite(new) - _nonfinite(old)
+    if more:
+        return _told(found, *(("worse", "more-nan") if more > 0 else ("better", "fewer-nan")))
+    return found
+
+
+def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
+    """What the places say; where there are too few, only a whole that doubled says something."""
+    alone = _gone_wrong_alone(places)
+    finite = [each.growth for each in places if math.isfinite(each.growth)]
+    within = median_interval([math.exp(each) for each in finite])
+    if within is None:
+        if alone is None and 1 / DOUBLED <= ratio <= DOUBLED:
+            return AccuracyChange(ratio, None, None, "ambiguous", "too-few-places")
+        grew = alone is not None or ratio > 1
+        return AccuracyChange(
+            ratio,
+            None,
+            None,
+            "worse" if grew else "better",
+            "error-grew" if grew else "error-shrank",
+        )
+    low, high = within
+    typical = math.exp(median(finite))
+    if low > 1 and high >= RELEVANT:
+        return AccuracyChange(typical, low, high, "worse", "error-grew")
+    if alone is not None:
+        place = (alone.head, alone.queries)
+        grown = _ratio(alone.before, alone.after)
+        return AccuracyChange(grown, None, None, "worse", "error-grew-in-one-place", place)
+    if low > 1 / RELEVANT and high < RELEVANT:
+        return AccuracyChange(typical, low, high, "same", "within-10-percent")
+    if high < 1:
+        return AccuracyChange(typical, low, high, "better", "error-shrank")
+    return AccuracyChange(typical, low, high, "ambiguous", "interval-includes-1")
+
+
+def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
+    """The place whose error grew most, if it doubled, stands out, and is not among the smallest."""
+    if not places:
+        return None
+    worst = max(places, key=lambda each: each.growth)
+    growths = [each.growth for each in places]
+    middle = median(growths)
+    if not math.isfinite(middle):
+        return None
+    deviation = MAD_TO_DEVIATION * median(abs(each - middle) for each in growths)
+    stands_out = worst.growth - middle > max(DEVIATIONS * deviation, math.log(DOUBLED))
+    matters = worst.after > median(each.before for each in places)
+    return worst if stands_out and matters and worst.growth > math.log(DOUBLED) else None
+
+
+def _places(before: Row, after: Row) -> list[_Place]:
+    """The errors of each head and range of queries in both, but for those that are not finite."""
+    old = before.accuracy.where if before.accuracy else None
+    new = after.accuracy.where if after.accuracy else None
+    if old is None or new is None:
+        return []
+    return [
+        _Place(head, queries, one, other)
+        for head, (ones, others) in enumerate(zip(old.relative_l1, new.relative_l1, strict=False))
+        for queries, (one, other) in enumerate(zip(ones, others, strict=False))
+        if math.isfinite(one) and math.isfinite(other)
+    ]
+
+
+def _told(
+    found: AccuracyChange, verdict: AccuracyVerdict, reason: AccuracyReason
+) -> AccuracyChange:
+    return AccuracyChange(found.ratio, found.low, found.high, verdict, reason, found.place)
+
+
+def _nonfinite(errors: Errors) -> int:
+    return errors.nan_count + errors.inf_count + errors.mismatched_nonfinite
+
+
+def _same_figures(old: Errors, new: Errors) -> bool:
+    """Whether all are equal; a figure that is NaN in both is."""
+    return repr(old) == repr(new)
+
+
+def _ratio(before: float, after: float) -> float:
+    if before == after or (math.isnan(before) and math.isnan(after)):
+        return 1.0
+    return after / before if before else math.inf

@@ -1,0 +1,130 @@
+"""Which row of one run is about the same as which row of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import NamedTuple
+
+from attention_replay.errors import Error
+from replay.rows.row import CallFacts, KernelId, Row
+
+
+class ComparisonError(Error):
+    """Two runs cannot be compared; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """The rows of one replay."""
+
+    name: str
+    """What a reader knows it by: a file, or a stored baseline."""
+    rows: Sequence[Row]
+    is_cut_off: bool = False
+    """Whether it was interrupted while a row was written."""
+
+    @property
+    def unreadable(self) -> list[str]:
+        """The calls that could not be replayed at all."""
+        return [row.call.name for row in self.rows if not row.kernel]
+
+    @property
+    def devices(self) -> list[str]:
+        """Each once."""
+        return sorted({row.machine.device for row in self.rows} - {""})
+
+
+class Matched(NamedTuple):
+    """The rows of two runs, in their order."""
+
+    pairs: list[tuple[Row, Row]]
+    missing: list[Row]
+    """Only before."""
+    new: list[Row]
+    """Only after."""
+
+
+class Difference(NamedTuple):
+    """Something about a machine or its software that is not what it was."""
+
+    environment: str
+    field: str
+    before: str
+    after: str
+
+
+def match(before: Run, after: Run) -> Matched:
+    """Match rows of the same kernel and environment on the same call.
+
+    A call is the same if all that its row says of it is, but for what PyTorch chose for it when it
+    was recorded: another version chooses otherwise.
+
+    Raises:
+        ComparisonError: a run has two rows of a kernel on a call, or the two have none in common.
+    """
+    old, new = _by_subject(before), _by_subject(after)
+    common = [subject for subject in old if subject in new]
+    if not common:
+        raise ComparisonError(
+            f"{before.name} and {after.name} have no kernel on the same call in common: replay the "
+            "same dataset with the same kernels"
+        )
+    return Matched(
+        [(old[subject], new[subject]) for subject in common],
+        [row for subject, row in old.items() if subject not in new],
+        [row for subject, row in new.items() if subject not in old],
+    )
+
+
+def _by_subject(run: Run) -> dict[tuple[KernelId, CallFacts], Row]:
+    found: dict[tuple[KernelId, CallFacts], Row] = {}
+    for row in run.rows:
+        if not row.kernel:
+            continue
+        subject = (row.id, replace(row.call, backend=""))
+        if subject in found:
+            raise ComparisonError(
+                f"{run.name} has two rows of {row.id} on {row.call.name}: give each run a file of "
+                "its own"
+            )
+        found[subject] = row
+    return found
+
+
+def differences(pairs: Iterable[tuple[Row, Row]]) -> list[Difference]:
+    """What differs between the machines and versions that pairs of rows were measured with."""
+    found: dict[Difference, None] = {}
+    for before, after in pairs:
+        if not (before.machine.device and after.machine.device):
+            continue  # a worker that died before it could say
+        there, here = asdict(before.machine), asdict(after.machine)
+        for field, value in there.items():
+            if value != here[field]:
+                found[Difference(before.environment, field, str(value), str(here[field]))] = None
+    return list(found)
+
+
+def check_settings(pairs: Iterable[tuple[Row, Row]], before: Run, after: Run) -> None:
+    """See that both runs timed in the same way.
+
+    Raises:
+        ComparisonError: they did not, so that their times mean different things.
+    """
+    for old, new in pairs:
+        if old.time_ms is None or new.time_ms is None:
+            continue
+        for option, one, other in (
+            ("--cache", old.cache, new.cache),
+            ("--calls-before", old.calls_before, new.calls_before),
+        ):
+            if one != other:
+                raise ComparisonError(
+                    f"{before.name} was measured with {option} {one} and {after.name} with "
+                    f"{option} {other}: replay one of them again"
+                )
+        if old.timer != new.timer:
+            raise ComparisonError(
+                f"{before.name} was timed by {old.timer} and {after.name} by {new.timer}: replay "
+                "the earlier one again"
+            )

@@ -1,0 +1,52 @@
+"""Diagnoses for people: a paragraph for each kernel and cause."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.diagnosis.diagnosis import Diagnosis
+
+MOST_PLACES = 4
+"""Further places that are listed; the JSON has all."""
+
+
+def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
+    """Lines that say which kernels are wrong, where first, why, and what else to use.
+
+    Args:
+        examined: pairs of a kernel and a call.
+    """
+    if not found:
+        yield f"healthy: nothing wrong in {counted(examined, 'run')} of a kernel on a call"
+        return
+    groups: dict[tuple[str, str], list[Diagnosis]] = {}
+    for each in found:
+        groups.setdefault((each.kernel, each.cause), []).append(each)
+    for (kernel, cause), members in groups.items():
+        first = worst(members)
+        yield printable(f"{kernel}: {cause} on {counted(len(members), 'call')}")
+        yield printable(f"  {first.call}: {first.place}: {first.sentence}")
+        if first.instead:
+            yield printable(f"  use instead: {first.instead}")
+        others = [each for each in members if each is not first]
+        for each in others[:MOST_PLACES]:
+            yield printable(f"  also {each.call}: {each.place}")
+        if len(others) > MOST_PLACES:
+            yield f"  and {counted(len(others) - MOST_PLACES, 'more call')} (--json lists all)"
+        yield ""
+    kernels = len({each.kernel for each in found})
+    yield f"{len(found)} of {examined} runs of a kernel on a call are wrong, by " + counted(
+        kernels, "kernel"
+    )
+
+
+def worst(members: Sequence[Diagnosis]) -> Diagnosis:
+    """The one with the largest error; an output that is not finite has none, and is worse."""
+
+    def error(diagnosis: Diagnosis) -> float:
+        found = diagnosis.evidence.get("error", 0.0)
+        return float("inf") if found is None else float(found)
+
+    return max(members, key=error)

@@ -1,0 +1,251 @@
+"""Examines kernels on recorded calls, each kernel in a process of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from attention_replay.errors import Error
+from capture.call.attention_call import Origin
+from capture.errors import DatasetError
+from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
+from replay.bench.settings import Settings
+from replay.diagnosis.captured import CAPTURED
+from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
+from replay.diagnosis.diagnosis_text import paragraphs
+from replay.diagnosis.examine import examine, failure
+from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
+from replay.diagnosis.server import healthy
+from replay.isolation.process_state import Guard
+from replay.kernels.registry import Kernel
+from replay.rows.row_files import rebuilt
+from replay.workers.process import Died, Process
+from replay.workloads.recorded import Workload
+
+HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
+"""What is tried as another kernel to use, after those that were asked for."""
+
+Progress = Callable[[Workload, str], None]
+
+
+class DoctorError(Error):
+    """Kernels cannot be examined."""
+
+
+@dataclass
+class Diagnoses:
+    """What was found, and how much was looked at."""
+
+    found: list[Diagnosis] = field(default_factory=list)
+    examined: int = 0
+    """Pairs of a kernel and a call that it ran."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """By kernel, why it did not run the first call that it refused."""
+    unreadable: dict[str, str] = field(default_factory=dict)
+    """By call, why it could not be read."""
+    right: dict[str, list[str]] = field(default_factory=dict)
+    """By call, the kernels that are right on it."""
+
+    @property
+    def is_healthy(self) -> bool:
+        return not self.found
+
+    def add(self, call: str, kernel: str, diagnosis: Diagnosis | None, refused: str = "") -> None:
+        """Note what was found about a kernel on a call."""
+        if refused:
+            self.refused.setdefault(kernel, refused)
+            return
+        self.examined += 1
+        if diagnosis is None:
+            self.right.setdefault(call, []).append(kernel)
+        else:
+            self.found.append(diagnosis)
+
+    def __str__(self) -> str:
+        """A paragraph for each kernel and cause, as `replay doctor` prints them."""
+        return "\n".join(paragraphs(self.found, self.examined))
+
+
+def diagnose(
+    workloads: Sequence[Workload],
+    kernels: Sequence[Kernel],
+    settings: Settings,
+    timeout: float = 300.0,
+    report: Progress = lambda workload, stage: None,
+    *,
+    in_process: bool = False,
+    found: Diagnoses | None = None,
+) -> Diagnoses:
+    """Examine kernels on calls, and name one to use instead where one is wrong.
+
+    Args:
+        timeout: seconds without a sign of life after which a kernel's process is ended.
+        in_process: run the kernels here, where one that crashes ends this process.
+        found: what to note everything in as it is found, for a caller who may be interrupted.
+    """
+    found = Diagnoses() if found is None else found
+    examiner: _Examiner = _Here(settings) if in_process else _Processes(settings, timeout)
+    try:
+        for kernel in kernels:
+            for workload in workloads:
+                if workload.name in found.unreadable:
+                    continue
+                report(workload, kernel.name)
+                examiner.examine(kernel, workload, found)
+            examiner.close()
+        by_name = {workload.name: workload for workload in workloads}
+        for name in dict.fromkeys(each.call for each in found.found):
+            report(by_name[name], "another kernel")
+            _name_another(found, by_name[name], examiner)
+        return found
+    finally:
+        examiner.close()
+
+
+def _name_another(found: Diagnoses, workload: Workload, examiner: _Examiner) -> None:
+    """Say what to use on a call, in each of its diagnoses."""
+    name = workload.name
+    here = {each.kernel for each in found.found if each.call == name}
+    anywhere = {each.kernel for each in found.found}
+    right = [each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)]
+    if not right:
+        right = [examiner.healthy([each for each in HEALTHY if each not in here], workload)]
+    for at, each in enumerate(found.found):
+        if each.call == name:
+            found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))
+
+
+def _instead(kernel: str, remedy: str) -> str:
+    named = f"{kernel}, which is right on this call" if kernel else ""
+    return "; or ".join(filter(None, (named, remedy)))
+
+
+class _Examiner(Protocol):
+    """Where kernels are examined."""
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        """Note in `found` what is wrong with a kernel on a call."""
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        """The first of some kernels that is right on a call; empty for none."""
+
+    def close(self) -> None:
+        """End what runs kernels; the next is examined in a new one."""
+
+
+class _Here:
+    """Everything in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        with torch.no_grad():
+            self._guard = Guard()
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        with torch.no_grad():
+            try:
+                call = workload.load_to_judge(self._settings.device)
+            except DatasetError as error:
+                found.unreadable[workload.name] = str(error)
+                return
+            examined = examine(kernel, call, self._settings, self._guard)
+        diagnosis = None
+        if examined.evidence is not None:
+            diagnosis = diagnosed(workload.name, kernel.name, call.origin, examined.evidence)
+        found.add(workload.name, kernel.name, diagnosis, examined.refused)
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        with torch.no_grad():
+            return healthy(names, workload.load(self._settings.device), self._settings, self._guard)
+
+    def close(self) -> None:
+        pass
+
+
+class _Answer(NamedTuple):
+    """What a process says of a kernel on a call."""
+
+    origin: Origin = Origin()
+    diagnosis: Diagnosis | None = None
+    refused: str = ""
+    unreadable: str = ""
+    died: bool = False
+
+
+class _Processes:
+    """A process for each kernel, and a new one after each death.
+
+    What is wrong after other calls is examined again as the only call of another process: there, a
+    kernel has kept nothing of earlier calls, and the causes of other errors are seen alone.
+    """
+
+    def __init__(self, settings: Settings, timeout: float) -> None:
+        self._settings = settings
+        self._process, self._alone = (
+            Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
+        )
+        self._calls = 0
+        """That the process has examined."""
+
+    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        calls = self._calls
+        answer = self._answer(self._process, kernel.name, workload)
+        self._calls = 0 if answer.died else calls + 1
+        if answer.unreadable:
+            found.unreadable[workload.name] = answer.unreadable
+            return
+        diagnosis = answer.diagnosis
+        if answer.diagnosis is not None and calls > 0:
+            diagnosis = self._answer(self._alone, kernel.name, workload).diagnosis
+            self._alone.close()
+            if diagnosis is None:
+                evidence = kept_from_earlier_calls(calls, answer.diagnosis.sentence)
+                diagnosis = diagnosed(workload.name, kernel.name, answer.origin, evidence)
+        found.add(workload.name, kernel.name, diagnosis, answer.refused)
+
+    def _answer(self, process: Process, kernel: str, workload: Workload) -> _Answer:
+        origin, name, answer = Origin(), workload.name, _Answer()
+        try:
+            for message in self._ask(process, "examine", workload, kernel=kernel, name=name):
+                if "origin" in message:
+                    origin = Origin(**message["origin"])
+                elif "unreadable" in message:
+                    answer = _Answer(unreadable=message["unreadable"])
+                elif "examined" in message:
+                    given = message["examined"]
+                    diagnosis = None if given is None else rebuilt(Diagnosis, given)
+                    answer = _Answer(origin, diagnosis, message["refused"])
+        except Died as death:
+            evidence = failure(death.status, str(death))
+            return _Answer(origin, diagnosed(name, kernel, origin, evidence), died=True)
+        return answer
+
+    def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        left = list(names)
+        while left:
+            try:
+                for message in self._ask(self._process, "find healthy", workload, kernels=left):
+                    if "healthy" in message:
+                        return str(message["healthy"])
+            except Died as death:
+                left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
+        return ""
+
+    def _ask(
+        self, process: Process, do: str, workload: Workload, **request: object
+    ) -> Iterator[dict[str, Any]]:
+        settings = self._settings.to_json()
+        source = workload.source
+        for message in process.ask(do=do, workload=source, settings=settings, **request):
+            if "failed" in message:
+                raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
+            yield message
+
+    def close(self) -> None:
+        self._process.close()
+        self._alone.close()
+        self._calls = 0

@@ -1,0 +1,217 @@
+"""The GPUs of this host that calls are spread over, and what is kept apart for each.
+
+Imports torch late: workers start before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attention_replay.errors import Error
+from replay.timing.cores import core_siblings
+
+if TYPE_CHECKING:
+    import torch
+
+DEVICE_FILES = Path("/dev")
+"""Where the driver has a file `nvidia0`, `nvidia1` … for each GPU that may be used."""
+
+
+class DeviceError(Error):
+    """Devices that cannot be used as asked; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device, of which its processes see no other."""
+
+    name: str
+    """For people, e.g. `GPU 1`; no other has it."""
+    kind: str
+    """What it is, e.g. `NVIDIA H200`."""
+    uuid: str = ""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Of the environment of its processes."""
+    cpus: frozenset[int] = frozenset()
+    """Logical CPUs of its processes alone; empty to share all."""
+    host: str = ""
+    """The node of a cluster that it is in; empty for this machine."""
+
+    def __str__(self) -> str:
+        """`GPU 1 (GPU-5f…)`: what a row says of where it ran."""
+        return f"{self.name} ({self.uuid})" if self.uuid else self.name
+
+
+def gpus(asked: str) -> list[Device]:
+    """The GPUs that `--gpus` names, each with processor cores of its own.
+
+    Args:
+        asked: `all`, or indices as PyTorch counts, with commas between them.
+
+    Raises:
+        DeviceError: they are not there, or not alike.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        raise DeviceError(f"--gpus {asked}: PyTorch finds no GPU here, leave it out")
+    found = []
+    for index in _indices(asked, count):
+        properties = torch.cuda.get_device_properties(index)
+        uuid = getattr(properties, "uuid", "")  # not in every build of PyTorch
+        device = _device(index, count)
+        found.append(replace(device, kind=properties.name, uuid=f"GPU-{uuid}" if uuid else ""))
+    kinds = {device.kind for device in found}
+    if len(kinds) > 1:
+        raise DeviceError(
+            f"--gpus {asked}: {', '.join(sorted(kinds))} are not compared in one replay, name "
+            "GPUs of one type"
+        )
+    return with_own_cores(found)
+
+
+def probable_gpus(asked: str) -> list[Device]:
+    """What `gpus` will probably return, of no known type, without importing PyTorch.
+
+    Empty where the driver says too little, or where `gpus` will probably raise.
+
+    Raises:
+        DeviceError: these cannot be GPUs of any host.
+    """
+    if asked != "all":
+        _numbers(asked)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    files = DEVICE_FILES.glob("nvidia[0-9]*")
+    count = len(visible.split(",")) if visible else len(list(files))
+    try:
+        return with_own_cores([_device(index, count) for index in _indices(asked, count)])
+    except DeviceError:
+        return []
+
+
+def _device(index: int, count: int) -> Device:
+    """One of so many GPUs; its processes count as this one does, where it sees only some."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+    variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
+    return Device(f"GPU {index}", "", variables=variables)
+
+
+def _indices(asked: str, count: int) -> list[int]:
+    if asked == "all":
+        return list(range(count))
+    indices = _numbers(asked)
+    for index in indices:
+        if index >= count:
+            last = f" to {count - 1}" if count > 1 else ""
+            raise DeviceError(f"--gpus {asked}: there is no GPU {index} here, only 0{last}")
+    return indices
+
+
+def _numbers(asked: str) -> list[int]:
+    indices: list[int] = []
+    for part in (part.strip() for part in asked.split(",")):
+        if not re.fullmatch("[0-9]{1,4}", part):
+            raise DeviceError(
+                f"--gpus {asked}: {part!r} is no number, write all, or numbers like 0,1"
+            )
+        index = int(part)
+        if index in indices:
+            raise DeviceError(f"--gpus {asked}: GPU {index} is named twice")
+        indices.append(index)
+    return indices
+
+
+def with_own_cores(devices: Sequence[Device]) -> list[Device]:
+    """Share this process's cores out, so that what compiles for one disturbs none of the others.
+
+    Neighbouring cores go together, as they share caches and memory, and so do the hardware threads
+    of a core. Where the system does not let processes be bound to cores nothing is shared out.
+
+    Raises:
+        DeviceError: there are fewer cores than devices.
+    """
+    if not hasattr(os, "sched_setaffinity") or len(devices) < 2:
+        return list(devices)
+    cores = core_siblings(os.sched_getaffinity(0))
+    if len(cores) < len(devices):
+        raise DeviceError(
+            f"{len(devices)} GPUs need a processor core each, and there are {len(cores)}: use "
+            "fewer GPUs"
+        )
+    ends = [len(cores) * number // len(devices) for number in range(len(devices) + 1)]
+    shares = [cores[begin:end] for begin, end in itertools.pairwise(ends)]
+    return [
+        replace(device, cpus=frozenset().union(*share))
+        for device, share in zip(devices, shares, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def held(devices: Sequence[Device]) -> Iterator[None]:
+    """Keep other replays on this host from taking the same devices; a process that dies lets go.
+
+    Raises:
+        DeviceError: one of them is taken.
+    """
+    try:
+        import fcntl
+    except ImportError:  # not a Unix
+        yield
+        return
+    with contextlib.ExitStack() as opened:
+        for device in devices:
+            if not device.uuid:
+                continue
+            path = Path(tempfile.gettempdir()) / f"attention-replay-{device.uuid}.lock"
+            try:
+                descriptor = _lock_file(path)
+            except OSError as error:
+                raise DeviceError(f"cannot lock {device.name}: {path}: {error.strerror}") from error
+            opened.callback(os.close, descriptor)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise DeviceError(
+                    f"another replay is measuring on {device.name}: wait for it, or name another"
+                ) from error
+        yield
+
+
+@contextlib.contextmanager
+def held_if_free(device: torch.device) -> Iterator[str]:
+    """Keep `held` from a device, unless another replay has it; yields a sentence that says so.
+
+    It is empty where nobody has it, and on a CPU.
+    """
+    with contextlib.ExitStack() as stack:
+        trouble = ""
+        if device.type == "cuda":
+            import torch
+
+            index = torch.cuda.current_device() if device.index is None else device.index
+            try:
+                stack.enter_context(held(gpus(str(index))))
+            except DeviceError as error:
+                trouble = str(error)
+        yield trouble
+
+
+def _lock_file(path: Path) -> int:
+    """Open a file that every user's replay can lock; no link is followed."""
+    flags = os.O_RDWR | os.O_NOFOLLOW
+    try:
+        # Without O_CREAT, which Linux refuses on a file of another user in /tmp.
+        return os.open(path, flags)
+    except FileNotFoundError:
+        descriptor = os.open(path, flags | os.O_CREAT, 0o666)
+        os.fchmod(descriptor, 0o666)  # whatever the umask
+        return descriptor

@@ -1,0 +1,54 @@
+"""What kernels compile before anything is timed, shared out over devices.
+
+Compilers keep their results on disk, so that what was compiled for one device is there for all of
+its type.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from replay.kernels.registry import Kernel
+from replay.workers.execution import Assignment
+from replay.workloads.call_metadata import outline
+from replay.workloads.recorded import Workload
+
+PIECES_PER_DEVICE = 2
+"""At least, as some kernels compile for minutes and others not at all."""
+
+
+class Compilation(NamedTuple):
+    """Kernels to be called once on a call, on one device."""
+
+    workload: Workload
+    assigned: Assignment
+
+
+def compilations(
+    calls: Sequence[Workload], assigned: Assignment, devices: int
+) -> list[Compilation]:
+    """Every kernel on the first call of each form.
+
+    The kernels of a form stay together where there are forms enough for all devices.
+    """
+    firsts: dict[tuple[object, ...], Workload] = {}
+    for workload in calls:
+        firsts.setdefault(outline(workload).form, workload)
+    if not firsts:
+        return []
+    pieces = math.ceil(PIECES_PER_DEVICE * devices / len(firsts))
+    everyone = [(name, kernel) for name, kernels in assigned.items() for kernel in kernels]
+    return [
+        Compilation(workload, _by_environment(everyone[piece::pieces]))
+        for workload in firsts.values()
+        for piece in range(min(pieces, len(everyone)))
+    ]
+
+
+def _by_environment(kernels: Sequence[tuple[str, Kernel]]) -> Assignment:
+    found: Assignment = {}
+    for name, kernel in kernels:
+        found.setdefault(name, []).append(kernel)
+    return found

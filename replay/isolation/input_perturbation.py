@@ -1,0 +1,361 @@
+"""Inputs that change from sample to sample, so that what is timed can be judged.
+
+Before every timed call the signs of a quarter of the values are flipped in place, in every head,
+and some keys and queries of one head change places: the same pointers and shapes, other pairs. A
+result kept from an earlier call, by pointer or by checksum, is then wrong or useless, and so is
+that of some heads alone. Keys and queries stay what they were as a set, with their means and their
+outlier channels, on which quantised kernels rely. A flip is a function of a seed and a number, so
+that another process can make the same inputs and judge a few rows of the output by them. Which rows
+is drawn after the call, since a kernel can read all that was in its process before.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from capture.call.shape import Shape
+from capture.call.strides import narrow_expanded
+
+VALUE_SHARE = 4
+"""One value in four is flipped, which moves every output that attends to them."""
+REVERSED_ROWS = 16
+"""Of query, and of key at least, which follow each other in reverse order."""
+REVERSED_SHARE = 4
+"""One key in four of a head: enough to show that a kernel in 8 bits, which may be far off in a few
+rows, has kept its keys."""
+JUDGED_ROWS = 8
+"""Rows of an output that are kept in the head that changed, and as many in other heads."""
+
+
+ONE_THREAD = 2**15
+"""Numbers from which on PyTorch shares an operation among threads. On a busy processor these wait
+for one another, ten milliseconds before every call, where one thread flips in 15 µs."""
+MOST_VALUES = 2**17
+"""Numbers that are flipped on a CPU: what a thread flips in 60 µs. A GPU flips any in less than the
+call reads them."""
+
+WALK_BLOCKS = 20
+"""Of value and of key, that a `Walk` flips in turn."""
+WALK_SHARE = 80
+"""One value in so many is in a block: those of all blocks are a quarter."""
+
+
+Places = tuple[Tensor, Tensor, Tensor]
+"""Batches, heads and queries, on the device of what they index."""
+
+
+class Rows(NamedTuple):
+    """Positions in an output (B, Hq, Sq, Dv), one per entry."""
+
+    batch: list[int]
+    head: list[int]
+    query: list[int]
+
+    def of(self, output: Tensor) -> Tensor:
+        """(n, Dv), copied."""
+        return output[self.on(output.device)]
+
+    def on(self, device: torch.device) -> Places:
+        """What to index an output on a device with; without waiting for what a GPU is doing."""
+        indices = torch.tensor(self)
+        if device.type == "cuda":
+            indices = indices.pin_memory().to(device, non_blocking=True)
+        batch, head, query = indices
+        return batch, head, query
+
+
+class Flip:
+    """The flip of one number.
+
+    Args:
+        values_only: leave query and key as they are, for kernels that choose keys by them.
+    """
+
+    def __init__(
+        self, call: AttentionCall, seed: int, number: int, *, values_only: bool = False
+    ) -> None:
+        shape, draw = call.shape, random.Random(f"{seed} {number}")
+        group = max(shape.q_heads // shape.kv_heads, 1)
+        batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        # A sequence's pages lie among those of others: the same rows of all of them change.
+        keys_of, keys = None, 2
+        if call.page_table is None:
+            keys = max(call.key.shape[2] // REVERSED_SHARE, REVERSED_ROWS)
+            keys_of, keys = batch, min(keys, _most_rows(call.key))
+        self._changes = [partial(_negate, values) for values in _values(draw, call.value)]
+        if not values_only:
+            parts = (
+                _part(draw, call.key, keys_of, kv_head, keys),
+                _part(draw, call.query, batch, draw.choice(heads), REVERSED_ROWS),
+            )
+            self._changes += [partial(_reverse, part) for part in parts]
+        self._call, self._batch, self._heads, self._group = call, batch, heads, group
+        # There are few such quarters, and each would come back soon.
+        self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
+
+    def rows(self, drawn: int) -> tuple[Rows, Rows]:
+        """Rows of the head whose keys and queries changed, and of any head.
+
+        Args:
+            drawn: after the call, what decides which.
+        """
+        draw, shape = random.Random(drawn), self._call.shape
+        kv_head = draw.randrange(shape.kv_heads)
+        others = range(kv_head * self._group, (kv_head + 1) * self._group)
+        return (
+            _rows_of(draw, self._call, self._batch, self._heads),
+            _rows_of(draw, self._call, draw.randrange(shape.batch), others),
+        )
+
+    def apply(self) -> None:
+        """Flip in place; a second time undoes it."""
+        for change in self._changes:
+            change()
+        self._changes.reverse()  # they may meet in one tensor, and are undone from the last
+
+
+class Walk:
+    """Changes of one small step a call, where calls follow each other without a gap.
+
+    A step negates one block of rows of value, and two rows of key change places, in every head: two
+    launches on a GPU. Key stays as it is where value is a part of it. Which ones is the next step
+    of a Gray code, so that no inputs come back within 2²⁰ steps (fewer where there are fewer rows),
+    and those of any step are known without the others.
+
+    Args:
+        number: of the step to begin after; `apply` goes there from the recorded inputs.
+        values_only: as for `Flip`.
+    """
+
+    def __init__(
+        self, call: AttentionCall, seed: int, number: int = 0, *, values_only: bool = False
+    ) -> None:
+        draw = random.Random(f"{seed} walk")
+        self.number = number
+        values = _blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))
+        self._pools: list[list[Callable[[], object]]] = []
+        if values:  # there are keys
+            self._pools.append([block.neg_ for block in values])
+        shares_key = call.key.data_ptr() == call.value.data_ptr()
+        if not values_only and not shares_key and call.key.shape[2] > 1:
+            self._pools.append([_Exchange(block) for block in _blocks(draw, call.key, 2)])
+        self._shape = call.shape
+
+    def rows(self, drawn: int) -> tuple[Rows, Rows]:
+        """Rows of two heads, which all change alike; `drawn` as for `Flip.rows`."""
+        draw = random.Random(drawn)
+        return _rows_of_one_head(draw, self._shape), _rows_of_one_head(draw, self._shape)
+
+    def step(self) -> None:
+        """Go one step on, in place."""
+        self.number += 1
+        trailing_zeros = (self.number & -self.number).bit_length() - 1
+        for changes in self._pools:
+            changes[min(trailing_zeros, len(changes) - 1)]()
+
+    def apply(self) -> None:
+        """Go from the recorded inputs to those of this step, in place; or back."""
+        for changes in self._pools:
+            position = self.number % 2 ** len(changes)
+            gray = position ^ (position >> 1)
+            for bit, change in enumerate(changes):
+                if gray >> bit & 1:
+                    change()
+
+
+class _Exchange:
+    """Two rows that change places at each call, in one launch."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+        self._next, self._last = rows.flip(-2), rows.clone()
+
+    def __call__(self) -> None:
+        self._rows.copy_(self._next)
+        self._next, self._last = self._last, self._next
+
+
+class Variation:
+    """Gives each sample of the kernels that share a call's tensors another flip."""
+
+    def __init__(self, call: AttentionCall, seed: int) -> None:
+        self._call = call
+        self._seed = seed
+        self._numbers = iter(range(2**62))
+        self._flip: Flip | None = None
+        self._ready: dict[bool, tuple[int, Flip]] = {}
+        """The next ones, by `values_only`."""
+
+    def get_ready(self, *, values_only: bool = False) -> None:
+        """Undo the last flip and choose another, while a GPU is at work: `next` is waited for."""
+        self.undo()
+        if values_only not in self._ready:
+            number = next(self._numbers)
+            flip = Flip(self._call, self._seed, number, values_only=values_only)
+            self._ready[values_only] = number, flip
+
+    def next(self, *, values_only: bool = False) -> tuple[int, Flip]:
+        """Undo the last flip and apply another; its number comes with it."""
+        self.get_ready(values_only=values_only)
+        number, self._flip = self._ready.pop(values_only)
+        self._flip.apply()
+        return number, self._flip
+
+    def undo(self) -> None:
+        """Make the inputs what they were before any flip."""
+        if self._flip is not None:
+            self._flip.apply()
+        self._flip = None
+
+    def forget(self) -> None:
+        """The inputs were restored by other means."""
+        self._flip = None
+
+
+def _most_rows(tensor: Tensor) -> int:
+    """Of a head that one flip may change."""
+    if tensor.device.type != "cpu":
+        return tensor.shape[2]
+    return max((ONE_THREAD - 1) // tensor.shape[3], 1)
+
+
+def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
+    """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread."""
+    memory = narrow_expanded(tensor)
+    batch, heads, length, width = memory.shape
+    if not length:
+        return []
+    rows = max(length // VALUE_SHARE, 1)
+    if tensor.device.type == "cpu":
+        rows = max(min(rows, _most_rows(tensor), MOST_VALUES // (batch * heads * width)), 1)
+    first = draw.randrange(length - rows + 1)
+    values = memory[:, :, first : first + rows]
+    if tensor.device.type != "cpu":
+        return [values]
+    at_once = max((ONE_THREAD - 1) // (rows * width), 1)
+    if at_once >= heads:
+        return list(values.split(at_once // heads))
+    return [block for sequence in values for block in sequence.split(at_once)]
+
+
+def _one_more(draw: random.Random, tensor: Tensor) -> list[Tensor]:
+    """A row of every head; of some where they have one row each, which is flipped already."""
+    memory = narrow_expanded(tensor)
+    _, heads, length, _ = memory.shape
+    if not length:
+        return []
+    place = draw.randrange(length)
+    first = draw.randint(1, heads) if length == 1 else 0
+    return [memory[:, first:, place : place + 1]]
+
+
+def _negate(rows: Tensor) -> None:
+    rows.neg_()
+
+
+def _reverse(rows: Tensor) -> None:
+    """Of a single row, which has nothing to change places with, the sign is flipped."""
+    if rows.shape[-2] == 1:
+        _negate(rows)
+    else:
+        rows.copy_(rows.flip(-2))
+
+
+def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:
+    """Of each row to judge; all the same where each head has a sink of its own."""
+    if call.sinks is not None:
+        return [draw.choice(heads)] * JUDGED_ROWS
+    return draw.choices(heads, k=JUDGED_ROWS)
+
+
+def _rows_of(draw: random.Random, call: AttentionCall, batch: int, heads: range) -> Rows:
+    return Rows(
+        [batch] * JUDGED_ROWS,
+        _draw_heads(draw, call, heads),
+        draw.choices(range(call.shape.q_len), k=JUDGED_ROWS),
+    )
+
+
+def _rows_of_one_head(draw: random.Random, shape: Shape) -> Rows:
+    batch, head = draw.randrange(shape.batch), draw.randrange(shape.q_heads)
+    queries = draw.choices(range(shape.q_len), k=JUDGED_ROWS)
+    return Rows([batch] * JUDGED_ROWS, [head] * JUDGED_ROWS, queries)
+
+
+def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
+    """Some blocks of so many rows, in every head, in random order."""
+    memory = narrow_expanded(tensor)
+    places = range(0, memory.shape[2] - rows + 1, rows)
+    chosen = draw.sample(places, min(WALK_BLOCKS, len(places)))
+    return [memory[:, :, first : first + rows] for first in chosen]
+
+
+def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
+    """The call that makes these rows alone, all of one key head: (1, 1, n, D), mask explicit."""
+    call = call.without_pages()
+    shape = call.shape
+    group = max(shape.q_heads // shape.kv_heads, 1)
+    batch, kv_head = rows.batch[0], rows.head[0] // group
+    at = rows.on(call.device)
+    mask = None
+    if call.attn_mask is not None:
+        whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
+        places = (each.clamp(max=size - 1) for each, size in zip(at, whole.shape[:3], strict=True))
+        mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
+    if call.is_causal or call.features:
+        first, end = (each[at[2], None] for each in call.spans.of(batch))
+        position = torch.arange(shape.kv_len, device=call.device)
+        visible = ((position >= first) & (position < end))[None, None]
+        if mask is None:
+            mask = visible
+        elif mask.dtype == torch.bool:
+            mask = mask & visible
+        else:
+            mask = mask.masked_fill(~visible, float("-inf"))
+    return replace(
+        call,
+        query=call.query[at][None, None],
+        key=call.key[batch, kv_head][None, None],
+        value=call.value[batch, kv_head][None, None],
+        attn_mask=mask,
+        is_causal=False,
+        enable_gqa=False,
+        sinks=None if call.sinks is None else call.sinks[rows.head[0] : rows.head[0] + 1],
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        seqused_k=None,
+        variant=Variant(softcap=call.variant.softcap),
+        output=None,
+    )
+
+
+def side_by_side(*calls: AttentionCall) -> AttentionCall:
+    """Calls of some rows each (`some_rows`), copied into one as heads of it."""
+    joined = {
+        name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
+        for name in calls[0].tensors()
+    }
+    return calls[0].with_tensors(joined)
+
+
+def _part(draw: random.Random, tensor: Tensor, batch: int | None, head: int, rows: int) -> Tensor:
+    """Some rows of one head, as they lie in memory: an expanded dimension is there once.
+
+    Args:
+        batch: None for all.
+    """
+    memory = narrow_expanded(tensor)
+    rows = min(rows, memory.shape[2])
+    first = draw.randrange(memory.shape[2] - rows + 1)
+    of_head = memory[:, min(head, memory.shape[1] - 1), first : first + rows]
+    return of_head if batch is None else of_head[min(batch, memory.shape[0] - 1)]

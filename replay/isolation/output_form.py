@@ -1,0 +1,34 @@
+"""What is no output at all, whatever its values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from capture.storage.header import dtype_name
+
+
+def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:
+    """Why something returned for a call is not a plain tensor of the right form; empty if it is.
+
+    A subclass of `Tensor` may compute when it is looked at, which is after it was timed.
+    """
+    shape = call.shape
+    right = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
+    if not isinstance(output, Tensor):
+        return f"returned {type(output).__name__}, not a tensor"
+    if type(output) is not Tensor or output.layout != torch.strided:
+        kind = type(output).__name__ if type(output) is not Tensor else str(output.layout)
+        return f"returned {kind}, not a plain tensor"
+    if output.is_neg() or output.is_conj():
+        return "returned a lazily negated or conjugated view, not a plain tensor"
+    if output.requires_grad:
+        return "returned a tensor that requires a gradient, not a plain tensor"
+    if output.shape != right:
+        return f"returned shape {tuple(output.shape)} where {right} is right"
+    if output.device != call.device:
+        return f"returned a tensor on {output.device} where {call.device} is right"
+    if output.dtype != call.dtype and not any_dtype:
+        return f"returned {dtype_name(output.dtype)} where {dtype_name(call.dtype)} is right"
+    return ""

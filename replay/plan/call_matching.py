@@ -1,0 +1,165 @@
+"""Match the calls of a census with replayed calls.
+
+A recording stores some calls and counts all (`capture.hooks.census`). A call's cost depends on its
+signature, so a counted call matches a replayed call of the same phase and signature; only the key
+length may differ, as while a cache grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attention_replay.errors import Error
+from capture.call.shape import Shape
+from capture.hooks.phases import RECOMPUTE
+from capture.recording.sampling import PHASES
+from replay.rows.row import CallFacts, KernelId, Mask, Row
+
+REACH = 1.25
+"""A key length outside the replayed range takes the time of the nearest, up to this factor away.
+Times are never extrapolated: the slope between two nearby lengths is mostly noise."""
+
+
+class CensusError(Error):
+    """The recording has no census; the message names the remedy."""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A row of the census and the replayed calls that represent it."""
+
+    module: str
+    phase: str
+    calls: int
+    """Per run of the model."""
+    shares: Mapping[str, float]
+    """By the replayed call's name, with sum 1; empty if no replayed call matches."""
+
+
+def match(
+    census: Mapping[str, Any], replayed: Iterable[CallFacts], *, own_first: bool = True
+) -> list[Counted]:
+    """Match every row of a census with replayed calls.
+
+    The exact key length, or two around it with linear interpolation, are preferred to the nearest
+    within `REACH`. Several calls of one length have equal shares.
+
+    Args:
+        census: as `capture.hooks.census.Census.to_json` writes it.
+        replayed: calls of the same recording and model.
+        own_first: prefer calls of the same module to those of other modules.
+
+    Raises:
+        CensusError: the census is empty, e.g. because the manifest was rebuilt.
+    """
+    if not census.get("rows"):
+        raise CensusError(
+            "the recording has no census of the model's calls (its manifest was rebuilt from the "
+            "files): capture it again"
+        )
+    by_kind: dict[object, list[CallFacts]] = {}
+    for call in {call.name: call for call in replayed}.values():
+        by_kind.setdefault(_kind_of_call(call), []).append(call)
+    counted = []
+    for row in census["rows"]:
+        signature = census["signatures"][row["signature"]]
+        # A call that a backward pass repeats costs what it cost the first time.
+        phases = PHASES if row["phase"] == RECOMPUTE else (row["phase"],)
+        pool = [
+            call
+            for phase in phases
+            for call in by_kind.get(_kind_of_signature(phase, signature), [])
+        ]
+        own = [call for call in pool if call.module == row["module"]]
+        pools = (own, pool) if own_first else (pool,)
+        shares = _shares(pools, signature["key"][-2]) if pool else {}
+        counted.append(Counted(row["module"], row["phase"], row["calls"], shares))
+    return counted
+
+
+class Replayed:
+    """Rows by call and kernel, as they are for a model that makes its calls as recorded.
+
+    A kernel that ran a call without its mask (`Row.restated_as`) counts as one that does not
+    support it. Rows of calls that could not be read are left out.
+    """
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self._rows = {(row.call.name, row.id): _as_recorded(row) for row in rows if row.kernel}
+
+    def row(self, call: str, kernel: KernelId) -> Row | None:
+        return self._rows.get((call, kernel))
+
+    def timed(self, kernel: KernelId) -> list[CallFacts]:
+        """Return the calls for which a kernel has a time."""
+        rows = self._rows.items()
+        return [row.call for (_, each), row in rows if each == kernel and row.time_ms is not None]
+
+
+def _as_recorded(row: Row) -> Row:
+    if not row.restated_as:
+        return row
+    reason = f"replayed with its mask restated as {row.restated_as}; the model passes the mask"
+    return Row(row.kernel, row.call, "unsupported", reason, row.environment, row.process)
+
+
+def _kind_of_call(call: CallFacts) -> tuple[object, ...]:
+    return _kind(call.phase, call.shape, call.dtype, call.is_causal, call.mask, call.beyond)
+
+
+def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object, ...] | None:
+    query, key, value = (signature[name] for name in ("query", "key", "value"))
+    if not len(query) == len(key) == len(value) == 4:
+        return None
+    batch, q_heads, q_len, head_dim = query
+    shape = Shape(batch, q_heads, key[1], q_len, key[2], head_dim, value[3])
+    mask = None
+    if signature["mask"] is not None:
+        is_bool = signature["mask_dtype"] == "bool"
+        mask = Mask("bool" if is_bool else "float", tuple(signature["mask"]))
+    return _kind(
+        phase, shape, signature["dtype"], signature["is_causal"], mask, signature.get("beyond", "")
+    )
+
+
+def _kind(
+    phase: str,
+    shape: Shape,
+    dtype: str,
+    is_causal: bool,
+    mask: Mask | None,
+    beyond: str,
+) -> tuple[object, ...]:
+    """Return all that determines cost except key length, which a mask's last size may equal."""
+    if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
+        mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
+    return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)
+
+
+def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, float]:
+    for pool in pools:
+        lengths = [call.shape.kv_len for call in pool]
+        below = [length for length in lengths if length <= kv_len]
+        above = [length for length in lengths if length >= kv_len]
+        if below and above:
+            return _between(pool, max(below), min(above), kv_len)
+    for pool in pools:
+        nearest = min(
+            (call.shape.kv_len for call in pool), key=lambda at: abs(at - kv_len), default=0
+        )
+        if max(nearest, kv_len) <= REACH * min(nearest, kv_len):
+            return _between(pool, nearest, nearest, kv_len)
+    return {}
+
+
+def _between(pool: Sequence[CallFacts], low: int, high: int, kv_len: int) -> dict[str, float]:
+    """Interpolate linearly in key length between the calls of two lengths, or of one."""
+    towards_high = (kv_len - low) / (high - low) if high > low else 0.0
+    shares: dict[str, float] = {}
+    for length, share in ((low, 1 - towards_high), (high, towards_high)):
+        names = [call.name for call in pool if call.shape.kv_len == length]
+        if share > 0:
+            shares.update((name, share / len(names)) for name in names)
+    return shares

@@ -1,0 +1,255 @@
+"""Tables of a replay, 80 columns wide: speed, accuracy and work for each group of calls."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.console import Group as Renderables
+from rich.table import Table
+from rich.text import Text
+
+from replay.report.cells import cell, speedup_text
+from replay.report.fitted import FittedTable
+from replay.report.groups import Group, group_rows, joined, place, told_apart
+from replay.report.pooled import worst
+from replay.report.ranking import Fastest, fastest, is_correct, rank
+from replay.rows.errors_of_output import Errors
+from replay.rows.fields import COLUMNS
+from replay.rows.row import KernelId, Row
+
+TABLES = ("speed", "accuracy", "work", "machine")
+
+
+def print_report(
+    rows: Sequence[Row],
+    console: Console,
+    *,
+    metrics: Sequence[str],
+    errors_against: str = "reference",
+    per_call: bool = False,
+    compare_stats: bool = False,
+) -> None:
+    """Print tables of all rows.
+
+    Args:
+        metrics: which of `METRICS` to show; all figures come from the same run.
+        errors_against: what errors are relative to: `reference`, `captured` or a kernel's name.
+        per_call: print a table per call instead of one per group.
+        compare_stats: also print range, mean and deviation of output and reference.
+    """
+    groups = group_rows(rows, per_call=per_call)
+    for group in groups:
+        console.print(_group_report(group, metrics, errors_against, compare_stats))
+        console.print()
+    _print_not_run(rows, console)
+    if len(groups) > 1 or any(len(group.classes) > 1 for group in groups):
+        _print_fastest(groups, console)
+
+
+def _group_report(
+    group: Group, metrics: Sequence[str], errors_against: str, compare_stats: bool
+) -> Renderables:
+    parts: list[Text | Table] = [Text(group.title, style="bold")]
+    if group.weights:
+        parts.append(Text(f"weights: {group.weights}", style="dim"))
+    if group.backends:
+        parts.append(Text(f"recorded with: {group.backends}", style="dim"))
+    ran = [name for name, rows in group.rows.items() if any(row.accuracy for row in rows)]
+    ran.sort(key=lambda name: rank(group, name))
+    if ran:
+        for table in TABLES:
+            paths = [
+                path
+                for path, column in COLUMNS.items()
+                if column.table == table
+                and (column.metric in metrics or "all" in metrics)
+                and (path != "accuracy_class" or len(group.classes) > 1)
+            ]
+            if paths:
+                headings = [COLUMNS[path].heading for path in paths]
+                lines = [
+                    [cell(path, group, name, errors_against) for path in paths] for name in ran
+                ]
+                if any(text != "-" for line in lines for text in line):
+                    parts.append(_table(group, ran, headings, lines))
+        if compare_stats:
+            parts.append(_stats(group, ran))
+        parts.extend(_programs(group, ran))
+        if "accuracy" in metrics or "all" in metrics:
+            parts.extend(_notes(group, ran, errors_against))
+    parts.extend(_restated(group, ran))
+    parts.extend(_refusals(group))
+    return Renderables(*parts)
+
+
+def _table(
+    group: Group,
+    names: Sequence[KernelId],
+    headings: Sequence[str],
+    cells: Sequence[Sequence[str]],
+) -> Table:
+    """Build a table with one line per kernel, without empty columns."""
+    table = FittedTable()
+    table.add_column("kernel", overflow="fold")
+    shown = [at for at in range(len(headings)) if any(line[at] != "-" for line in cells)]
+    for at in shown:
+        table.add_column(headings[at], justify="right", overflow="fold")
+    for name, line in zip(names, cells, strict=True):
+        style = "" if is_correct(group, name) else "red"
+        table.add_row(Text(str(name), style), *(Text(line[at], style) for at in shown))
+    return table
+
+
+def _stats(group: Group, names: Sequence[KernelId]) -> Table:
+    """Tabulate range, mean and deviation of output and reference for the group's first call."""
+    figures = ("min", "max", "mean", "std")
+    lines = []
+    for name in names:
+        row = group.rows[name][0]
+        lines.append(
+            [
+                "-" if summary is None else f"{getattr(summary, figure):.3g}"
+                for summary in (row.output_summary, row.reference_summary)
+                for figure in figures
+            ]
+        )
+    return _table(group, names, [*figures, *(f"ref {figure}" for figure in figures)], lines)
+
+
+def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[Text]:
+    """Note the noise floor, the place of the worst errors, and changed inputs."""
+    notes = []
+    floors = worst(
+        [row for name in ran for row in group.rows[name]],
+        lambda row: row.accuracy.noise_floor if row.accuracy else None,
+        lambda errors: errors.relative_l1,
+    )
+    if floors is not None:
+        errors = floors[0]
+        notes.append(
+            f"noise floor: rel L1 {errors.relative_l1:.1e}, max abs {errors.max_abs:.1e}, the "
+            "error of the captured output"
+        )
+    for name in ran:
+        found = worst(
+            group.rows[name],
+            lambda row: row.accuracy.against(errors_against) if row.accuracy else None,
+            lambda errors: errors.relative_l1,
+        )
+        if found is not None and not is_correct(group, name):
+            errors, row = found
+            notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
+        sparse = [row for row in group.rows[name] if row.kept is not None]
+        if sparse:
+            notes.append(
+                f"{name}: errors are relative to attention to all keys; verdict: {sparse[0].reason}"
+            )
+        changed = {each for row in group.rows[name] for each in row.changed_inputs}
+        overwritten = {each for row in group.rows[name] for each in row.overwrites}
+        flags = [
+            f"changes its {each}"
+            + (", which later calls read again" if each in overwritten else "")
+            for each in sorted(changed)
+        ]
+        flags += sorted({flag for row in group.rows[name] for flag in row.flags})
+        if flags:
+            notes.append(f"{name}: {', '.join(flags)}")
+    return [Text(note, style="dim") for note in notes]
+
+
+def _where(errors: Errors, row: Row) -> str:
+    """Format as `batch 0 head 7, queries 64-127: relative L1 0.9, typically 0.002`."""
+    where = None if row.accuracy is None else row.accuracy.where
+    if where is None:
+        batch, head = errors.worst_head
+        return f"batch {batch} head {head}"
+    (batch, head), (first, last) = where.head, where.queries
+    queries = f"query {first}" if first == last else f"queries {first}-{last}"
+    return (
+        f"batch {batch} head {head}, {queries}: relative L1 {where.worst:.2g}, "
+        f"typically {where.typical:.2g}"
+    )
+
+
+def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
+    """List the Triton programs inspected with --resources."""
+    lines = {
+        f"{name}: {program.name}: {program.registers} registers, {program.spills} spilled, "
+        f"{program.shared_bytes / 1024:.0f} KiB shared, {program.warps} warps": None
+        for name in ran
+        for row in group.rows[name]
+        for program in row.programs
+    }
+    return [Text(line, style="dim") for line in lines]
+
+
+def _restated(group: Group, ran: Sequence[KernelId]) -> list[Text]:
+    """List the kernels that ran calls without their masks."""
+    kernels: dict[str, list[str]] = {}
+    for name in ran:
+        for words in dict.fromkeys(row.restated_as for row in group.rows[name]):
+            kernels.setdefault(words, []).append(str(name))
+    return [
+        Text(f"mask restated as {words}: {', '.join(names)}", style="dim")
+        for words, names in kernels.items()
+        if words
+    ]
+
+
+def _refusals(group: Group) -> list[Text]:
+    """List kernels that could not run some of these calls, each reason once."""
+    kernels: dict[tuple[str, str], list[str]] = {}
+    reasons: dict[tuple[str, str], str] = {}
+    for name, rows in group.rows.items():
+        for row in rows:
+            if row.status not in ("ok", "inaccurate", "not-timed", "unavailable"):
+                # A reason may name sizes that differ from call to call.
+                kind = (row.status, re.sub(r"[\d.]+", "", row.reason))
+                reasons.setdefault(kind, f"{row.status}: {row.reason}")
+                if str(name) not in (names := kernels.setdefault(kind, [])):
+                    names.append(str(name))
+    return [
+        Text(f"{', '.join(names)}: {reasons[kind]}", style="yellow")
+        for kind, names in kernels.items()
+    ]
+
+
+def _print_not_run(rows: Sequence[Row], console: Console) -> None:
+    """Print the kernels that cannot run here, grouped by reason."""
+    unavailable = {str(row.id): row.reason for row in rows if row.status == "unavailable"}
+    if not unavailable:
+        return
+    console.print(Text("not available here", style="bold"))
+    for reason in dict.fromkeys(unavailable.values()):
+        names = ", ".join(name for name, other in unavailable.items() if other == reason)
+        line = Text(f"  {reason}: ").append(names, "dim")
+        console.print(line)
+    console.print()
+
+
+def _print_fastest(groups: Sequence[Group], console: Console) -> None:
+    """Print the fastest correct kernel of each group and class, and those that tie with it."""
+    console.print(Text("fastest correct kernel", style="bold"))
+    names = [joined(group.model, group.phase, group.shape) for group in groups]
+    for group, name in zip(groups, told_apart(groups, names), strict=True):
+        for accuracy_class in ("exact", "quantised"):
+            found = fastest(group, accuracy_class)
+            if found is not None:
+                goes_without_saying = group.classes == ["exact"]
+                shown = name if goes_without_saying else joined(name, accuracy_class)
+                console.print(_fastest(group, found, shown))
+
+
+def _fastest(group: Group, found: Fastest, name: str) -> Text:
+    """Format one line of the ranking, which starts with the name."""
+    line = Text(f"  {name}: ")
+    line.append(str(found.kernel), "bold green")
+    if found.speedup is not None:
+        line.append(f" {speedup_text(found.speedup)} vs {group.baseline}")
+    if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
+        line.append(f", its mask restated as {' or '.join(sorted(words))}", "dim")
+    if found.ties:
+        line.append(f", tied with {', '.join(map(str, found.ties))}", "dim")
+    return line

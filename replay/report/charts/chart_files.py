@@ -1,0 +1,95 @@
+"""Writes charts as SVG, PNG and Vega-Lite."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from attention_replay.errors import Error
+from replay.report.charts.chart import VEGA_LITE, Chart
+from replay.report.charts.layers import layer_charts
+from replay.report.charts.models import model_charts
+from replay.report.charts.sweeps import sweep_charts
+from replay.report.html import chart_library
+from replay.rows.replacement import why_not_written
+from replay.rows.row import Row
+
+PNG_SCALE = 3.0
+"""Pixels of a PNG per pixel of the specification: some 300 dpi in a column of a paper."""
+
+
+class PlotError(Error):
+    """Charts cannot be written; the message names the remedy."""
+
+
+def prepare(directory: Path) -> None:
+    """Make the directory, and find out before an hour's work whether charts can be drawn after it.
+
+    Raises:
+        MissingPackage: vl-convert-python is not installed.
+        PlotError: the directory cannot be made.
+    """
+    chart_library.require()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlotError(
+            f"cannot write --plot {directory} ({error.strerror}): name another directory"
+        ) from error
+
+
+def charts(rows: Sequence[Row]) -> Iterator[Chart]:
+    """Every chart that rows have figures for. An incorrect kernel is in none."""
+    yield from sweep_charts(rows)
+    yield from model_charts(rows)
+    yield from layer_charts(rows)
+
+
+def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
+    """Write each chart as `.svg`, `.png` and, for those who restyle it, `.vl.json`.
+
+    Returns:
+        The files; none if the rows have no figures to draw.
+
+    Raises:
+        MissingPackage: vl-convert-python is not installed.
+        PlotError: the directory cannot be written.
+    """
+    prepare(directory)
+    written: list[Path] = []
+    try:
+        for name, spec in _with_names_of_their_own(charts(rows)):
+            written += write_chart(spec, directory / name)
+    except OSError as error:
+        raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
+    return written
+
+
+def _with_names_of_their_own(found: Iterable[Chart]) -> Iterator[Chart]:
+    """Number charts whose models or machines are the same but for what a file's name leaves out."""
+    seen: Counter[str] = Counter()
+    for chart in found:
+        seen[chart.name] += 1
+        number = seen[chart.name]
+        yield chart if number == 1 else chart._replace(name=f"{chart.name}-{number}")
+
+
+def write_chart(spec: dict[str, object], path: Path) -> Iterator[Path]:
+    """Write one chart beside `path`, which has no suffix.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    import vl_convert
+
+    contents = {
+        ".vl.json": json.dumps(spec, indent=1, ensure_ascii=False).encode(),
+        ".svg": vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE).encode(),
+        ".png": vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=PNG_SCALE),
+    }
+    for suffix, content in contents.items():
+        file = path.with_name(path.name + suffix)
+        file.write_bytes(content)
+        yield file

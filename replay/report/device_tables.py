@@ -1,0 +1,132 @@
+"""Which kernel on which type of device: speed-ups of the same calls, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from capture.text.printable import printable
+from replay.comparison.device_types import AcrossDevices
+from replay.report.call_tables import print_report
+from replay.report.cells import cell
+from replay.report.comparison.markdown import escaped
+from replay.report.fitted import FittedTable
+from replay.report.groups import Group, group_rows, told_apart
+from replay.report.ranking import fastest, rank
+from replay.rows.row import KernelId
+
+SPEEDUP = "speedup.ratio"
+READING = (
+    "each device's speed-up is over its own baseline; fastest: of the correct kernels that are "
+    "exact, or quantised; tied: the rounds do not tell it from that one"
+)
+
+
+def print_devices(
+    merged: AcrossDevices, console: Console, *, metrics: Sequence[str] = ("time",)
+) -> None:
+    """Print each device's own tables, then a matrix of kernels and devices for each kind of call.
+
+    Args:
+        metrics: what the devices' own tables show (`replay.rows.fields.METRICS`).
+    """
+    for device, rows in merged.rows.items():
+        console.print(Text(printable(device), "bold underline"))
+        console.print()
+        print_report(rows, console, metrics=metrics)
+        console.print()
+    print_matrices(merged, console)
+
+
+def print_matrices(merged: AcrossDevices, console: Console) -> None:
+    """Print a matrix of kernels and devices for each kind of call."""
+    console.print(Text("kernels × devices", "bold underline"))
+    console.print(Text(READING, "dim"))
+    if note := left_out(merged):
+        console.print(Text(note, "yellow"))
+    for title, headings, lines in matrices(merged):
+        console.print()
+        console.print(Text(title, "bold"))
+        table = FittedTable()
+        for heading in headings:
+            table.add_column(Text(heading), overflow="fold")
+        for line in lines:
+            table.add_row(*map(Text, line))
+        console.print(table)
+
+
+def devices_markdown(merged: AcrossDevices) -> str:
+    """The matrices as Markdown."""
+    parts = [READING, *filter(None, [left_out(merged)])]
+    for title, headings, lines in matrices(merged):
+        rows = [headings, ["---"] * len(headings), *lines]
+        table = "\n".join(f"| {' | '.join(map(escaped, row))} |" for row in rows)
+        parts.append(f"**{escaped(title)}**\n\n{table}")
+    return "\n\n".join(parts) + "\n"
+
+
+def left_out(merged: AcrossDevices) -> str:
+    """Say how many calls are in no matrix; empty if all are."""
+    if not merged.left_out:
+        return ""
+    calls = "1 call is" if merged.left_out == 1 else f"{merged.left_out} calls are"
+    return f"{calls} left out, which some device did not replay"
+
+
+def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Return for each kind of call its title, the headings, and a line for each kernel.
+
+    Kernels that ran on no device have no line. The first is the fastest on the first device.
+    """
+    groups = {device: _by_title(group_rows(rows)) for device, rows in merged.rows.items()}
+    titles = dict.fromkeys(title for each in groups.values() for title in each)
+    return [
+        (
+            title,
+            ["kernel", *map(printable, groups)],
+            _lines([each[title] for each in groups.values()]),
+        )
+        for title in titles
+    ]
+
+
+def _by_title(groups: Sequence[Group]) -> dict[str, Group]:
+    return dict(zip(told_apart(groups, [group.title for group in groups]), groups, strict=True))
+
+
+def _lines(groups: Sequence[Group]) -> list[list[str]]:
+    """A line for each kernel, with a cell for the group of each device."""
+    ran = [
+        kernel
+        for kernel in dict.fromkeys(kernel for group in groups for kernel in group.rows)
+        if any(row.accuracy for group in groups for row in group.rows.get(kernel, ()))
+    ]
+    ran.sort(key=lambda kernel: [_order(group, kernel) for group in groups])
+    marked = [(group, _marks(group)) for group in groups]
+    return [
+        [printable(str(kernel)), *(_cell(group, marks, kernel) for group, marks in marked)]
+        for kernel in ran
+    ]
+
+
+def _order(group: Group, kernel: KernelId) -> tuple[bool, float]:
+    return rank(group, kernel) if kernel in group.rows else (True, float("inf"))
+
+
+def _cell(group: Group, marks: dict[KernelId, str], kernel: KernelId) -> str:
+    if kernel not in group.rows:
+        return "not replayed"
+    rows = group.rows[kernel]
+    wrong = next((row.status for row in rows if not row.is_correct), "")
+    return wrong or f"{cell(SPEEDUP, group, kernel)} {marks.get(kernel, '')}".strip()
+
+
+def _marks(group: Group) -> dict[KernelId, str]:
+    """What is said of the fastest kernels of each class, and of those that tie with them."""
+    marks: dict[KernelId, str] = {}
+    for found in (fastest(group, "exact"), fastest(group, "quantised")):
+        if found is not None:
+            marks |= {found.kernel: "fastest", **dict.fromkeys(found.ties, "tied")}
+    return marks

@@ -1,0 +1,151 @@
+"""Writes the report: a page, a style sheet, a script, the chart library, and compressed data.
+
+The file asks nothing of any network (its content security policy forbids it), so that it works from
+a disk and from a mail. Whatever comes from a dataset is escaped here, or put on the page as text by
+the script.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import html
+import json
+from collections.abc import Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from attention_replay.errors import Error
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.plan.plan import Budget
+from replay.report.groups import Group, group_rows
+from replay.report.html import chart_library as library
+from replay.report.html import model
+from replay.report.html.answer import fastest_kernels
+from replay.report.html.data import page_data
+from replay.report.html.outputs import KERNELS, saved_outputs
+from replay.rows.replacement import replacing, why_not_written
+from replay.rows.row import Row
+from replay.rows.row_files import plain
+
+MOST_ANSWERS = 12
+"""Kinds of calls that have a sentence of their own at the top."""
+
+
+class ReportError(Error):
+    """A report cannot be written; the message names the remedy."""
+
+
+def write_html(
+    rows: Sequence[Row],
+    path: Path,
+    *,
+    checks: Sequence[model.Check] = (),
+    outputs: Path | None = None,
+    budget: Budget | None = None,
+) -> None:
+    """Write one file that shows what a replay found.
+
+    Args:
+        checks: the lines of `--e2e-json`.
+        outputs: the directory of `--save-output`.
+        budget: drawn where errors are, in its metric; without one, errors are relative L1.
+
+    Raises:
+        ReportError: there are no rows of kernels, they are of several types of device, or the file
+            cannot be written.
+        MissingPackage: the chart library is not installed.
+    """
+    groups = group_rows(rows)
+    if not groups:
+        raise ReportError("no row is about a kernel: replay a call first")
+    devices = sorted({row.machine.device for row in rows} - {""})
+    if len(devices) > 1:
+        raise ReportError(
+            f"the rows are of {' and '.join(devices)}, and a page is for one type of device: "
+            "replay each into a file of its own, and merge them with `replay devices`"
+        )
+    models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
+    data: dict[str, Any] = page_data(rows, groups, budget) | {
+        "models": {name: model.model_data(members) for name, members in models.items()},
+        "outputs": {} if outputs is None else saved_outputs(outputs, checks),
+        "most_outputs": KERNELS,
+    }
+    page = Template(_resource("page.html")).substitute(
+        title=html.escape(_title(groups)),
+        machine=html.escape(_machine(rows)),
+        answers="\n".join(_answers(groups, models)),
+        unavailable="\n".join(_unavailable(rows)),
+        style=_resource("style.css"),
+        script=_resource("page.js"),
+        data=_packed(json.dumps(plain(data), separators=(",", ":"))),
+        library=_packed(library.bundle()),
+    )
+    try:
+        with replacing(path) as file:
+            file.write(page)
+    except OSError as error:
+        raise ReportError(f"cannot write {path}: {why_not_written(error)}") from error
+
+
+def _models(checks: Sequence[model.Check]) -> list[str]:
+    return list(dict.fromkeys(each["model"] for each in checks))
+
+
+def _title(groups: Sequence[Group]) -> str:
+    models = dict.fromkeys(group.calls[0].model for group in groups)
+    return printable(", ".join(name for name in models if name) or "Attention calls")
+
+
+def _machine(rows: Sequence[Row]) -> str:
+    """`NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
+    parts = []
+    for machine in dict.fromkeys(row.machine for row in rows if row.machine.device):
+        versions = [
+            f"{name} {version}"
+            for name in ("torch", "cuda", "triton")
+            if (version := getattr(machine, name))
+        ]
+        parts.append(" · ".join([machine.device, *versions]))
+    calls = len({row.call.name for row in rows if row.kernel})
+    kernels = len({row.id for row in rows if row.accuracy})
+    return printable(
+        " · ".join(
+            [*parts[:3], f"{counted(calls, 'call')} × {counted(kernels, 'kernel')} that ran"]
+        )
+    )
+
+
+def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:
+    """List items; the models' own speed first, since it is what a user gets."""
+    for name, checks in models.items():
+        for sentence in model.answers(checks):
+            yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
+    for group in groups[:MOST_ANSWERS]:
+        title = html.escape(group.title)
+        yield f"<li>{title}<br><b>{html.escape(printable(fastest_kernels(group)))}</b>"
+    if (more := len(groups) - MOST_ANSWERS) > 0:
+        yield f"<li>{more} more kinds of calls are among the charts."
+
+
+def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
+    """A paragraph for each reason why kernels could not run, with their names."""
+    names: dict[str, dict[str, None]] = {}
+    for row in rows:
+        if row.status == "unavailable":
+            names.setdefault(row.reason, {})[str(row.id)] = None
+    for reason, kernels in names.items():
+        text = printable(f"{', '.join(kernels)}: {reason}")
+        yield f'<p class="quiet">{html.escape(text)}</p>'
+
+
+def _resource(name: str) -> str:
+    return files(__package__).joinpath(name).read_text("utf-8")
+
+
+def _packed(text: str) -> str:
+    """Compressed, in characters that no markup has."""
+    return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

@@ -1,0 +1,192 @@
+"""Tables of an end-to-end check, 80 columns wide: the model's times, then its output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.end_to_end import drift
+from replay.end_to_end.model_check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, PredictedTime
+from replay.end_to_end.reasons import reasons
+from replay.report.explanation import explanation, most_disappointing
+from replay.report.fitted import FittedTable
+from replay.rows.row import Speedup
+
+TITLES = {
+    "denoise": "one denoising step",
+    "prefill": "prefill, the time to the first token",
+    "decode": "decode, one token",
+    "encode": "one forward",
+    RUN: "one full run, from prompt to output",
+}
+
+DELAYED = 0.05
+"""Delays are reported if they exceed the baseline's by this share of the runs' time."""
+
+LEGEND = (
+    "predicted: speed-up computed from the replay's times and the recorded number of calls · "
+    "measured: speed-up in the model, from each run's typical forwards, over adjacent runs of its "
+    "own attention behind the same hook · in brackets: 95 % intervals · error: predicted / "
+    "measured - 1 · answered, fell back: attention calls per run that the kernel ran, and that it "
+    "left to the model's own attention"
+)
+
+
+def print_checks(checks: Sequence[Checked], console: Console) -> None:
+    """Print the results of one model, the first being its own attention."""
+    own, *others = checks
+    ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
+    rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
+    title = f"{own.model} end to end · {counted(rounds, 'round')}"
+    console.print(Text(printable(title), style="bold"))
+    console.print(Text(printable(f"weights: {own.weights}"), style="dim"))
+    for span in own.measured:
+        predictions = [each.predicted(span) for each in others]
+        console.print(_title(span, next((each for each in predictions if each), None)))
+        console.print(_span(span, own, others))
+        console.print()
+    if others:
+        console.print(_outcome(others))
+    else:
+        console.print(Text("no kernel to run in the model: choose some with --kernels", "yellow"))
+    for note in (
+        *_unpredicted(others),
+        *filter(None, [own.short_census]),
+        *(note for each in others for note in _notes(each, own)),
+    ):
+        console.print(Text(printable(note), style="yellow"))
+    console.print(Text(LEGEND, style="dim"))
+    if (worst := most_disappointing(others)) is not None:
+        console.print()
+        console.print(Text(printable(explanation(worst))))
+    console.print()
+
+
+def _table() -> Table:
+    table = FittedTable()
+    table.add_column("kernel", overflow="fold")
+    return table
+
+
+def _title(span: str, predicted: PredictedTime | None) -> Text:
+    """Name the span and the share that attention takes of it according to the replay."""
+    parts = [TITLES.get(span, span)]
+    if predicted is not None:
+        least = "at least " if predicted.not_recorded else ""
+        parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
+        if predicted.waiting_share:
+            parts.append(f"GPU waits for the host {100 * predicted.waiting_share:.0f} %")
+    return Text(printable(" · ".join(parts)), style="bold")
+
+
+def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
+    measured = own.measured[span]
+    in_seconds = measured.ms.p50 >= 1000
+    has_tokens = measured.tokens_per_second is not None
+    headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
+    table = _table()
+    for heading in (*headings, "predicted", "measured", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+
+    def times(found: Measured) -> list[str]:
+        cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
+        return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
+
+    table.add_row(Text(own.kernel), *times(measured), "", "", "")
+    for checked in others:
+        found = checked.measured.get(span)
+        if found is None or found.speedup is None or checked.status != "ok":
+            continue
+        error = checked.prediction_error(span)
+        table.add_row(
+            Text(checked.kernel),
+            *times(found),
+            _ratio(checked.predicted(span)),
+            _measured(found.speedup),
+            "-" if error is None else f"{100 * error:+.1f} %",
+        )
+    return table
+
+
+def _outcome(others: Sequence[Checked]) -> Table:
+    table = _table()
+    has_memory = any(each.peak_bytes for each in others)
+    for heading in ("answered", "fell back", *["peak GB"] * has_memory):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("output against the model's own", no_wrap=True)
+    for checked in others:
+        if checked.status != "ok":
+            blanks = [""] * (len(table.columns) - 2)
+            table.add_row(Text(checked.kernel), *blanks, Text(checked.status, "red"))
+            continue
+        cells = [str(checked.hits), str(sum(checked.fallbacks.values()))]
+        if has_memory:
+            cells.append(f"{(checked.peak_bytes or 0) / 1e9:.2f}")
+        differs = "\n".join(drift.cells(checked.drift)) or "nothing to compare"
+        table.add_row(Text(checked.kernel), *cells, Text(differs))
+    return table
+
+
+def _unpredicted(others: Sequence[Checked]) -> list[str]:
+    """Say why there is no prediction, once per reason."""
+    by_reason: dict[str, list[str]] = {}
+    for checked in others:
+        reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
+        if reason:
+            by_reason.setdefault(reason, []).append(checked.kernel)
+    return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
+
+
+def _notes(checked: Checked, own: Checked) -> list[str]:
+    if checked.status != "ok":
+        return [f"{checked.kernel}: {checked.reason}"]
+    notes = [
+        f"{checked.kernel}: {counted(count, 'call')} fell back: {reason}"
+        for reason, count in checked.fallbacks.items()
+    ]
+    notes += [
+        f"{checked.kernel}: changes its {each} in place: a model that reads it again, e.g. from a "
+        "key/value cache, reads the changed values"
+        for each in checked.changed_inputs
+    ]
+    if checked.delayed - own.delayed > DELAYED:
+        notes.append(
+            f"{checked.kernel}: {100 * checked.delayed:.0f} % of the time "
+            f"({100 * own.delayed:.0f} % without the kernel) went to delays of single forwards, "
+            "which are left out: other load on the machine, or occasional work of the kernel "
+            "(compilation, allocation)"
+        )
+    if checked.own_calls:
+        own_calls = counted(checked.own_calls, "call")
+        notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
+    if checked.missing:
+        notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
+    seen: set[str] = set()
+    for span in checked.measured:
+        fresh = [each for each in reasons(checked, span) if each not in seen]
+        seen.update(fresh)
+        where = "full run" if span == RUN else span
+        notes += [f"{checked.kernel}, {where}: {each}" for each in fresh]
+    return notes
+
+
+def _ratio(predicted: PredictedTime | None) -> str:
+    if predicted is None or predicted.speedup is None:
+        return "-"
+    return _times(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
+
+
+def _measured(speedup: Speedup) -> str:
+    if speedup.low is None or speedup.high is None:
+        return f"{speedup.ratio:.2f}×, too few rounds"
+    return _times(speedup.ratio, speedup.low, speedup.high)
+
+
+def _times(value: float, low: float, high: float) -> str:
+    return f"{value:.2f}× ({low:.2f}-{high:.2f})"

@@ -1,0 +1,201 @@
+"""Tables of a plan, 80 columns wide: its choices, and each kernel used at every layer."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.plan.choose import Uniform
+from replay.plan.plan import Budget, Choice, Plan
+from replay.report.fitted import FittedTable
+from replay.rows.meaning import floored
+
+NAME_WIDTH = 22
+PLACE_WIDTH = 16
+"""Characters available for a module's path in a table of 80 columns."""
+PATH_WIDTH = 8
+"""To which a path is broken before the name of a kernel is."""
+
+
+def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
+    """Print a plan and its savings, then those of each kernel used at every layer.
+
+    Layers with the same kernel share a line if their modules differ only in a number:
+    `blocks.0-29.attn1`. The line shows the mean time over their calls and the worst error.
+    """
+    metric = plan.budget.metric
+    console.print()
+    title = " · ".join(filter(None, ("plan", plan.model, plan.device, str(plan.budget))))
+    console.print(Text(printable(title), "bold"))
+    console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
+    table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
+    for name, choices in fold(plan.choices):
+        first = choices[0]
+        style = "" if first.inside else "yellow" if first.covered else "dim"
+        table.add_row(
+            *(
+                Text(cell, style)
+                for cell in (
+                    _at_dots(name, NAME_WIDTH) or "(no module)",
+                    printable(first.phase),
+                    first.kernel,
+                    _mean_ms(choices, lambda choice: choice.time_ms),
+                    _mean_ms(choices, lambda choice: choice.baseline_ms),
+                    f"{sum(choice.saved_ms for choice in choices):.4g}",
+                    _worst_of(choices, plan.budget) if first.covered else "not captured",
+                )
+            )
+        )
+    console.print(table)
+    console.print(_total(plan))
+    for note in _notes(plan):
+        console.print(Text(printable(note), "yellow"))
+    console.print()
+    console.print(Text("one kernel at every layer", "bold"))
+    console.print(_uniform_table(uniforms, plan.budget))
+
+
+def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
+    """Merge choices of one kind whose names differ in a number: `blocks.0-3,7.attn1`.
+
+    A merged name denotes exactly its members, even with several ranges.
+    """
+    groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
+    # From the end: layer indices are usually deeper in the path than those of model parts.
+    for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
+        mergeable: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
+        for parts, members in groups:
+            is_numbered = parts[position : position + 1] and parts[position].isdigit()
+            rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
+            mergeable.setdefault((_kind(members[0]), rest), []).append((parts, members))
+        groups = [_merged(each, position) for each in mergeable.values()]
+    return [(".".join(parts), members) for parts, members in groups]
+
+
+def _merged(
+    groups: Sequence[tuple[tuple[str, ...], list[Choice]]], position: int
+) -> tuple[tuple[str, ...], list[Choice]]:
+    parts, members = groups[0]
+    if len(groups) == 1:
+        return parts, members
+    numbers = [int(each[position]) for each, _ in groups]
+    name = (*parts[:position], _ranges(numbers), *parts[position + 1 :])
+    return name, [choice for _, each in groups for choice in each]
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Format 0, 1, 2, 3 and 7 as `0-3,7`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
+
+
+def _kind(choice: Choice) -> tuple[object, ...]:
+    return (choice.phase, choice.kernel, choice.covered, choice.inside)
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str]) -> FittedTable:
+    table = FittedTable()
+    for heading in texts:
+        path = PATH_WIDTH if heading == "layers" else None
+        table.add_column(heading, overflow="fold", min_width=path)
+    for heading in numbers:
+        table.add_column(heading, justify="right", overflow="fold")
+    return table
+
+
+def _at_dots(path: str, width: int) -> str:
+    """Wrap a module's path to a width, breaking before dots."""
+    lines = [""]
+    for part in re.split(r"(?=\.)", printable(path)):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
+def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) -> str:
+    """Format the mean over the calls of a run; a dash if a layer has no time."""
+    times = [time(choice) for choice in choices]
+    if None in times:
+        return "-"
+    calls = sum(choice.calls for choice in choices)
+    total = sum(choice.calls * (ms or 0.0) for choice, ms in zip(choices, times, strict=True))
+    return f"{total / calls:.4g}"
+
+
+def _worst_of(choices: Sequence[Choice], budget: Budget) -> str:
+    figures = [choice.worst.of(budget.metric) for choice in choices if choice.worst is not None]
+    return _figure(max(figures, key=budget.badness), budget) if figures else "-"
+
+
+def _figure(figure: float, budget: Budget) -> str:
+    """Format a metric; a cosine is rounded down, so that none outside the budget looks inside."""
+    return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
+
+
+def _total(plan: Plan) -> Text:
+    used = Counter(choice.kernel for choice in plan.choices)
+    counts = ", ".join(f"{kernel} at {count}" for kernel, count in used.most_common())
+    layers = len(plan.choices)
+    return Text(
+        f"{plan.saved_ms:.4g} ms of attention saved per run (predicted); "
+        f"{counted(layers, 'layer')}: {counts}",
+        "bold",
+    )
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = [f"{kernel} left out: {reason}" for kernel, reason in plan.left_out.items()]
+    missing = sum(not choice.covered for choice in plan.choices)
+    if missing:
+        notes.append(
+            f"{missing} of {len(plan.choices)} layers were not captured and keep {plan.baseline}: "
+            "record them too, with a larger --max, or --modules '*' for other components"
+        )
+    outside = sum(choice.covered and not choice.inside for choice in plan.choices)
+    if outside:
+        notes.append(
+            f"{outside} of {len(plan.choices)} layers have no kernel within {plan.budget} and keep "
+            f"{plan.baseline}"
+        )
+    return notes
+
+
+def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
+    counts = ("inside", "outside", "overwrites", "falls back", "failed", "not captured")
+    names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
+    shown = [
+        (heading, name)
+        for heading, name in zip(counts, names, strict=True)
+        if heading in ("inside", "outside") or any(getattr(each, name) for each in uniforms)
+    ]
+    table = _table(("kernel",), ("saved ms", *(heading for heading, _ in shown)))
+    table.add_column(f"worst {budget.metric}", justify="right", overflow="fold")
+    table.add_column("at", overflow="fold", min_width=PATH_WIDTH)
+    for each in uniforms:
+        table.add_row(
+            Text(
+                each.kernel,
+                ""
+                if each.saved_ms is not None and not each.outside + each.overwrites
+                else "yellow",
+            ),
+            "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
+            *(str(getattr(each, name)) for _, name in shown),
+            "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
+            Text(
+                f"{_at_dots(each.worst_module, PLACE_WIDTH)} {printable(each.worst_phase)}".strip()
+            ),
+        )
+    return table

@@ -1,0 +1,26 @@
+"""The table of a self test, 80 columns wide: one line per check, then the verdict."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from replay.selftest.all_checks import Verdict
+
+PASSED = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("-", "dim")}
+
+
+def print_selftest(verdict: Verdict, console: Console) -> None:
+    """Print the checks and the sentence that they amount to."""
+    machine = verdict.machine
+    cuda = f" · cuda {machine.cuda}" if machine.cuda else ""
+    console.print(Text(f"{machine.device} · torch {machine.torch}{cuda}", "bold"))
+    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("found", overflow="fold")
+    for result in verdict.results:
+        table.add_row(Text(result.name), PASSED[result.passed], Text(result.finding))
+    console.print(table)
+    console.print(Text(verdict.sentence, "bold" if verdict.passed else "bold red"))

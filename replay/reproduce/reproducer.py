@@ -1,0 +1,332 @@
+"""From a recorded call that a kernel fails on to a directory that shows it to others."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
+from capture.call.head_ranges import parse_ranges, ranges
+from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.capture_record import CaptureRecord
+from capture.storage.dataset import Dataset
+from capture.text.printable import printable
+from replay.accuracy.reference import attention
+from replay.bench.settings import Settings
+from replay.kernels.libraries import version
+from replay.kernels.registry import catalogue
+from replay.reproduce.crop import left_alone, storable
+from replay.reproduce.minimise import Smallest, minimise
+from replay.reproduce.plain_call import PlainCall
+from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown, write_script
+from replay.reproduce.trials import Outcome, Trials, trials
+from replay.timing.machine import describe
+from replay.workers.process import STARTING_SECONDS, CannotStart, Died, Process
+from replay.workloads.recorded import Workload, recorded_call
+
+
+class ReproduceError(Error):
+    """Nothing was written; the message says why."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be shown."""
+
+    workload: Workload
+    kernel: str
+    settings: Settings
+    seconds: float
+    """For the search of the smallest part."""
+    timeout: float
+    """Seconds after which a kernel hangs."""
+    python: str = sys.executable
+    """The interpreter that the kernel runs in."""
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """What came of it."""
+
+    whole: Outcome
+    """On the recorded call; not a failure where there is nothing to show."""
+    smallest: Smallest | None = None
+    """None then."""
+    no_script: str = ""
+    """Why there is no script; empty if there is."""
+
+
+def reproduce(
+    request: Request, out: Path, report: Callable[[str], None] = lambda line: None
+) -> Reproduced:
+    """Write the smallest part of a call that shows a kernel's failure, and a script that shows it.
+
+    Args:
+        out: a directory that is not there yet, or is empty.
+        report: told what is done now.
+
+    Raises:
+        ReproduceError: the directory cannot be written, or the failure comes and goes.
+        TrialError: the kernel cannot be tried at all.
+        DatasetError: the call cannot be read.
+    """
+    _check_place(out)
+    workload = request.workload
+    with tempfile.TemporaryDirectory(prefix="attention-replay-") as temporary:
+        scratch = Path(temporary)
+        report("starting")
+        call = workload.load(torch.device("cpu"))
+        with _trials(request, scratch) as tried:
+            report("the whole call")
+            whole = tried.of(workload)
+            if not whole.fails:
+                return Reproduced(whole)
+            smallest = minimise(call, whole, tried.on, request.seconds, report)
+        smallest.call = _finished(smallest, call, workload.name)
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            return _write(request, whole, smallest, out, scratch, report)
+        except BaseException:
+            _remove(out)
+            raise
+
+
+def _write(
+    request: Request,
+    whole: Outcome,
+    smallest: Smallest,
+    out: Path,
+    scratch: Path,
+    report: Callable[[str], None],
+) -> Reproduced:
+    entry = _write_dataset(smallest.call, request.workload.name, out)
+    report("once more, in a new worker")
+    with _trials(request, scratch) as tried:
+        again = tried.of(recorded_call(entry))
+    if not again.is_like(smallest.outcome):
+        raise ReproduceError(
+            f"{request.kernel} fails on {request.workload.name} and, on the same call in a new "
+            f"worker, it is {again.status}: nothing written, for such a failure comes and goes"
+        )
+    smallest.outcome = again
+    no_script = ""
+    for copied in (False, True):
+        try:
+            report("writing the script")
+            _write_script(request, entry, smallest, out, scratch, copied=copied)
+            report("running the script")
+            _check_script(request, out)
+            no_script = ""
+            break
+        except ScriptError as error:
+            no_script = no_script or str(error)
+            for name in (SCRIPT, EXPECTED, KERNEL):
+                _remove(out / name)
+    found = Reproduced(whole, smallest, no_script)
+    (out / "README.md").write_text(_readme(request, found), encoding="utf-8")
+    return found
+
+
+def _trials(request: Request, scratch: Path) -> AbstractContextManager[Trials]:
+    return trials(request.kernel, request.settings, request.timeout, scratch, request.python)
+
+
+_ONE = {"sequences": "sequence", "key heads": "key head", "queries": "query"}
+
+
+def _finished(smallest: Smallest, whole: AttentionCall, name: str) -> AttentionCall:
+    """The part, with an output, and what of which call it is."""
+    call, origin, parts = storable(smallest.call), whole.origin, []
+    for axis, (first, end) in smallest.kept.items():
+        if axis == "key heads":
+            group = whole.shape.q_heads // whole.shape.kv_heads
+            heads = parse_ranges(origin.heads or f"0-{whole.shape.q_heads - 1}")
+            origin = replace(origin, heads=ranges(heads[first * group : end * group]))
+        if axis != "keys":
+            parts.append(
+                f"{axis} {first}-{end - 1}" if end - first > 1 else f"{_ONE[axis]} {first}"
+            )
+    if call.shape.kv_len != whole.shape.kv_len:
+        parts.append(f"{call.shape.kv_len} of {whole.shape.kv_len} keys")
+    if smallest.is_derived:
+        call = replace(call, output=attention(call, torch.float64).to(call.dtype))
+        parts.append("output recomputed in float64")
+    if parts:
+        origin = replace(origin, derived=f"{', '.join(parts)}; of {name}")
+    return replace(call, origin=origin)
+
+
+def _write_dataset(call: AttentionCall, name: str, out: Path) -> FileEntry:
+    entry = PackedCall.of(call).write(out / f"{name}.safetensors")
+    origin = call.origin
+    record = CaptureRecord(
+        origin.model,
+        origin.weights,
+        device=origin.device,
+        versions=origin.versions,
+        heads=origin.heads,
+        complete=True,
+    )
+    dataset = Dataset(out, [entry], [record])
+    dataset.save_manifest()
+    return dataset.entries[0]
+
+
+def _write_script(
+    request: Request,
+    entry: FileEntry,
+    smallest: Smallest,
+    out: Path,
+    scratch: Path,
+    *,
+    copied: bool,
+) -> None:
+    """Write `reproduce.py`.
+
+    Args:
+        copied: with the kernel's adapter, instead of what it calls.
+
+    Raises:
+        ScriptError: the kernel cannot be run without this project.
+    """
+    stored = scratch / f"stored-{copied}.safetensors"
+    shown = Shown(
+        request.kernel,
+        _plain_call(request, entry, stored, copied=copied),
+        entry.load(),
+        entry.path.name,
+        smallest.outcome,
+        request.settings.device,
+        request.timeout,
+    )
+    write_script(shown, out, stored, request.settings.tolerances)
+
+
+def _plain_call(request: Request, entry: FileEntry, stored: Path, *, copied: bool) -> PlainCall:
+    """What the kernel's adapter does, as source.
+
+    Raises:
+        ScriptError: nobody can tell.
+    """
+    found = None
+    process = Process(request.python, request.timeout, "replay.reproduce.plain_call")
+    try:
+        for message in process.ask(
+            kernel=request.kernel,
+            workload=recorded_call(entry).source,
+            device=str(request.settings.device),
+            stored=str(stored),
+            copied=copied,
+        ):
+            if "failed" in message:
+                raise ScriptError(message["failed"])
+            if "plain" in message:
+                found = PlainCall(**message["plain"])
+    except (CannotStart, Died) as error:  # the kernel ended it: what it was asked is known
+        if found is None:
+            raise ScriptError(str(error)) from error
+    finally:
+        process.close()
+    assert found is not None
+    return found
+
+
+def _check_script(request: Request, out: Path) -> None:
+    """Run the script, which must fail.
+
+    Raises:
+        ScriptError: it does not.
+    """
+    command = [request.python, "-B", str(out.resolve() / SCRIPT)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            timeout=request.timeout + STARTING_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ScriptError(f"it runs for more than {error.timeout:g} s") from error
+    if done.returncode != 1 or not _SHOWN.search(done.stdout + done.stderr):
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:]
+        raise ScriptError(f"it exits with {done.returncode}: {' '.join(last)}")
+
+
+_SHOWN = re.compile(r"^FAILS|^Timeout \(", re.MULTILINE)
+"""A script that breaks for another reason exits with 1 too."""
+
+
+def _readme(request: Request, found: Reproduced) -> str:
+    smallest = found.smallest
+    assert smallest is not None
+    call, machine = smallest.call, describe(request.settings.device)
+    versions = [f"torch {machine.torch}"]
+    versions += [
+        f"{name} {value}" for name in ("cuda", "triton") if (value := getattr(machine, name))
+    ]
+    kernel = catalogue().get(request.kernel)
+    if kernel is not None and kernel.library not in ("", "torch", "triton"):
+        versions.append(f"{kernel.library} {version(kernel.library)}".strip())
+    path, _, function = request.kernel.rpartition(":")
+    name = f"{KERNEL}/{Path(path).name}:{function}" if path.endswith(".py") else request.kernel
+    how = f"`python {SCRIPT}` shows it, and exits with 1 as long as it does."
+    if found.no_script:
+        how = f"There is no script, for {found.no_script}."
+    parts = [
+        f"# {request.kernel}: {smallest.outcome.status}",
+        f"{_quoted(call.origin.derived or request.workload.name)}, recorded from "
+        f"{_quoted(call.origin.model)} ({_quoted(call.origin.module)}): {call.shape} (batch, heads,"
+        f" length, head dimension; query/key), {str(call.dtype).removeprefix('torch.')}.",
+        f"Seen on {machine.device} with {', '.join(versions)}:\n\n"
+        f"    {printable(smallest.outcome.reason)}",
+        how,
+        f"With attention-replay, here: `replay --dir . --kernels {shlex.quote(name)}`.",
+    ]
+    if reason := left_alone(call):
+        parts.insert(2, f"In it, {reason}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _quoted(text: str) -> str:
+    """Text of a recording, which must not be Markdown; names are mostly plain."""
+    text = printable(text)
+    if re.fullmatch(r"[\w ,;:×/.-]*", text) and not re.search(r"\b_|_\b|://", text):
+        return text
+    return f"`{text.replace('`', ' ').strip()}`"
+
+
+def _check_place(out: Path) -> None:
+    """Raise ReproduceError where the directory cannot be written, or has something in it."""
+    if out.exists() and not out.is_dir():
+        raise ReproduceError(f"--out {out} is a file: name a directory")
+    if out.is_dir() and any(out.iterdir()):
+        raise ReproduceError(f"--out {out} is not empty: name another directory")
+    if not out.absolute().parent.is_dir():
+        raise ReproduceError(f"--out {out}: create the directory that it lies in first")
+    try:
+        os.rmdir(tempfile.mkdtemp(dir=out if out.is_dir() else out.absolute().parent))
+    except OSError as error:
+        raise ReproduceError(
+            f"cannot write --out {out} ({error.strerror}): name another directory"
+        ) from error
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

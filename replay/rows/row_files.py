@@ -1,0 +1,223 @@
+"""Rows as JSON Lines and CSV, and back."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import functools
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from types import UnionType
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from attention_replay.errors import Error
+from capture.storage.json_data import parsed, shown, typed
+from capture.storage.plain_files import given_text
+from capture.text.printable import printable
+from replay.rows.fields import FIELDS, SCHEMA, leaf
+from replay.rows.formulas import no_formula
+from replay.rows.replacement import replacing, why_not_written
+from replay.rows.row import Row
+
+T = TypeVar("T")
+
+BEGINNING = '{"schema": '
+"""Of every line that `write_jsonl` writes."""
+
+
+class RowsError(Error):
+    """A file of rows cannot be used; the message names the remedy."""
+
+
+class Writable(Protocol):
+    """What text is written to."""
+
+    def write(self, text: str, /) -> int: ...
+    def flush(self) -> None: ...
+
+
+class StoredRows(NamedTuple):
+    """What a file of rows holds."""
+
+    rows: list[Row]
+    is_cut_off: bool
+    """Whether the writer was interrupted in the middle of another row."""
+
+
+def row_to_json(row: Row) -> dict[str, Any]:
+    """The row as a tree of plain JSON; NaN and infinities become null, `nan_count` tells them."""
+    tree: dict[str, Any] = plain({"schema": SCHEMA, **asdict(row)})
+    return tree
+
+
+def row_from_json(data: dict[str, Any]) -> Row:
+    """The row that `row_to_json` was given, with NaN where it had to write null.
+
+    Raises:
+        OtherSchema: it is of another version.
+        ValueError, KeyError, TypeError, AttributeError: it is no row.
+    """
+    schema = data.get("schema", 1)
+    if schema != SCHEMA and {"kernel", "call"} <= data.keys():
+        raise OtherSchema(f"rows of version {shown(schema)}, and this is version {SCHEMA}")
+    row = rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
+    for times in filter(None, (row.time_ms, row.core_time_ms, row.layer_host_ms)):
+        if not times.samples or min(times.p10, times.p50, *times.samples) <= 0:
+            raise ValueError("a time without samples, or one that is not positive")
+    return row
+
+
+class OtherSchema(Exception):
+    """Rows whose fields are those of another version."""
+
+
+def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
+    """A dataclass or named tuple from the tree that `dataclasses.asdict` made of it.
+
+    Raises:
+        KeyError: a field that it does not have.
+        ValueError, TypeError, AttributeError: a value is not of its field's type.
+    """
+    hints = _hints(cast("type", kind))
+    return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
+
+
+@functools.cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _value(hint: Any, value: Any, name: str) -> Any:
+    if hint is float:
+        if value is None or type(value) is float:  # also one that is not finite, from a worker
+            return math.nan if value is None else value
+        return float(typed(int, value, name))
+    if hint in (str, int, bool):
+        return typed(hint, value, name)
+    kind, options = get_origin(hint), get_args(hint)
+    if kind in (Union, UnionType):
+        return _one_of(options, value, name)
+    if kind is Literal and value not in options:
+        raise ValueError(f"{name} is {shown(value)}")
+    if kind is dict:
+        return {key: _value(options[1], each, name) for key, each in value.items()}
+    if kind in (tuple, list):
+        if not isinstance(value, tuple | list):
+            raise ValueError(f"{name} is {shown(value)}")
+        if kind is list or options[-1] is Ellipsis:
+            return kind(_value(options[0], each, name) for each in value)
+        return tuple(_value(*each, name) for each in zip(options, value, strict=True))
+    names = getattr(hint, "_fields", None)
+    if names is not None and not isinstance(value, dict):
+        value = dict(zip(names, value, strict=True))
+    return rebuilt(hint, value) if names or is_dataclass(hint) else value
+
+
+def _one_of(options: tuple[Any, ...], value: Any, name: str) -> Any:
+    if value is None and type(None) in options:
+        return None
+    *others, last = (option for option in options if option is not type(None))
+    for option in others:
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+            return _value(option, value, name)
+    return _value(last, value, name)
+
+
+def write_jsonl(rows: Iterable[Row], file: Writable) -> None:
+    """One JSON object a line."""
+    for row in rows:
+        file.write(json.dumps(row_to_json(row)) + "\n")
+        file.flush()
+
+
+def save_jsonl(rows: Iterable[Row], path: Path) -> None:
+    """Make these rows the file's, in one step.
+
+    Raises:
+        RowsError: it cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            write_jsonl(rows, file)
+    except OSError as error:
+        raise RowsError(f"cannot write {path}: {why_not_written(error)}") from error
+
+
+def read_jsonl(path: Path) -> StoredRows:
+    """The rows of a file that `write_jsonl` wrote.
+
+    Raises:
+        FileNotFoundError: there is none.
+        RowsError: it cannot be read, or holds something other than rows of this version.
+    """
+    try:
+        # Not `splitlines`, which also splits at characters that JSON may contain.
+        *lines, last = given_text(path).split("\n")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise RowsError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RowsError(f"{path} was not written by `replay --json`") from error
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(row_from_json(parsed(line)))
+        except OtherSchema as error:
+            raise RowsError(
+                f"{path} holds {error}: replay again with this one, or read it with the version "
+                "that wrote it"
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RowsError(
+                f"{path}, line {number}: not a row of `replay --json`, or one of another version: "
+                "name another file"
+            ) from error
+    if not last.startswith(BEGINNING[: len(last)]):
+        raise RowsError(f"{path}, line {len(lines) + 1}: not a row of `replay --json`")
+    return StoredRows(rows, is_cut_off=bool(last))
+
+
+def write_csv(rows: Iterable[Row], file: Writable) -> None:
+    """A column per field of `FIELDS`; lists joined with spaces, text printable and no formula."""
+    writer = csv.writer(file)
+    writer.writerow(item.path for item in FIELDS)
+    for row in rows:
+        writer.writerow(_cells(row_to_json(row)))
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    for item in FIELDS:
+        value = leaf(row, item.path)
+        if isinstance(value, list):
+            value = " ".join(map(str, value))
+        if isinstance(value, str):
+            value = "\n".join(map(printable, no_formula(value).split("\n")))
+        yield "" if value is None else str(value)
+
+
+def plain(value: Any) -> Any:
+    """A tree that `json.dump` takes: named tuples by name, null for what is no finite number."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items()}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,119 @@
+"""The process that judges outputs: kernels cannot reach it, and it runs none."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Any
+
+import torch
+
+from capture.call.attention_call import AttentionCall
+from replay.bench.settings import Settings
+from replay.isolation.judge import LocalReferee, Sample
+from replay.kernels.failures import CannotJudge
+from replay.timing.machine import usual_device
+from replay.workers.device_memory import give_back
+from replay.workers.shared_memory import Inbox
+from replay.workers.sources import workload_of
+from replay.workers.worker import Hear, Say
+
+_referees: dict[str, LocalReferee] = {}
+"""The last call's referee, or the next one's: a worker that died and begins again asks for the
+same."""
+
+
+@functools.cache
+def _inbox(device: torch.device) -> Inbox:
+    return Inbox(device)
+
+
+def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
+    """Answer `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
+    `{"do": "judge", …}` or `{"do": "samples", …}`.
+
+    Raises:
+        DatasetError: the call cannot be read.
+        CannotJudge: this process has begun since the call was opened.
+    """
+    if request["do"] == "touch":
+        _touch(request["device"] or usual_device())
+        say(works=True)
+        return
+    settings = Settings.from_json(request["settings"])
+    if request["do"] == "expect":
+        say(expecting=True)
+        _expect(request, settings)
+        return
+    if request["do"] == "open":
+        _open(request, settings)
+        say(opened=True)
+        return
+    if not _referees:
+        raise CannotJudge("the judge's process ended, and another was started amid this call")
+    (referee,) = _referees.values()
+    tensors = _inbox(settings.device).take(request["handed"])
+    kernel, accuracy_class = request["kernel"], request["accuracy_class"]
+    chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
+    if request["do"] == "judge":
+        judged = referee.judge(
+            kernel,
+            accuracy_class,
+            tensors["output"],
+            chosen,
+            with_accuracy=request["with_accuracy"],
+        )
+        say(judged=judged)
+    else:
+        samples = [
+            Sample(number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)
+            for place, (number, drawn, of_walk) in enumerate(request["numbers"])
+        ]
+        say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
+    give_back(settings.device)
+
+
+def _touch(device: str) -> None:
+    """Judge something tiny, so that what CUDA starts and loads at first use is there."""
+    query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
+    call = AttentionCall(query, query, query)
+    LocalReferee(call, seed=0).judge("", "exact", query, None)
+
+
+def _expect(request: dict[str, Any], settings: Settings) -> None:
+    """Compute the reference of a call that will be opened, unless it is there already."""
+    if settings.roofline:
+        return  # the worker measures what the device can do, alone on it
+    key = _key(request, settings)
+    if key not in _referees:
+        _referees.clear()
+        _referees[key] = _referee(request, settings)
+
+
+def _open(request: dict[str, Any], settings: Settings) -> None:
+    key = _key(request, settings)
+    if key not in _referees:
+        _referees.clear()
+        _referees[key] = _referee(request, settings)
+    referee = _referees[key]
+    referee.seed = request["seed"]
+    referee.compared = _inbox(settings.device).take(request["handed"]).get("output")
+
+
+def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
+    call = workload_of(request["workload"]).load_to_judge(settings.device)
+    with torch.no_grad():
+        return LocalReferee(
+            call,
+            seed=0,
+            errors_against=settings.errors_against,
+            compare_stats=settings.compare_stats,
+            thresholds=settings.tolerances,
+        )
+
+
+def _key(request: dict[str, Any], settings: Settings) -> str:
+    """What a referee was made from, but for the seed and what is compared with."""
+    asked = settings.to_json()
+    how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
+    return json.dumps([request["workload"], *how])

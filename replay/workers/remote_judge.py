@@ -1,0 +1,130 @@
+"""The worker's side of a judge in another process: it hands outputs over and waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from replay.bench.runner import Referees
+from replay.bench.settings import Settings
+from replay.isolation.judge import BLOCK_MS, MOST_CALLS, Judged, Referee, Sample, block_of_calls
+from replay.kernels.failures import CannotJudge
+from replay.rows.errors_of_output import AccuracyClass
+from replay.rows.row_files import rebuilt
+from replay.workers.shared_memory import Outbox
+from replay.workers.worker import Hear, Say
+
+MOST_BLOCKS = 5
+"""Until two clocks agree, each twice as long as the one before: on a busy machine a message may
+take longer than a block."""
+
+SHORT_MS = 5.0
+"""On a GPU, calls shorter than this take longer in a block, where nobody hides their launch."""
+
+
+class RemoteReferee:
+    """Asks the parent, which asks its judge. Every method raises `CannotJudge` if the judge fails.
+
+    Args:
+        outbox: where the judge finds tensors; it has read them when it answers.
+    """
+
+    def __init__(self, say: Say, hear: Hear, outbox: Outbox) -> None:
+        self._say = say
+        self._hear = hear
+        self._outbox = outbox
+
+    @classmethod
+    def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> Referees:
+        """What makes the referee of each call; it raises `CannotJudge` too."""
+
+        def open_referee(
+            call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
+        ) -> Referee:
+            referee = cls(say, hear, outbox)
+            handed = outbox.put(_optional("output", compared))
+            referee._ask(do="open", seed=seed, handed=handed)
+            return referee
+
+        return open_referee
+
+    def judge(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        output: Tensor,
+        chosen: Tensor | None,
+        *,
+        of_core: bool = False,
+        with_accuracy: bool = True,
+    ) -> Judged:
+        handed = self._outbox.put({"output": output} | _optional("chosen", chosen))
+        answer = self._ask(
+            do="judge",
+            kernel=kernel,
+            accuracy_class=accuracy_class,
+            handed=handed,
+            of_core=of_core,
+            with_accuracy=with_accuracy,
+        )
+        return rebuilt(Judged, answer["judged"])
+
+    def judge_samples(
+        self,
+        kernel: str,
+        accuracy_class: AccuracyClass,
+        samples: list[Sample],
+        chosen: Tensor | None,
+    ) -> str:
+        if not samples:
+            return ""
+        tensors = _optional("chosen", chosen)
+        for place, sample in enumerate(samples):
+            tensors[f"changed.{place}"] = sample.changed
+            tensors[f"others.{place}"] = sample.others
+        numbers = [(sample.number, sample.drawn, sample.of_walk) for sample in samples]
+        answer = self._ask(
+            do="samples",
+            kernel=kernel,
+            accuracy_class=accuracy_class,
+            handed=self._outbox.put(tensors),
+            numbers=numbers,
+        )
+        wrong: str = answer["wrong"]
+        return wrong
+
+    def clock(
+        self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
+    ) -> Tensor | None:
+        if is_short := device.type == "cuda" and call_ms < SHORT_MS:
+            block_of_calls(run, device, 1)
+            began = time.perf_counter()
+            block_of_calls(run, device, 3)
+            call_ms = (time.perf_counter() - began) * 1000 / 3
+        calls = max(1, min(int(BLOCK_MS / max(call_ms, 1e-3)), MOST_CALLS))
+        for _ in range(MOST_BLOCKS):
+            self._ask(do="start clock", kernel=kernel)
+            began = time.perf_counter()
+            output = block_of_calls(run, device, calls)
+            block_ms = (time.perf_counter() - began) * 1000
+            answer = self._ask(do="stop clock", kernel=kernel, calls=calls, block_ms=block_ms)
+            if answer["agree"]:
+                return output if calls == 1 and not is_short else None
+            calls *= 2
+        return None
+
+    def _ask(self, **question: Any) -> dict[str, Any]:
+        self._say(judge=question)
+        answer = self._hear()
+        if "failed" in answer:
+            raise CannotJudge(f"cannot be judged: {answer['failed']}")
+        return answer
+
+
+def _optional(name: str, tensor: Tensor | None) -> dict[str, Tensor]:
+    return {} if tensor is None else {name: tensor}

@@ -1,0 +1,363 @@
+"""Decoding with keys in one piece: any shape, stride and mask, however the keys are split."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_kernels.decode import kv_cache, split_kv
+from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.kv_cache import Access, Cache
+from attention_kernels.decode.paging import page
+from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_plan import MOST_SHARES, Tiling, merging, plan
+from attention_kernels.launch import descriptors
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.kernels.registry import catalogue
+from tests import factories
+from tests.attention_kernels.decode.page_pools import watched_rooms
+from tests.attention_kernels.eager import attend
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
+
+
+def inputs(
+    batch: int = 1,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    q_len: int = 1,
+    kv_len: int = 100,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        normal(batch, q_heads, q_len, head_dim, dtype=dtype),
+        normal(batch, kv_heads, kv_len, head_dim, dtype=dtype, seed=1),
+        normal(batch, kv_heads, kv_len, v_head_dim or head_dim, dtype=dtype, seed=2),
+    )
+
+
+def assert_near(output: Tensor, expected: Tensor, dtype: torch.dtype = torch.float16) -> None:
+    atol = 2e-2 if dtype == torch.bfloat16 else 3e-3
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+@pytest.mark.parametrize("worth_describing", [0, 2**60])
+@pytest.mark.parametrize("kv_len", [1, 7, 127, 4250])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_lengths(
+    kv_len: int,
+    dtype: torch.dtype,
+    worth_describing: int,
+    monkeypatch: pytest.MonkeyPatch,
+    assert_right: Callable[..., None],
+) -> None:
+    monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", worth_describing)
+    query, key, value = inputs(2, kv_len=kv_len, dtype=dtype)
+    call = AttentionCall(query, key, value, enable_gqa=True)
+    assert_right(decode(query, key, value), attend(query, key, value).output, call)
+
+
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(40, 72), (80, 80), (96, 40), (256, 256)])
+def test_head_dims(head_dim: int, v_head_dim: int) -> None:
+    tensors = inputs(q_len=3, head_dim=head_dim, v_head_dim=v_head_dim)
+    assert_near(decode(*tensors), attend(*tensors).output)
+
+
+def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(descriptors, "has_tma", lambda device: True)
+    _, key, value = inputs()
+    assert Cache(key, value).access(is_cut=False) == "direct", "too small"
+    monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", 0)
+    assert Cache(key, value).access(is_cut=False) == "described"
+    assert Cache(key, value).access(is_cut=True) == "direct", "reads past the last query's key"
+    assert Cache(key[..., :40], value).access(False) == "direct", "no whole block"
+    assert Cache(key.mT.contiguous().mT, value).access(False) == "direct", "no adjacent elements"
+    lengths = torch.tensor([50], dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, lengths=lengths).access(False) == "direct", "reads past the length"
+    indices = torch.zeros(1, 2, 3, dtype=torch.int32, device=DEVICE)
+    assert Cache(key, value, indices=indices).access(False) == "indirect"
+
+
+@pytest.mark.parametrize("q_heads", [2, 40, 140])
+def test_groups_of_one_tile_and_of_several(q_heads: int) -> None:
+    tensors = inputs(q_heads=q_heads)
+    assert_near(decode(*tensors), attend(*tensors).output)
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(1, 50), (5, 50), (9, 4)])
+def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
+    tensors = inputs(q_len=q_len, kv_len=kv_len)
+    expected = attend(*tensors, is_causal=True).output
+    assert_near(decode(*tensors, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5, 40])
+def test_splits_change_nothing_but_rounding(splits: int) -> None:
+    """40 of them for 7 blocks of keys: most have none."""
+    query, key, value = inputs(2, q_len=2, kv_len=100)
+    tiles = Tiling(16, 4, 1, splits)
+    output = split_kv.attend(query, Cache(key, value), tiles=tiles)
+    assert_near(output, attend(query, key, value).output)
+
+
+LENGTHS = [0, 1, 32, 33, 64, 150, 160, 3]
+MANY = 1e9
+"""Parts, squared, for each block: merging costs nothing."""
+
+
+@pytest.mark.parametrize(
+    ("deal", "parts"),
+    [
+        (Deal(shares=1, resident=1, least=1, worth=MANY), [1] * 8),
+        (Deal(shares=12, resident=1, least=1, worth=MANY), [1, 1, 1, 1, 1, 2, 2, 1]),
+        (Deal(shares=50, resident=50, least=3, worth=MANY), [1, 1, 1, 2, 2, 5, 5, 1]),
+        (Deal(shares=50, resident=1, least=3, worth=MANY), [1, 1, 1, 1, 2, 4, 4, 1]),
+        (Deal(shares=50, resident=50, least=1, worth=0.6), [1, 1, 1, 1, 1, 2, 2, 1]),
+    ],
+    ids=["no part more", "few", "all resident", "no less", "no more than worth"],
+)
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_keys_dealt_by_length(
+    in_pages: bool, deal: Deal, parts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks of 16 keys, two heads. The parts expected are written, unless there is one only, and
+    no other; counters are zeros again; what follows a sequence is not read."""
+    query, key, value = inputs(len(LENGTHS), kv_len=160)
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    for n, length in enumerate(LENGTHS):
+        key[n, :, length:] = value[n, :, length:] = math.nan
+    cache = Cache(*page(key, value, 16)[:3]) if in_pages else Cache(key, value)
+    rooms = watched_rooms(monkeypatch)
+    output = split_kv.attend(
+        query, cache._replace(lengths=lengths), tiles=Tiling(16, 4, 1, 1, deal)
+    )
+    for n, length in enumerate(LENGTHS):
+        own = slice(n, n + 1)
+        seen = attend(query[own], key[own, :, :length], value[own, :, :length])
+        assert_near(output[own], seen.output)
+    ((room, arrivals),) = rooms
+    assert not arrivals.any()
+    programs = deal.programs(2 * len(LENGTHS))
+    is_written = ~room[programs * 2 * 64 :].view(programs, 2, 2).isnan().any(dim=(1, 2))
+    expected = [count > 1 for count in parts for _ in range(2 * count)]
+    assert is_written.tolist() == expected + [False] * (programs - len(expected))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
+def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_causal: bool) -> None:
+    """A diagonal and a window leave other keys of each sequence; several rows share a program."""
+    query, key, value = inputs(5, q_len=3, kv_len=160)
+    lengths = torch.tensor([160, 0, 97, 5, 64], dtype=torch.int32, device=DEVICE)
+    sinks = normal(4, seed=4)
+    whole, dealt = (
+        split_kv.attend(
+            query,
+            Cache(key, value, lengths=lengths),
+            is_causal=is_causal,
+            sinks=sinks,
+            variant=Variant(bottom_right=True, window=window),
+            tiles=Tiling(16, 4, 1, 1, deal),
+        )
+        for deal in (None, Deal(shares=30, resident=30, least=1, worth=MANY))
+    )
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+
+
+@given(st.data(), st.integers(1, 70), st.integers(1, 20))
+@settings(max_examples=10, deadline=None)
+def test_any_lengths_are_dealt_completely(data: st.DataObject, batch: int, shares: int) -> None:
+    """However many sequences there are: a batch that is no power of two, and few programs."""
+    query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
+    drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
+    cache = Cache(key, value, lengths=torch.tensor(drawn, dtype=torch.int32, device=DEVICE))
+    deal = Deal(shares, resident=shares, least=1, worth=MANY)
+    output = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1, deal))
+    expected = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1))
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-3)
+
+
+def test_a_scale_may_be_anything() -> None:
+    tensors = inputs()
+    for scale in (0.3, 0.0, -0.2):
+        expected = attend(*tensors, scale=scale).output
+        assert_near(decode(*tensors, scale=scale), expected)
+
+
+def test_fully_masked_rows_are_zeros() -> None:
+    query, key, value = inputs(2)
+    mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[1] = False
+    output = decode(query, key, value, mask)
+    assert not output[1].any()
+    assert_near(output, attend(query, key, value, mask).output)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
+    dtype: torch.dtype, rows: int
+) -> None:
+    """As in SDPA, where such a row becomes the mean of all values."""
+    query, key, value = inputs(2, q_len=3, dtype=dtype)
+    mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
+    mask[0, 0, -1] = torch.finfo(dtype).min
+    mask[1, 0, 0, 10:] = torch.finfo(dtype).min
+    assert_near(decode(query, key, value, mask), attend(query, key, value, mask).output, dtype)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
+    tensors = inputs(2)
+    tensors[which][1, 1, 0, 3] = bad
+    mask = torch.ones(1, 1, 1, 100, dtype=torch.bool, device=DEVICE)
+    mask[..., 0] = False
+    for attn_mask in (None, mask):
+        expected = scaled_dot_product_attention(
+            *(each.double() for each in tensors), attn_mask=attn_mask, enable_gqa=True
+        )
+        output = decode(*tensors, attn_mask)
+        assert torch.equal(output.isnan(), expected.isnan())
+        assert torch.equal(output.isinf(), expected.isinf())
+
+
+def test_nothing_outside_is_read_or_written() -> None:
+    """Inputs are windows of tensors of NaN."""
+    windows = []
+    for each in inputs(2, q_len=3, kv_len=37, head_dim=40):
+        around = each.new_full([size + 2 for size in each.shape], math.nan)
+        window = around[tuple(slice(1, -1) for _ in each.shape)]
+        windows.append(window.copy_(each))
+    output = split_kv.attend(windows[0], Cache(windows[1], windows[2]), tiles=Tiling(16, 4, 1, 2))
+    assert_near(output, attend(*windows).output)
+
+
+@st.composite
+def strided(draw: st.DrawFn, *shape: int, seed: int) -> Tensor:
+    """A tensor of that shape whose axes lie in memory in any order, with gaps."""
+    order = draw(st.permutations(range(4)))
+    gaps = [draw(st.sampled_from([0, 0, 1, 3])) for _ in order]
+    stored = normal(*(shape[axis] + gap for axis, gap in zip(order, gaps, strict=True)), seed=seed)
+    stored = stored[tuple(slice(shape[axis]) for axis in order)]
+    return stored.permute([order.index(axis) for axis in range(4)])
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    batch, kv_heads, group = (draw(st.integers(1, 2)) for _ in range(3))
+    q_len, kv_len = draw(st.integers(1, 5)), draw(st.integers(1, 80))
+    head_dim, v_head_dim = draw(st.integers(1, 40)), draw(st.integers(1, 40))
+    query = draw(strided(batch, kv_heads * group, q_len, head_dim, seed=1))
+    key = draw(strided(batch, kv_heads, kv_len, head_dim, seed=2))
+    value = draw(strided(batch, kv_heads, kv_len, v_head_dim, seed=3))
+    full = (batch, kv_heads * group, q_len, kv_len)
+    sizes = [draw(st.sampled_from([1, size])) for size in full]
+    sizes = sizes[draw(st.integers(0, 2)) :]
+    kind = draw(st.sampled_from(["none", "bool", "float"]))
+    mask = None if kind == "none" else normal(*sizes, dtype=torch.float32, seed=4)
+    mask = mask > -0.5 if kind == "bool" and mask is not None else mask
+    return query, key, value, mask, draw(st.booleans())
+
+
+@given(calls())
+@settings(max_examples=25, deadline=None)
+def test_any_call(call: tuple[Tensor, Tensor, Tensor, Tensor | None, bool]) -> None:
+    assert_near(decode(*call), attend(*call).output)
+
+
+@pytest.mark.parametrize("sizes", [(0, 4, 2, 1, 5), (1, 4, 2, 0, 5), (1, 4, 2, 1, 0)])
+def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
+    output = decode(*inputs(*sizes))
+    assert output.shape == (sizes[0], sizes[1], sizes[3], 64)
+    assert not output.any()
+
+
+any_plan = given(
+    st.integers(1, 2000),
+    st.integers(1, 600),
+    st.integers(0, 200_000),
+    st.integers(1, 256),
+    st.sampled_from(["described", "direct", "indirect", "quantised"]),
+)
+
+
+@any_plan
+def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
+    """Every row is in a block; no split without keys of its own; the same each time."""
+    found = plan(heads, rows, positions, dim, dim, access, 132)
+    assert found.row_blocks * found.block_m >= rows
+    assert found.block_d >= dim
+    assert 1 <= found.tiling.splits <= max(1, -(-positions // 128))
+    assert found == plan.__wrapped__(heads, rows, positions, dim, dim, access, 132)
+
+
+@any_plan
+@example(1, 32, 200_000, 256, "quantised")
+@pytest.mark.parametrize("sequences", [1, 2])
+def test_plans_to_merge(
+    sequences: int, heads: int, rows: int, positions: int, dim: int, access: Access
+) -> None:
+    """Every row is merged, nobody waits for a program that may not have begun, and one program
+    alone reads no more of parts than each has read of keys and values."""
+    cut = plan(heads, rows, positions, dim, dim, access, 132, sequences=sequences)
+    found = merging(cut, cut.tiling, heads, rows, 132)
+    assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)
+    assert found.block_splits >= 1
+    if found.together:
+        deal = cut.tiling.deal
+        programs = heads * cut.tiling.splits if deal is None else deal.programs(heads)
+        assert programs * cut.row_blocks <= 132
+    elif cut.tiling.deal is None and cut.tiling.splits > 2:
+        loaded = positions * (cut.block_d + cut.block_dv) * (1 if access == "quantised" else 2)
+        parts = cut.tiling.splits * found.block_rows * found.row_chunks * cut.block_dv * 4
+        assert parts <= loaded / cut.tiling.splits
+    assert not merging(cut, cut.tiling, heads, rows, heads * cut.row_blocks - 1).together
+
+
+@any_plan
+def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
+    """All programs run at least, and not many more; warps are those of calls that are merged."""
+    without = plan(heads, rows, positions, dim, dim, access, 132)
+    found = plan(heads, rows, positions, dim, dim, access, 132, sequences=2)
+    deal = found.tiling.deal
+    if deal is None:
+        assert found == without
+        return
+    assert 1 <= deal.resident <= deal.shares
+    assert deal.programs(heads) * found.row_blocks <= heads * found.row_blocks + MOST_SHARES * 132
+    assert deal.least >= 1
+    assert found.tiling.warps == 4 or dim > 64, "8 only where nothing is merged"
+
+
+def test_a_large_batch_is_dealt_and_a_small_or_single_one_is_not() -> None:
+    large = (64 * 8, 4, 131072, 128, 128, "direct", 132)
+    assert plan(*large, sequences=64).tiling.deal == Deal(1056, 264, least=64, worth=8.0)
+    assert plan(*large, sequences=1) == plan(*large)
+    small = (8 * 8, 4, 2000, 128, 128, "direct", 132)
+    assert plan(*small, sequences=8) == plan(*small)
+
+
+def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernel = catalogue()["triton-decode"]
+    assert kernel.unavailable(torch.device(DEVICE)) is None
+    call = AttentionCall(*inputs(q_len=17))
+    assert "at most 16 queries" in str(kernel.unsupported(call))
+    assert kernel.unsupported(AttentionCall(*inputs(q_len=16), is_causal=True)) is None
+    assert "float32" in str(kernel.unsupported(AttentionCall(*inputs(dtype=torch.float32))))
+    with pytest.raises(NotImplementedError, match="dropout"):
+        kernel.attention(*inputs(), dropout_p=0.1)

@@ -1,0 +1,135 @@
+"""Decoding where the value is the first part of the key: DeepSeek's absorbed latent attention."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_kernels.decode import split_kv
+from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.kv_cache import Cache
+from attention_kernels.decode.paged_decode import paged_decode
+from attention_kernels.decode.paging import page
+from attention_kernels.decode.split_kv import attend
+from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.kernels.registry import find
+from tests import factories
+from tests.attention_kernels import eager
+from tests.attention_kernels.decode.page_pools import watched_rooms
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
+
+
+def inputs(
+    heads: int, latent: int, tail: int, *, q_len: int = 1, kv_len: int = 150
+) -> tuple[Tensor, Tensor, Tensor]:
+    key = normal(2, 1, kv_len, latent + tail, seed=1)
+    return normal(2, heads, q_len, latent + tail), key, key[..., :latent]
+
+
+def assert_near(output: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "latent", "tail"),
+    [(16, 64, 16), (20, 32, 64), (1, 40, 24), (70, 16, 3), (16, 512, 64)],
+)
+def test_in_one_piece_and_in_pages(heads: int, latent: int, tail: int) -> None:
+    query, key, value = inputs(heads, latent, tail)
+    expected = eager.attend(query, key, value).output
+    assert_near(decode(query, key, value), expected)
+    cache = page(key, value, 16)
+    assert cache.value_pages.data_ptr() == cache.key_pages.data_ptr()
+    assert_near(paged_decode(query, *cache), expected)
+
+
+def test_what_follows_a_sequence_is_not_read() -> None:
+    query, key, value = inputs(4, 32, 16)
+    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
+    key[1, :, 33:] = math.nan
+    output = decode(query, key, value, seqused_k=lengths)
+    for i, length in enumerate(lengths.tolist()):
+        own = slice(i, i + 1)
+        seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
+        assert_near(output[own], seen.output)
+
+
+@pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
+def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
+    """Beside the one that each has, on a GPU of 132 processors."""
+    deal = plan(
+        sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
+    ).tiling.deal
+    assert deal is not None
+    assert deal.shares >= 100
+
+
+def test_keys_dealt_by_length() -> None:
+    """Two blocks of rows share a sequence's keys and count for themselves."""
+    query, key, value = inputs(70, 32, 16)
+    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
+    cache = Cache(key, value, lengths=lengths)
+    whole, dealt = (
+        attend(query, cache, tiles=Tiling(32, 4, 1, 1, deal))
+        for deal in (None, Deal(shares=6, resident=6, least=1, worth=1e9))
+    )
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+
+
+def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
+    query, key, value = inputs(4, 32, 16, q_len=3)
+    variant = Variant(bottom_right=True, softcap=5.0)
+    output = decode(query, key, value, is_causal=True, variant=variant)
+    separate = decode(query, key, value.clone(), is_causal=True, variant=variant)
+    torch.testing.assert_close(output, separate, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("processors", [4, 6])
+def test_many_rows_are_merged_some_at_a_time(
+    processors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the last of three programs to arrive, or, where all run at once, by those still there:
+    interpreted programs run one after the other, so that the others have left."""
+    monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
+    rooms = watched_rooms(monkeypatch)
+    query, key, value = inputs(64, 512, 64, kv_len=100 + processors)
+    tiles = Tiling(32, 8, 3, splits=3)
+    cut = plan(2, 64, 100 + processors, 576, 512, "direct", processors, tail=64)
+    found = merging(cut, tiles, 2, 64, processors)
+    assert (found.row_chunks > 1, found.together) == (True, processors == 6)
+    output = attend(query, Cache(key, value), tiles=tiles)
+    assert_near(output, eager.attend(query, key, value).output)
+    ((_, counters),) = rooms
+    assert not counters.any()
+
+
+def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:
+    query, key, value = inputs(4, 32, 16)
+    other = normal(2, 1, 150, 48, seed=3)[..., :32]  # of the same strides, in another memory
+    for each in (value, other, value):
+        assert_near(decode(query, key, each), eager.attend(query, key, each).output)
+
+
+@pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
+def test_how_large_the_parts_may_be(name: str) -> None:
+    kernel = find(name)
+
+    def refused(latent: int, tail: int, *, is_shared: bool = True) -> str:
+        query, key, value = inputs(4, latent, tail, kv_len=8)
+        value = value if is_shared else value.clone()
+        return kernel.unsupported(AttentionCall(query, key, value, enable_gqa=True)) or ""
+
+    assert not refused(512, 64)
+    assert "512 + 128" in refused(512, 144)
+    assert "512 + 128" in refused(576, 64)
+    assert "at most 256" in refused(512, 64, is_shared=False)

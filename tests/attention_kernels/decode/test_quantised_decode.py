@@ -1,0 +1,331 @@
+"""Decode over a cache in 8 bits: attention to what is stored, which is near what the call has."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_kernels.decode import quantised_cache, split_kv
+from attention_kernels.decode.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
+from attention_kernels.decode.quantised_decode import quantised_decode, random_pages
+from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_plan import Tiling
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.reference import attention
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
+from tests import factories
+from tests.replay.kernels.pairwise import pairwise
+
+FP8 = torch.float8_e4m3fn
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+NAMES = {torch.int8: "triton-decode-int8", FP8: "triton-decode-fp8"}
+ROUNDING = {torch.int8: 0.5 / 127, FP8: 16 / 448}
+"""Largest rounding error as a fraction of a token's largest number."""
+normal = functools.partial(factories.normal, device=DEVICE)
+each_dtype = pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
+
+
+def call_of(**fields: Any) -> AttentionCall:
+    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": 1, "kv_len": 300, "head_dim": 64}
+    return factories.random_call(**{**sizes, "dtype": torch.float16, "device": DEVICE, **fields})
+
+
+def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
+    """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in float64, zeros beyond each sequence."""
+    block, v_dim = CACHE_BLOCK.value, cache.sizes[2]
+    key = cache.key.double()[..., :head_dim] * cache.key_scale.double()[..., None]
+    value = cache.value.double().unflatten(3, (-1, 8, 2)).mT.flatten(3)  # the two eights of 16
+    value = value.unflatten(2, (-1, v_dim)).mT.flatten(2, 3)
+    value = value * cache.value_scale.double()[..., None]
+    assert key.shape[2] == value.shape[2] == -(-cache.kv_len // block) * block
+    key = key + cache.key_mean.double()[:, :, None]
+    return key[:, :, : cache.kv_len], value[:, :, : cache.kv_len]
+
+
+def assert_attends_to_what_is_stored(
+    call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
+) -> None:
+    """With the cache in 8 bits beforehand, or by the drop-in, which quantises it itself."""
+    kernel = find(NAMES[dtype])
+    assert kernel.refuses(call) is None
+    assert kernel.prepare is not None
+    key, value = dequantised(
+        quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k), call.shape.head_dim
+    )
+    stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
+    expected = attention(stored)
+    atol = 2e-2 if call.dtype == torch.bfloat16 else 3e-3
+    output = kernel.prepare(call)() if is_prepared else kernel.attention(**call.arguments())
+    assert output.dtype == call.dtype
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("kv_len", "dims", "rows", "float_dtype", "dtype", "is_prepared"),
+    pairwise(
+        product(
+            [1, 129, 500],
+            [(64, 64), (40, 72), (128, 96), (16, 256)],
+            [(4, 1), (2, 5), (40, 1)],
+            [torch.float16, torch.bfloat16],
+            NAMES,
+            [False, True],
+        )
+    ),
+    ids=str,
+)
+def test_shapes(
+    kv_len: int,
+    dims: tuple[int, int],
+    rows: tuple[int, int],
+    float_dtype: torch.dtype,
+    dtype: torch.dtype,
+    is_prepared: bool,
+) -> None:
+    call = call_of(
+        kv_len=kv_len,
+        head_dim=dims[0],
+        v_head_dim=dims[1],
+        q_heads=rows[0],
+        q_len=rows[1],
+        batch=2,
+        dtype=float_dtype,
+        scale=0.1,
+    )
+    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+
+
+def test_a_cache_that_grows_within_its_last_block() -> None:
+    """What is kept of a shape knows how many tokens there are."""
+    for kv_len in (290, 300):
+        for is_prepared in (False, True):
+            assert_attends_to_what_is_stored(
+                call_of(kv_len=kv_len), torch.int8, is_prepared=is_prepared
+            )
+
+
+@each_dtype
+def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
+    call = call_of(batch=2, kv_len=200, head_dim=40, v_head_dim=72)
+    call.key[..., 3] += 20  # for every token: what the mean takes away
+    call.value[:, :, 7] *= 100  # one token: other tokens' scales are their own
+    strided = call.with_tensors({"key": call.key.mT.contiguous().mT})
+    before = strided.key.clone()
+    found = dequantised(quantise_cache(strided.key, strided.value, dtype), 40)
+    assert torch.equal(strided.key, before)
+    for original, stored, largest in (
+        (call.key, found[0], 8.0),
+        (call.value, found[1], call.value.abs().amax(-1, keepdim=True).double()),
+    ):
+        assert ((stored - original.double()).abs() <= 1.01 * largest * ROUNDING[dtype]).all()
+
+
+@each_dtype
+@pytest.mark.parametrize("has_heavy_token", [False, True])
+def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
+    """One half alone would be 3 % off."""
+    call = call_of(kv_len=600, head_dim=128)
+    if has_heavy_token:
+        call.key[:, :, 5] = 4 * call.query[:, ::2, 0]
+        call.value[:, :, 5] *= 0.02
+    key, value = dequantised(quantise_cache(call.key, call.value, dtype), 128)
+    stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
+    expected = attention(stored)
+    output = find(NAMES[dtype]).attention(**call.arguments()).double()
+    rounding = 3e-4  # float16's
+    assert (output - expected).norm() < {torch.int8: 2, FP8: 10}[dtype] * rounding * expected.norm()
+
+
+@each_dtype
+@pytest.mark.parametrize("distribution", ["normal", "outlier-channels", "sink", "staircase"])
+def test_the_judge_calls_it_right(distribution: str, dtype: torch.dtype) -> None:
+    """Channels of the keys far from 0, and a heavy token of small value, as in trained models."""
+    spec = Spec(1, 8, 2, 1, 600, 128, 128, distribution=distribution)
+    call = spec.call(DEVICE, torch.Generator(DEVICE).manual_seed(0))
+    output = find(NAMES[dtype]).attention(**call.arguments())
+    verdict = judge(output, Expected.of(call), "quantised")
+    assert verdict.passed, verdict.sentence
+    bound = {torch.int8: 0.04, FP8: 0.11}[dtype]
+    assert verdict.errors.relative_l1 < bound, "coarser than the rounding of one token"
+
+
+VARIANTS = [
+    Variant(),
+    Variant(bottom_right=True),
+    Variant(True, (200, None)),
+    Variant(True, (70, 30), 2.0),
+    Variant(window=(3, 40)),
+]
+
+
+@pytest.mark.parametrize(
+    ("variant", "q_len", "is_causal", "extra", "dtype", "is_prepared"),
+    pairwise(
+        product(
+            VARIANTS,
+            [1, 5],
+            [False, True],
+            ["none", "sinks", "lengths", "mask"],
+            NAMES,
+            [False, True],
+        )
+    ),
+    ids=str,
+)
+def test_beyond_plain_attention(
+    variant: Variant,
+    q_len: int,
+    is_causal: bool,
+    extra: str,
+    dtype: torch.dtype,
+    is_prepared: bool,
+) -> None:
+    call = call_of(batch=2, q_len=q_len, is_causal=is_causal, variant=variant)
+    mask = normal(2, 1, q_len, 300, dtype=torch.float16, seed=3)
+    lengths = torch.tensor([290, 3], dtype=torch.int32, device=DEVICE)
+    changes: dict[str, dict[str, Any]] = {
+        "none": {},
+        "sinks": {"sinks": normal(4, seed=7) * 3},
+        "lengths": {"seqused_k": lengths, "sinks": normal(8, seed=7)[::2]},
+        "mask": {"attn_mask": mask if is_causal else mask > 0},
+    }
+    call = replace(call, **changes[extra])
+    assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+
+
+@pytest.mark.slow
+@each_dtype
+@pytest.mark.parametrize("tiles", [Tiling(128, 4, 1, 1), Tiling(64, 4, 1, 2), Tiling(64, 4, 1, 9)])
+def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) -> None:
+    call = call_of(batch=2, q_len=2)
+    cache = quantise_cache(call.key, call.value, dtype)
+    expected = split_kv.attend(call.query, cache)
+    torch.testing.assert_close(
+        split_kv.attend(call.query, cache, tiles=tiles), expected, rtol=0, atol=2e-3
+    )
+
+
+@each_dtype
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("variant", [Variant(), Variant(True, (126, 0))], ids=str)
+def test_keys_dealt_by_length(variant: Variant, in_pages: bool, dtype: torch.dtype) -> None:
+    """A window begins anywhere in a block, and is read from the block's first key."""
+    lengths = torch.tensor([0, 1, 128, 129, 191, 300], dtype=torch.int32, device=DEVICE)
+    call = call_of(batch=6, q_len=2, seqused_k=lengths)
+    table = random_pages(call.key) if in_pages else None
+    cache = quantise_cache(call.key, call.value, dtype, lengths=lengths, block_table=table)
+    whole, dealt = (
+        split_kv.attend(call.query, cache, variant=variant, tiles=Tiling(64, 4, 1, 1, deal))
+        for deal in (None, Deal(shares=40, resident=40, least=1, worth=1e9))
+    )
+    assert not dealt[0].any()
+    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("fields", "lengths"),
+    [
+        ({}, None),
+        ({"q_len": 5, "is_causal": True, "variant": Variant(True, (150, None))}, [300, 130]),
+        ({"head_dim": 40, "v_head_dim": 72, "dtype": torch.bfloat16}, [1, 257]),
+    ],
+    ids=["plain", "window", "odd"],
+)
+def test_pages_change_no_bit(
+    fields: dict[str, Any], lengths: list[int] | None, dtype: torch.dtype
+) -> None:
+    call = call_of(batch=2, **fields)
+    if lengths is not None:
+        call = replace(call, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    table = random_pages(call.key)
+    assert not torch.equal(table.flatten(), torch.arange(6, device=DEVICE).int())
+    expected = find(NAMES[dtype]).attention(**call.arguments())
+    paged = find(NAMES[dtype].replace("decode", "paged-decode"))
+    assert paged.prepare is not None
+    for output in (paged.attention(**call.arguments()), paged.prepare(call)()):
+        assert torch.equal(output, expected)
+
+
+@each_dtype
+def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
+    """Queries beyond its range, and probabilities times the scale of values below it."""
+    call = call_of(dtype=torch.bfloat16)
+    expected = quantised_decode(call.query, call.key, call.value, dtype=dtype)
+    large, small = call.query * 2.0**30, call.value * 2.0**-30
+    output = quantised_decode(large, call.key, small, dtype=dtype, scale=0.125 * 2.0**-30)
+    torch.testing.assert_close(output * 2.0**30, expected)
+
+
+@pytest.mark.slow
+@each_dtype
+def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
+    lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
+    call = call_of(batch=2, seqused_k=lengths)
+    for is_prepared in (False, True):
+        assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
+    expected = find(NAMES[dtype]).attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[0, :, 130:] = math.nan
+        tensor[1, :, 5:] = math.inf
+    assert torch.equal(find(NAMES[dtype]).attention(**call.arguments()), expected)
+    causal = call_of(is_causal=True)
+    expected = find(NAMES[dtype]).attention(**causal.arguments())
+    for tensor in (causal.key, causal.value):
+        tensor[:, :, 1:] = math.nan  # in the block that is read
+    assert torch.equal(find(NAMES[dtype]).attention(**causal.arguments()), expected)
+
+
+@pytest.mark.slow
+@each_dtype
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_what_is_not_finite_spoils_its_heads(which: str, bad: float, dtype: torch.dtype) -> None:
+    call = call_of(batch=2)
+    getattr(call, which)[1, 1, 0, 3] = bad
+    is_nan = find(NAMES[dtype]).attention(**call.arguments()).isnan()
+    spoilt = torch.zeros_like(is_nan)
+    spoilt[1, 1 if which == "query" else slice(2, 4)] = True
+    assert torch.equal(is_nan, spoilt)
+
+
+@each_dtype
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}])
+def test_empty(sizes: dict[str, int], dtype: torch.dtype) -> None:
+    call = call_of(**sizes)
+    output = find(NAMES[dtype]).attention(**call.arguments())
+    assert output.shape == (*call.query.shape[:3], 64)
+    assert not output.any()
+
+
+def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    cuda = torch.device("cuda")
+    assert "8.9 or higher" in str(find("triton-decode-fp8").unavailable(cuda))
+    assert find("triton-decode-int8").unavailable(cuda) is None
+
+
+def test_a_plan_is_of_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was compiled for one type would read the bits of the other."""
+    planned, plans = quantised_cache._planned, []
+    monkeypatch.setattr(
+        quantised_cache, "_planned", lambda *shape: plans.append(planned(*shape)) or plans[-1]
+    )
+    key = normal(2, 1, 200, 32).half()
+    lengths, table = torch.tensor([5, 200], device=DEVICE), random_pages(key)
+    for used, pages in ((lengths.int(), table), (lengths, table), (lengths, table.long())):
+        for _ in range(2):
+            cache = quantise_cache(key, key, torch.int8, lengths=used, block_table=pages)
+            assert cache.key_scale[int(table[0, 1])].isfinite().all()
+    assert [plans.index(each) for each in plans] == [0, 0, 0, 0, 4, 4]

@@ -1,0 +1,380 @@
+"""The Hopper kernel without a GPU: that it compiles for one, what it refuses, and what fits."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from replay.kernels.registry import find
+from tests.attention_kernels.ptx import unfenced_arrivals
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from attention_kernels.hopper import hopper_prefill
+from attention_kernels.hopper.head_groups import Sight
+from attention_kernels.hopper.operands import are_loadable, loadable_mask
+from attention_kernels.hopper.pipeline import LOADER_REGISTERS
+from attention_kernels.hopper.schedule import (
+    NARROW,
+    SHARED_BYTES,
+    THREE,
+    TWO,
+    Dims,
+    Schedule,
+    Whole,
+    dims_of,
+    room_for,
+    schedule,
+)
+from attention_kernels.hopper.scores import ROWS
+
+COMPILE = """
+from dataclasses import replace
+import torch
+from benchmarks.other_gpus import as_if_on
+from capture.call.attention_variant import Variant
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
+
+def empty(*shape, dtype):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+spec = Spec(1, {group}, 1, {kv_len}, {kv_len}, {head_dim}, {v_head_dim}, is_causal=True)
+call = replace(spec.without_values(), {fields})
+with as_if_on("9.0"), torch.no_grad():
+    find({kernel!r}).attention(**call.arguments())
+"""
+
+PACKED = (
+    "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
+    "variant=Variant(max_seqlen_q=4096, max_seqlen_k=4096)"
+)
+COMPILED = [
+    (64, 64, 4, 1024, "triton-fa3", "variant=Variant(True, (127, None))"),
+    (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
+    (128, 128, 1, 4096, "triton-fa3", ""),
+    (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
+    (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
+    (192, 128, 1, 4096, "triton-fa3", ""),
+    (256, 256, 1, 4096, "triton-fa3", "variant=Variant(softcap=50.0)"),
+    (128, 128, 1, 4096, "triton-varlen", PACKED),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "v_head_dim", "group", "kv_len", "kernel", "fields"), COMPILED
+)
+def test_it_compiles_for_hopper(
+    head_dim: int,
+    v_head_dim: int,
+    group: int,
+    kv_len: int,
+    kernel: str,
+    fields: str,
+    tmp_path: Path,
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = COMPILE.format(
+        head_dim=head_dim,
+        v_head_dim=v_head_dim,
+        group=group,
+        kv_len=kv_len,
+        kernel=kernel,
+        fields=fields,
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    (program,) = tmp_path.rglob("prefill_kernel.ptx")
+    text = program.read_text()
+    assert "wgmma.mma_async" in text
+    assert "cp.async.bulk.tensor.4d" in text
+    assert "setmaxnreg.inc" in text
+    shared = json.loads(program.with_suffix(".json").read_text())["shared"]
+    assert shared <= SHARED_BYTES, "more than a multiprocessor gives a block"
+    assert unfenced_arrivals(text) == []
+
+
+HEAD_DIMS = (8, 64, 72, 96, 128, 136, 160, 192, 200, 256)
+ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_DIMS)})
+
+
+@pytest.mark.parametrize(
+    "plan",
+    {plan for plan, _ in NARROW} | {schedule(dims, 1, 4096) for dims in ALL_DIMS},
+    ids=str,
+)
+def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
+    threads = 128
+    others = (plan.consumers - 1) * plan.registers + LOADER_REGISTERS.value
+    left = 65536 // threads - others  # for the consumer that is the kernel's own warps
+    assert left >= plan.registers - 8
+
+
+@pytest.mark.parametrize("mask_size", [0, 1, 2, 4])
+@pytest.mark.parametrize("seen", [1024, 4096])
+@pytest.mark.parametrize("dims", ALL_DIMS)
+def test_everything_fits_in_shared_memory(dims: Dims, seen: int, mask_size: int) -> None:
+    plan = schedule(dims, 4, seen, mask_size)
+    room = room_for(dims, plan, mask_size)
+    rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
+    numbers = (rows + keys) * (dims.main + dims.rest) + keys * dims.value
+    numbers += rows * room.output_columns
+    mask = rows * plan.keys * room.mask_stages * mask_size
+    assert 2 * numbers + mask <= SHARED_BYTES
+    assert room.mask_stages in ((1, 2) if mask_size else (0,))
+    assert dims.value // room.output_columns in (1, 2, 4)
+    assert dims.value % room.output_columns == 0
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 7, 8])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
+    plan = schedule(dims_of(head_dim, head_dim), group, 1024)
+    assert group % plan.heads == 0
+    assert plan.consumers % plan.heads == 0
+
+
+@pytest.mark.parametrize("plan", [plan for plan, _ in NARROW], ids=str)
+def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> None:
+    assert room_for(dims_of(64, 64), plan).output_columns == 64
+
+
+@pytest.mark.parametrize(
+    ("sizes", "is_causal", "consumers"),
+    [
+        ((40, 1, 1024, 1024), False, 3),  # SDXL: two turns of 240 tiles and not of 160
+        ((24, 1, 77, 77), True, 2),  # CLIP
+        ((16, 1, 577, 577), False, 2),  # a vision transformer, one image
+        ((32, 4, 2048, 2048), True, 4),  # Llama-3.2-1B
+        ((8, 1, 4096, 4096), False, 4),  # one turn of 128 tiles, and not 1.3 or 1.9
+        ((8, 1, 1024, 4096), False, 2),
+    ],
+)
+def test_consumers_for_narrow_heads(
+    sizes: tuple[int, int, int, int], is_causal: bool, consumers: int
+) -> None:
+    """Those that were the fastest on an H100."""
+    heads, group, q_len, kv_len = sizes
+    sight = Sight(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
+    plan = schedule(dims_of(64, 64), group, kv_len, call=Whole(sight, heads, 132))
+    assert plan.consumers == consumers
+    assert plan.heads == (1 if group == 1 else plan.consumers)
+
+
+def test_three_consumers_have_no_room_beside_a_mask() -> None:
+    sight = Sight(1024, 1024, 0, None, None, queries=1, keys=1)
+    call = Whole(sight, 40, 132)
+    assert schedule(dims_of(64, 64), 1, 1024, call=call) == THREE
+    for mask_size in (1, 2, 4):
+        beside = schedule(dims_of(64, 64), 1, 1024, mask_size, call)
+        assert beside.consumers == 2
+        assert beside.keys == TWO.keys or mask_size == 4
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_pieces_cover_a_head_dim(head_dim: int) -> None:
+    dims = dims_of(head_dim, head_dim)
+    for piece in filter(None, dims):
+        assert piece & (piece - 1) == 0, "a power of two"
+    assert dims.main + dims.rest >= head_dim
+    assert dims.value >= head_dim
+
+
+@pytest.mark.parametrize("head_dim", [264, 20, 0])
+def test_refuses_head_dims(head_dim: int) -> None:
+    query = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
+        hopper_prefill.prefill_hopper(query, query, query)
+    narrow = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
+        hopper_prefill.prefill_hopper(narrow, narrow, query)
+
+
+MASKS = {
+    "as it is": torch.ones(2, 3, 40, 64, dtype=torch.bool),
+    "for all": torch.ones(40, 64, dtype=torch.bool),
+    "one of a batch": torch.ones(1, 3, 40, 64, dtype=torch.bool).expand(2, -1, -1, -1),
+    "by key": torch.ones(2, 1, 1, 64, dtype=torch.bool),
+    "odd length": torch.ones(40, 61, dtype=torch.bool),
+    "numbers": torch.ones(1, 3, 40, 61, dtype=torch.bfloat16),
+    "numbers, apart": torch.ones(1, 1, 64, 40).mT,
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_that_tma_can_address(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = MASKS[name]
+    values = torch.randn(mask.shape, generator=generator)
+    mask = (values > 0 if mask.dtype == torch.bool else values.to(mask.dtype)).expand(mask.shape)
+    if name == "one of a batch":
+        mask = mask[:1].expand(2, -1, -1, -1)
+    q_len, kv_len = 40, mask.shape[-1]
+    loadable = loadable_mask(mask, (2, 3, q_len, kv_len))
+    assert are_loadable(loadable)
+    numbers = loadable
+    if mask.dtype == torch.bool:
+        assert loadable.dtype == torch.uint16
+        numbers = loadable.view(torch.bool)
+    expected = mask.expand(2, 3, q_len, kv_len)
+    assert torch.equal(numbers[..., :kv_len].expand_as(expected), expected)
+    if name in ("as it is", "for all", "one of a batch"):
+        assert loadable.data_ptr() == mask.data_ptr(), "nothing was copied"
+
+
+def test_other_masks_become_float32_or_are_refused() -> None:
+    mask = torch.randn(40, 64, dtype=torch.float64)
+    assert torch.equal(loadable_mask(mask, (2, 3, 40, 64))[0, 0], mask.float())
+    with pytest.raises(RuntimeError, match="expand"):
+        loadable_mask(torch.ones(3, 1, 40, 64), (2, 3, 40, 64))
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans are made as on a Hopper GPU, of tensors without memory."""
+    monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 132)
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def plan_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Any = None,
+    sinks: tuple[int, ...] | None = None,
+) -> hopper_prefill._Planned:
+    tensors = (query, key, value, query)
+    return hopper_prefill._planned(
+        tuple(each.shape for each in tensors),
+        tuple(each.stride() for each in tensors),
+        (query.dtype, key.dtype, value.dtype),
+        (query.device, key.device, value.device),
+        False,
+        None,
+        None,
+        lengths,
+        None,
+        None,
+        (False, None),
+        sinks,
+    )
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_more_sequences_than_keys_can_be_planned() -> None:
+    key = empty(1, 2, 1, 64)
+    lengths = ("packed", 2, 3, torch.int32, torch.int32, None)
+    assert plan_of(empty(1, 2, 6, 64), key, key, lengths).is_packed
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_a_dimension_of_one_may_have_any_stride() -> None:
+    wide = empty(1, 1, 1, 65)[..., :64]
+    assert wide.stride(0) % 8
+    assert are_loadable(torch.zeros(1, 1, 1, 65, dtype=torch.float16)[..., :64])
+    again = empty(4, 4, 16, 64)[:1, :1].expand(4, 4, 16, 64)[:1, :1]
+    assert again.stride()[:2] == (0, 0)
+    for tensor in (wide, again):
+        assert plan_of(tensor, tensor, tensor).call.descriptors is not None
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("query", "key", "value", "sentence"),
+    [
+        (empty(1, 6, 8, 64), empty(1, 4, 8, 64), empty(1, 4, 8, 64), "not a multiple of 4"),
+        (empty(1, 2, 8, 64), empty(1, 2, 8, 128), empty(1, 2, 8, 128), "do not fit together"),
+        (empty(1, 2, 8, 64), empty(1, 2, 80, 64), empty(1, 2, 8, 64), "do not fit together"),
+        (
+            empty(1, 2, 8, 64, dtype=torch.bfloat16),
+            empty(1, 2, 8, 64),
+            empty(1, 2, 8, 64),
+            "bfloat16, float16, float16: needs one type of 16 bits",
+        ),
+        (*3 * (empty(1, 2, 8, 64, dtype=torch.float32),), "needs one type of 16 bits"),
+    ],
+)
+def test_refuses_what_does_not_fit_together(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        plan_of(query, key, value)
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_refuses_too_few_sinks() -> None:
+    tensor = empty(1, 4, 8, 64)
+    assert plan_of(tensor, tensor, tensor, sinks=(4,)).call.descriptors is not None
+    with pytest.raises(ValueError, match="needs one for each of 4 query heads"):
+        plan_of(tensor, tensor, tensor, sinks=(3,))
+
+
+def test_plans_are_not_repeated_for_tensors_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: set[Any] = set()
+
+    def planned(*arguments: Any) -> None:
+        plans.add(arguments)
+        raise NotImplementedError
+
+    monkeypatch.setattr(hopper_prefill, "_planned", planned)
+    tensor, sinks = torch.zeros(1, 4, 8, 64, dtype=torch.float16), torch.zeros(4)
+    offsets = torch.zeros(2, dtype=torch.int32)
+    for far in range(4):
+        query, key, sink, starts = (
+            each.to("meta") if number == far else each
+            for number, each in enumerate((tensor, tensor, sinks, offsets))
+        )
+        lengths = hopper_prefill.Lengths("packed", 1, 8, offsets, starts)
+        with pytest.raises(NotImplementedError):
+            hopper_prefill.forward_hopper(
+                query, key, tensor, False, None, lengths, False, sinks=sink
+            )
+    assert len(plans) == 4
+
+
+def test_without_keys_there_is_the_sink() -> None:
+    query, key = torch.randn(2, 3, 5, 64).half(), torch.empty(2, 3, 0, 64).half()
+    sinks = torch.tensor([1.0, -2.0, 3.0])
+    output, lse = hopper_prefill.prefill_hopper(query, key, key, sinks=sinks, return_lse=True)
+    assert not output.any()
+    assert torch.equal(lse, sinks[:, None].expand(2, 3, 5))
+
+
+def test_refuses_a_negative_scale() -> None:
+    query = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
+    with pytest.raises(ValueError, match="must not be negative"):
+        hopper_prefill.prefill_hopper(query, query, query, scale=-1.0)
+
+
+def test_what_tma_can_address() -> None:
+    tensor = torch.zeros(2, 8, 3, 64, dtype=torch.float16)
+    assert are_loadable(tensor)
+    assert are_loadable(tensor.transpose(1, 2))
+    assert not are_loadable(tensor.mT), "elements of a head must be adjacent"
+    assert not are_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
+    assert not are_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
+    assert not are_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
+
+
+def test_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = find("triton-fa3")
+    if not torch.cuda.is_available():
+        assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernel.unavailable(torch.device("cpu")) == "Gluon has no interpreter"

@@ -1,0 +1,150 @@
+"""Which blocks of keys a tile goes through, as plain arithmetic, against looking at every pair."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from attention_kernels.hopper import key_ranges
+from attention_kernels.hopper.head_groups import Sight, most_cut
+from attention_kernels.hopper.key_ranges import Bounds, Span
+
+key_blocks_of, span_of = key_ranges.key_blocks_of.fn, key_ranges.span_of.fn
+masked_of, block_at = key_ranges.masked_of.fn, key_ranges.block_at.fn
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gluon's functions as Python has them; a pointer is a list and a place in it."""
+    plain = SimpleNamespace(
+        minimum=min,
+        maximum=max,
+        where=lambda condition, yes, no: yes if condition else no,
+        load=lambda pointer: pointer,
+        int32=int,
+    )
+    monkeypatch.setitem(key_blocks_of.__globals__, "gl", plain)
+
+
+class Pointer:
+    def __init__(self, values: list[int], place: int = 0) -> None:
+        self._values, self._place = values, place
+
+    def __add__(self, places: int) -> Pointer:
+        return Pointer(self._values, self._place + places)
+
+    def to(self, dtype: type[int]) -> int:
+        return dtype(self._values[self._place])
+
+
+def sees(span: Span, bounds: Bounds, query: int, key: int) -> bool:
+    return (
+        0 <= key < span.kv_len
+        and (bounds.right is None or key <= query + span.highest)
+        and (bounds.left is None or key >= query + span.lowest)
+    )
+
+
+SIDES = [(None, None), (None, 0), (5, 0), (None, 9), (7, None), (3, 2), (40, 0), (0, 0)]
+LENGTHS = [(20, 20), (33, 7), (7, 33), (16, 16), (1, 50), (50, 1)]
+
+
+@pytest.mark.parametrize("has_lengths", [False, True])
+@pytest.mark.parametrize("is_bottom_right", [False, True])
+@pytest.mark.parametrize(("left", "right"), SIDES)
+@pytest.mark.parametrize(("rows", "keys"), [(4, 4), (8, 4), (4, 16)])
+def test_blocks(
+    rows: int,
+    keys: int,
+    left: int | None,
+    right: int | None,
+    is_bottom_right: bool,
+    has_lengths: bool,
+) -> None:
+    for q_len, kv_len in LENGTHS:
+        diagonal: Any = None if is_bottom_right else 0
+        sight = Sight(q_len, kv_len, (kv_len - q_len) * is_bottom_right, left, right, rows, keys)
+        bounds = Bounds(
+            q_len, kv_len, diagonal, left, right, most_cut(sight, has_lengths=has_lengths)
+        )
+        span = span_of(0, bounds)
+        for row in range(0, q_len, rows):
+            blocks = key_blocks_of(row, span, bounds, rows, keys)
+            first, whole_first, whole_end, end = blocks
+            assert 0 <= first <= whole_first <= whole_end < end
+            assert end <= -(-kv_len // keys), "a last block without keys"
+            if bounds.most_cut is None:  # kernels have no loop for what the right side cuts then
+                assert whole_end == end - 1
+            else:
+                assert end - whole_end <= bounds.most_cut
+            queries = range(row, row + rows)
+            seen = {
+                key // keys
+                for query, key in itertools.product(queries, range(kv_len))
+                if sees(span, bounds, query, key)
+            }
+            assert seen <= set(range(first, end)), "a block that somebody sees is left out"
+            assert end - first <= max(len(seen), 1), "a block that nobody sees is visited"
+            for block in range(whole_first, whole_end):
+                for query in queries:
+                    for key in range(block * keys, (block + 1) * keys):
+                        assert sees(span, bounds, query, key), "masked for some"
+            numbered = [block_at(number, blocks, bounds) for number in range(end - first)]
+            assert numbered[0] == end - 1
+            assert sorted(numbered) == list(range(first, end))
+            masked = masked_of(blocks, bounds)
+            assert numbered[masked:] == list(reversed(range(whole_first, whole_end)))
+            if left is not None:
+                continue
+            for own in range(row, row + rows, rows // 2):  # a consumer's, which skips the first
+                *_, own_end = key_blocks_of(own, span, bounds, rows // 2, keys)
+                skipped = end - own_end
+                assert 0 <= skipped < masked
+                for query, key in itertools.product(range(own, own + rows // 2), range(kv_len)):
+                    seen_by = sees(span, bounds, query, key)
+                    assert not (seen_by and key // keys in numbered[:skipped])
+
+
+def test_most_blocks_need_no_mask() -> None:
+    """One at each side of a window that is a multiple of a block."""
+    bounds = Bounds(4096, 4096, 0, 1023, 0)
+    blocks = key_blocks_of(2048, span_of(0, bounds), bounds, 128, 128)
+    assert masked_of(blocks, bounds) == 2
+    order = [block_at(number, blocks, bounds) for number in range(9)]
+    assert order == [16, 8, *range(15, 8, -1)]
+
+
+@pytest.mark.parametrize(
+    ("sight", "most"),
+    [
+        (Sight(4096, 4096, 0, None, 0, 128, 128), None),
+        (Sight(1024, 4096, 3072, None, 0, 128, 128), None),  # a diagonal at a multiple of a block
+        (Sight(1000, 4099, 3099, None, 0, 128, 128), 2),
+        (Sight(1000, 4099, 3099, None, 0, 64, 128), 2),
+        (Sight(4096, 4096, 0, None, 0, 256, 64), 4),
+        (Sight(4096, 4096, 0, None, 64, 128, 128), 2),
+        (Sight(100, 4096, 0, None, None, 128, 128), None),
+        (Sight(4096, 100, 0, None, 0, 128, 128), None),
+    ],
+)
+def test_blocks_that_the_right_side_cuts(sight: Sight, most: int | None) -> None:
+    assert most_cut(sight, has_lengths=False) == most
+
+
+def test_packed_and_padded() -> None:
+    offsets, starts = Pointer([0, 5, 5, 20]), Pointer([0, 9, 20, 50])
+    used = Pointer([9, 11, 4])
+    bounds = Bounds(99, 99, 0, 3, 0, 4, offsets, starts)
+    assert span_of(2, bounds) == Span(5, 15, 20, 30, -3, 0)
+    assert span_of(1, bounds) == Span(5, 0, 9, 11, -3, 0)
+    assert span_of(2, bounds._replace(k_lengths=used, diagonal=None)) == Span(
+        5, 15, 20, 4, -14, -11
+    )
+    padded = Bounds(16, 40, 0, None, 0, None, None, Pointer([0, 7]), Pointer([40, 30]))
+    assert span_of(1, padded) == Span(0, 16, 7, 30, 0, -7)
+    assert span_of(1, padded._replace(diagonal=None)) == Span(0, 16, 7, 30, 0, 14)
+    assert span_of(1, padded._replace(k_starts=None)) == Span(0, 16, 0, 30, 0, 0)

@@ -1,0 +1,46 @@
+"""docs/hopper-schedule.md names what is in the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from replay.kernels.registry import find
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PAGE = REPOSITORY / "docs" / "hopper-schedule.md"
+KERNELS = REPOSITORY / "attention_kernels"
+
+
+def wrong_names(page: str) -> list[str]:
+    """What stands in backticks and is neither a file, a registered kernel nor in the code."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py"))
+    known = set(re.findall(r"\w+", code))
+    wrong = []
+    for name in re.findall(r"`([^`\n]+)`", page.replace("```", "")):
+        if name.endswith(".py"):
+            is_known = (KERNELS / name).is_file()
+        elif name.startswith("triton-"):
+            is_known = find(name).name == name
+        elif name.endswith("/"):
+            is_known = (REPOSITORY / name).is_dir()
+        else:
+            is_known = known.issuperset(re.findall(r"\w+", name))
+        if not is_known:
+            wrong.append(name)
+    return wrong
+
+
+def test_every_name_is_in_the_code() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert wrong_names(page) == []
+    assert wrong_names("`_attend` `gone.py` `pass_the_turn`") == ["gone.py", "pass_the_turn"]
+
+
+def test_the_drawing_names_what_is_in_the_code() -> None:
+    barriers = PAGE.read_text(encoding="utf-8").partition("## Barriers")[2]
+    drawing = barriers.partition("```text\n")[2].partition("```")[0]
+    pipeline = (KERNELS / "hopper_pipeline.py").read_text(encoding="utf-8")
+    for name in ("fill", "release", "wait_for", "tma_load", "empty", "full", "expect"):
+        assert re.search(rf"\b{name}\b", drawing), name
+        assert re.search(rf"\b{name}\b", pipeline), name

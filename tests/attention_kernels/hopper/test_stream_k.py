@@ -1,0 +1,164 @@
+"""How programs share tiles, as plain arithmetic: every block of keys once, and none left out."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
+from attention_kernels.hopper import stream_k
+from attention_kernels.hopper.head_groups import Sight
+from attention_kernels.hopper.stream_k import Cut, Pace, Share
+
+PROGRAMS = 132
+PACE = Pace(1.4, 2.8)
+FLUX = 36 * 24
+"""Tiles of 128 queries that Flux's 4,608 tokens and 24 heads are."""
+
+tile_of_piece, blocks_of_piece = stream_k.tile_of_piece.fn, stream_k.blocks_of_piece.fn
+programs_of_tile, turns_with_pieces = (
+    stream_k.programs_of_tile.fn,
+    stream_k.turns_with_pieces.fn,
+)
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The functions that find a piece, as Python has them."""
+    monkeypatch.setattr(stream_k, "_shared_of", stream_k._shared_of.fn)
+    for name, plain in (
+        ("minimum", min),
+        ("maximum", max),
+        ("where", lambda which, yes, no: yes if which else no),
+    ):
+        monkeypatch.setattr(stream_k.gl, name, plain)
+
+
+def cut_for(tiles: int, blocks: int, are_equal: bool) -> Cut | None:
+    """How so many tiles of at most so many blocks are shared."""
+    right = None if are_equal else blocks * 128
+    sight = Sight(128, blocks * 128, 0, None, right, queries=128, keys=128)
+    return stream_k.cut_for(sight, tiles, PROGRAMS, PACE)
+
+
+def pieces_of(
+    lengths: list[int], cut: Cut, begin: int = 0
+) -> dict[int, list[tuple[int, int, int, int]]]:
+    """Of each tile: who has a piece of it, as which of the program's, its first block and its end.
+    Tile number i has `lengths[i]` blocks, the first of which is number `begin`."""
+    tiles, share = len(lengths), Share(*cut, None, None)
+    turns = tiles // PROGRAMS
+    pieces = defaultdict(list)
+    for program in range(PROGRAMS):
+        for turn in range(int(turns_with_pieces(turns))):
+            tile = tile_of_piece(turn, turns, share, program, PROGRAMS)
+            blocks = lengths[tile] if tile < tiles else 1
+            first, end = blocks_of_piece(
+                turn - turns, tiles % PROGRAMS, share, begin, begin + blocks, program
+            )
+            if first < end:
+                pieces[tile].append((program, turn - turns, first, end))
+    return pieces
+
+
+CALLS = [
+    (FLUX, 36, True),
+    (12 * 24, 12, True),
+    (12 * 36, 36, True),
+    (13 * 132 + 1, 64, True),
+    (132 + 117, 512, True),
+    (1, 64, True),
+    (32, 32, True),
+    (100, 200, True),
+    (16, 64, False),
+    (7, 300, False),
+    (66, 40, False),
+]
+
+
+@pytest.mark.parametrize("begin", [0, 5])
+@pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
+def test_every_block_of_every_tile_is_in_one_piece(
+    tiles: int, blocks: int, are_equal: bool, begin: int
+) -> None:
+    cut = cut_for(tiles, blocks, are_equal)
+    assert cut is not None
+    lengths = [blocks if are_equal else 1 + tile * 7919 % blocks for tile in range(tiles)]
+    found = pieces_of(lengths, cut, begin)
+    assert sorted(found) == list(range(tiles))
+    whole = tiles // PROGRAMS * PROGRAMS
+    for tile, pieces in found.items():
+        taken = Counter(block for *_, first, end in pieces for block in range(first, end))
+        assert taken == Counter(range(begin, begin + lengths[tile]))
+        if tile < whole:
+            assert len(pieces) == 1
+            continue
+        # Who adds the pieces up looks for them at these programs, one after the other.
+        share = Share(*cut, None, None)
+        first, last = programs_of_tile(tile - whole, lengths[tile], share)
+        assert [program for program, *_ in pieces] == list(range(first, last + 1))
+        for program, piece, *_ in pieces:
+            assert piece == tile - whole - stream_k._shared_of(0, share, program)
+            assert 0 <= piece < stream_k.PIECES.value
+
+
+@pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
+def test_there_is_memory_for_every_piece_and_a_counter_for_every_tile(
+    tiles: int, blocks: int, are_equal: bool
+) -> None:
+    cut, consumers, v_head_dim = cut_for(tiles, blocks, are_equal), 3, 64
+    memory = stream_k.memory_for(cut, PROGRAMS, consumers, v_head_dim)
+    assert cut is not None
+    assert memory is not None
+    numbers, counters = memory
+    of_a_piece = stream_k.ROWS.value * (v_head_dim + 2)
+    whole = tiles // PROGRAMS * PROGRAMS
+    for tile, pieces in pieces_of([blocks] * tiles, cut).items():
+        if tile >= whole:
+            assert (tile - whole) * consumers + consumers <= counters
+            for program, piece, *_ in pieces:
+                slot = (program * stream_k.PIECES.value + piece) * consumers + consumers
+                assert slot * of_a_piece <= numbers
+
+
+@pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
+def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: bool) -> None:
+    cut = cut_for(tiles, blocks, are_equal)
+    assert cut is not None
+    work: Counter[int] = Counter()
+    for pieces in pieces_of([blocks] * tiles, cut).values():
+        for program, _, first, end in pieces:
+            work[program] += end - first
+    assert max(work.values()) < -(-tiles // PROGRAMS) * blocks
+
+
+@pytest.mark.parametrize(
+    ("tiles", "blocks", "are_equal", "why"),
+    [
+        (132 * 5, 36, True, "no program is idle"),
+        (132 * 5 + 130, 36, True, "few are"),
+        (64, 8, True, "tiles are short"),
+        (24 * 20, 20, True, "84 of 132 programs have one, and pieces would be as long"),
+        (100, 64, False, "tiles differ, and there are not two programs for each"),
+        (200, 64, False, "tiles differ, and are dealt out by length"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else "",
+)
+def test_what_is_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) -> None:
+    assert cut_for(tiles, blocks, are_equal) is None
+
+
+def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
+    sight = Sight(36 * 128, 36 * 128, 0, None, None, queries=128, keys=128)
+    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.01) is not None
+    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.05) is None
+
+
+def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
+    """One tile of 64 blocks could be 64 pieces; adding up so many takes longer than the blocks."""
+    cut = cut_for(1, 64, True)
+    assert cut is not None
+    pieces = cut.row // cut.each
+    times = [64 / n * PACE.block + stream_k.ADD * n for n in (pieces - 1, pieces, pieces + 1)]
+    assert times[1] <= 1.05 * min(times)

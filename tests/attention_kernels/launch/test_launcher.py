@@ -1,0 +1,261 @@
+"""A launch looks at its tensors alone, against a stand-in for Triton's compiled kernels."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from attention_kernels.launch import launcher as launch_module
+from attention_kernels.launch.descriptors import at, described, nowhere
+from attention_kernels.launch.launcher import MOST_KEPT, Kept, Launch, PlannedCall, layout
+
+DEVICE = torch.device("cpu")
+GRID = (3, 2, 1)
+STREAM = 17
+
+
+@pytest.fixture(autouse=True)
+def _current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton has no driver where there is no GPU."""
+    active = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+
+
+class Kernel:
+    """What `triton.jit` returns: compiles for what it is given, and launches."""
+
+    arg_names = ("query", "mask", "output", "length", "BLOCK")
+
+    def __init__(self) -> None:
+        self.compiled: list[tuple[Any, ...]] = []
+        self.launched: list[tuple[Any, ...]] = []
+        self.told: list[tuple[Any, ...]] = []
+        """Launches by Triton itself, which tells who listens."""
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert grid == GRID
+
+        def run(*arguments: Any, **options: Any) -> Any:
+            assert options == {"num_warps": 4}
+            self.compiled.append(arguments)
+            return _Compiled(self)
+
+        return run
+
+
+class _Compiled:
+    function, packed_metadata = object(), object()
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        assert grid == GRID
+        return lambda *arguments: self._kernel.told.append(arguments)
+
+    def run(self, *arguments: Any) -> None:
+        """Triton's launcher: the grid, the stream, the program, who is told, and its arguments."""
+        assert arguments[:3] == GRID
+        assert arguments[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
+        self._kernel.launched.append(arguments[9:])
+
+
+def launch_of(kernel: Any) -> Launch:
+    return Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_warps=4)
+
+
+def aligned() -> Tensor:
+    return torch.zeros(64)[:8]
+
+
+def test_later_launches_pass_addresses_to_what_the_first_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    for query, output in ((aligned(), aligned()), (aligned(), aligned())):
+        launch(query, None, output)
+    assert len(kernel.compiled) == 1
+    assert kernel.compiled[0][1:2] + kernel.compiled[0][3:] == (None, 7, 64)
+    assert isinstance(kernel.compiled[0][0], Tensor)
+    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
+
+
+def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    even, odd = aligned(), aligned()[1:]
+    for query, output in ((even, even), (odd, even), (even, odd), (odd, odd)):
+        for _ in range(2):
+            launch(query, None, output)
+    assert len(kernel.compiled) == len(kernel.launched) == 4
+
+
+def test_who_listens_is_told_of_every_launch() -> None:
+    """A profiler, or `replay --resources`."""
+    hooks = triton.knobs.runtime.launch_enter_hook
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    launch(aligned(), None, aligned())
+
+    def listener(metadata: Any) -> None:
+        pass
+
+    hooks.add(listener)
+    try:
+        launch(aligned(), None, aligned())
+    finally:
+        hooks.remove(listener)
+    assert (len(kernel.told), len(kernel.launched)) == (1, 0)
+    launch(aligned(), None, aligned())
+    assert (len(kernel.told), len(kernel.launched)) == (1, 1)
+
+
+def described_tensor() -> Tensor:
+    return torch.zeros(1, 1, 16, 32, dtype=torch.float16)
+
+
+def test_descriptors_are_moved_to_their_tensors() -> None:
+    first, second, third = (described_tensor() for _ in range(3))
+    kept = nowhere(described(first, 8, 32))
+    assert kept.base.data_ptr() == 0
+    moved = at(kept, first)
+    assert (moved.base is first, moved.shape, moved.block_shape) == (
+        True,
+        kept.shape,
+        kept.block_shape,
+    )
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    launch(moved, None, aligned())
+    assert kernel.compiled[0][0] is moved
+    launch(at(kept, second), None, aligned())
+    launch(third, None, aligned())
+    launch.repeat(first.data_ptr(), None, aligned().data_ptr())
+    passed = [arguments[0] for arguments in kernel.launched]
+    assert [each.base.data_ptr() for each in passed] == [
+        each.data_ptr() for each in (second, third, first)
+    ]
+    assert all(each.shape == kept.shape and each.strides == kept.strides for each in passed)
+
+
+def test_a_tensor_stands_for_its_descriptor_where_another_program_is_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    first, second = described_tensor(), described_tensor()
+    kept = nowhere(described(first, 8, 32))
+    launch(at(kept, first), None, aligned())
+    launch(second, None, aligned()[1:])
+    assert kernel.compiled[1][0].base is second
+    assert kernel.compiled[1][0].block_shape == kept.block_shape
+
+
+def test_planned_calls_pass_descriptors_until_the_launch_is_compiled() -> None:
+    launch = launch_of(Kernel())
+    tensor, output = described_tensor(), aligned()
+    planned = PlannedCall(launch, (nowhere(described(tensor, 8, 32)), None))
+    described_first, as_it_is = planned.operands(tensor, output)
+    assert described_first.base is tensor
+    assert as_it_is is output
+    launch(described_first, None, output)
+    assert planned.operands(tensor, output) == (tensor, output)
+    assert PlannedCall(launch).operands(tensor) == (tensor,)
+
+
+def test_addresses_alone_launch_what_was_compiled() -> None:
+    kernel = Kernel()
+    launch = launch_of(kernel)
+    assert not launch.is_compiled
+    launch(aligned()[1:], None, aligned())
+    assert not launch.is_compiled  # for multiples of 16
+    query, output = aligned(), aligned()
+    launch(query, None, output)
+    assert launch.is_compiled
+    launch.repeat(query.data_ptr(), None, output.data_ptr())
+    assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
+
+
+def test_tensors_elsewhere_are_refused() -> None:
+    """A later launch would pass the address, and the GPU would read there."""
+    launch = launch_of(Kernel())
+    elsewhere = torch.zeros(8, device="meta")
+    with pytest.raises(ValueError, match="tensors on cpu and meta: needs one device"):
+        launch(aligned(), None, elsewhere)
+    moved = at(nowhere(described(described_tensor(), 8, 32)), elsewhere)
+    with pytest.raises(ValueError, match="tensors on cpu and meta"):
+        launch_of(Kernel())(moved, None, aligned())
+
+
+def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
+    """In the interpreter, which returns nothing."""
+
+    class Interpreted(Kernel):
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            return lambda *arguments, **options: self.compiled.append(arguments)
+
+    kernel = Interpreted()
+    launch = launch_of(kernel)
+    for _ in range(3):
+        launch(aligned(), None, aligned())
+    assert len(kernel.compiled) == 3
+
+
+def test_fewer_blocks_are_in_flight_where_shared_memory_is_small() -> None:
+    class Large(Kernel):
+        limit = 2
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stages: list[int] = []
+
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            def run(*arguments: Any, num_stages: int) -> Any:
+                self.stages.append(num_stages)
+                if num_stages > self.limit:
+                    raise OutOfResources(num_stages, self.limit, "shared memory")
+                return _Compiled(self)
+
+            return run
+
+    kernel = Large()
+    launch = Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_stages=4)
+    for _ in range(2):
+        launch(aligned(), None, aligned())
+    assert kernel.stages == [4, 3, 2]
+    assert len(kernel.launched) == 1
+    kernel.limit = 0
+    launch = Launch(kernel, GRID, DEVICE, {"BLOCK": 64, "length": 7}, num_stages=2)
+    with pytest.raises(OutOfResources):
+        launch(aligned(), None, aligned())
+    assert kernel.stages == [4, 3, 2, 2, 1]
+
+
+def test_every_argument_but_the_tensors_must_be_named() -> None:
+    with pytest.raises(KeyError, match="BLOCK"):
+        Launch(Kernel(), GRID, DEVICE, {"length": 7, "block": 64}, num_warps=4)
+
+
+def test_plans_are_not_kept_for_ever() -> None:
+    kept: Kept[str] = Kept()
+    for length in range(MOST_KEPT + 1):
+        assert kept.keep(length, str(length)) == str(length)
+    assert kept.get(0) is None
+    assert kept.get(MOST_KEPT) == str(MOST_KEPT)
+
+
+def test_a_layout_is_all_but_the_address() -> None:
+    tensor = torch.zeros(2, 4)
+    assert layout(tensor) == layout(torch.ones(2, 4))
+    assert layout(None) is None
+    others = (
+        tensor.half(),
+        tensor.mT,
+        torch.zeros(4, 2).mT,
+        torch.zeros(2, 5)[:, :4],
+        tensor.to("meta"),
+    )
+    assert len({layout(each) for each in (tensor, *others)}) == 6

@@ -1,0 +1,191 @@
+"""What does not fit together is refused, and vectors are read wherever their numbers lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.paged_decode import paged_decode
+from attention_kernels.decode.paging import page
+from attention_kernels.decode.quantised_decode import quantised_decode
+from attention_kernels.launch.launcher import Launch
+from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
+from attention_kernels.portable.prefill import prefill
+from attention_kernels.portable.varlen import KeyRanges, packed, padded
+from attention_kernels.quantised.quantised_prefill import quantised_prefill
+from attention_kernels.sparse.sparse_decode import sparse_decode
+from attention_kernels.sparse.token_choice import choose_paged_tokens
+from capture.call.attention_call import AttentionCall
+from replay.kernels.registry import find
+from tests.factories import normal, random_call
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BATCH, HEADS, KV_HEADS, KEYS, DIM = 3, 4, 2, 40, 32
+
+
+def call_of(q_len: int = 1, kv_len: int = KEYS, batch: int = BATCH) -> tuple[Tensor, ...]:
+    call = random_call(
+        batch=batch,
+        q_heads=HEADS,
+        kv_heads=KV_HEADS,
+        q_len=q_len,
+        kv_len=kv_len,
+        head_dim=DIM,
+        dtype=torch.float16,
+        device=DEVICE,
+    )
+    return call.query, call.key, call.value
+
+
+LENGTHS = torch.tensor([5, 40, 33], dtype=torch.int32, device=DEVICE)
+
+
+def apart(tensor: Tensor, other: int) -> Tensor:
+    """The same numbers, each followed by another."""
+    return torch.stack([tensor, torch.full_like(tensor, other)], dim=-1)[..., 0]
+
+
+def _decoded(lengths: Tensor) -> Tensor:
+    return decode(*call_of(), seqused_k=lengths)
+
+
+def _decoded_in_8_bits(lengths: Tensor) -> Tensor:
+    return quantised_decode(*call_of(), dtype=torch.int8, seqused_k=lengths)
+
+
+def _padded(lengths: Tensor) -> Tensor:
+    return padded(*call_of(7), KeyRanges(None, lengths))
+
+
+def _begun_late(lengths: Tensor) -> Tensor:
+    return padded(*call_of(7, 80), KeyRanges(lengths, LENGTHS))
+
+
+@pytest.mark.parametrize("attend", [_decoded, _decoded_in_8_bits, _padded, _begun_late])
+def test_lengths_may_lie_apart(attend: Callable[[Tensor], Tensor]) -> None:
+    expected = attend(LENGTHS)
+    assert torch.equal(attend(apart(LENGTHS, 1)), expected)
+    assert torch.equal(attend(LENGTHS[1:2].expand(BATCH)), attend(LENGTHS[1:2].repeat(BATCH)))
+
+
+@pytest.mark.parametrize("attend", [_decoded, _decoded_in_8_bits])
+def test_lengths_of_64_bits_are_passed_as_32(
+    attend: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles no descriptor at places of 64 bits."""
+    launched, launch = [], Launch.__call__
+    monkeypatch.setattr(
+        Launch, "__call__", lambda self, *given: launched.extend(given) or launch(self, *given)
+    )
+    expected = attend(LENGTHS)
+    assert torch.equal(attend(LENGTHS.long()), expected)
+    assert not any(isinstance(each, Tensor) and each.dtype == torch.int64 for each in launched)
+
+
+def test_offsets_may_lie_apart() -> None:
+    query, key, value = (normal(40, heads, DIM).half().to(DEVICE) for heads in (HEADS, 2, 2))
+    offsets = torch.tensor([0, 5, 20, 40], dtype=torch.int32, device=DEVICE)
+    used = torch.tensor([5, 3, 9], dtype=torch.int32, device=DEVICE)
+    expected = packed(query, key, value, offsets, offsets, 20, seqused_k=used)
+    for far in ((True, False, False), (False, True, False), (False, False, True)):
+        q, k, n = (
+            apart(each, 7) if is_far else each
+            for each, is_far in zip((offsets, offsets, used), far, strict=True)
+        )
+        assert torch.equal(packed(query, key, value, q, k, 20, seqused_k=n), expected)
+
+
+def test_a_table_of_pages_may_lie_in_any_way() -> None:
+    query, key, value = call_of()
+    cache = page(key, value, 16, lengths=LENGTHS)
+    expected = paged_decode(query, *cache)
+    chosen = choose_paged_tokens(query, cache.key_pages, cache.block_table, LENGTHS, 0.5)
+    for table in (apart(cache.block_table, 0), cache.block_table.mT.contiguous().mT):
+        moved = cache._replace(block_table=table, lengths=apart(LENGTHS, 1))
+        assert torch.equal(paged_decode(query, *moved), expected)
+        found = choose_paged_tokens(query, moved.key_pages, table, moved.lengths, 0.5)
+        assert torch.equal(found, chosen)
+
+
+QUERY, KEY, VALUE = call_of()
+MISFITS: dict[str, tuple[Tensor, Tensor, Tensor]] = {
+    "one batch element of keys": (QUERY, KEY[:1], VALUE[:1]),
+    "fewer values than keys": (QUERY, KEY, VALUE[:, :, :9]),
+    "a smaller query": (QUERY[..., :16], KEY, VALUE),
+    "heads that no group shares": (QUERY[:, :3], KEY, VALUE),
+}
+
+
+def _in_8_bits(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return quantised_decode(query, key, value, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+@pytest.mark.parametrize("attend", [decode, _in_8_bits, prefill, quantised_prefill])
+def test_refuses_tensors_that_do_not_fit(attend: Callable[..., Tensor], misfit: str) -> None:
+    with pytest.raises(ValueError, match=r"do not fit together|are not a multiple of"):
+        attend(*MISFITS[misfit])
+
+
+@pytest.mark.parametrize("attend", [decode, prefill, quantised_prefill])
+def test_refuses_too_few_sinks(attend: Callable[..., Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"sinks \(2,\): needs one for each of 4 query heads"):
+        attend(QUERY, KEY, VALUE, sinks=torch.zeros(2, device=DEVICE))
+
+
+def test_refuses_too_few_lengths() -> None:
+    short = LENGTHS[:2]
+    for attend in (_decoded, _decoded_in_8_bits, _padded, _begun_late):
+        with pytest.raises(ValueError, match=r"sequences|needs 3 numbers"):
+            attend(short)
+    tokens = normal(6, 2, DIM).half().to(DEVICE)
+    with pytest.raises(ValueError, match=r"k_offsets of shape \(2,\): needs 3 numbers"):
+        packed(tokens, tokens, tokens, LENGTHS, short, 3)
+    with pytest.raises(ValueError, match="indices of shape"):
+        sparse_decode(QUERY, KEY, VALUE, torch.zeros(1, KV_HEADS, 3, device=DEVICE).int())
+    cache = page(KEY, VALUE, 16)
+    with pytest.raises(ValueError, match="pages of keys"):
+        paged_decode(QUERY, cache.key_pages, cache.value_pages[1:], *cache[2:])
+
+
+def test_refuses_what_other_masks_leave() -> None:
+    query, key, value = call_of(8)
+    mask = torch.ones(BATCH, HEADS, 8, KEYS, dtype=torch.bool, device=DEVICE)
+    visited = visits_of(query[:2], value[:2], mask[:2])
+    with pytest.raises(ValueError, match="other batch elements or heads"):
+        masked_prefill(query, key, value, mask, visited=visited)
+
+
+KERNELS = (
+    *("triton-fa2", "triton-masked", "triton-varlen", "triton-sage", "triton-fp8"),
+    *("triton-decode", "triton-decode-int8", "triton-paged-decode", "triton-paged-decode-fp8"),
+    *("triton-sparse-decode", "triton-paged-sparse-decode"),
+)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("empty", ["batch", "queries", "keys"])
+def test_nothing_gives_zeros(name: str, empty: str) -> None:
+    query, key, value = call_of(
+        0 if empty == "queries" else 1, 0 if empty == "keys" else 5, 0 if empty == "batch" else 2
+    )
+    batch, q_len, kv_len = query.shape[0], query.shape[2], key.shape[2]
+    call = AttentionCall(query, key, value, enable_gqa=True)
+    if name == "triton-masked":
+        mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
+        call = call.with_tensors({"attn_mask": mask})
+    if name == "triton-varlen":
+        lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
+        call = call.with_tensors({"seqused_k": lengths})
+    kernel = find(name)
+    assert kernel.refuses(call) is None
+    outputs = [kernel.attention(**call.arguments())]
+    if kernel.prepare is not None:
+        outputs.append(kernel.prepare(call)())
+    for output in outputs:
+        assert output.shape == (batch, HEADS, q_len, DIM)
+        assert not output.any()

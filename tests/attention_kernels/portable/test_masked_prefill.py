@@ -1,0 +1,184 @@
+"""The kernel that skips what a mask hides: what it visits, and what comes out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
+from attention_kernels.tiles.visited_blocks import visits
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from tests import factories
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+normal = functools.partial(factories.normal, device=DEVICE)
+
+
+def band(q_len: int, kv_len: int, width: int) -> Tensor:
+    distance = torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None]
+    return distance.abs() < width
+
+
+def call_of(mask: Tensor, head_dim: int = 64, **fields: object) -> AttentionCall:
+    q_len, kv_len = mask.shape[-2:]
+    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
+    fields = {"dtype": torch.float16, "device": DEVICE, "attn_mask": mask, **sizes, **fields}
+    return factories.random_call(**fields)  # type: ignore[arg-type]
+
+
+def additive(mask: Tensor) -> Tensor:
+    return torch.where(mask, 0.0, -math.inf)
+
+
+def finite(mask: Tensor) -> Tensor:
+    """What some models add: rows in which all is hidden are then rows in which nothing is."""
+    return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
+
+
+def by_head(mask: Tensor) -> Tensor:
+    """One head sees what the others do not."""
+    return torch.stack([mask, mask, ~mask, mask])
+
+
+MASKS = {
+    "band": lambda: band(150, 300, 40),
+    "band, additive": lambda: additive(band(150, 300, 40)).half(),
+    "by head": lambda: by_head(band(150, 300, 100)),
+    "by batch": lambda: torch.stack([band(90, 130, 5), band(90, 130, 200)])[:, None],
+    "rows that see nothing": lambda: band(300, 150, 20),
+    "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
+    "everything is seen": lambda: torch.ones(70, 130, dtype=torch.bool, device=DEVICE),
+    "keys alone": lambda: torch.arange(300, device=DEVICE).expand(70, -1) % 190 < 60,
+    "finite": lambda: finite(band(150, 300, 40)),
+    "finite, rows of nothing else": lambda: finite(band(300, 150, 20)),
+    "bias": lambda: normal(70, 200, dtype=torch.float16),
+    "bias of a part": lambda: additive(band(70, 200, 30)).half() + normal(70, 200).half(),
+    "elements apart": lambda: band(200, 150, 40).mT,
+}
+
+
+def verify(call: AttentionCall) -> None:
+    kernel = find("triton-masked")
+    assert kernel.refuses(call) is None
+    assert kernel.prepare is not None
+    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
+        verdict = judge(output, Expected.of(call), "exact")
+        assert verdict.passed, verdict.sentence
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    mask = MASKS[name]()
+    dtype = mask.dtype if mask.is_floating_point() else torch.float16
+    verify(call_of(mask, dtype=dtype, batch=mask.shape[0] if name == "by batch" else 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [40, 96, 256])
+def test_types_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
+    verify(call_of(band(70, 140, 30), head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("form", [torch.clone, additive, finite])
+def test_what_is_hidden_in_whole_blocks_is_not_read(form: Callable[[Tensor], Tensor]) -> None:
+    call = call_of(form(band(64, 640, 60)), dtype=torch.bfloat16)
+    expected = find("triton-masked").attention(**call.arguments())
+    call.key[:, :, 128:] = call.value[:, :, 128:] = math.nan
+    output = find("triton-masked").attention(**call.arguments())
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+
+
+def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
+    mask = additive(band(150, 300, 40)).half()
+    mask[70, 75] = math.nan
+    call = call_of(mask)
+    output = find("triton-masked").attention(**call.arguments())
+    assert output[:, :, 70].isnan().all()
+    mask[70, 75] = 0.0
+    expected = find("triton-masked").attention(**call.arguments())
+    others = [row for row in range(150) if row != 70]
+    torch.testing.assert_close(output[:, :, others], expected[:, :, others], rtol=0, atol=0)
+
+
+def test_rows_that_see_nothing_read_nothing() -> None:
+    """As those of padding before the others: what stands there, be it NaN, reaches nothing."""
+    counts = torch.arange(256, device=DEVICE) >= 128
+    call = call_of(counts[:, None] & counts)
+    for tensor in (call.key, call.value):
+        tensor[:, :, :128] = math.nan
+    output = find("triton-masked").attention(**call.arguments())
+    assert not output[:, :, :128].any()
+    assert output.isfinite().all()
+
+
+def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
+    mask = band(150, 300, 40)
+    first, second = call_of(mask), call_of(mask, seed=5)
+    visited = visits_of(first.query, first.value, mask)
+    output = masked_prefill(second.query, second.key, second.value, mask, visited=visited)
+    assert judge(output, Expected.of(second), "exact").passed
+
+
+def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
+    """As of a mask with other strides, on GPUs where these decide how a call is cut up."""
+    mask = band(128, 256, 40)
+    call = call_of(mask, 128)
+    visited = visits_of(call.query, call.value, mask)
+    rows, keys = 128 // visited.counts.shape[2], 256 // visited.blocks.shape[-1]
+    for rows_of_other, keys_of_other in ((rows, keys // 2), (rows // 2, keys)):
+        other = visits(mask[None, None], rows_of_other, keys_of_other)
+        with pytest.raises(ValueError, match="other strides"):
+            masked_prefill(call.query, call.key, call.value, mask, visited=other)
+
+
+@given(data=st.data())
+@settings(max_examples=25, deadline=None)
+def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:
+    """And without the mask where that changes nothing: as a look at each block in PyTorch says."""
+    batches, heads = (data.draw(st.integers(1, 2)) for _ in range(2))
+    q_len, k_len = (data.draw(st.integers(1, 90)) for _ in range(2))
+    rows, keys = (data.draw(st.sampled_from([16, 32])) for _ in range(2))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    coarse = torch.rand((batches, heads, -(-q_len // 16), -(-k_len // 16)), generator=generator)
+    mask = (coarse < 0.5).repeat_interleave(16, 2).repeat_interleave(16, 3)[:, :, :q_len, :k_len]
+    mask[..., 0, 0] = data.draw(st.booleans())
+    is_shared = data.draw(st.booleans())
+    if is_shared:
+        mask = mask[:, :1].expand(-1, heads, -1, -1)
+    given_mask = additive(mask).to(DEVICE) if data.draw(st.booleans()) else mask.to(DEVICE)
+    found = visits(given_mask, rows, keys)
+    stride_b, stride_h = found.strides()
+    flat_blocks, flat_counts = found.blocks.flatten(0, 2), found.counts.flatten(0, 2)
+    for batch in range(batches):
+        for head in range(heads):
+            for tile in range(-(-q_len // rows)):
+                part = mask[batch, head, tile * rows : (tile + 1) * rows]
+                place = batch * stride_b + head * stride_h + tile
+                starts = range(0, k_len, keys)
+                seen = [each for each in starts if part[:, each : each + keys].any()]
+                whole = [
+                    each
+                    for each in seen
+                    if each + keys <= k_len and part[:, each : each + keys].all()
+                ]
+                cut = [each for each in seen if each not in whole]
+                for kind, wanted in enumerate((whole, cut)):
+                    count = int(flat_counts[place, kind])
+                    assert flat_blocks[place, kind, :count].tolist() == wanted
+
+
+def test_calls_that_are_not_for_it() -> None:
+    kernel = find("triton-masked")
+    plain = factories.random_call(device=DEVICE, dtype=torch.float16)
+    assert kernel.refuses(plain) == "takes calls with an attn_mask only"
+    both = call_of(band(30, 30, 5), is_causal=True)
+    assert kernel.refuses(both) == "attn_mask and is_causal together"

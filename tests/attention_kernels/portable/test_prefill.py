@@ -1,0 +1,322 @@
+"""The prefill kernel on calls of all kinds, against the textbook formula in float64."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_kernels.portable import forward
+from attention_kernels.portable.forward_tiles import pieces
+from attention_kernels.portable.prefill import prefill
+from capture.call.attention_call import AttentionCall
+from tests import factories
+from tests.attention_kernels.eager import attend
+from tests.replay.kernels.pairwise import pairwise
+
+Verify = Callable[..., None]
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
+
+
+@pytest.fixture(scope="module")
+def verify() -> Verify:
+    """`verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
+    from replay.accuracy.verdict import Expected, judge
+
+    def check(call: AttentionCall, **options: Any) -> None:
+        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+        output, lse = prefill(
+            query, key, value, mask, call.is_causal, scale=call.scale, return_lse=True
+        )
+        expected = attend(query, key, value, mask, call.is_causal, call.scale)
+        assert output.dtype == call.dtype
+        allowed = replace(Expected.of(call), reference=expected.output)
+        verdict = judge(output, allowed, "exact")
+        assert verdict.passed, verdict.sentence
+        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
+
+    return check
+
+
+def call_of(
+    sizes: tuple[int, int, int, int, int, int, int], dtype: torch.dtype = HALF, **fields: Any
+) -> AttentionCall:
+    """A random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
+    return AttentionCall(
+        normal(batch, q_heads, q_len, head_dim, dtype=dtype),
+        normal(batch, kv_heads, kv_len, head_dim, dtype=dtype, seed=1),
+        normal(batch, kv_heads, kv_len, v_head_dim, dtype=dtype, seed=2),
+        **fields,
+    )
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("head_dim", [8, 16, 40, 64, 72, 80, 96, 128, 160, 256])
+def test_head_dims(verify: Verify, head_dim: int, is_causal: bool) -> None:
+    verify(call_of((1, 2, 1, 150, 200, head_dim, head_dim), is_causal=is_causal))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
+@pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (192, 128), (72, 64), (32, 40)])
+def test_value_head_dims(
+    verify: Verify, head_dim: int, v_head_dim: int, dtype: torch.dtype
+) -> None:
+    verify(call_of((1, 2, 2, 33, 70, head_dim, v_head_dim), dtype, is_causal=True))
+
+
+LENGTHS = [1, 7, 127, 300]
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "is_causal"), pairwise(product(LENGTHS, LENGTHS, [False, True]))
+)
+def test_lengths(verify: Verify, q_len: int, kv_len: int, is_causal: bool) -> None:
+    verify(call_of((2, 2, 1, q_len, kv_len, 64, 64), BRAIN, is_causal=is_causal))
+
+
+@pytest.mark.usefixtures("size")
+def test_many_tiles(verify: Verify) -> None:
+    verify(call_of((1, 1, 1, 1700, 300, 64, 64)))
+    verify(call_of((1, 1, 1, 300, 1700, 72, 72), is_causal=True))
+
+
+def test_nothing_to_do() -> None:
+    assert prefill(normal(1, 2, 0, 64), normal(1, 2, 5, 64), normal(1, 2, 5, 64)).shape[2] == 0
+    assert prefill(normal(0, 2, 3, 64), normal(0, 2, 5, 64), normal(0, 2, 5, 64)).shape[0] == 0
+    output, lse = prefill(
+        normal(1, 2, 3, 64), normal(1, 2, 0, 64), normal(1, 2, 0, 64), return_lse=True
+    )
+    assert (output == 0).all()
+    assert (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("scale", [0.3, 0.0, -0.2, 2.0])
+def test_scales(verify: Verify, scale: float) -> None:
+    verify(call_of((1, 2, 2, 40, 150, 64, 64), scale=scale, is_causal=True))
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "BHSD": lambda x: x,
+    "BSHD": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "SBHD": lambda x: x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
+    "D not last": lambda x: x.mT.contiguous().mT,
+    "part of a fused tensor": lambda x: torch.cat([x, x, x], dim=-1)[..., x.shape[-1] :][
+        ..., : x.shape[-1]
+    ],
+    "every other element": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+    "one head for all": lambda x: x[:, :1].expand_as(x),
+    "off the 16-byte grid": lambda x: torch.nn.functional.pad(x, (1, 0))[..., 1:],
+}
+
+MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
+    "whole": lambda b, h, m, n: (b, h, m, n),
+    "of a batch element": lambda b, h, m, n: (b, 1, m, n),
+    "of queries and keys": lambda b, h, m, n: (m, n),
+    "of keys": lambda b, h, m, n: (b, 1, 1, n),
+    "of keys alone": lambda b, h, m, n: (n,),
+    "of queries": lambda b, h, m, n: (1, h, m, 1),
+}
+
+
+def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    values = normal(*shape, dtype=SINGLE, seed=3)
+    if dtype == torch.bool:
+        return values > 0.3
+    return values.masked_fill(values > 1.2, -math.inf).to(dtype)
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("kind", MASKS)
+@pytest.mark.parametrize(("dtype", "kv_len"), [(torch.bool, 144), (HALF, 144), (SINGLE, 141)])
+def test_masks(verify: Verify, kind: str, dtype: torch.dtype, kv_len: int) -> None:
+    """With rows of so many times 16 bytes, and of other lengths."""
+    mask = mask_of(MASKS[kind](2, 4, 70, kv_len), dtype)
+    verify(call_of((2, 4, 2, 70, kv_len, 64, 64), attn_mask=mask))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_mask_with_others_numbers_behind_its_rows(verify: Verify, head_dim: int) -> None:
+    around = torch.full((2, 2, 160, 192), math.nan, dtype=HALF, device=DEVICE)
+    mask = around[..., :150, :176].copy_(mask_of((2, 2, 150, 176), HALF))
+    verify(call_of((2, 2, 1, 150, 176, head_dim, head_dim), attn_mask=mask))
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
+    call = call_of((2, 2, 2, 70, 140, head_dim, head_dim), is_causal=True)
+    verify(call.with_tensors({name: LAYOUTS[layout](x) for name, x in call.tensors().items()}))
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.slow
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+@given(data=st.data())
+def test_any_call(verify: Verify, data: st.DataObject) -> None:
+    draw = data.draw
+    dtype = draw(st.sampled_from([HALF, BRAIN, SINGLE]), "dtype")
+    kv_heads = draw(st.integers(1, 2), "key heads")
+    sizes = (
+        draw(st.integers(1, 2), "batch"),
+        kv_heads * draw(st.integers(1, 3), "group"),
+        kv_heads,
+        draw(st.integers(1, 260), "queries"),
+        draw(st.integers(1, 260), "keys"),
+        draw(st.sampled_from([8, 40, 64, 72, 128]), "head_dim"),
+        draw(st.sampled_from([16, 64, 80, 128]), "value head_dim"),
+    )
+    call = call_of(sizes, dtype, is_causal=draw(st.booleans(), "causal"))
+    tensors = {
+        name: LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)), name)](tensor)
+        for name, tensor in call.tensors().items()
+    }
+    if draw(st.booleans(), "masked"):
+        shape = MASKS[draw(st.sampled_from(sorted(MASKS)), "mask")](*sizes[:2], *sizes[3:5])
+        tensors["attn_mask"] = mask_of(shape, draw(st.sampled_from([torch.bool, dtype]), "of"))
+    verify(call.with_tensors(tensors))
+
+
+def test_queries_without_keys_get_zeros() -> None:
+    query, key, value = normal(1, 2, 40, 64), normal(1, 2, 150, 64), normal(1, 2, 150, 64)
+    mask = torch.ones(40, 150, dtype=torch.bool, device=query.device)
+    mask[3] = False
+    mask[5, :140] = False
+    output, lse = prefill(query, key, value, mask, return_lse=True)
+    expected = attend(query, key, value, mask)
+    assert (output[:, :, 3] == 0).all()
+    assert (lse[:, :, 3] == -math.inf).all()
+    torch.testing.assert_close(output.double(), expected.output, rtol=0, atol=2e-3)
+
+
+def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(verify: Verify) -> None:
+    """As in SDPA, where such a row becomes the mean of all values."""
+    mask = torch.zeros(40, 150, dtype=HALF)
+    for dtype in (HALF, BRAIN, SINGLE):
+        call = call_of((1, 2, 2, 40, 150, 64, 64), dtype)
+        mask = torch.zeros(40, 150, dtype=dtype, device=call.device)
+        mask[3] = torch.finfo(dtype).min
+        mask[5, 10:] = torch.finfo(dtype).min
+        output = prefill(call.query, call.key, call.value, mask)
+        expected = attend(call.query, call.key, call.value, mask).output
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=2e-2)
+
+
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "head_dim"),
+    pairwise(product(["query", "key", "value", "attn_mask"], NOT_FINITE, [64, 80])),
+)
+def test_what_is_not_finite_reaches_what_it_reaches_in_sdpa(
+    name: str, number: float, head_dim: int
+) -> None:
+    call = call_of((1, 2, 2, 40, 150, head_dim, head_dim))
+    mask = torch.zeros(1, 1, 40, 150, dtype=HALF, device=call.device)
+    mask[..., 100:140] = -math.inf
+    call = call.with_tensors({"attn_mask": mask})
+    getattr(call, name)[0, 0, 5, 7] = number
+    if name in ("key", "value"):
+        getattr(call, name)[0, 1, 120, 3] = number  # where every query's mask is
+    output = prefill(call.query, call.key, call.value, mask)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = scaled_dot_product_attention(**call.arguments())
+    torch.testing.assert_close(output, expected, rtol=0, atol=2e-3, equal_nan=True)
+
+
+def test_keys_to_the_right_of_the_diagonal_reach_nothing() -> None:
+    query, key, value = (normal(1, 1, 300, 64, seed=seed) for seed in range(3))
+    expected = prefill(query, key, value, is_causal=True)
+    key[:, :, 290:] = math.nan
+    value[:, :, 290:] = math.nan
+    output = prefill(query, key, value, is_causal=True)
+    assert torch.equal(output[:, :, :256], expected[:, :, :256])
+    assert output[:, :, 290:].isnan().all()
+
+
+def inside(tensor: Tensor) -> Tensor:
+    """The tensor amid NaN on all sides, as a view with the same strides between its rows."""
+    around = torch.full([size + 2 for size in tensor.shape], math.nan).to(tensor)
+    view = around[tuple(slice(1, 1 + size) for size in tensor.shape)]
+    view.copy_(tensor)
+    return view
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("head_dim", [64, 72])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nothing_is_read_or_written_out_of_bounds(
+    verify: Verify, monkeypatch: pytest.MonkeyPatch, head_dim: int, is_causal: bool
+) -> None:
+    call = call_of((2, 2, 1, 150, 77, head_dim, head_dim), is_causal=is_causal)
+    mask = inside(mask_of((2, 2, 150, 77), HALF))
+    outputs = []
+
+    def output_inside(query: Tensor, v_head_dim: int) -> Tensor:
+        outputs.append(inside(query.new_zeros(*query.shape[:3], v_head_dim)))
+        return outputs[-1]
+
+    monkeypatch.setattr(forward, "_output_of", output_inside)
+    monkeypatch.setattr(forward, "_allocated", lambda query, sizes, strides: outputs[-1])
+    tensors = {name: inside(tensor) for name, tensor in call.tensors().items()}
+    verify(call.with_tensors({**tensors, "attn_mask": mask}))
+    around = outputs[0]._base
+    assert around is not None
+    outputs[0].fill_(math.nan)
+    assert around.isnan().all()
+
+
+def test_pieces() -> None:
+    found = {dim: pieces(dim, True) for dim in (1, 16, 17, 40, 64, 72, 80, 96, 120, 160, 256)}
+    assert found == {
+        1: (16, 0),
+        16: (16, 0),
+        17: (32, 0),
+        40: (32, 16),
+        64: (64, 0),
+        72: (64, 16),
+        80: (64, 16),
+        96: (64, 32),
+        120: (128, 0),
+        160: (128, 32),
+        256: (256, 0),
+    }
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "value", "sentence"),
+    [
+        ((1, 2, 3, 64), (1, 2, 3, 32), (1, 2, 3, 64), "do not fit together"),
+        ((1, 2, 3, 64), (1, 2, 3, 64), (1, 2, 4, 64), "do not fit together"),
+        ((1, 3, 3, 64), (1, 2, 3, 64), (1, 2, 3, 64), "3 query heads are not a multiple of 2"),
+        ((1, 2, 3, 320), (1, 2, 3, 320), (1, 2, 3, 320), "head_dim 320: at most 256"),
+    ],
+)
+def test_wrong_shapes(
+    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        prefill(normal(*query), normal(*key), normal(*value))

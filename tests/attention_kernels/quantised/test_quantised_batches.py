@@ -1,0 +1,316 @@
+"""8-bit prefill of packed and padded batches, and under masks: nothing is anybody else's."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_kernels.portable.forward import Lengths
+from attention_kernels.quantised.quantise import GROUP, first_group, quantise_key_value
+from attention_kernels.quantised.quantised_prefill import attend, quantised_prefill, visits_of
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.errors import compare
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from tests import factories
+from tests.replay.kernels.pairwise import pairwise
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FP8 = torch.float8_e4m3fn
+NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8")
+normal = functools.partial(factories.normal, device=DEVICE)
+
+
+def offsets(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def lengths(*each: int) -> Tensor:
+    return torch.tensor(each, device=DEVICE).int()
+
+
+def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> AttentionCall:
+    """Its keys share an offset, so that a mean of other keys than its own would be seen."""
+    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
+    fields = {"dtype": torch.float16, "device": DEVICE, **sizes, **fields}
+    call = factories.random_call(**fields)
+    return call.with_tensors({"key": call.key + 1.0})
+
+
+def verify(name: str, call: AttentionCall) -> None:
+    kernel = find(name)
+    assert kernel.refuses(call) is None
+    assert kernel.prepare is not None
+    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
+        verdict = judge(output, Expected.of(call), "quantised")
+        assert verdict.passed, verdict.sentence
+
+
+Q_LENGTHS, K_LENGTHS = (70, 1, 200), (130, 40, 150)
+PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
+
+
+@settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    each=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    key_dtype=st.sampled_from([torch.int8, FP8]),
+    smooth_k=st.booleans(),
+)
+@example(each=[5, 0, 130, 0], key_dtype=torch.int8, smooth_k=True)
+def test_each_sequence_is_quantised_as_if_it_stood_alone(
+    each: list[int], key_dtype: torch.dtype, smooth_k: bool
+) -> None:
+    """Bit for bit, in groups of its own; one without keys has a group of zeros."""
+    tokens = sum(each) + 1
+    key, value = (normal(1, 2, tokens, 40, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    begins = offsets(*each)
+    packed = Lengths("packed", len(each), 0, k_starts=begins)
+    together = quantise_key_value(key, value, key_dtype, True, smooth_k, True, packed)
+    assert together.value_scale is not None
+    for n, length in enumerate(each):
+        first = first_group.fn(int(begins[n]), n, GROUP)
+        own = slice(int(begins[n]), int(begins[n]) + length)
+        groups = slice(first, first + max(1, -(-length // GROUP)))
+        rows = slice(groups.start * GROUP, groups.stop * GROUP)
+        found = (
+            together.key[:, :, rows],
+            together.key_scale[:, :, groups],
+            together.value[..., rows],
+            together.value_scale[:, :, groups],
+        )
+        if length == 0:
+            assert not any(part.float().any() for part in (found[0], found[2]))
+            assert all(part.isfinite().all() for part in (found[1], found[3]))
+            assert together.key_mean is None or not together.key_mean[n].any()
+            continue
+        alone = quantise_key_value(
+            key[:, :, own], value[:, :, own], key_dtype, True, smooth_k, True
+        )
+        assert alone.value_scale is not None
+        wanted = (alone.key, alone.key_scale, alone.value, alone.value_scale)
+        for part, same in zip(found, wanted, strict=True):
+            assert torch.equal(part.float(), same.float())
+        if alone.key_mean is not None:
+            assert together.key_mean is not None
+            assert torch.equal(together.key_mean[n], alone.key_mean[0])
+
+
+def test_of_padded_batches_only_keys_that_count_are_quantised() -> None:
+    key, value = (normal(3, 2, 300, 64, dtype=torch.float16, seed=seed) for seed in (1, 2))
+    starts, counts = lengths(0, 100, 299), lengths(130, 200, 1)
+    padded = Lengths("padded", 3, 0, None, starts, counts)
+    together = quantise_key_value(key, value, torch.int8, True, True, True, padded)
+    for n in range(3):
+        own = slice(int(starts[n]), int(starts[n] + counts[n]))
+        alone = quantise_key_value(key[n:, :, own], value[n:, :, own], torch.int8, True, True, True)
+        groups = alone.key_scale.shape[2]
+        assert torch.equal(together.key[n, :, : groups * GROUP], alone.key[0])
+        assert torch.equal(together.key_scale[n, :, :groups], alone.key_scale[0])
+        assert together.key_mean is not None
+        assert alone.key_mean is not None
+        assert torch.equal(together.key_mean[n], alone.key_mean[0])
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "variant": Variant(bottom_right=True)},
+    "window": {"variant": Variant(window=(30, 20))},
+    "longest stated": {"is_causal": True, "variant": Variant(True, max_seqlen_q=512)},
+    "all": {"is_causal": True, "variant": Variant(True, (30, None), 5.0), "sinks": normal(4)},
+    "key lengths": {"seqused_k": lengths(100, 0, 77)},
+    "key lengths, sinks": {"seqused_k": lengths(1, 40, 129), "is_causal": True, "sinks": normal(4)},
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim", "name"), pairwise(product(VARIANTS, [64, 80, 256], NAMES))
+)
+def test_packed(form: str, head_dim: int, name: str) -> None:
+    verify(name, call_of(271, 320, head_dim, **PACKED, **VARIANTS[form]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
+    """All but the rounding of probabilities, which are cut into other blocks where queries are few:
+    not what 8 bits allow."""
+    call = call_of(271, 320, **PACKED, is_causal=True)
+    output = find(name).attention(**call.arguments())
+    at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
+    for n in (0, 2):
+        q_rows, k_rows = slice(at_q[n], at_q[n + 1]), slice(at_k[n], at_k[n + 1])
+        alone = find(name).attention(
+            call.query[:, :, q_rows],
+            call.key[:, :, k_rows],
+            call.value[:, :, k_rows],
+            is_causal=True,
+            enable_gqa=True,
+        )
+        torch.testing.assert_close(output[:, :, q_rows], alone, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_another_sequences_keys_reach_nothing(name: str) -> None:
+    call = call_of(271, 320, **PACKED, variant=Variant(softcap=5.0))
+    expected = find(name).attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, 130:170] = math.nan
+    output = find(name).attention(**call.arguments())
+    assert output[:, :, 70].isnan().all()
+    assert torch.equal(output[:, :, :70], expected[:, :, :70])
+    assert torch.equal(output[:, :, 71:], expected[:, :, 71:])
+
+
+def test_sequences_without_queries_or_keys() -> None:
+    at: dict[str, Any] = {
+        "cu_seqlens_q": offsets(0, 3, 4, 5),
+        "cu_seqlens_k": offsets(5, 0, 130, 0),
+    }
+    for name in NAMES:
+        verify(name, call_of(12, 135, **at))
+    call = call_of(12, 135)
+    nobody = Lengths("packed", 0, 0, offsets(), offsets())
+    output = quantised_prefill(call.query, call.key, call.value, lengths=nobody)
+    assert output.shape == (1, 4, 12, 64)
+
+
+@pytest.mark.parametrize("form", ["plain", "bottom right", "all"])
+@pytest.mark.parametrize("name", NAMES)
+def test_lengths_of_keys(name: str, form: str) -> None:
+    used = lengths(70, 300, 0)
+    call = call_of(20, 300, batch=3, seqused_k=used, **VARIANTS[form])
+    verify(name, call)
+    expected = find(name).attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[0, :, 70:] = tensor[2] = math.nan
+    assert torch.equal(find(name).attention(**call.arguments()), expected)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("fp8_value", [False, True])
+def test_padding_before_the_keys(fp8_value: bool, is_causal: bool) -> None:
+    """The diagonal stays where the padding leaves it, as `varlen.padded` has it."""
+    starts, counts = lengths(0, 90, 199), lengths(130, 110, 1)
+    call = call_of(200, 200, batch=3, is_causal=is_causal)
+    places = torch.arange(200, device=DEVICE)
+    counts_here = (places >= starts[:, None]) & (places < (starts + counts)[:, None])
+    masked = replace(call, attn_mask=counts_here[:, None, None])
+    expected = Expected.of(masked)
+    for tensor in (call.key, call.value):
+        tensor.masked_fill_(~counts_here[:, None, :, None], math.nan)
+    output = quantised_prefill(
+        call.query,
+        call.key,
+        call.value,
+        is_causal,
+        score_dtype=FP8 if fp8_value else torch.int8,
+        fp8_value=fp8_value,
+        lengths=Lengths("padded", 3, 200, None, starts, counts),
+    )
+    verdict = judge(output, expected, "quantised")
+    assert verdict.passed, verdict.sentence
+
+
+def band(q_len: int, kv_len: int, width: int) -> Tensor:
+    distance = torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None]
+    return distance.abs() < width
+
+
+def by_head(mask: Tensor) -> Tensor:
+    return torch.stack([mask, mask, ~mask, mask])
+
+
+MASKS = {
+    "band": lambda: band(150, 300, 40),
+    "by head": lambda: by_head(band(150, 300, 100)),
+    "by batch": lambda: torch.stack([band(90, 130, 5), band(90, 130, 200)])[:, None],
+    "rows that see nothing": lambda: band(300, 150, 20),
+    "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
+    "everything is seen": lambda: torch.ones(70, 130, dtype=torch.bool, device=DEVICE),
+    "keys alone": lambda: torch.arange(300, device=DEVICE)[None] % 190 < 60,
+    "some": lambda: normal(150, 300, seed=3) > 0,
+    "elements apart": lambda: band(200, 150, 40).mT,
+}
+each_mask = pytest.mark.parametrize(("mask", "name"), pairwise(product(MASKS, NAMES)))
+
+
+def masked_call(mask: Tensor, head_dim: int = 64, **fields: Any) -> AttentionCall:
+    batch = mask.shape[0] if mask.ndim == 4 else 1
+    q_len = 70 if mask.shape[-2] == 1 else mask.shape[-2]
+    return call_of(q_len, mask.shape[-1], head_dim, batch=batch, attn_mask=mask, **fields)
+
+
+@each_mask
+def test_masks(mask: str, name: str) -> None:
+    verify(name, masked_call(MASKS[mask]()))
+
+
+@pytest.mark.parametrize("head_dim", [80, 256])
+def test_a_mask_beside_a_soft_cap_and_sinks(head_dim: int) -> None:
+    call = masked_call(band(150, 300, 40), head_dim, variant=Variant(softcap=3.0), sinks=normal(4))
+    for name in NAMES:
+        verify(name, call)
+
+
+@pytest.mark.parametrize("fp8_value", [False, True])
+def test_blocks_that_a_mask_hides_are_not_visited(fp8_value: bool) -> None:
+    call = masked_call(band(64, 640, 60))
+    quantised = quantise_key_value(call.key, call.value, FP8, fp8_value)
+    assert call.attn_mask is not None
+    expected = attend(call.query, quantised, attn_mask=call.attn_mask)
+    quantised.key_scale[:, :, 1:] = math.nan
+    if quantised.value_scale is not None:
+        quantised.value_scale[:, :, 1:] = math.nan
+    else:
+        quantised.value[:, :, 128:] = math.nan
+    visited = visits_of(call.query, quantised, call.attn_mask)
+    output = attend(call.query, quantised, attn_mask=call.attn_mask, visited=visited)
+    assert torch.equal(output, expected)
+
+
+def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
+    mask = band(150, 300, 40)
+    first, second = masked_call(mask), masked_call(mask, seed=5)
+    quantised = [
+        quantise_key_value(call.key, call.value, torch.int8, True) for call in (first, second)
+    ]
+    visited = visits_of(first.query, quantised[0], mask)
+    expected = attend(second.query, quantised[1], attn_mask=mask)
+    output = attend(second.query, quantised[1], attn_mask=mask, visited=visited)
+    assert compare(output, expected).relative_l1 == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_that_they_refuse(name: str) -> None:
+    kernel, mask = find(name), band(70, 130, 40)
+    beside = "attn_mask beside a window or lengths of sequences"
+    for call, reason in (
+        (masked_call(mask, is_causal=True), "attn_mask and is_causal together"),
+        (masked_call(mask, variant=Variant(window=(5, 5))), beside),
+        (masked_call(mask, seqused_k=lengths(70)), beside),
+        (masked_call(mask.half()), "takes a bool attn_mask only, not float16"),
+    ):
+        assert kernel.refuses(call) == reason
+        with pytest.raises(NotImplementedError, match=reason):
+            kernel.attention(**call.arguments())
+
+
+def test_what_the_functions_refuse() -> None:
+    call = masked_call(band(70, 130, 40))
+    arguments = (call.query, call.key, call.value)
+    with pytest.raises(ValueError, match="beside a diagonal"):
+        quantised_prefill(*arguments, True, attn_mask=call.attn_mask)
+    with pytest.raises(ValueError, match="needs bool"):
+        quantised_prefill(*arguments, attn_mask=normal(70, 130))

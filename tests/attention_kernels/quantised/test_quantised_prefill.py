@@ -1,0 +1,451 @@
+"""8-bit prefill against attention on what its operands stand for, and against the reference."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from attention_kernels.launch import launcher as launch_module
+from attention_kernels.launch.descriptors import at
+from attention_kernels.launch.launcher import Kept, Launch
+from attention_kernels.quantised import quantise as quantise_module
+from attention_kernels.quantised import quantised_prefill as quantised_prefill_module
+from attention_kernels.quantised.quantise import quantise_key_value
+from attention_kernels.quantised.quantised_prefill import attend, describable, quantised_prefill
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention
+from replay.kernels.registry import Kernel, find
+from tests.attention_kernels import eager
+from tests.attention_kernels.quantised.test_quantise import dequantised_key, dequantised_value
+from tests.replay.kernels.pairwise import pairwise
+
+CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+KINDS = {
+    "sage": (torch.int8, False),
+    "fp8": (FP8, True),
+    "sage-fp8": (torch.int8, True),
+    "fp8-scores": (FP8, False),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
+"""Relative L1 that rounding the probabilities may add, by whether they are FP8: half the distance
+of neighbouring e4m3 numbers, which a single key of weight can cost."""
+
+
+BEYOND = {
+    "window": ((1, 2, 1, 200, 200, 64), True, Variant(window=(50, 0)), False),
+    "window of both sides": ((2, 2, 2, 140, 300, 40), False, Variant(window=(30, 70)), False),
+    "window of several blocks": ((1, 1, 1, 500, 500, 64), True, Variant(window=(200, 0)), False),
+    "window of one key": ((1, 1, 1, 70, 70, 64), False, Variant(window=(0, 0)), False),
+    "bottom right": ((1, 2, 2, 100, 260, 64), True, Variant(bottom_right=True), False),
+    "rows without keys": ((1, 2, 2, 260, 100, 64), True, Variant(bottom_right=True), False),
+    "both": ((1, 2, 2, 70, 400, 96), True, Variant(bottom_right=True, window=(16, 0)), False),
+    "soft cap": ((1, 2, 2, 90, 150, 64), True, Variant(softcap=5.0), False),
+    "sinks": ((1, 4, 2, 150, 200, 64), True, Variant(), True),
+    "sinks, rows without keys": ((1, 2, 2, 90, 40, 64), True, Variant(bottom_right=True), True),
+    "all": (
+        (2, 4, 2, 150, 290, 80),
+        True,
+        Variant(bottom_right=True, window=(100, 0), softcap=8.0),
+        True,
+    ),
+}
+"""Shape, whether causal, what is asked beyond SDPA, and whether there are sinks."""
+
+
+def random_call(
+    batch: int,
+    q_heads: int,
+    kv_heads: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    device: torch.device,
+    is_causal: bool = False,
+    offset: float = 0.0,
+    dtype: torch.dtype = torch.float16,
+) -> AttentionCall:
+    generator = torch.Generator().manual_seed(kv_len)
+
+    def normal(heads: int, length: int) -> Tensor:
+        values = torch.randn((batch, length, heads, head_dim), generator=generator)
+        return values.to(device, dtype).transpose(1, 2)
+
+    key = normal(kv_heads, kv_len) + offset * torch.randn(head_dim, generator=generator).to(
+        device, dtype
+    )
+    query, value = normal(q_heads, q_len), normal(kv_heads, kv_len)
+    return AttentionCall(query, key, value, is_causal=is_causal, enable_gqa=q_heads != kv_heads)
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches that are repeated with addresses, as on a GPU, and interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("kernels are compiled where there is a GPU")
+    first = Launch._first
+
+    def compile_and_launch(launch: Launch, tensors: tuple[Any, ...]) -> Any:
+        first(launch, tensors)
+        return Interpreted(launch, tensors)
+
+    monkeypatch.setattr(Launch, "_first", compile_and_launch)
+    active = SimpleNamespace(get_current_stream=lambda device: 0)
+    monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
+    planned = functools.lru_cache(quantise_module._planned.__wrapped__)
+    monkeypatch.setattr(quantise_module, "_planned", planned)
+    monkeypatch.setattr(quantised_prefill_module, "_calls", Kept())
+    monkeypatch.setattr(quantised_prefill_module, "_repetitions", Kept())
+
+
+class Interpreted:
+    """In place of a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def __init__(self, launch: Launch, tensors: tuple[Any, ...]) -> None:
+        self._launch, self._tensors = launch, tensors
+
+    def run(self, *arguments: Any) -> None:
+        grid, arguments = arguments[:3], arguments[9:]
+        given, rest = arguments[: len(self._tensors)], arguments[len(self._tensors) :]
+        tensors = map(self._at, self._tensors, given)
+        self._launch._kernel[grid](*tensors, *rest, **self._launch._options)
+
+    def _at(self, first: Any, given: Any) -> Any:
+        """What the launch was given this time, with all that is known from its first."""
+        if first is None:
+            assert given is None
+            return None
+        if not isinstance(first, Tensor):
+            return at(first, self._at(first.base, given.base.data_ptr()))
+        assert (given % 16 == 0) == (first.data_ptr() % 16 == 0)  # what it was compiled for
+        extent = sum(
+            (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
+        )
+        memory = (ctypes.c_uint8 * ((extent + 1) * first.element_size())).from_address(given)
+        flat = torch.frombuffer(memory, dtype=torch.uint8).view(first.dtype)
+        return flat.as_strided(first.shape, first.stride())
+
+
+def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
+    """A query, times softmax's scale, after a round trip through 8 bits, a scale for each row."""
+    query = call.query.float() * (call.softmax_scale * math.log2(math.e))
+    largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
+    if dtype == torch.int8:
+        return (query * (1 / largest) * 127 + 0.5).floor() * largest / 127
+    return (query * (1 / largest) * 448).to(dtype).float() * largest / 448
+
+
+def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
+    score_dtype, fp8_value = KINDS[kind]
+    return quantised_prefill(
+        call.query,
+        call.key,
+        call.value,
+        call.is_causal,
+        scale=call.scale,
+        score_dtype=score_dtype,
+        fp8_value=fp8_value,
+        smooth_k=smooth_k,
+        variant=call.variant,
+        sinks=call.sinks,
+    )
+
+
+def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
+    """The kernel computes exactly what its 8-bit operands say, probabilities aside."""
+    score_dtype, fp8_value = KINDS[kind]
+    quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
+    expected = eager.attend(
+        quantised_query(call, score_dtype),
+        dequantised_key(quantised, call.query.shape[3]),
+        dequantised_value(quantised),
+        is_causal=call.is_causal,
+        scale=math.log(2),
+    ).output
+    before = [each.clone() for each in (call.query, call.key, call.value)]
+    output = run(call, kind, smooth_k)
+    assert output.dtype == call.dtype
+    torch.testing.assert_close([call.query, call.key, call.value], before, rtol=0, atol=0)
+    errors = compare(output, expected)
+    assert errors.mismatched_nonfinite == 0
+    assert errors.relative_l1 < WEIGHTS_ERROR[fp8_value]
+
+
+@each_kind
+@pytest.mark.parametrize(
+    ("shape", "is_causal"),
+    [
+        ((1, 2, 2, 128, 256, 64), False),
+        ((2, 4, 2, 130, 150, 80), True),
+        ((1, 2, 1, 40, 127, 128), True),
+        ((1, 1, 1, 127, 7, 96), True),
+        ((1, 1, 1, 1, 1, 40), False),
+        ((1, 8, 2, 1, 300, 64), False),
+    ],
+)
+def test_its_operands_say(
+    device: torch.device, kind: str, shape: tuple[int, ...], is_causal: bool
+) -> None:
+    check(random_call(*shape, device=device, is_causal=is_causal), kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "smooth_k"),
+    pairwise(product(BEYOND, ["sage", "fp8", "sage-fp8"], [True, False])),
+)
+def test_its_operands_say_beyond_sdpa(
+    device: torch.device, name: str, kind: str, smooth_k: bool
+) -> None:
+    """The keys share an offset, so that the mean that was subtracted changes caps and sinks."""
+    shape, is_causal, variant, has_sinks = BEYOND[name]
+    call = random_call(*shape, device=device, is_causal=is_causal, offset=2.0)
+    sinks = torch.linspace(-3.0, 9.0, shape[1], device=device) if has_sinks else None
+    call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
+    score_dtype, fp8_value = KINDS[kind]
+    quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
+    # The mean is no operand in 8 bits: the query meets it as it came.
+    queries = [quantised_query(call, score_dtype)]
+    keys = [dequantised_key(quantised, shape[5])]
+    if quantised.key_mean is not None:
+        queries.append(call.query.float() * (call.softmax_scale * math.log2(math.e)))
+        mean = quantised.key_mean[:, :, None, : shape[5]]
+        keys.append(mean.expand_as(keys[0]))
+    stated = AttentionCall(
+        torch.cat(queries, dim=-1),
+        torch.cat(keys, dim=-1),
+        dequantised_value(quantised),
+        is_causal=is_causal,
+        scale=math.log(2),
+        enable_gqa=True,
+        sinks=sinks,
+        variant=variant,
+    )
+    output = run(call, kind, smooth_k)
+    errors = compare(output, attention(stated))
+    assert errors.mismatched_nonfinite == 0
+    # A head's numbers are as small as its sink is large.
+    assert errors.worst_head_relative_l1 < WEIGHTS_ERROR[fp8_value]
+    if name == "rows without keys":
+        assert not output[:, :, : shape[3] - shape[4]].any()
+
+
+def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
+    call = random_call(1, 1, 1, 20, 30, 64, device)
+    quantised = quantise_key_value(call.key, call.value)
+    with pytest.raises(ValueError, match="keep_mean"):
+        attend(call.query, quantised, variant=Variant(softcap=5.0))
+    unsmoothed = quantise_key_value(call.key, call.value, smooth_k=False)
+    attend(call.query, unsmoothed, variant=Variant(softcap=5.0))
+
+
+@each_kind
+def test_near_the_reference(
+    device: torch.device, kind: str, assert_right: Callable[..., None]
+) -> None:
+    call = random_call(1, 4, 2, 200, 333, 64, device, offset=1.0, dtype=torch.bfloat16)
+    assert_right(run(call, kind), attention(call), call, "quantised")
+
+
+@pytest.mark.parametrize("name", ["triton-fp8", "triton-sage-fp8"])
+def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(
+    device: torch.device, name: str
+) -> None:
+    """What they round cannot be seen here; that all blocks are in the sum can."""
+    call = random_call(1, 2, 1, 140, 520, 64, device=device, is_causal=True)
+    plain, tensor = find(name), find(f"{name}[accum=tensor]")
+    expected = plain.attention(**call.arguments())
+    for output in (tensor.attention(**call.arguments()), _core(tensor, call)):
+        assert compare(output, expected).relative_l1 < 5e-3
+    assert tensor.variant_of == name
+
+
+def _core(kernel: Kernel, call: AttentionCall) -> Tensor:
+    assert kernel.prepare is not None
+    return kernel.prepare(call)()
+
+
+@each_kind
+def test_the_tile_of_gpus_without_tma(
+    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quantised_prefill_module, "has_tma", lambda device: False)
+    check(random_call(1, 2, 1, 131, 197, 64, device=device, is_causal=True), kind)
+
+
+def test_head_dim_256_and_narrow_values(device: torch.device) -> None:
+    call = random_call(1, 1, 1, 70, 130, 256, device=device)
+    for kind in ("sage", "sage-fp8"):
+        check(call, kind)
+        check(call.with_tensors({"value": call.value[..., :72]}), kind)
+
+
+@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.generate])
+@given(
+    kind=st.sampled_from(["sage", "fp8", "sage-fp8"]),
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 2),
+    group=st.integers(1, 3),
+    q_len=st.integers(1, 140),
+    kv_len=st.integers(1, 270),
+    head_dim=st.integers(2, 66),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3, -0.1, 0.0]),
+    transposed=st.booleans(),
+)
+def test_any_shape_stride_and_scale(
+    kind: str,
+    batch: int,
+    kv_heads: int,
+    group: int,
+    q_len: int,
+    kv_len: int,
+    head_dim: int,
+    is_causal: bool,
+    scale: float | None,
+    transposed: bool,
+) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    shape = (batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim)
+    call = random_call(*shape, device=device, is_causal=is_causal)
+    tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
+    if transposed:
+        tensors = {name: tensor.mT.contiguous().mT for name, tensor in tensors.items()}
+    else:
+        tensors = {name: torch.cat([t, t], dim=-1)[..., ::2] for name, t in tensors.items()}
+    arguments = {**call.arguments(), "scale": scale, **tensors}
+    check(AttentionCall(**arguments), kind)
+
+
+def test_smoothing_rescues_keys_with_an_offset(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 64, 256, 64, device=device, offset=30.0)
+    reference = attention(call)
+    plain, smooth = (compare(run(call, "sage", on), reference).relative_l1 for on in (False, True))
+    assert smooth < 0.02
+    assert plain > 10 * smooth
+
+
+@each_kind
+def test_keys_beyond_the_last_do_not_count(device: torch.device, kind: str) -> None:
+    """Scores far below zero: a padded key of score 0 would take all the weight."""
+    call = random_call(1, 1, 1, 20, 130, 64, device=device)
+    query = torch.ones_like(call.query)
+    call = call.with_tensors({"query": query, "key": call.key * 0.1 - 5.0})
+    errors = compare(run(call, kind, smooth_k=False), attention(call))
+    assert errors.relative_l1 < 0.1
+
+
+@pytest.mark.parametrize("kind", ["sage", "sage-fp8"])
+def test_nan_in_a_query_is_its_row_s_alone(device: torch.device, kind: str) -> None:
+    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+    call.query[0, 1, 33, 5] = math.nan
+    is_nan = run(call, kind).isnan()
+    assert bool(is_nan[0, 1, 33].all())
+    assert int(is_nan.sum()) == 64
+
+
+def test_nan_in_a_key_reaches_every_row_of_its_head(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+    call.key[0, 1, 3, 5] = math.nan
+    is_nan = run(call, "sage").isnan()
+    assert bool(is_nan[0, 1].all())
+    assert not bool(is_nan[0, 0].any())
+
+
+@each_kind
+def test_no_keys_and_no_queries(device: torch.device, kind: str) -> None:
+    call = random_call(1, 2, 2, 5, 9, 64, device=device)
+    no_keys = {"key": call.key[:, :, :0], "value": call.value[:, :, :0]}
+    assert not run(call.with_tensors(no_keys), kind).any()
+    assert run(call.with_tensors({"query": call.query[:, :, :0]}), kind).shape == (1, 2, 0, 64)
+
+
+def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
+    value = torch.zeros(2, 50, 3, 64, dtype=torch.bfloat16)
+    for fits in (value, value.transpose(1, 2), value[:, 3:, 1:, 8:40], value[:1, :, :, :40]):
+        assert describable(fits) is fits
+    for odd in (value[..., 1:9], value[..., ::2], value.mT, value[:1].expand(2, -1, -1, -1)):
+        copy = describable(odd)
+        assert copy is not odd
+        torch.testing.assert_close(copy, odd)
+        assert all(stride % 8 == 0 for stride in copy.stride()[:3])
+
+
+def test_core_alone(device: torch.device) -> None:
+    call = random_call(1, 2, 2, 64, 64, 64, device=device)
+    quantised = quantise_key_value(call.key, call.value, torch.int8, True)
+    output = attend(call.query, quantised)
+    torch.testing.assert_close(output, run(call, "sage-fp8"), rtol=0, atol=0)
+
+
+@each_kind
+def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
+    """Later ones are made in another way than the first, where kernels are compiled."""
+    calls = [random_call(2, 4, 2, 70, 200, 40, device, offset=offset) for offset in (0, 2, 0.5)]
+    for call in (*calls, *calls):
+        check(call, kind)
+
+
+@each_kind
+def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
+    kind: str, compiled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (
+        random_call(2, 4, 2, 70, 200, 40, CPU, is_causal=True, offset=offset) for offset in (0, 2)
+    )
+    expected = run(second, kind)
+    run(first, kind)
+    monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)  # not step by step
+    before = [each.clone() for each in (second.query, second.key, second.value)]
+    torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)
+    torch.testing.assert_close([second.query, second.key, second.value], before, rtol=0, atol=0)
+    with pytest.raises(TypeError):  # of another shape, which was not met before
+        run(random_call(2, 4, 2, 70, 201, 40, CPU, is_causal=True), kind)
+
+
+def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
+    """Values that are copied, addresses that are no multiples of 16, and means that are kept."""
+    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)
+    odd.copy_(call.value)
+    strided = call.value.repeat_interleave(2, dim=3)[..., ::2]
+    for value in (odd, strided):
+        for _ in range(3):
+            check(replace(call, value=value), "sage")
+    assert not quantised_prefill_module._repetitions._plans
+    for sinks, variant in ((torch.zeros(2), Variant()), (None, Variant(softcap=5.0))):
+        asked = replace(call, sinks=sinks, variant=variant)
+        once, again = run(asked, "sage"), run(asked, "sage")
+        torch.testing.assert_close(once, again, rtol=0, atol=0)
+    assert not quantised_prefill_module._repetitions._plans
+    check(call, "sage")
+    assert quantised_prefill_module._repetitions._plans
+
+
+def test_odd_addresses_do_not_repeat_what_was_compiled_for_others(compiled: None) -> None:
+    """A launch of that layout is compiled for multiples of 16 already; it would load 16 bytes."""
+    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    room = torch.empty(call.key.untyped_storage().nbytes() // 2 + 1, dtype=call.dtype)
+    odd = room.as_strided(call.key.shape, call.key.stride(), 1).copy_(call.key)
+    check(call, "fp8")
+    (shape,) = quantised_prefill_module._repetitions._plans
+    for _ in range(3):
+        check(replace(call, key=odd), "fp8")
+    assert list(quantised_prefill_module._repetitions._plans) == [shape]

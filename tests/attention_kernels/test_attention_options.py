@@ -1,0 +1,321 @@
+"""The prefill and decode kernels on what calls ask beyond SDPA, by the replay's own verdict."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention_kernels.portable.prefill import prefill
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant, Window
+from replay.accuracy.errors import compare
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from tests import factories
+from tests.replay.kernels.pairwise import pairwise
+from tests.variant_calls import paged_call
+
+# The tanh of a large score is 1, whatever overflows on the way.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+normal = functools.partial(factories.normal, device=DEVICE)
+
+
+def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> AttentionCall:
+    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
+    fields = {"dtype": torch.float16, "device": DEVICE, **sizes, **fields}
+    return factories.random_call(**fields)
+
+
+def offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def verify(name: str, call: AttentionCall) -> None:
+    kernel = find(name)
+    assert kernel.refuses(call) is None
+    outputs = [kernel.attention(**call.arguments())]
+    if kernel.prepare is not None:
+        outputs.append(kernel.prepare(call)())
+    for output in outputs:
+        verdict = judge(output, Expected.of(call), "exact")
+        assert verdict.passed, f"{call.variant}: {verdict.sentence}"
+
+
+@pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
+def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> None:
+    """tanh x as 1 - 2 / (e^2x + 1) has the rounding of 1, however small x is."""
+    variant = Variant(softcap=softcap)
+    verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
+
+
+@pytest.mark.parametrize("name", ["triton-fa2", "triton-decode", "triton-fp8"])
+def test_in_16_bits_such_soft_caps_are_refused(name: str) -> None:
+    call = call_of(4, 9, variant=Variant(softcap=2.0**15))
+    assert find(name).refuses(call) == "soft cap 32768: at most 16384 in 16 bits"
+    with pytest.raises(NotImplementedError, match="soft cap"):
+        find(name).attention(**call.arguments())
+    assert find(name).refuses(replace(call, variant=Variant(softcap=2.0**14))) is None
+
+
+WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
+
+
+SIZES = [(300, 300), (100, 420), (420, 100), (1, 200)]
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize(
+    ("sizes", "window", "bottom_right"), pairwise(product(SIZES, WINDOWS, [False, True]))
+)
+def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> None:
+    is_causal = window[1] is None
+    variant = Variant(bottom_right, window)
+    verify("triton-fa2", call_of(*sizes, is_causal=is_causal, variant=variant))
+
+
+@pytest.mark.parametrize("sizes", [(100, 420), (420, 100), (7, 7)])
+def test_bottom_right(sizes: tuple[int, int]) -> None:
+    verify("triton-fa2", call_of(*sizes, is_causal=True, variant=Variant(bottom_right=True)))
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("softcap", [0.3, 30.0])
+@pytest.mark.parametrize("scale", [None, -4.0])
+def test_soft_caps(softcap: float, scale: float | None) -> None:
+    variant = Variant(softcap=softcap)
+    verify("triton-fa2", call_of(100, 200, scale=scale, is_causal=True, variant=variant))
+
+
+def test_a_soft_cap_stands_before_the_mask() -> None:
+    bias = normal(2, 100, 200, dtype=torch.float16, seed=3) * 4
+    for mask in (bias, bias > 0):
+        variant = Variant(True, (50, 50), 2.0)
+        verify("triton-fa2", call_of(100, 200, attn_mask=mask, variant=variant))
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
+    sinks = normal(4, seed=7)[::2]  # apart in memory
+    call = call_of(70, 140, head_dim, dtype=dtype, is_causal=True, sinks=sinks)
+    verify("triton-fa2", call)
+    verify("triton-fa2", replace(call, variant=Variant(True, (20, None), 5.0)))
+
+
+def test_a_sink_is_part_of_the_log_sum_exp() -> None:
+    call = call_of(70, 140, sinks=normal(2, seed=7))
+    assert call.sinks is not None
+    arguments = (call.query, call.key, call.value)
+    _, without = prefill(*arguments, return_lse=True)
+    _, lse = prefill(*arguments, sinks=call.sinks, return_lse=True)
+    torch.testing.assert_close(lse, torch.logaddexp(without, call.sinks[:, None]))
+    nothing = torch.full_like(call.sinks, -math.inf)
+    _, lse = prefill(*arguments, sinks=nothing, return_lse=True)
+    torch.testing.assert_close(lse, without)
+
+
+@pytest.mark.parametrize(("name", "q_len"), [("triton-fa2", 70), ("triton-decode", 3)])
+def test_a_large_sink_leaves_the_keys_their_digits(name: str, q_len: int) -> None:
+    """It divides the output, and that is all: weights beside it are not rounded away."""
+    call = call_of(q_len, 140)
+    call = call.with_tensors({"value": call.value * 1000})
+    sinks = torch.full((2,), 12.0, device=DEVICE)
+    output = find(name).attention(**replace(call, sinks=sinks).arguments())
+    _, lse = prefill(call.query, call.key, call.value, return_lse=True)
+    share = (lse - torch.logaddexp(lse, sinks[:, None])).exp()
+    expected = find(name).attention(**call.arguments()) * share[..., None]
+    assert compare(output, expected).relative_l1 < 2**-10
+
+
+def test_queries_that_see_only_their_sink_get_zeros() -> None:
+    call = call_of(300, 100, is_causal=True, sinks=normal(2, seed=7))
+    output = find("triton-fa2").attention(
+        **replace(call, variant=Variant(bottom_right=True)).arguments()
+    )
+    assert not output[:, :, :200].any()
+    assert output[:, :, 200:].any()
+
+
+@pytest.mark.usefixtures("size")
+def test_keys_outside_the_window_are_not_read() -> None:
+    """Not masked: a NaN would reach the output, since 0 · NaN is NaN."""
+    call = call_of(700, 700, is_causal=True, variant=Variant(window=(100, None)))
+    expected = find("triton-fa2").attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, :200] = math.nan
+    output = find("triton-fa2").attention(**call.arguments())
+    last_of_their_block = 200 + 100 + 128
+    assert torch.equal(output[:, :, last_of_their_block:], expected[:, :, last_of_their_block:])
+    assert output[:, :, 250].isnan().all()
+
+
+PACKED = {"cu_seqlens_q": offsets(70, 1, 200), "cu_seqlens_k": offsets(130, 40, 150)}
+
+
+PACKED_VARIANTS = [
+    Variant(),
+    Variant(bottom_right=True),
+    Variant(window=(30, None)),
+    Variant(True, (30, 140), 3.0),
+    Variant(True, max_seqlen_q=512),
+]
+
+
+@pytest.mark.usefixtures("size")
+@pytest.mark.parametrize(
+    ("variant", "is_causal", "head_dim"),
+    pairwise(product(PACKED_VARIANTS, [False, True], [64, 80])),
+)
+def test_packed(variant: Variant, is_causal: bool, head_dim: int) -> None:
+    verify(
+        "triton-varlen",
+        call_of(271, 320, head_dim, is_causal=is_causal, variant=variant, **PACKED),
+    )
+
+
+def test_packed_with_sinks_and_lengths_of_keys() -> None:
+    lengths = torch.tensor([100, 0, 77], device=DEVICE).int()
+    sinks = normal(2, seed=7)
+    for variant in (Variant(), Variant(bottom_right=True)):
+        call = call_of(271, 320, is_causal=True, variant=variant, seqused_k=lengths, **PACKED)
+        verify("triton-varlen", call)
+        verify("triton-varlen", replace(call, sinks=sinks))
+
+
+def test_another_sequences_keys_reach_nothing() -> None:
+    call = call_of(271, 320, variant=Variant(True, (30, 20)), **PACKED)
+    expected = find("triton-varlen").attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, 130:170] = math.nan
+    output = find("triton-varlen").attention(**call.arguments())
+    assert torch.equal(output[:, :, :70], expected[:, :, :70])
+    assert output[:, :, 70].isnan().all()
+    assert torch.equal(output[:, :, 71:], expected[:, :, 71:])
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(True), Variant(True, (40, None), 2.0)])
+def test_lengths_of_keys(variant: Variant) -> None:
+    lengths = torch.tensor([70, 300, 5], device=DEVICE).int()
+    call = call_of(20, 300, batch=3, is_causal=True, variant=variant, seqused_k=lengths)
+    verify("triton-varlen", call)
+
+
+def test_padding_leaves_the_diagonal_where_it_was() -> None:
+    keys = torch.arange(200, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)
+    call = call_of(200, 200, batch=2, is_causal=True, attn_mask=keys[:, None, None])
+    for variant in (Variant(), Variant(bottom_right=True), Variant(True, (50, None))):
+        verify("triton-varlen", replace(call, variant=variant))
+    longer = replace(call, query=call.query[:, :, :50], variant=Variant(bottom_right=True))
+    reason = "attn_mask beside lengths of sequences or a bottom-right diagonal"
+    assert find("triton-varlen").refuses(longer) == reason
+    with pytest.raises(NotImplementedError, match=reason):
+        find("triton-varlen").attention(**longer.arguments())
+
+
+DECODED: list[Variant] = [
+    Variant(bottom_right=True),
+    Variant(True, (100, None)),
+    Variant(True, (700, 2)),
+    Variant(False, (1, 300)),
+    Variant(softcap=3.0),
+    Variant(True, (5000, None), 0.5),
+]
+
+
+@pytest.mark.parametrize("variant", [Variant(), Variant(True, (40, None), 2.0)], ids=str)
+def test_recorded_pages_are_read_as_they_lie(variant: Variant) -> None:
+    sizes = {"q_len": 3, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
+    call = paged_call([200, 70], 16, **sizes, is_causal=True, variant=variant).to(DEVICE)
+    verify("triton-paged-decode", call)
+    assert call.page_table is not None
+    key, value = call.key.clone(), call.value.clone()
+    nobodys = [page for page in range(key.shape[0]) if page not in call.page_table]
+    for tensor in (key, value):
+        tensor[nobodys] = math.nan
+    verify("triton-paged-decode", call.with_tensors({"key": key, "value": value}))
+
+
+@pytest.mark.parametrize(
+    ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
+)
+def test_decode(q_len: int, is_causal: bool, variant: Variant) -> None:
+    """Over more than one part of the keys, and some rows a program."""
+    call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
+    verify("triton-decode", call)
+    verify("triton-paged-decode", call)
+    sinks = normal(6, seed=7) * 3
+    lengths = torch.tensor([700, 3], device=DEVICE).int()
+    twice = call_of(q_len, 701, batch=2, q_heads=6, kv_heads=2, seqused_k=lengths, sinks=sinks)
+    twice = replace(twice, is_causal=is_causal, variant=variant)
+    verify("triton-decode", twice)
+    verify("triton-paged-decode[page_size=13]", twice)
+
+
+def test_decode_with_sinks_and_a_mask() -> None:
+    mask = normal(1, 1, 3, 1500, seed=3) > 0
+    mask[:, :, 1] = False
+    call = call_of(3, 1500, sinks=normal(4, seed=7)[::2], attn_mask=mask)
+    verify("triton-decode", call)
+    verify("triton-decode", replace(call, variant=Variant(True, (200, None), 2.0)))
+
+
+def test_pages_hold_no_padding_beside_a_diagonal() -> None:
+    keys = torch.arange(100, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)
+    call = call_of(3, 100, batch=2, attn_mask=keys[:, None, None])
+    verify("triton-paged-decode", call)
+    reason = "attn_mask beside is_causal, a window or lengths of keys"
+    for changed in (replace(call, is_causal=True), replace(call, variant=Variant(True, (5, None)))):
+        assert find("triton-paged-decode").refuses(changed) == reason
+        with pytest.raises(NotImplementedError, match=reason):
+            find("triton-paged-decode").attention(**changed.arguments())
+
+
+def test_decode_reads_no_keys_before_the_window() -> None:
+    call = call_of(1, 1500, is_causal=True, variant=Variant(True, (300, None)))
+    expected = find("triton-decode").attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, : 1500 - 301] = math.nan
+    assert torch.equal(find("triton-decode").attention(**call.arguments()), expected)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_call(data: st.DataObject) -> None:
+    draw = data.draw
+    side = st.none() | st.integers(0, 300)
+    variant = Variant(
+        draw(st.booleans(), "bottom right"),
+        (draw(side, "left"), draw(side, "right")),
+        draw(st.none() | st.floats(0.1, 50), "soft cap"),
+    )
+    q_lengths, k_lengths = (
+        draw(st.lists(st.integers(0, 200), min_size=2, max_size=2), name)
+        for name in ("queries", "keys")
+    )
+    fields: dict[str, Any] = {
+        "is_causal": draw(st.booleans(), "causal"),
+        "sinks": normal(2, seed=7) if draw(st.booleans(), "sinks") else None,
+        "head_dim": draw(st.sampled_from([16, 40, 64, 128]), "head_dim"),
+        "variant": variant,
+    }
+    q_len, k_len = sum(q_lengths) + 1, sum(k_lengths) + 1
+    verify("triton-fa2", call_of(q_len, k_len, **fields))
+    fields |= {"cu_seqlens_q": offsets(*q_lengths, 1), "cu_seqlens_k": offsets(*k_lengths, 1)}
+    if draw(st.booleans(), "lengths"):
+        used = [draw(st.integers(0, length)) for length in (*k_lengths, 1)]
+        fields["seqused_k"] = torch.tensor(used, device=DEVICE).int()
+    verify("triton-varlen", call_of(q_len, k_len, **fields))
+    fields |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "batch": 3}
+    verify("triton-decode", call_of(draw(st.integers(1, 16), "few"), k_len, **fields))

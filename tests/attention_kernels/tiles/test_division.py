@@ -1,0 +1,36 @@
+"""Division by multiplication, against Python's."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+from attention_kernels.tiles.division import reciprocal
+
+LARGEST = 2**31 - 1
+DIVISORS = [*range(1, 300), 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, LARGEST - 1, LARGEST]
+
+
+def in_python(number: int, reciprocal: int) -> int:
+    """`quotient`, which multiplies 64 bits."""
+    product = number * (reciprocal & 0xFFFFFFFF)
+    assert product < 2**64
+    return product >> (reciprocal >> 32)
+
+
+@pytest.mark.parametrize("divisor", DIVISORS)
+def test_quotients_are_exact(divisor: int) -> None:
+    """Of every int32 that is not negative: wrong ones would be beside a multiple."""
+    rng = random.Random(divisor)
+    most = LARGEST // divisor
+    for multiple in {0, 1, 2, most - 1, most, *(rng.randint(0, most) for _ in range(200))}:
+        for number in (multiple * divisor - 1, multiple * divisor, multiple * divisor + 1):
+            if 0 <= number <= LARGEST:
+                assert in_python(number, reciprocal(divisor)) == number // divisor
+
+
+def test_it_has_the_same_type_for_every_divisor() -> None:
+    """Triton compiles a kernel anew for an int32 where it had an int64."""
+    assert all(2**31 <= reciprocal(divisor) < 2**63 for divisor in DIVISORS)

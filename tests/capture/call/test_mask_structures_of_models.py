@@ -1,0 +1,125 @@
+"""Masks that real models hand to SDPA: recorded, and recognised for what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from capture import load, record
+from capture.call.mask_structure import structure_of
+from replay.accuracy.reference import attention
+from tests.factories import tiny_llama
+
+IDS = torch.arange(2, 22).reshape(2, 10)
+PADDED = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
+"""The second sequence is shorter."""
+LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
+    ~(torch.ones(10, 10).tril() * PADDED[:, None, None]).bool(), torch.finfo(torch.float32).min
+)
+"""Both in one mask, as transformers' eager attention has it."""
+
+
+def tiny(name: str, **config: Any) -> Any:
+    """A model of one of transformers' families, with random weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    small = {
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 2,
+        "vocab_size": 64,
+        "intermediate_size": 32,
+        "head_dim": 8,
+        "attn_implementation": "sdpa",
+    }
+    auto = transformers.AutoModelForCausalLM
+    if name == "bert":
+        auto = transformers.AutoModel
+        small = {key: small[key] for key in small if key not in ("num_key_value_heads", "head_dim")}
+    return auto.from_config(transformers.AutoConfig.for_model(name, **{**small, **config})).eval()
+
+
+def generate(model: Any, **options: Any) -> None:
+    mask = options.pop("attention_mask", torch.ones_like(IDS))
+    model.generate(IDS, attention_mask=mask, do_sample=False, pad_token_id=0, **options)
+
+
+def in_two_chunks(model: Any) -> None:
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    for chunk in IDS.split(5, dim=1):
+        model(chunk, past_key_values=cache)
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], set[str]]] = {
+    "Llama, a static cache": (
+        tiny_llama,
+        lambda model: generate(model, max_new_tokens=3, cache_implementation="static"),
+        {"padding", "no mask"},
+    ),
+    "Llama, two chunks into a static cache": (
+        tiny_llama,
+        in_two_chunks,
+        {"bottom-right causal, padding"},
+    ),
+    "Llama, an eager mask": (
+        tiny_llama,
+        lambda model: model(IDS, attention_mask=LOWEST),
+        {"causal, padding"},
+    ),
+    "Llama, left padding": (
+        tiny_llama,
+        lambda model: generate(model, max_new_tokens=3, attention_mask=PADDED.flip(1)),
+        {"causal, left padding", "left padding"},
+    ),
+    "Llama, right padding": (
+        tiny_llama,
+        lambda model: model(IDS, attention_mask=PADDED),
+        {"causal, padding"},
+    ),
+    "Llama, packed": (
+        tiny_llama,
+        lambda model: model(
+            IDS[:1], position_ids=torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4, 0, 1]]), use_cache=False
+        ),
+        {"3 packed sequences, causal"},
+    ),
+    "Mistral": (
+        lambda: tiny("mistral", sliding_window=4),
+        lambda model: generate(model, max_new_tokens=3),
+        {"window 3/0", "no mask"},
+    ),
+    "Gemma 3": (
+        lambda: tiny(
+            "gemma3_text", sliding_window=4, layer_types=["sliding_attention", "full_attention"]
+        ),
+        lambda model: model(IDS),
+        {"window 3/0"},
+    ),
+    "BERT": (lambda: tiny("bert"), lambda model: model(IDS, attention_mask=PADDED), {"padding"}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_masks_of_models(name: str, tmp_path: Path) -> None:
+    build, run, expected = MODELS[name]
+    model = build()
+    with torch.no_grad(), record(model, tmp_path, name="model", max=1000):
+        run(model)
+    data = load(tmp_path)
+    calls = [call for call in data if call.attn_mask is not None]
+    found = [structure_of(call) for call in calls]
+    assert {str(each) for each in found} == expected
+    said = {entry.header.mask_structure for entry in data.entries}
+    assert said - {""} == expected
+    for call, structure in zip(calls, found, strict=True):
+        assert structure is not None
+        if (restated := structure.restated(call)) is not None:
+            torch.testing.assert_close(attention(restated), attention(call))

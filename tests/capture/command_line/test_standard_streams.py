@@ -1,0 +1,110 @@
+"""Commands started without streams, as a service's are, or with streams that take ASCII only."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import capture
+from capture import load
+from capture.command_line.standard_streams import make_usable
+from replay.cli.main import main
+
+REPOSITORY = Path(capture.__file__).resolve().parents[1]
+REPLAY = "replay --random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --device cpu"
+
+
+def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a line of shell, with our packages."""
+    variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
+    return subprocess.run(
+        command, shell=True, executable="bash", cwd=cwd, env=variables, capture_output=True
+    )
+
+
+# One after another the closed ones' numbers go to pipes of the worker and the judge.
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param("<&-", marks=pytest.mark.slow),
+        pytest.param(">&-", marks=pytest.mark.slow),
+        "<&- >&- 2>&-",
+    ],
+)
+def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
+    done = run(f"exec {sys.executable} -m {REPLAY} --json rows.jsonl {closed}", tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = list(map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()))
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+
+
+def test_a_wrong_argument_without_streams(tmp_path: Path) -> None:
+    assert run(f"exec {sys.executable} -m capture --max 0 <&- >&- 2>&-", tmp_path).returncode == 2
+
+
+@pytest.mark.parametrize("options", ["--metric all", "--json -"])
+def test_reports_in_ascii(monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii", write_through=True))
+    with pytest.raises(SystemExit) as stopped:
+        main([*REPLAY.split()[1:], "--in-process", *options.split()])
+    assert stopped.value.code == 0
+    if options == "--json -":
+        assert len(list(map(json.loads, written.getvalue().splitlines()))) == 2
+    else:
+        assert b"random - synthetic - 1x1x8x8 - bfloat16" in written.getvalue()
+
+
+@pytest.mark.parametrize("given", ["capture --version", "replay --version"])
+def test_a_stdout_that_is_full(tmp_path: Path, given: str) -> None:
+    done = run(f"exec {sys.executable} -m {given} >/dev/full", tmp_path, PYTHONUNBUFFERED="1")
+    told = f"{given.split()[0]}: cannot write to stdout: No space left on device\n"
+    assert (done.returncode, done.stderr.decode()) == (1, told)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("capture --model llama >/dev/full", "cannot write to stdout: No space left on device"),
+        ("capture --show captured_inputs >/dev/full", "cannot write to stdout: No space left"),
+        (f"{REPLAY} --json - | true", ""),
+    ],
+)
+def test_what_cannot_be_printed_is_a_sentence(tmp_path: Path, command: str, told: str) -> None:
+    if "--show" in command:
+        run(f"{sys.executable} -m capture --model llama", tmp_path)
+    done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
+    assert told in done.stderr.decode()
+    assert b"OSError" not in done.stderr
+    assert b"BrokenPipeError" not in done.stderr
+    if "capture" in command:
+        assert done.returncode == 1
+        assert len(load(tmp_path / "captured_inputs")) == 10
+
+
+def test_rows_that_do_not_fit_into_stdout(tmp_path: Path) -> None:
+    done = run(f"exec {sys.executable} -m {REPLAY} --in-process --json - >/dev/full", tmp_path)
+    told = "replay: cannot write to stdout: No space left on device"
+    assert done.stderr.decode().splitlines()[-1] == told
+    assert done.returncode == 1
+
+
+def test_no_terminal_is_0_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    make_usable()
+    assert "COLUMNS" not in os.environ
+
+
+@pytest.mark.parametrize("given", ["--help", "--show …"])
+def test_sentences_in_ascii(tmp_path: Path, given: str) -> None:
+    command = f"exec {sys.executable} -m capture {given}"
+    done = run(command, tmp_path, PYTHONIOENCODING="ascii")
+    assert b"Error" not in done.stderr
+    assert done.returncode == (0 if given == "--help" else 2)

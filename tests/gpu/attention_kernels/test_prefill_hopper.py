@@ -1,0 +1,320 @@
+"""`triton-fa3` on a Hopper GPU: every shape, stride and type against float64 attention.
+
+Each head dimension to 64, and each from there to 128, is one tile: a program text is compiled for a
+tile, a type, causal or not, with or without logarithms, and a schedule. These tests ask for 16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from tests.attention_kernels.eager import attend
+from tests.factories import normal, sized_call
+
+DEVICE = torch.device("cuda")
+KERNEL = find("triton-fa3")
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and KERNEL.unavailable(DEVICE) is not None,
+        reason="needs a Hopper GPU and Triton's Gluon",
+    ),
+]
+
+Sizes = tuple[int, int, int, int, int]
+"""(B, Hq, Hkv, Sq, Sk)."""
+
+SHAPES: tuple[Sizes, ...] = (
+    (2, 4, 2, 1000, 1000),
+    (1, 2, 2, 129, 300),
+    (1, 2, 1, 700, 127),
+    (1, 1, 1, 1, 1),
+    (2, 3, 3, 256, 256),
+    (1, 3, 1, 7, 4250),
+    (40, 6, 2, 200, 130),  # more tiles than programs: each has several
+    (2, 8, 2, 1000, 1000),
+    (1, 8, 1, 129, 300),
+    (40, 12, 3, 200, 130),
+    (3, 24, 8, 300, 5000),  # 216 or 144 tiles: 132 programs share those of the second turn
+)
+FEW = ((2, 4, 2, 1000, 1000), (1, 3, 1, 70, 4250))
+
+
+def call_of(
+    sizes: Sizes, head_dim: int, is_causal: bool, dtype: torch.dtype = torch.bfloat16
+) -> AttentionCall:
+    all_sizes = (*sizes, head_dim, head_dim)
+    return sized_call(all_sizes, dtype=dtype, device=DEVICE, is_causal=is_causal)
+
+
+def poison(shape: torch.Size, dtype: torch.dtype) -> None:
+    """Leave NaN in the memory that the next output of this shape will be given."""
+    torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
+
+
+def check(call: AttentionCall) -> None:
+    expected = Expected.of(call)
+    before = [each.clone() for each in (call.query, call.key, call.value)]
+    poison(torch.Size((*call.query.shape[:3], call.value.shape[3])), call.dtype)
+    output = KERNEL.attention(**call.arguments())
+    verdict = judge(output, expected, "exact")
+    assert verdict.passed, verdict.sentence
+    for each, old in zip((call.query, call.key, call.value), before, strict=True):
+        assert torch.equal(each, old), "an input was changed"
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [128, 96, 72, 64, 40])
+def test_shapes(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
+    call = call_of(sizes, head_dim, is_causal)
+    assert KERNEL.unsupported(call) is None
+    check(call)
+
+
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(128, True), (64, False)])
+def test_float16(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
+    check(call_of(sizes, head_dim, is_causal, torch.float16))
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [128, 72, 64])
+def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
+    """Query, key and value as a fused linear layer leaves them, all heads of a token together."""
+    packed = torch.randn(2, 333, 3, 4, head_dim, device=DEVICE, dtype=torch.bfloat16)
+    query, key, value = (packed[:, :, part].transpose(1, 2) for part in range(3))
+    check(AttentionCall(query, key, value, is_causal=is_causal))
+    # Elements of a head that are not adjacent, and rows at odd addresses, are copied first.
+    check(AttentionCall(query, key.mT.contiguous().mT, value, is_causal=is_causal))
+    odd = torch.randn(2, 4, 333, head_dim + 1, device=DEVICE, dtype=torch.bfloat16)[..., 1:]
+    check(AttentionCall(odd, key, odd, is_causal=is_causal))
+    check(AttentionCall(query, key[:1].expand(2, -1, -1, -1), value, is_causal=is_causal))
+
+
+@pytest.mark.parametrize("sizes", FEW, ids=str)
+@pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
+def test_logarithms(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
+    from attention_kernels.hopper.hopper_prefill import prefill_hopper
+
+    call = call_of(sizes, head_dim, is_causal)
+    poison(torch.Size(sizes[:2] + sizes[3:4]), torch.float32)
+    output, lse = prefill_hopper(
+        call.query, call.key, call.value, is_causal=is_causal, scale=0.3, return_lse=True
+    )
+    expected = attend(call.query, call.key, call.value, is_causal=is_causal, scale=0.3)
+    torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output.double(), expected.output, rtol=2e-2, atol=2e-2)
+
+
+def test_a_scale_of_zero_is_a_mean() -> None:
+    for is_causal in (False, True):
+        check(replace(call_of((1, 2, 2, 70, 300), 64, is_causal), scale=0.0))
+
+
+def test_nan_stays_in_its_row_and_column() -> None:
+    call = call_of((1, 2, 2, 300, 300), 64, is_causal=False)
+    call.query[0, 0, 33, 5] = float("nan")
+    call.value[0, 1, 40, 7] = float("nan")
+    is_nan = KERNEL.attention(**call.arguments()).isnan()
+    assert bool(is_nan[0, 0, 33].all())
+    assert bool(is_nan[0, 1, :, 7].all())
+    assert int(is_nan.sum()) == 64 + 300
+
+
+def test_the_same_bits_each_time() -> None:
+    """A race between loads, products and stores would show as bits that change, and so would
+    pieces of a tile that are added in the order in which they come."""
+    batch = (4, 16, 4, 777, 777)
+    few: Sizes = (1, 8, 1, 300, 9000)
+    for sizes, head_dim, is_causal in (
+        (batch, 64, True),
+        (batch, 64, False),
+        (batch, 128, True),
+        (few, 64, False),
+        (few, 128, False),
+    ):
+        call = call_of(sizes, head_dim, is_causal)
+        first = KERNEL.attention(**call.arguments())
+        for _ in range(20):
+            assert torch.equal(KERNEL.attention(**call.arguments()), first)
+
+
+BOTTOM_RIGHT = Variant(bottom_right=True)
+BEYOND: dict[str, dict[str, Any]] = {
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "window, top left": {"variant": Variant(False, (30, 70))},
+    "window to the right": {"variant": Variant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "sinks": {"sinks": True},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": True},
+}
+"""What calls ask beyond SDPA."""
+LONG_AND_SHORT = (
+    (2, 8, 2, 700, 1000),
+    (1, 8, 2, 1000, 300),
+    (2, 8, 2, 1000, 3000),
+    (1, 8, 2, 200, 5000),  # so few tiles that programs share them
+    (3, 24, 8, 300, 5000),
+)
+
+
+def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
+    """Scores of a third of the queries rise by `step` from each 128 keys to the next, those of
+    another third fall."""
+    call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False, dtype=dtype)
+    call.query[..., 0] = torch.arange(300, device=DEVICE) % 3 - 1
+    call.key[..., 0] = torch.arange(3000, device=DEVICE) // 128 * step * head_dim**0.5
+    return call
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("step", [3.0, 9.0, 30.0, 150.0])
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
+def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtype) -> None:
+    """Weights relative to what was the largest score would overflow."""
+    call = stairs(head_dim, step, dtype)
+    check(call)
+    check(replace(call, query=call.query[:, :, :100], is_causal=True, variant=BOTTOM_RIGHT))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
+    """A warp moves the reference of those rows only whose weights get too large."""
+    call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False)
+    moving = torch.arange(300, device=DEVICE) % 3 == 0
+    rising = torch.linspace(0, 60, 3000, device=DEVICE)[:, None].to(torch.bfloat16)
+    key = torch.cat([call.key[..., :-1], rising.expand(1, 1, -1, -1)], dim=3)
+    query = call.query.clone()
+    query[..., -1] = 0
+    expected = KERNEL.attention(query, key, call.value, enable_gqa=True)
+    query[:, :, moving, -1] = 8
+    output = KERNEL.attention(query, key, call.value, enable_gqa=True)
+    assert torch.equal(output[:, :, ~moving], expected[:, :, ~moving])
+    assert not torch.equal(output[:, :, moving], expected[:, :, moving])
+
+
+@pytest.mark.parametrize("form", BEYOND)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)])
+def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
+    for sizes in LONG_AND_SHORT:
+        call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
+        fields = dict(BEYOND[form])
+        if fields.pop("sinks", False):
+            fields["sinks"] = 2 * normal(sizes[1], seed=7, device=DEVICE)
+        call = replace(call, **fields)
+        assert KERNEL.unsupported(call) is None
+        check(call)
+
+
+@pytest.mark.parametrize(
+    "head_dims", [(64, 128), (128, 64), (80, 80), (104, 40), (256, 128), (128, 256), (160, 256)]
+)
+def test_head_dims(head_dims: tuple[int, int]) -> None:
+    for sizes in FEW:
+        check(sized_call((*sizes, *head_dims), dtype=torch.float16, device=DEVICE))
+
+
+MASKS: dict[str, Callable[[Sizes], torch.Tensor]] = {
+    "bool": lambda sizes: normal(*sizes[3:], seed=3, device=DEVICE) > 0,
+    "bool, by head": lambda sizes: (
+        normal(sizes[0], sizes[1], *sizes[3:], seed=3, device=DEVICE) > 0
+    ),
+    "bool, by key": lambda sizes: normal(sizes[0], 1, 1, sizes[4], seed=3, device=DEVICE) > 0,
+    "rows that see nothing": lambda sizes: (
+        torch.arange(sizes[3], device=DEVICE)[:, None] % 5 > torch.zeros(sizes[4], device=DEVICE)
+    ),
+    "bfloat16": lambda sizes: normal(*sizes[3:], seed=3, device=DEVICE).bfloat16(),
+    "float32, by head": lambda sizes: normal(1, sizes[1], *sizes[3:], seed=3, device=DEVICE),
+    "finfo.min": lambda sizes: torch.where(
+        normal(*sizes[3:], seed=3, device=DEVICE) > 0, 0.0, torch.finfo(torch.bfloat16).min
+    ).bfloat16(),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("head_dim", [64, 128, 96, 192, 256])
+def test_masks(head_dim: int, mask: str) -> None:
+    for sizes in (
+        *LONG_AND_SHORT[:2],
+        (2, 3, 1, 500, 333),
+        (1, 4, 2, 300, 4250),
+        (2, 8, 2, 600, 1800),
+    ):
+        call = call_of(sizes, head_dim, is_causal=False)
+        call = replace(call, attn_mask=MASKS[mask](sizes))
+        check(call)
+        check(replace(call, variant=Variant(True, (200, 90), 5.0)))
+
+
+def test_a_row_of_the_lowest_numbers_is_an_ordinary_row() -> None:
+    call = call_of((1, 2, 2, 70, 300), 64, is_causal=False)
+    lowest = torch.full((70, 300), torch.finfo(call.dtype).min, device=DEVICE, dtype=call.dtype)
+    output = KERNEL.attention(**replace(call, attn_mask=lowest).arguments())
+    expected = call.value.float().mean(2, keepdim=True).expand_as(output)
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=2e-3)
+    nothing = torch.full_like(lowest, float("-inf"))
+    assert not KERNEL.attention(**replace(call, attn_mask=nothing).arguments()).any()
+
+
+PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
+
+
+@pytest.mark.parametrize("form", ["plain", *BEYOND])
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_packed(head_dims: tuple[int, int], form: str) -> None:
+    """By `triton-varlen`, which runs this kernel here; other sequences' rows reach nothing."""
+    kernel = find("triton-varlen")
+    q_lengths, k_lengths = PACKED_LENGTHS
+    sizes = (1, 8, 2, sum(q_lengths), sum(k_lengths))
+    fields = dict(BEYOND.get(form, {}))
+    if fields.pop("sinks", False):
+        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
+    offsets = [torch.tensor([0, *each], device=DEVICE) for each in PACKED_LENGTHS]
+    q_offsets, k_offsets = (each.cumsum(0).int() for each in offsets)
+    call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
+    call = replace(call, cu_seqlens_q=q_offsets, cu_seqlens_k=k_offsets, **fields)
+    for seqused_k in (None, torch.tensor([650, 1, 50, 0, 130], device=DEVICE).int()):
+        asked = replace(call, seqused_k=seqused_k)
+        expected = Expected.of(asked)
+        poison(torch.Size((1, 8, sizes[3], head_dims[1])), call.dtype)
+        output = kernel.attention(**asked.arguments())
+        verdict = judge(output, expected, "exact")
+        assert verdict.passed, verdict.sentence
+    # A sequence whose every key is NaN says so of itself alone.
+    for tensor in (call.key, call.value):
+        tensor[:, :, 751:2051] = float("nan")
+    is_nan = kernel.attention(**call.arguments()).isnan().any(-1)[0]
+    assert not is_nan[:, :701].any()
+    assert not is_nan[:, 2001:].any()
+    assert is_nan[:, 701:2001].any()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_padded(head_dim: int) -> None:
+    """NaN in the padding, before and after the keys that count, reaches nothing."""
+    lengths = torch.tensor([[0, 500], [130, 370], [61, 64]], device=DEVICE)
+    keys = torch.arange(500, device=DEVICE)
+    counts = (keys >= lengths[:, :1]) & (keys < lengths[:, 1:] + lengths[:, :1])
+    call = call_of((3, 4, 2, 500, 500), head_dim, is_causal=False)
+    call = replace(call, attn_mask=counts[:, None, None])
+    expected = Expected.of(call)
+    for tensor in (call.key, call.value):
+        tensor.masked_fill_(~counts[:, None, :, None], float("nan"))
+    from attention_kernels.portable.varlen import KeyRanges, padded
+
+    ranges = KeyRanges(lengths[:, 0].int().contiguous(), lengths[:, 1].int().contiguous())
+    output = padded(call.query, call.key, call.value, ranges)
+    verdict = judge(output, expected, "exact")
+    assert verdict.passed, verdict.sentence

@@ -1,0 +1,398 @@
+"""Our 8-bit prefill on a GPU: the compiled kernels, Hopper's and the portable one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from attention_kernels.hopper.support import has_gluon_kernels
+from attention_kernels.launch.launcher import Kept, Launch
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import Variant
+from replay.accuracy.verdict import Expected, judge
+from replay.kernels.registry import find
+from replay.workloads.random_calls import Spec
+from tests.factories import normal, sized_call
+from tests.replay.kernels.pairwise import pairwise
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+DEVICE = torch.device("cuda")
+TENSOR = ("triton-fp8[accum=tensor]", "triton-sage-fp8[accum=tensor]")
+DIMS = (64, 96, 128)
+NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8", *TENSOR)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel that other GPUs than Hopper's get, here too."""
+    from attention_kernels.quantised import quantised_prefill
+
+    monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
+    for plans in ("_calls", "_repetitions"):  # without those for Hopper
+        monkeypatch.setattr(quantised_prefill, plans, Kept())
+
+
+def check(name: str, call: AttentionCall) -> None:
+    kernel = find(name)
+    if reason := kernel.unavailable(DEVICE):
+        pytest.skip(reason)
+    assert kernel.prepare is not None
+    expected = Expected.of(call)
+    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
+        verdict = judge(output, expected, "quantised")
+        assert verdict.passed, verdict.sentence
+
+
+def call_of(spec: Spec) -> AttentionCall:
+    return spec.call(DEVICE, torch.Generator(DEVICE).manual_seed(0))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        Spec(8, 64, 16, 1024, 1024, 64, 64, is_causal=True),
+        Spec(1, 4, 4, 4250, 4250, 64, 64),
+        Spec(2, 4, 2, 700, 127, 128, 128, is_causal=True),
+        # 216 or 144 tiles: 132 programs share those of the second turn.
+        Spec(3, 24, 8, 300, 5000, 128, 128),
+        Spec(3, 24, 8, 300, 5000, 64, 64),
+    ],
+    ids=str,
+)
+def test_shapes(name: str, spec: Spec) -> None:
+    check(name, call_of(spec))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kv_heads", [64, 32, 16], ids="{} key heads".format)
+def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
+    """Bit for bit: a race of the warps that load and compute would show as a stray difference.
+
+    One, two and four of a program's warp groups then share the blocks of a key head.
+    """
+    agree(name, Spec(8, 64, kv_heads, 1024, 1024, 64, 64, is_causal=True))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> None:
+    """Pieces of a tile are added in the same order, whichever comes last."""
+    agree(name, Spec(1, 8, 2, 300, 9000, head_dim, head_dim))
+
+
+def agree(name: str, spec: Spec) -> None:
+    kernel = find(name)
+    if reason := kernel.unavailable(DEVICE):
+        pytest.skip(reason)
+    arguments = call_of(spec).arguments()
+    first = kernel.attention(**arguments)
+    assert not first.isfinite().logical_not().nonzero().tolist()
+    for _ in range(100):
+        different = (kernel.attention(**arguments) != first).nonzero()
+        assert not len(different), different[:20].tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("triton-sage", Spec(1, 2, 1, 129, 300, 80, 80)),
+        ("triton-fp8", Spec(1, 2, 2, 1, 1, 96, 96)),
+        ("triton-sage-fp8", Spec(1, 2, 2, 7, 7, 40, 40, is_causal=True)),
+        ("triton-sage-fp8", Spec(1, 2, 2, 300, 300, 256, 256)),
+    ],
+    ids=str,
+)
+def test_odd_head_dims(name: str, spec: Spec) -> None:
+    check(name, call_of(spec))
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("triton-sage", Spec(8, 64, 16, 1024, 1024, 64, 64, is_causal=True)),
+        ("triton-fp8", Spec(2, 4, 2, 700, 127, 128, 128, is_causal=True)),
+        ("triton-sage-fp8", Spec(1, 4, 4, 4250, 4250, 64, 64)),
+        ("triton-sage-fp8", Spec(1, 2, 1, 7, 300, 80, 80)),
+        (TENSOR[0], Spec(1, 4, 4, 4250, 4250, 128, 128)),
+    ],
+    ids=str,
+)
+def test_portable(name: str, spec: Spec) -> None:
+    check(name, call_of(spec))
+
+
+@pytest.mark.parametrize("name", ["triton-sage", "triton-sage-fp8"])
+def test_strides(name: str) -> None:
+    call = call_of(Spec(2, 4, 4, 500, 500, 128, 128))
+    fused = torch.cat([call.query, call.key, call.value], dim=1).transpose(1, 2).contiguous()
+    query, key, value = fused.transpose(1, 2).chunk(3, dim=1)
+    check(name, call.with_tensors({"query": query, "key": key, "value": value}))
+    odd = torch.cat([value[..., :1], value], dim=-1)[..., 1:]
+    check(name, call.with_tensors({"value": odd, "key": key.mT.contiguous().mT}))
+
+
+def nan_stays_in_its_row_and_column(name: str) -> None:
+    call = call_of(Spec(1, 2, 2, 4250, 4250, 64, 64))
+    call.query[0, 0, 33, 5] = math.nan
+    call.value[0, 1, 40, 7] = math.nan
+    is_nan = find(name).attention(**call.arguments()).isnan()
+    assert bool(is_nan[0, 0, 33].all())
+    assert bool(is_nan[0, 1, :, 7].all())
+    assert int(is_nan.sum()) == 64 + 4250
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_scores_that_rise(name: str, is_causal: bool) -> None:
+    """The largest score so far moves from block to block."""
+    call = call_of(Spec(1, 4, 2, 3000, 3000, 64, 64, is_causal=is_causal))
+    call.query.abs_()
+    call.key[..., :32] += torch.linspace(-1, 1, 3000, device=DEVICE)[:, None]
+    check(name, call)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nan(name: str) -> None:
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    nan_stays_in_its_row_and_column(name)
+
+
+@pytest.mark.usefixtures("portable")
+def test_nan_portable() -> None:
+    nan_stays_in_its_row_and_column("triton-sage-fp8")
+
+
+BOTTOM_RIGHT = Variant(bottom_right=True)
+BEYOND: dict[str, dict[str, Any]] = {
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "window shorter than a block": {"is_causal": True, "variant": Variant(True, (16, None))},
+    "window of one key": {"variant": Variant(False, (0, 0))},
+    "window, top left": {"variant": Variant(False, (30, 70))},
+    "window to the left": {"variant": Variant(True, (100, None))},
+    "window to the right": {"variant": Variant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "sinks": {"sinks": -math.inf},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+}
+"""What calls ask beyond SDPA; `sinks` is that of a head, the others are random."""
+LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
+"""Queries and keys; the last are so few tiles that programs share them."""
+
+
+def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:
+    """A call whose keys share an offset."""
+    sizes = (2, 8, 2, q_len, kv_len, head_dim, head_dim)
+    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
+    fields = dict(BEYOND[form])
+    if "sinks" in fields:
+        sinks = 2 * normal(sizes[1], seed=7, device=DEVICE)
+        sinks[3] = fields["sinks"]
+        fields["sinks"] = sinks
+    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+
+
+@pytest.mark.parametrize(("form", "head_dim", "name"), pairwise(product(BEYOND, DIMS, NAMES)))
+def test_beyond_sdpa(form: str, head_dim: int, name: str) -> None:
+    for lengths in LENGTHS:
+        call = beyond(form, head_dim, *lengths)
+        assert find(name).refuses(call) is None
+        check(name, call)
+
+
+@pytest.mark.parametrize("form", ["bottom right", "all"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
+    call = beyond(form, head_dim, 1000, 300)
+    if call.sinks is not None:
+        call.sinks[:4] = -math.inf
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert not output[:, :, :700].any()
+        assert output[:, :, 700:].isfinite().all()
+        assert output[:, :, 700:].any(dim=-1).all()
+
+
+def test_keys_outside_a_window_are_not_read() -> None:
+    """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
+    call = replace(beyond("window", 128, 1000, 300), variant=Variant(False, (50, 0)))
+    call.value[:, :, :128] = math.nan
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert output[:, :, 256:].isfinite().all()
+
+
+Q_LENGTHS, K_LENGTHS = (700, 1, 0, 1300, 99, 64), (1000, 300, 5, 1300, 0, 128)
+PACKED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
+    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "key lengths": {"seqused_k": torch.tensor([900, 300, 5, 1, 0, 128]).int()},
+    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+}
+
+
+def offsets(*lengths: int) -> torch.Tensor:
+    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
+
+
+def packed(form: str, head_dim: int) -> AttentionCall:
+    sizes = (1, 8, 2, sum(Q_LENGTHS), sum(K_LENGTHS), head_dim, head_dim)
+    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
+    fields = dict(PACKED[form])
+    if "sinks" in fields:
+        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
+    if "seqused_k" in fields:
+        fields["seqused_k"] = fields["seqused_k"].to(DEVICE)
+    fields |= {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
+    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+
+
+@pytest.mark.parametrize(
+    ("form", "head_dim", "name"), pairwise(product(PACKED, (40, 64, 128), NAMES))
+)
+def test_packed(form: str, head_dim: int, name: str) -> None:
+    check(name, packed(form, head_dim))
+
+
+@pytest.mark.usefixtures("portable")
+@pytest.mark.parametrize("form", ["bottom right", "key lengths", "all"])
+def test_packed_portable(form: str) -> None:
+    for name, head_dim in (("triton-sage", 128), ("triton-fp8", 64), ("triton-sage-fp8", 256)):
+        check(name, packed(form, head_dim))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    call = packed("bottom right", 128)
+    output = find(name).attention(**call.arguments())
+    at_q, at_k = offsets(*Q_LENGTHS).tolist(), offsets(*K_LENGTHS).tolist()
+    for n in (0, 3, 5):
+        q_rows, k_rows = slice(*at_q[n : n + 2]), slice(*at_k[n : n + 2])
+        tensors = call.query[:, :, q_rows], call.key[:, :, k_rows], call.value[:, :, k_rows]
+        alone = AttentionCall(*tensors, is_causal=True, enable_gqa=True, variant=BOTTOM_RIGHT)
+        assert torch.equal(output[:, :, q_rows], find(name).attention(**alone.arguments()))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_what_does_not_count_reaches_nothing(head_dim: int, name: str) -> None:
+    """Another sequence's keys and values, and those past a length, be they NaN."""
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    call = packed("all", head_dim)
+    expected = find(name).attention(**call.arguments())
+    for tensor in (call.key, call.value):
+        tensor[:, :, 1000:1300] = math.nan  # of the sequence with one query
+    output = find(name).attention(**call.arguments())
+    assert output[:, :, 700].isnan().all()
+    assert torch.equal(output[:, :, :700], expected[:, :, :700])
+    assert torch.equal(output[:, :, 701:], expected[:, :, 701:])
+    used = torch.tensor([77, 500, 0], device=DEVICE).int()
+    padded = call_of(Spec(3, 8, 2, 300, 500, head_dim, head_dim))
+    padded = replace(padded, seqused_k=used)
+    check(name, padded)
+    expected = find(name).attention(**padded.arguments())
+    for tensor in (padded.key, padded.value):
+        tensor[0, :, 77:] = tensor[2] = math.nan
+    assert torch.equal(find(name).attention(**padded.arguments()), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_packed_calls_have_the_same_bits_each_time(head_dim: int) -> None:
+    call = packed("all", head_dim)
+    for name in NAMES:
+        first = find(name).attention(**call.arguments())
+        for _ in range(20):
+            assert torch.equal(find(name).attention(**call.arguments()), first)
+
+
+def band(q_len: int, kv_len: int, width: int) -> torch.Tensor:
+    rows, keys = (torch.arange(length, device=DEVICE) for length in (q_len, kv_len))
+    return (keys - rows[:, None]).abs() < width
+
+
+MASKS = {
+    "band": lambda: band(700, 1000, 100),
+    "odd": lambda: band(300, 333, 100),
+    "by head": lambda: torch.stack([band(700, 1000, 50 * head) for head in range(8)]),
+    "by batch": lambda: torch.stack([band(700, 1000, 5), ~band(700, 1000, 400)])[:, None],
+    "some": lambda: normal(300, 500, seed=3, device=DEVICE) > 0,
+    "everything is seen": lambda: torch.ones(300, 512, dtype=torch.bool, device=DEVICE),
+    "nothing is seen": lambda: torch.zeros(300, 512, dtype=torch.bool, device=DEVICE),
+    "keys alone": lambda: torch.arange(500, device=DEVICE)[None, :] % 190 < 60,
+}
+
+
+def masked(mask: torch.Tensor, head_dim: int, **fields: Any) -> AttentionCall:
+    batch = mask.shape[0] if mask.ndim == 4 else 1
+    q_len = 300 if mask.shape[-2] == 1 else mask.shape[-2]
+    call = call_of(Spec(batch, 8, 2, q_len, mask.shape[-1], head_dim, head_dim))
+    return replace(call, attn_mask=mask, **fields)
+
+
+@pytest.mark.parametrize(("mask", "head_dim", "name"), pairwise(product(MASKS, DIMS, NAMES)))
+def test_masks(mask: str, head_dim: int, name: str) -> None:
+    call = masked(MASKS[mask](), head_dim)
+    check(name, call)
+    capped = Variant(softcap=5.0)
+    check(name, replace(call, variant=capped, sinks=normal(8, seed=7, device=DEVICE)))
+
+
+@pytest.mark.usefixtures("portable")
+def test_masks_portable() -> None:
+    for name, head_dim in (("triton-sage", 128), ("triton-fp8", 64), ("triton-sage-fp8", 256)):
+        check(name, masked(MASKS["by head"](), head_dim))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_that_a_mask_hides_are_not_visited(name: str) -> None:
+    if reason := find(name).unavailable(DEVICE):
+        pytest.skip(reason)
+    for head_dim in (64, 128):
+        call = masked(band(256, 2000, 60), head_dim)
+        expected = find(name).attention(**call.arguments())
+        call.value[:, :, 512:] = math.nan
+        assert torch.equal(find(name).attention(**call.arguments()), expected)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_that_a_mask_leaves_nothing_see_nothing(head_dim: int) -> None:
+    counts = torch.arange(512, device=DEVICE) >= 256
+    call = masked(counts[:, None] & counts, head_dim)
+    call.value[:, :, :256] = math.nan
+    for name in NAMES:
+        output = find(name).attention(**call.arguments())
+        assert not output[:, :, :256].any()
+        assert output.isfinite().all()
+
+
+@pytest.mark.parametrize("form", [*BEYOND, "packed", "masked"])
+def test_hopper_has_a_kernel_for_them(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_gluon_kernels(DEVICE):
+        pytest.skip("needs a Hopper GPU and Triton's Gluon")
+    launched = []
+
+    def note(launch: Launch, *tensors: Any) -> None:
+        launched.append(launch._kernel.__name__)
+        launch._launch(tensors)
+
+    monkeypatch.setattr(Launch, "__call__", note)
+    if form in BEYOND:
+        call = beyond(form, 64, 300, 310)
+    else:
+        call = packed("plain", 64) if form == "packed" else masked(MASKS["band"](), 64)
+    find("triton-fp8").attention(**call.arguments())
+    assert "quantised_hopper_kernel" in launched

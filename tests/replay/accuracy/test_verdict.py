@@ -1,0 +1,321 @@
+"""What passes and what does not: honest kernels of torch on hard inputs, and broken outputs."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from capture.call.attention_call import AttentionCall
+from replay.accuracy.errors import compare
+from replay.accuracy.reference import attention
+from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
+from replay.accuracy.tolerance import RowTolerance, Tolerance
+from replay.accuracy.verdict import Expected, Verdict, judge
+from replay.rows.errors_of_output import AccuracyClass
+from tests.factories import one_head, random_call
+
+NOTHING = Tolerance(0.0, 0.0)
+
+
+def verdict_of(
+    output: Tensor,
+    reference: Tensor,
+    accuracy_class: AccuracyClass = "exact",
+    allowed: Tolerance = NOTHING,
+) -> Verdict:
+    return judge(output, Expected(reference, allowed), accuracy_class)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("accuracy_class", ["exact", "quantised"])
+def test_a_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -> None:
+    reference = torch.randn(2, 3, 10, 4)
+    output = reference.clone()
+    output[1, 2, 7, 3] = bad
+    verdict = verdict_of(output, reference, accuracy_class, Tolerance(1e9, 1e9))
+    assert not verdict.passed
+    assert verdict.sentence.startswith("1 elements are NaN or infinite")
+
+
+def test_nan_that_the_reference_has_too_passes() -> None:
+    reference = one_head([math.nan, 1.0], [math.inf, 2.0], [3.0, 4.0])
+    assert verdict_of(reference.clone(), reference, "quantised").passed
+    assert not verdict_of(one_head([0.0, 1.0]), one_head([math.nan, 1.0]), "quantised").passed
+
+
+def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 1024, 64).to(dtype) for _ in range(3))
+    return AttentionCall(query, key, value, is_causal=is_causal)
+
+
+def exact_verdict(output: Tensor, call: AttentionCall) -> Verdict:
+    return judge(output, Expected.of(call), "exact")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_exact_rule_passes_torch_and_fails_what_is_broken(
+    dtype: torch.dtype, is_causal: bool
+) -> None:
+    call = long_call(dtype, is_causal)
+    output = F.scaled_dot_product_attention(**call.arguments())
+    expected = Expected.of(call)
+    reference, allowed = expected.reference, expected.tolerance
+
+    def passes(candidate: Tensor) -> bool:
+        return verdict_of(candidate, reference, "exact", allowed).passed
+
+    assert passes(output)
+    assert not passes(torch.zeros_like(output))
+    for where in ((0, 1), (0, 1, 1000), (0, slice(None), slice(960, None))):
+        broken = output.clone()
+        broken[where] = 0
+        assert not passes(broken), where
+    unscaled = F.scaled_dot_product_attention(**(call.arguments() | {"scale": 1.0}))
+    other_mask = F.scaled_dot_product_attention(
+        call.query, call.key, call.value, is_causal=not is_causal
+    )
+    assert not passes(unscaled)
+    assert not passes(other_mask)
+
+
+def test_all_zero_output_is_small_in_absolute_terms_and_still_fails() -> None:
+    call = long_call(torch.bfloat16)
+    errors = compare(torch.zeros_like(call.query), attention(call))
+    assert errors.mae < 5e-2  # an absolute tolerance would have to be smaller than that
+    verdict = exact_verdict(torch.zeros_like(call.query), call)
+    assert not verdict.passed
+    assert verdict.sentence.startswith("max abs error 0.3 exceeds")
+
+
+def test_exact_sentence_has_the_numbers() -> None:
+    reference, output = one_head([1.0]), one_head([1.03125])
+    allowed = Tolerance(same_dtype_error=0.0019, rounding=0.0002)
+    verdict = verdict_of(output, reference, "exact", allowed)
+    assert not verdict.passed
+    assert verdict.sentence == (
+        "max abs error 0.031 exceeds 0.004 = 2 × 0.0019 (same-dtype eager) + 0.0002 (rounding)"
+    )
+    # The limit itself passes.
+    assert verdict_of(output, reference, "exact", Tolerance(0.015625, 0.0)).passed
+
+
+def test_sparse_is_judged_as_exact() -> None:
+    call = long_call(torch.bfloat16)
+    expected = Expected.of(call)
+    for output in (expected.reference.to(call.dtype), torch.zeros_like(call.query)):
+        exact, sparse = judge(output, expected, "exact"), judge(output, expected, "sparse")
+        assert (sparse.passed, sparse.errors) == (exact.passed, exact.errors)
+        assert sparse.sentence == f"on the keys it chose, {exact.sentence}"
+
+
+def test_float32_tolerance_covers_another_order_of_sums() -> None:
+    """One query row against many keys: torch sums it otherwise than the oracle does."""
+    torch.manual_seed(0)
+    query = torch.randn(1, 8, 1, 40)
+    key, value = torch.randn(1, 2, 4096, 40), torch.randn(1, 2, 4096, 40) + 2
+    call = AttentionCall(query, key, value, enable_gqa=True)
+    output = F.scaled_dot_product_attention(**call.arguments())
+    assert exact_verdict(output, call).passed
+    assert not exact_verdict(output * (1 + 1e-4), call).passed
+
+
+def test_quantised_class() -> None:
+    call = long_call(torch.bfloat16)
+    reference = attention(call)
+    noise = torch.randn_like(reference) * reference.square().mean().sqrt()
+    good = verdict_of(reference + 0.05 * noise, reference, "quantised")
+    assert good.passed, good.sentence
+    bad = verdict_of(reference + 0.3 * noise, reference, "quantised")
+    assert not bad.passed
+    assert "is below 0.99" in bad.sentence
+    wrong_factor = verdict_of(reference * 1.2, reference, "quantised")
+    assert not wrong_factor.passed
+    assert "relative L1 0.2 exceeds 0.1" in wrong_factor.sentence
+
+
+def long_causal_call(dtype: torch.dtype, length: int) -> AttentionCall:
+    """Its first values are the largest, and its last outputs a hundredth of its first."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, 1, length, 64, generator=generator).to(dtype) for _ in range(3)
+    )
+    value[:, :, :4] *= 3
+    return AttentionCall(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize(("dtype", "length"), [(torch.bfloat16, 4096), (torch.float16, 1024)])
+def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: int) -> None:
+    call = long_causal_call(dtype, length)
+    expected = Expected.of(call)
+    reference, allowed = expected.reference, expected.tolerance
+    output = F.scaled_dot_product_attention(**call.arguments())
+    honest = judge(output, expected, "exact")
+    assert honest.passed, honest.sentence
+    assert allowed.rows is not None
+    limits = allowed.rows.limits(ExactThresholds())[0, 0]
+
+    smallest = int(reference[0, 0].abs().amax(-1).argmin())
+    zeroed = output.clone()
+    zeroed[0, 0, smallest] = 0
+    swapped = output.clone()
+    swapped[0, 0, [smallest, smallest - 1]] = output[0, 0, [smallest - 1, smallest]]
+    for broken in (zeroed, swapped):
+        assert not judge(broken, expected, "exact").passed
+        # Far too much, not a close call.
+        assert (broken - reference)[0, 0, smallest].norm() > 10 * limits[smallest]
+    # The maximum alone would not see the lost row of bfloat16.
+    if dtype == torch.bfloat16:
+        by_maximum = verdict_of(zeroed, reference, "exact", replace(allowed, rows=None))
+        assert by_maximum.passed
+        assert judge(zeroed, expected, "exact").sentence.startswith(
+            by_maximum.sentence + f"; worst row (batch 0, head 0, query {smallest}): error "
+        )
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_one_key_too_many_fails(length: int) -> None:
+    """Of 201: every row is a third of a percent short, within what rounding does to one."""
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(1, 2, size, 64, generator=generator).half() for size in (length, 201, 201)
+    )
+    call = AttentionCall(query, key, value)
+    expected, zero = Expected.of(call), torch.zeros(1, 2, 1, 64).half()
+    honest = F.scaled_dot_product_attention(query, key, value)
+    assert judge(honest, expected, "exact").passed
+    longer = torch.cat([key, zero], 2), torch.cat([value, zero], 2)
+    for broken, said in (
+        (F.scaled_dot_product_attention(query, *longer), "too short"),
+        (honest * 1.003, "too long"),
+    ):
+        verdict = judge(broken, expected, "exact")
+        assert not verdict.passed
+        assert re.search(f"err alike: together 0.(29|3.?)% {said}", verdict.sentence)
+        assert "is within" in verdict.sentence.partition("worst row")[2]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "length", "first", "value"),
+    [
+        (torch.bfloat16, 80, 700, 6.64 / 9, 1.336),
+        (torch.float16, 80, 700, 7.23 / 9, 1.324),
+        (torch.float32, 16, 600, 7.75 / 4, 0.567),
+    ],
+)
+def test_equal_values_may_round_alike_in_all_rows(
+    dtype: torch.dtype, head_dim: int, length: int, first: float, value: float
+) -> None:
+    """Probabilities and the output round the same way; so do sums of equal terms, one by one."""
+    query, key = torch.ones(1, 1, 512, head_dim), torch.zeros(1, 1, length, head_dim)
+    key[:, :, 0] = first
+    call = AttentionCall(query.to(dtype), key.to(dtype), torch.full_like(key, value).to(dtype))
+    scores = call.query.float() @ call.key.float().mT * call.softmax_scale
+    weights = torch.softmax(scores, -1).to(dtype).float()
+    output = torch.zeros_like(query)
+    for place in range(length):
+        output += weights[..., place, None] * call.value[:, :, place, None].float()
+    verdict = judge(output.to(dtype), Expected.of(call), "exact")
+    assert verdict.passed, verdict.sentence
+
+
+def rows_of(noise: list[float], eager: float = 0.0) -> RowTolerance:
+    """The rounding noise of each row of one head."""
+    return RowTolerance(
+        torch.tensor([[noise]], dtype=torch.float64),
+        torch.full((1, 1, 1), eager, dtype=torch.float64),
+        torch.zeros(1, 1, 1, dtype=torch.float64),
+    )
+
+
+def test_row_sentence_has_the_numbers_and_the_place() -> None:
+    reference = one_head([10.0, 0.0], [3.0, 4.0])
+    output = one_head([11.0, 0.0], [6.0, 8.0])  # off by 1 and by 5
+    allowed = Tolerance(2.5, 0.0, rows=rows_of([0.5, 0.5], eager=1.5))
+    verdict = verdict_of(output, reference, "exact", allowed)
+    assert not verdict.passed
+    assert verdict.sentence == (
+        "max abs error 4 is within 5 = 2 × 2.5 (same-dtype eager) + 0 (rounding); "
+        "worst row (batch 0, head 0, query 1): error 5 exceeds 3.5 = "
+        "(4 + 2 × 1.5 of same-dtype eager) × 0.5 (rounding)"
+    )
+    wider = replace(allowed, rows=rows_of([0.5, 0.5], eager=3.0))  # the limit itself passes
+    assert verdict_of(output, reference, "exact", wider).passed
+    # The worst row is that which is worst beside its own limit.
+    named = replace(allowed, rows=rows_of([0.02, 0.5], eager=1.5))
+    assert (
+        "query 0): error 1 exceeds 0.14" in verdict_of(output, reference, "exact", named).sentence
+    )
+
+
+def test_rows_whose_noise_is_unknown_are_not_judged() -> None:
+    reference = one_head([3.0, 4.0], [1.0, 0.0])
+    output = one_head([3.0, 4.0], [0.0, 1.0])
+    for unknown in (math.nan, math.inf):
+        allowed = Tolerance(1.0, 0.0, rows=rows_of([1e-6, unknown]))
+        assert verdict_of(output, reference, "exact", allowed).passed
+        output[0, 0, 0] = 0.0
+        assert not verdict_of(output, reference, "exact", replace(allowed, noise=9.0)).passed
+        output[0, 0, 0] = reference[0, 0, 0]
+
+
+def test_a_few_elements_have_the_noise_of_their_worst_row() -> None:
+    """The eager kernel can be right by luck, which is no measure for others."""
+    verdict = verdict_of(one_head([1.0]), one_head([1.5]), "exact", Tolerance(0.0, 0.1, noise=0.1))
+    assert not verdict.passed
+    assert verdict.sentence == (
+        "max abs error 0.5 exceeds 0.4 = 4 × 0.1 (rounding of its worst row)"
+    )
+
+
+def test_thresholds_are_those_of_the_class() -> None:
+    reference, output = one_head([1.0, 0.0]), one_head([1.25, 0.0])
+    allowed = Tolerance(0.1, 0.0, rows=rows_of([0.05]))
+    wide, narrow = ExactThresholds(3.0, 8.0), ExactThresholds()
+    for accuracy_class, thresholds in (
+        ("exact", Thresholds(exact=wide, sparse=narrow)),
+        ("sparse", Thresholds(exact=narrow, sparse=wide)),
+    ):
+        expected = Expected(reference, allowed)
+        assert judge(output, expected, accuracy_class, thresholds).passed
+        other = "sparse" if accuracy_class == "exact" else "exact"
+        assert not judge(output, expected, other, thresholds).passed
+    loose = Thresholds(quantised=QuantisedThresholds(maximum_relative_l1=0.3))
+    assert judge(output, Expected(reference, allowed), "quantised", loose).passed
+    assert not judge(output, Expected(reference, allowed), "quantised").passed
+
+
+def test_the_verdict_says_where() -> None:
+    reference = torch.ones(2, 3, 128, 4)
+    output = reference.clone()
+    output[1, 2, 10:12] += 0.5
+    where = verdict_of(output, reference).where
+    assert (where.head, where.queries) == ((1, 2), (10, 11))
+    assert (where.worst, where.typical) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("accuracy_class", ["exact", "quantised", "sparse"])
+@pytest.mark.parametrize("q_len", [9, 70])
+def test_without_keys_zeros_alone_are_right(accuracy_class: AccuracyClass, q_len: int) -> None:
+    call = random_call(q_heads=4, kv_heads=2, q_len=q_len, kv_len=0, dtype=torch.bfloat16)
+    chosen = torch.ones(q_len, 0, dtype=torch.bool) if accuracy_class == "sparse" else None
+    expected, zeros = Expected.of(call, chosen), torch.zeros_like(call.query)
+    assert judge(zeros, expected, accuracy_class).passed
+    for wrong in (zeros + 0.01, zeros + math.nan):
+        assert not judge(wrong, expected, accuracy_class).passed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_without_keys_may_not_err(dtype: torch.dtype) -> None:
+    """As the rows of a timed sample are judged."""
+    found = Expected.of_heads(random_call(kv_len=0, dtype=dtype))
+    assert len(found) == 2
+    assert all(not bool(each.reference.any()) for each in found)
+    assert all(each.tolerance.same_dtype_error == 0 for each in found)

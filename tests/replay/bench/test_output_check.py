@@ -1,0 +1,333 @@
+"""What becomes of kernels that are wrong, broken or unfair: small fake ones."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.bench.settings import Settings
+from replay.isolation.inputs import POISON, Inputs
+from replay.kernels.registry import catalogue
+from replay.rows.row_files import row_to_json
+from tests.replay.bench.conftest import CHECKED, WARMING_UP
+from tests.replay.bench.small_kernels import (
+    MakeCall,
+    MakeWorkload,
+    Register,
+    raising,
+    rows_of,
+    sdpa,
+)
+
+OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
+    "right": (sdpa, "ok", "max abs error .* is within"),
+    "wrong-shape": (
+        lambda **a: sdpa(**a).transpose(1, 2),
+        "error",
+        r"returned shape \(1, 9, 2, 32\) where \(1, 2, 9, 32\) is right",
+    ),
+    "wrong-dtype": (
+        lambda **a: sdpa(**a).to(torch.float64),
+        "error",
+        "returned float64 where float32 is right",
+    ),
+    "a-tuple": (lambda **a: (sdpa(**a), None), "error", "returned tuple, not a tensor"),
+    "nothing": (lambda **a: None, "error", "returned NoneType, not a tensor"),
+    "raises": (
+        raising(ValueError("no such tile\nlong story")),
+        "error",
+        "ValueError: no such tile",
+    ),
+    "raises-silently": (raising(AssertionError()), "error", "AssertionError: AssertionError"),
+    "exits": (raising(SystemExit(0)), "error", "SystemExit: 0"),
+    "out-of-memory": (
+        raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
+        "out-of-memory",
+        "needed 2 GiB",
+    ),
+    "host-memory": (raising(MemoryError()), "out-of-memory", "MemoryError"),
+    "cpu-allocator": (
+        raising(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+        ),
+        "out-of-memory",
+        "can't allocate memory",
+    ),
+    "requires-grad": (
+        lambda **a: sdpa(**a).requires_grad_(),
+        "error",
+        "requires a gradient, not a plain tensor",
+    ),
+    "negated-view": (
+        lambda **a: torch._neg_view(-sdpa(**a)),
+        "error",
+        "lazily negated or conjugated view",
+    ),
+    "one-nan": (
+        lambda **a: sdpa(**a).index_fill(2, torch.tensor([3]), float("nan")),
+        "inaccurate",
+        "64 elements are NaN or infinite in the output",
+    ),
+    "zeros": (lambda **a: torch.zeros_like(a["query"]), "inaccurate", "exceeds"),
+    "slightly-wrong": (lambda **a: sdpa(**a) * 1.001, "inaccurate", "max abs error .* exceeds"),
+    "ignores-scale": (
+        lambda **a: sdpa(**(a | {"scale": None})),
+        "inaccurate",
+        "max abs error .* exceeds",
+    ),
+}
+
+
+def test_outcomes(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    call = make_call(scale=0.3)
+    chosen = [kernels(name, attention) for name, (attention, _, _) in OUTCOMES.items()]
+    rows = rows_of(call, workload, quick, *chosen)
+    assert list(rows) == [*OUTCOMES, "torch-default"]
+    for name, (_, status, reason) in OUTCOMES.items():
+        row = rows[name]
+        assert row.status == status, (name, row.reason)
+        assert re.search(reason, row.reason), (name, row.reason)
+        assert "\n" not in row.reason
+        assert row.flop_per_byte == pytest.approx(rows["right"].flop_per_byte)
+        assert (row.speedup is not None) == (name == "right"), name
+        assert (row.time_ms is not None) == (status in ("ok", "inaccurate")), name
+        assert row.machine.torch == torch.__version__
+        json.dumps(row_to_json(row), allow_nan=False)
+
+
+def test_unavailable_and_unsupported_kernels_are_not_called(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    never = raising(AssertionError("called"))
+    rows = rows_of(
+        make_call(),
+        workload,
+        quick,
+        kernels("absent", never, unavailable=lambda device: f"not installed on {device}"),
+        kernels("picky", never, unsupported=lambda call: f"head_dim {call.shape.head_dim}"),
+        kernels("bad-check", never, unsupported=lambda call: f"{call.no_such_fact}"),
+        kernels("leaves", never, unsupported=lambda call: sys.exit(0)),
+    )
+    assert (rows["absent"].status, rows["absent"].reason) == (
+        "unavailable",
+        "not installed on cpu",
+    )
+    assert (rows["picky"].status, rows["picky"].reason) == ("unsupported", "head_dim 32")
+    assert rows["bad-check"].status == "error"
+    assert "no_such_fact" in rows["bad-check"].reason
+    assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
+    assert rows["torch-default"].status == "ok"
+    for name in ("absent", "picky", "bad-check"):
+        assert rows[name].flop_per_byte is not None
+        assert (rows[name].time_ms, rows[name].accuracy) == (None, None)
+
+
+def test_kernels_run_without_gradients_and_not_in_inference_mode(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """As in models: in inference mode launches are cheaper."""
+    modes: set[tuple[bool, bool]] = set()
+
+    def watching(**arguments: Any) -> Tensor:
+        modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return sdpa(**arguments)
+
+    rows_of(make_call(), workload, quick, kernels("watching", watching))
+    assert modes == {(False, False)}
+
+
+def test_what_is_timed_is_judged_too(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """Right on the first call and then not: a graph that lost a launch, a result kept too long."""
+    calls = 0
+    kept: list[Tensor] = []
+
+    def loses_its_launch(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls <= 2:
+            kept[:] = [sdpa(**arguments)]
+        return kept[0]
+
+    def changes_its_mind(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return sdpa(**arguments) * (1 if calls <= 2 else 2)
+
+    for attention in (loses_its_launch, changes_its_mind):
+        calls = 0
+        kernel = kernels(attention.__name__, attention)
+        row = rows_of(make_call(), workload, quick, kernel)[kernel.name]
+        assert row.status == "inaccurate"
+        assert "wrong when" in row.reason
+        assert row.speedup is None
+        assert row.accuracy is not None
+        assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
+
+
+def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """As one that replays a CUDA graph does: a model that keeps two outputs would have one."""
+    buffers: dict[torch.Size, Tensor] = {}
+
+    def static(**arguments: Any) -> Tensor:
+        output = sdpa(**arguments)
+        return buffers.setdefault(output.shape, torch.empty_like(output)).copy_(output)
+
+    chosen = (kernels("static", static), kernels("part", lambda **a: static(**a)[:]))
+    rows = rows_of(make_call(), workload, quick, *chosen, kernels("fresh", sdpa))
+    flag = "returns the same memory again: a later call overwrites an earlier output"
+    assert {
+        name: (rows[name].status, rows[name].flags) for name in ("static", "part", "fresh")
+    } == {
+        "static": ("ok", (flag,)),
+        "part": ("ok", (flag,)),
+        "fresh": ("ok", ()),
+    }
+
+
+def test_an_output_that_shows_what_its_memory_held_is_flagged(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No allocator of a CPU promises which memory an output gets: here one number stands for it."""
+    held = [0.0]
+    monkeypatch.setattr(Inputs, "poison", lambda self, call, value=POISON: held.append(value))
+
+    def leaves_a_row(**arguments: Any) -> Tensor:
+        return sdpa(**arguments).index_fill(2, torch.tensor([8]), held[-1])
+
+    def leaves_all(**arguments: Any) -> Tensor:
+        return torch.full_like(arguments["query"], held[-1])
+
+    call = make_call()
+    leaving = (kernels("a row", leaves_a_row), kernels("all", leaves_all))
+    rows = rows_of(call, workload, quick, *leaving, kernels("nothing", sdpa))
+    assert call.shape.q_len == 9
+    found = {name: (row.status, row.flags) for name, row in rows.items()}
+    assert found["a row"] == ("inaccurate", ("leaves 64 output elements unwritten",))
+    assert found["all"] == ("inaccurate", ("leaves 576 output elements unwritten",))
+    assert found["nothing"] == ("ok", ())
+
+
+@pytest.mark.usefixtures("known_calls")
+@pytest.mark.parametrize("call_number", [1, 2, CHECKED + 2, CHECKED + WARMING_UP + 2])
+def test_a_kernel_that_ends_the_program_loses_its_row_only(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    call_number: int,
+) -> None:
+    """While it is checked, judged for determinism, warmed up and timed."""
+    calls = 0
+
+    def leaves(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == call_number:
+            sys.exit(0)
+        return sdpa(**arguments)
+
+    others = {"prepare": lambda call: sys.exit(0)}
+    settings = replace(quick, errors_against="leaves") if call_number == 1 else quick
+    rows = rows_of(
+        make_call(), workload, settings, kernels("leaves", leaves), kernels("core", sdpa, **others)
+    )
+    assert rows["core"].status == "ok"
+    assert rows["core"].flags == ("no core time: SystemExit: 0",)
+    if call_number > 1:  # the first one was for the errors against it
+        assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
+
+
+def test_references_and_noise_floor(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    call = make_call(dtype=torch.bfloat16, with_output=True)
+    settings = replace(quick, errors_against="torch-flash", compare_stats=True)
+    row = rows_of(call, workload, settings, catalogue()["torch-math"])["torch-math"]
+    assert row.accuracy is not None
+    assert row.accuracy.captured is not None
+    assert row.accuracy.captured.max_abs == 0  # math made the recorded output
+    assert row.accuracy.kernel is not None
+    assert 0 < row.accuracy.kernel.max_abs < 0.05
+    assert row.accuracy.noise_floor == row.accuracy.reference
+    assert row.output_summary is not None
+    assert row.reference_summary is not None
+    assert row.output_summary != row.reference_summary
+
+    without = rows_of(make_call(), workload, quick, catalogue()["torch-math"])["torch-math"]
+    assert without.accuracy is not None
+    assert (without.accuracy.captured, without.accuracy.noise_floor) == (None, None)
+    assert without.output_summary is None
+
+
+def test_a_reference_kernel_that_changes_inputs_or_fails(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    def mutating(**arguments: Any) -> Tensor:
+        arguments["key"].zero_()
+        raise RuntimeError("broken")
+
+    kernels("mutating", mutating)
+    call = make_call()
+    key = call.key.clone()
+    settings = replace(quick, errors_against="mutating")
+    rows = rows_of(call, workload, settings, catalogue()["torch-math"])
+    assert torch.equal(call.key, key)
+    assert rows["torch-math"].status == "ok"
+    assert rows["torch-math"].accuracy is not None
+    assert rows["torch-math"].accuracy.kernel is None
+    assert rows["torch-math"].accuracy.reference.max_abs < 1e-5
+    assert rows["torch-math"].changed_inputs == ()
+    assert (rows["mutating"].status, rows["mutating"].changed_inputs) == ("error", ("key",))
+
+
+def test_quantised_kernels_have_their_own_rule(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    rough: Callable[..., Tensor] = lambda **a: sdpa(**a) * 1.05  # noqa: E731 - a kernel's name
+    call = make_call(dtype=torch.bfloat16)
+    rows = rows_of(
+        call,
+        workload,
+        quick,
+        kernels("rough", rough),
+        kernels("rough-int8", rough, accuracy_class="quantised"),
+    )
+    assert rows["rough"].status == "inaccurate"
+    assert rows["rough-int8"].status == "ok"
+
+
+def test_a_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
+    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+) -> None:
+    """A channel of recorded keys may be far from zero, as long as its mean can be subtracted."""
+
+    def rounded(tensor: Tensor) -> Tensor:
+        step = tensor.abs().amax(-1, keepdim=True) / 127
+        return (tensor / step).round() * step
+
+    def smoothed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return sdpa(rounded(query), rounded(key - key.mean(2, keepdim=True)), value, **options)
+
+    call = make_call(q_len=64, kv_len=64)
+    call.key[..., 3] += 200
+    kernel = kernels("smoothed-int8", smoothed, accuracy_class="quantised")
+    row = rows_of(call, workload, quick, kernel)["smoothed-int8"]
+    assert row.status == "ok", row.reason

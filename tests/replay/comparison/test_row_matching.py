@@ -1,0 +1,91 @@
+"""The same kernel on the same call, and nothing else, is compared."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from capture.call.shape import Shape
+from replay.comparison.row_matching import (
+    ComparisonError,
+    Difference,
+    Run,
+    check_settings,
+    differences,
+    match,
+)
+from replay.rows.row import Machine
+from tests.factories import call_facts, row, unreadable
+
+
+def test_rows_of_one_subject_are_paired_and_the_others_are_named() -> None:
+    before = Run("before", [row("a"), row("b"), unreadable()])
+    after = Run("after", [row("c"), row("b"), row("b", environment="other")])
+    found = match(before, after)
+    assert [(old.kernel, new.kernel) for old, new in found.pairs] == [("b", "b")]
+    assert [each.kernel for each in found.missing] == ["a"]
+    assert [str(each.id) for each in found.new] == ["c", "b@other"]
+    assert before.unreadable == ["call"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"module": "layers.1"},
+        {"step": 1},
+        {"call_index": 1},
+        {"dtype": "float16"},
+        {"shape": Shape(1, 2, 2, 64, 65, 32, 32)},
+        {"is_causal": True},
+        {"model": "another"},
+        {"weights": "trained"},
+    ],
+)
+def test_a_call_of_the_same_name_may_be_another(changed: dict[str, Any]) -> None:
+    other = replace(call_facts(), **changed)
+    common = row("a", call_facts("common"))
+    found = match(Run("before", [common, row("a")]), Run("after", [common, row("a", other)]))
+    assert (len(found.pairs), len(found.missing), len(found.new)) == (1, 1, 1)
+
+
+def test_what_pytorch_chose_when_it_was_recorded_is_not_what_a_call_is() -> None:
+    before, after = (row("a", call_facts(backend=each)) for each in ("torch-flash", "torch-math"))
+    assert len(match(Run("before", [before]), Run("after", [after])).pairs) == 1
+
+
+def test_nothing_in_common_and_two_rows_of_one_subject_are_refused() -> None:
+    with pytest.raises(ComparisonError, match="before and after have no kernel on the same call"):
+        match(Run("before", [row("a")]), Run("after", [row("b")]))
+    with pytest.raises(ComparisonError, match="after has two rows of a on call: give each run"):
+        match(Run("before", [row("a")]), Run("after", [row("a"), row("a")]))
+
+
+def test_versions_that_differ_are_told_once_and_not_of_a_worker_that_died() -> None:
+    old = [row("a", machine=Machine(device="x", torch="1")), row("b", machine=Machine(device="x"))]
+    new = [row("a", machine=Machine(device="x", torch="2")), row("b")]
+    pairs = list(zip(old * 2, new * 2, strict=True))
+    assert differences(pairs) == [Difference("this", "torch", "1", "2")]
+
+
+@pytest.mark.parametrize(
+    ("option", "fields"),
+    [("--cache cold", {"cache": "cold"}), ("--calls-before 4", {"calls_before": 4})],
+)
+def test_times_taken_in_another_way_are_refused(option: str, fields: dict[str, Any]) -> None:
+    new = row("a", ms=1.0, cache="warm", calls_before=0)
+    old = replace(new, **fields)
+    before, after = Run("before", [old]), Run("after", [new])
+    with pytest.raises(ComparisonError, match=f"before was measured with {option} and after with"):
+        check_settings([(old, new)], before, after)
+    check_settings([(replace(old, time_ms=None), new)], before, after)
+
+
+def test_times_of_another_timer_are_refused() -> None:
+    """Of a version before, whose cold cache was overwritten."""
+    new = row("a", ms=1.0, cache="cold", timer="cuda-events-after-reads")
+    old = replace(new, timer="cuda-events")
+    sentence = "before was timed by cuda-events and after by cuda-events-after-reads: replay the ea"
+    with pytest.raises(ComparisonError, match=sentence):
+        check_settings([(old, new)], Run("before", [old]), Run("after", [new]))

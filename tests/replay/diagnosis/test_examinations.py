@@ -1,0 +1,320 @@
+"""Kernels examined on a dataset, each in a process of its own; and around a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import replay
+from capture.errors import CaptureError
+from capture.storage.call_file import PackedCall
+from capture.storage.dataset import Dataset
+from replay.diagnosis.captured import CAPTURED
+from replay.diagnosis.diagnosis import Diagnosis, layer_index
+from replay.diagnosis.diagnosis_text import paragraphs
+from replay.diagnosis.examinations import Diagnoses, _Here, _Processes, diagnose
+from replay.kernels.registry import Kernel, find
+from replay.workers.process import Process
+from replay.workloads.recorded import Workload, from_directory
+from tests.factories import random_call, settings
+from tests.replay.diagnosis import faulty
+
+RunCli = Callable[..., tuple[int, str, str]]
+FAULTY = str(Path(faulty.__file__))
+BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
+
+
+@pytest.fixture
+def two_scales(tmp_path: Path) -> list[Workload]:
+    """Two calls of one shape."""
+    dataset = Dataset(tmp_path, [], [])
+    for index, scale in enumerate((0.1, 0.5)):
+        call = random_call(scale=scale, with_output=True, origin={"module": f"layers.{index}"})
+        path = tmp_path / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    return from_directory(tmp_path)[0]
+
+
+def test_what_an_earlier_call_leaves_behind(two_scales: list[Workload]) -> None:
+    """In two processes: the second meets the second call only."""
+    kernel = find(f"{FAULTY}:scale_kept_by_shape")
+    examiner, found = _Processes(settings(), timeout=60), Diagnoses()
+    try:
+        for workload in two_scales:
+            examiner.examine(kernel, workload, found)
+    finally:
+        examiner.close()
+    assert found.right == {two_scales[0].name: [kernel.name]}
+    assert [(each.call, each.cause) for each in found.found] == [
+        (two_scales[1].name, "stale-graph")
+    ]
+
+
+@pytest.mark.slow
+def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
+    two_scales: list[Workload],
+) -> None:
+    """Each kernel in processes of its own, which take seconds to start."""
+    faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
+    kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
+    found = diagnose(two_scales, kernels, settings(), timeout=60)
+    # The first scale stays right, and so would others of it.
+    assert [
+        (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
+    ] == [
+        ("segfault", "0", "unknown"),
+        ("segfault", "1", "unknown"),
+        ("scale_kept_by_shape", "1", "stale-graph"),
+        ("without_options", "0", "wrong-scale"),
+        ("without_options", "1", "wrong-scale"),
+    ]
+    assert found.examined == 10
+    crash, _, kept, wrong, _ = found.found
+    assert crash.evidence["status"] == "crash"
+    assert (crash.layer, crash.layer_index, crash.step, crash.head) == ("layers.0", 0, 0, None)
+    assert "right as the first call of a process and wrong after another call" in kept.sentence
+    assert (kept.layer, wrong.layer) == ("layers.1", "layers.0")
+    assert wrong.instead.startswith("torch-math, which is right on this call")
+
+
+def test_the_command_writes_one_finding_per_kernel_and_call(
+    run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "findings.json"
+    kernels = f"torch-math,{FAULTY}:scales_query,captured"
+    asked = ("--dir", str(recorded), "--kernels", kernels, "--in-process", "--device", "cpu")
+    code, out, _ = run_cli("doctor", *asked, "--json", str(path))
+    assert code == 1
+    findings = json.loads(path.read_text())
+    assert [each["call"] for each in findings] == [f"model-{index:06d}" for index in range(3)]
+    assert all(each.keys() == {f.name for f in dataclasses.fields(Diagnosis)} for each in findings)
+    assert {each["cause"] for each in findings} == {"input-changed"}
+    assert findings[1]["layer"] == "layers.1"
+    assert findings[1]["evidence"]["changed"] == ["query"]
+    assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
+    assert "3 of 9 runs of a kernel on a call are wrong" in out
+
+
+def test_what_is_wrong_elsewhere_is_not_named_instead(recorded: Path) -> None:
+    workloads, _ = from_directory(recorded)
+    kernels = [find(f"{FAULTY}:{name}") for name in ("wrong_once", "one_row_off")]
+    found = diagnose(workloads[:2], [CAPTURED, *kernels], settings(), in_process=True)
+    assert [each.kernel.rpartition(":")[2] for each in found.found] == [
+        "wrong_once",
+        *["one_row_off"] * 2,
+    ]
+    assert {each.instead for each in found.found} == {"torch-default, which is right on this call"}
+
+
+@pytest.mark.parametrize(("q_len", "said"), [(1, "(query 0 of"), (3, "(queries 0 to 2 of")])
+def test_a_finding_without_a_cause_says_which_queries(
+    tmp_path: Path, q_len: int, said: str
+) -> None:
+    dataset = Dataset(tmp_path, [], [])
+    path = tmp_path / "model-000000.safetensors"
+    dataset.entries.append(PackedCall.of(random_call(q_len=q_len)).write(path))
+    dataset.save_manifest()
+    workloads, _ = from_directory(tmp_path)
+    found = diagnose(workloads, [find(f"{FAULTY}:too_long")], settings(), in_process=True)
+    assert [each.cause for each in found.found] == ["unknown"]
+    assert said in found.found[0].sentence
+
+
+@pytest.fixture
+def no_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Process, "start", lambda process: pytest.fail("starts a process"))
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
+    asked = ("--dir", str(recorded), "--kernels", "torch-math", "--in-process", "--json", "-")
+    code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
+    assert (code, json.loads(out)) == (0, [])
+    assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
+
+
+def test_a_timeout_that_would_do_nothing_is_refused(run_cli: RunCli) -> None:
+    code, out, err = run_cli("doctor", "--dir", "x", "--in-process", "--timeout", "9")
+    assert (code, out) == (2, "")
+    assert (
+        err
+        == "replay: --in-process has no worker that --timeout could end: leave out one of them\n"
+    )
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
+    asked = ("--model", "llama", "--max", "1", "--kernels", "torch-math", "--json", "-")
+    code, out, err = run_cli("doctor", *asked, "--in-process", "--quiet")
+    assert (code, json.loads(out)) == (0, [])
+    assert re.match(r"recorded 1 of \d+ attention calls \([0-9.]+ [kM]B\)\n", err)
+
+
+@pytest.mark.parametrize(("default", "said"), [("cuda", ["cpu"]), ("cpu", [])])
+def test_a_model_is_recorded_on_the_device_that_is_named(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, said: list[str]
+) -> None:
+    """Where it is the default, a function that takes no device is not asked to."""
+    asked: list[str] = []
+
+    def record(argv: Sequence[str]) -> None:
+        asked[:] = argv
+        raise SystemExit(2)
+
+    monkeypatch.setattr("capture.cli.main.main", record)
+    device_of = "replay.cli.doctor.device_of"
+    monkeypatch.setattr(device_of, lambda name: torch.device(name or default))
+    given = ("--model", "llama", "--kernels", "torch-math", "--in-process", "--device", "cpu")
+    assert run_cli("doctor", *given)[0] == 2
+    assert [each for before, each in pairwise(asked) if before == "--device"] == said
+
+
+def test_earlier_findings_are_kept_until_there_are_new_ones(
+    run_cli: RunCli, recorded: Path, tmp_path: Path
+) -> None:
+    earlier = tmp_path / "findings.json"
+    earlier.write_text("[]\n")
+    asked = ("--dir", str(recorded), "--kernels", "eagr", "--json", str(earlier))
+    assert run_cli("doctor", *asked)[0] == 2
+    assert earlier.read_text() == "[]\n"
+
+
+def test_what_was_found_before_control_c_is_shown(
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    examine, calls = _Here.examine, []
+
+    def interrupted(here: _Here, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        if workload.name in calls:  # of the second kernel
+            raise KeyboardInterrupt
+        calls.append(workload.name)
+        examine(here, kernel, workload, found)
+
+    monkeypatch.setattr(_Here, "examine", interrupted)
+    earlier = tmp_path / "findings.json"
+    earlier.write_text("[]\n")
+    kernels = f"{FAULTY}:scales_query,torch-math"
+    asked = ("--dir", str(recorded), "--kernels", kernels, "--in-process", "--device", "cpu")
+    code, out, err = run_cli("doctor", *asked, "--json", str(earlier))
+    assert code == 130
+    assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
+    assert err.splitlines()[-1] == (
+        "replay: interrupted: 3 of 6 runs of a kernel on a call were examined, "
+        f"and {earlier} stayed as before"
+    )
+    assert earlier.read_text() == "[]\n"
+
+
+def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "wrong"
+    directory.mkdir()
+    dataset = Dataset(directory, [], [])
+    call = from_directory(recorded)[0][0].load(torch.device("cpu"))
+    assert call.output is not None
+    call = call.with_tensors({"output": torch.zeros_like(call.output)})
+    dataset.entries.append(PackedCall.of(call).write(directory / "model-000000.safetensors"))
+    dataset.save_manifest()
+    asked = ("--dir", str(directory), "--kernels", "captured", "--in-process", "--device", "cpu")
+    code, out, _ = run_cli("doctor", *asked)
+    assert code == 1
+    assert "captured: output-unwritten on 1 call" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--dir", "/nowhere"), "no such directory"),
+        (("--dir", "{}", "--kernels", "sage2", "--device", "cpu"), "sage2 cannot run on cpu"),
+        (("--dir", "{}", "--call", "other"), "no call 'other' was recorded"),
+        (("--dir", "{}", "--max", "3"), "give --model MODEL"),
+        (("--model", "llama", "--json", "."), "cannot write .: it is a directory"),
+        (("--model", "llama", "--kernels", "eagr"), "no kernel 'eagr'"),
+        (("--kernels", "eager"), "one of the arguments --dir --model is required"),
+    ],
+)
+def test_wrong_input_exits_with_2(
+    run_cli: RunCli, recorded: Path, arguments: tuple[str, ...], sentence: str
+) -> None:
+    code, _, err = run_cli("doctor", *(each.format(recorded) for each in arguments))
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert sentence in err
+
+
+class Block(torch.nn.Module):
+    def forward(self, hidden: Tensor) -> Tensor:
+        mask = torch.ones(40, 40, dtype=torch.bool).tril()
+        return torch.nn.functional.scaled_dot_product_attention(hidden, hidden, hidden, mask)
+
+
+def test_around_a_run() -> None:
+    model = torch.nn.Sequential(Block(), Block())
+    hidden = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
+    with replay.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
+        model(hidden)
+        assert diagnosis.is_healthy  # not examined yet
+    assert [(each.layer, each.cause) for each in diagnosis.found] == [
+        ("0", "mask-ignored"),
+        ("1", "mask-ignored"),
+    ]
+    assert "torch-default, which is right on this call" in str(diagnosis)
+
+
+@pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
+def test_around_a_run_without_attention() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(CaptureError, match="nothing to examine: "), replay.doctor(model):
+        model(torch.ones(2))
+
+
+def test_the_number_of_a_layer() -> None:
+    assert layer_index("transformer.transformer_blocks.12.attn1") == 12
+    assert layer_index("mid_block.attention2") is None
+
+
+def test_the_worst_call_is_shown_first() -> None:
+    found = [
+        Diagnosis(f"call-{at}", "k", "overflow", f"layers.{at}", at, 0, 1, "…", {"error": error})
+        for at, error in enumerate((0.5, None, 0.7, 0.1, 0.2, 0.3, 0.4))
+    ]
+    lines = list(paragraphs(found, 9))
+    assert lines[:3] == [
+        "k: overflow on 7 calls",
+        "  call-1: layers.1, step 0, head 1: …",
+        "  also call-0: layers.0, step 0, head 1",
+    ]
+    assert lines[6:] == [
+        "  and 2 more calls (--json lists all)",
+        "",
+        "7 of 9 runs of a kernel on a call are wrong, by 1 kernel",
+    ]
+
+
+@pytest.mark.parametrize("in_process", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_call_without_queries_or_keys_costs_no_other_finding(
+    tmp_path: Path, in_process: bool
+) -> None:
+    dataset = Dataset(tmp_path, [], [])
+    for index, (q_len, kv_len) in enumerate([(9, 13), (0, 13), (9, 0)]):
+        call = random_call(q_len=q_len, kv_len=kv_len, scale=0.5, with_output=True)
+        path = tmp_path / f"model-{index:06d}.safetensors"
+        dataset.entries.append(PackedCall.of(call).write(path))
+    dataset.save_manifest()
+    kernels = [CAPTURED, find(f"{FAULTY}:without_options")]
+    found = diagnose(
+        from_directory(tmp_path)[0], kernels, settings(), timeout=60, in_process=in_process
+    )
+    assert [(each.call, each.cause) for each in found.found] == [("model-000000", "wrong-scale")]
+    assert found.unreadable == {
+        "model-000001": "model-000001: a query of 1×2×0×32 has no output that could be judged"
+    }
+    assert found.right["model-000002"] == [kernel.name for kernel in kernels]

@@ -1,0 +1,327 @@
+"""What a check does around the model's process, with a process that only pretends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from capture.storage.capture_record import CaptureRecord
+from replay.end_to_end.model_check import MOST_ROUNDS, Checked, check
+from replay.end_to_end.model_clock import RunTimes
+from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant
+from replay.end_to_end.predicted_times import RUN
+from replay.rows.row import GpuState, KernelId, Row
+from replay.timing.statistics import summarize
+from tests import factories
+from tests.factories import census
+
+CENSUS = census(("layers.0", "denoise", 64, 12))
+
+
+class Pretended:
+    """Runs of a second each, four forwards in it; what a kernel does is scripted.
+
+    Attributes:
+        log: the variants in the order of their runs, `(name)` where it looked inside; and "count".
+        deaths: by variant, after how many of its runs it takes the process along.
+    """
+
+    def __init__(
+        self,
+        *,
+        seconds: float = 1.0,
+        deaths: Mapping[str, int] | None = None,
+        errors: Mapping[str, int] | None = None,
+        busy: float | None = None,
+        census: dict[str, Any] | None = None,
+    ) -> None:
+        self.builds = 0
+        self.is_built = False
+        self.log: list[str] = []
+        self.closed = False
+        self.deaths, self.errors = dict(deaths or {}), dict(errors or {})
+        self.seconds, self.busy = seconds, busy
+        self.waits: Mapping[str, float] = {}
+        self.census = census or CENSUS
+        self.round = ""
+        self.rounds: list[str] = []
+
+    def build(self) -> None:
+        if not self.is_built:
+            self.builds += 1
+            self.is_built = True
+            self.log.append("build")
+
+    def run(
+        self,
+        variant: Variant,
+        keep: Path | None = None,
+        text: str | None = None,
+        save: tuple[Path, str] | None = None,
+    ) -> Run:
+        self.build()
+        self.rounds.append(self.round)
+        self.log.append(variant.name)
+        if self.errors.get(variant.name) == self.log.count(variant.name) - 1:
+            raise RunFailed("error", "ValueError: no")
+        if self.deaths.get(variant.name) == self.log.count(variant.name) - 1:
+            self.is_built = False
+            raise RunFailed("crash", "it crashed", "its last words")
+        if keep is not None:
+            drifted = 0.0 if variant is BASELINE else 0.5
+            save_file({"output": torch.ones(2, 8) + drifted}, keep)
+        return self._ran(self.seconds if variant is BASELINE else self.seconds / 2)
+
+    def count(self) -> dict[str, Any]:
+        self.build()
+        self.log.append("count")
+        return self.census
+
+    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
+        self.build()
+        self.log.append(f"({variant.name})")
+        self.waits = waits
+        run = self._ran(self.seconds, self.busy, attention=3.0 if variant is BASELINE else 2.0)
+        if self.busy is not None:  # on a GPU
+            run.times.launch["denoise"] = 0.4 if variant is BASELINE else 0.6
+        return run
+
+    def close(self) -> None:
+        self.closed = True
+
+    def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> Run:
+        forward = seconds / 4 if busy is None else busy
+        times = RunTimes(seconds, {"denoise": [forward] * 4}, {}, {"denoise": attention})
+        peak = None if self.busy is None else 5
+        state = None if self.busy is None else GpuState(1500, 300.0, None, None)
+        return Run(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
+
+
+class Drifting(Pretended):
+    """On a machine that grows slower by a tenth with every run."""
+
+    def run(self, variant: Variant, *arguments: Any) -> Run:
+        self.seconds *= 1.1
+        return super().run(variant, *arguments)
+
+
+def row(kernel: str, ms: float) -> Row:
+    return factories.row(kernel, ms=ms, layer_host_ms=summarize([0.05] * 5))
+
+
+def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Checked]:
+    record = CaptureRecord("model", "none", census=CENSUS)
+    rows = [row("torch-default", 50.0), *(row(name, 10.0) for name in names)]
+    variants = [Variant(name, name) for name in names]
+    return check(record, rows, variants, cast("ModelProcess", process), rounds=rounds)
+
+
+def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
+    process = Pretended()
+    own, a, b = checked(process, "a", "b", rounds=6)
+    names = [BASELINE.name, "a", "b"]
+    assert process.log[:5] == ["build", *names, "count"]
+    rounds = [process.log[at : at + 3] for at in range(5, 23, 3)]
+    assert [sorted(each) for each in rounds] == [sorted(names)] * 6
+    assert len(set(map(tuple, rounds))) > 1
+    assert process.log[23:] == [f"({name})" for name in names]
+    assert process.closed
+    assert own.measured[RUN].speedup is None
+    for each in (a, b):
+        assert each.measured[RUN].ms.n == 6
+        assert each.measured[RUN].ms.p50 == 500
+        assert each.measured["denoise"].ms.p50 == 125
+        speedup = each.measured["denoise"].speedup
+        assert speedup is not None
+        assert (speedup.ratio, speedup.verdict) == (2, "fast")
+        assert (each.hits, each.fallbacks) == (8, {"takes no mask": 4})
+        assert (each.own_calls, each.missing) == (3, ["layers.9"])
+        assert each.drift["relative_l1"] == pytest.approx(0.5)
+        # 1 s − 12 · 40 ms
+        predicted = each.predicted(RUN)
+        assert predicted is not None
+        assert predicted.new_seconds is not None
+        assert predicted.new_seconds.value == pytest.approx(0.52)
+        assert each.prediction_error(RUN) == pytest.approx(1 / 0.52 / 2 - 1)
+        assert each.attention_seconds == {RUN: 2.0, "denoise": 0.5}
+        assert each.own_attention_seconds == {RUN: 3.0, "denoise": 0.75}
+        assert each.busy_seconds == {}
+    assert process.waits == {"denoise": 0.25}
+
+
+def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    process = Drifting()
+    own, *kernels = checked(process, *names, rounds=8)
+    rounds = process.log[8:-6]
+    assert len(rounds) == 8 * 8
+    for at in range(0, 64, 8):
+        groups = [rounds[at : at + 3], rounds[at + 3 : at + 6], rounds[at + 6 : at + 8]]
+        assert all(group.count(BASELINE.name) == 1 for group in groups)
+        assert sorted(rounds[at : at + 8]) == sorted([*names, *[BASELINE.name] * 3])
+    groups = [rounds[at : at + 3] for first in range(0, 64, 8) for at in (first, first + 3)]
+    assert len({group.index(BASELINE.name) for group in groups}) > 1
+    assert len({frozenset(group) for group in groups}) > 2
+    assert own.measured[RUN].ms.n == 24
+    for each in kernels:
+        speedup = each.measured[RUN].speedup
+        assert speedup is not None
+        assert each.measured[RUN].ms.n == 8
+        # The machine grows slower by a tenth every run; a kernel halves its time.
+        assert 2 / 1.1**2.5 < speedup.ratio < 2 * 1.1**2.5  # two runs apart
+        assert speedup.holds(2)
+
+
+def test_kernels_that_failed_take_no_place_beside_the_models_own_attention() -> None:
+    names = ["a", "b", "c", "d", "e"]
+    own, *_, e = checked(Pretended(errors=dict.fromkeys(names[:4], 0)), *names, rounds=4)
+    assert own.measured[RUN].ms.n == e.measured[RUN].ms.n == 4
+    own, *failed = checked(Pretended(errors=dict.fromkeys(names, 1)), *names, rounds=4)
+    assert own.measured[RUN].ms.n == 3 + 3  # the round in which they fail, and those after it
+    assert all(each.status == "error" for each in failed)
+
+
+def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> None:
+    process = Pretended(deaths={"a": 2})
+    own, a, b = checked(process, "a", "b")
+    assert (a.status, a.reason) == (
+        "crash",
+        "it crashed; the model was rebuilt for the remaining runs",
+    )
+    assert a.log == "its last words"
+    assert not a.measured
+    assert process.builds == 2
+    second = process.log[process.log.index("build", 1) + 1 :]
+    for name in (BASELINE.name, "b"):
+        assert own.measured[RUN].ms.n == b.measured[RUN].ms.n == 3
+        # Every one ran once in the first process, three times timed, and once more to get warm.
+        assert process.log.count(name) == 5
+        assert second.count(name) >= 2
+    assert process.log.count("a") == 3
+    assert "(a)" not in process.log
+
+
+def test_a_kernel_that_raises_leaves_the_process_alone() -> None:
+    process = Pretended(errors={"a": 0})
+    _, a, b = checked(process, "a", "b")
+    assert (a.status, a.reason) == ("error", "ValueError: no")
+    assert process.builds == 1
+    assert b.status == "ok"
+
+
+def test_the_models_own_attention_is_tried_again_where_a_kernel_may_have_broken_it() -> None:
+    process = Pretended(deaths={BASELINE.name: 2})
+    own, a = checked(process, "a")
+    assert (own.status, a.status) == ("ok", "ok")
+    assert process.builds == 2
+    for broken in (Pretended(deaths={BASELINE.name: 0}), Pretended(errors={BASELINE.name: 1})):
+        with pytest.raises(RunFailed, match="the model fails with its own attention: "):
+            checked(broken, "a")
+        assert broken.closed
+
+
+def test_a_variant_that_is_refused_is_not_tried() -> None:
+    process = Pretended()
+    record = CaptureRecord("model", "none", census=CENSUS)
+    refused = Variant("a", "a", refused="another Python")
+    found = check(record, [], [refused], cast("ModelProcess", process), rounds=3)
+    assert [(each.status, each.reason) for each in found] == [
+        ("ok", ""),
+        ("unavailable", "another Python"),
+    ]
+    assert "a" not in process.log
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(0.01, MOST_ROUNDS), (1.0, 8), (60.0, 6)])
+def test_as_many_rounds_as_there_is_time_for(seconds: float, rounds: int) -> None:
+    # A run with the kernel takes half as long.
+    own, a = checked(Pretended(seconds=seconds), "a", rounds=None)
+    assert own.measured[RUN].ms.n == a.measured[RUN].ms.n == rounds
+
+
+def test_a_gpu_that_waits_for_its_host() -> None:
+    process = Pretended(busy=0.1)
+    own, a = checked(process, "a")
+    assert own.busy_seconds == {"denoise": 0.1}
+    assert a.more_launch_seconds == pytest.approx({RUN: 0.2, "denoise": 0.05})
+    predicted = a.predicted("denoise")
+    assert predicted is not None
+    assert predicted.waiting_share == pytest.approx(0.6)
+    assert (a.peak_bytes, a.sm_clock_mhz, a.power_w) == (5, 1500, 300.0)
+
+
+def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
+    size = [1, 2, 96, 32]
+    longer = {"signatures": [{"query": size, "key": size, "value": size}]}
+    longer["rows"] = [{"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}]
+    _, a = checked(Pretended(census=longer), "a")
+    assert a.prediction is None
+    assert a.unpredicted == (
+        "the model built here is not the one recorded: layers.0 (denoise) calls attention 0 times "
+        "on [1, 2, 64, 32] × [1, 2, 64, 32], not 12 times as recorded: capture it again"
+    )
+    assert a.measured[RUN].speedup is not None
+
+
+def test_attention_that_the_recording_did_not_see_is_told() -> None:
+    past = {"kind": "FlexAttention", "forwards": 8, "modules": 2, "example": "layers.1"}
+    for gone_past, told in ([], ""), ([past], "in 8 runs of FlexAttention (such as layers.1): "):
+        record = CaptureRecord("model", "none", census=CENSUS, gone_past=gone_past)
+        found = check(record, [], [], cast("ModelProcess", Pretended()), rounds=3)
+        assert told in found[0].short_census
+        assert bool(found[0].short_census) == bool(told)
+
+
+def test_no_prediction_without_the_baseline() -> None:
+    process = Pretended()
+    record = CaptureRecord("model", "none", census=CENSUS)
+    found = check(record, [], [Variant("a", "a")], cast("ModelProcess", process), rounds=3)
+    assert found[1].prediction is None
+    assert "torch-default was timed on none" in found[1].unpredicted
+    assert found[1].measured[RUN].speedup is not None
+
+
+def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
+    record = CaptureRecord("model", "none", census=CENSUS)
+    rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
+    rows[1] = replace(rows[1], changed_inputs=("key",))
+    variants = [Variant("a", "a"), Variant("b", "b"), Variant("plan", "", plan=Path("plan.json"))]
+    process = cast("ModelProcess", Pretended())
+    plan = {"plan": lambda module, phase: KernelId("a" if module == "layers.0" else "b")}
+    found = check(record, rows, variants, process, rounds=3, kernel_at=plan)
+    assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
+
+
+def test_runs_are_kept_as_they_were_timed() -> None:
+    class Interrupted(Pretended):
+        def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> Run:
+            run = super()._ran(seconds, busy, attention)
+            run.times.forwards["denoise"][len(self.log) % 4] += 0.5
+            run.times.run += 0.5
+            return run
+
+    own, a = checked(Interrupted(), "a", rounds=5)
+    assert (own.measured[RUN].ms.p50, a.measured[RUN].ms.p50) == pytest.approx((1000, 500))
+    assert (own.delayed, a.delayed) == pytest.approx((0.5 / 1.5, 0.5))
+    assert [times.run for times in a.runs] == [1.0] * 5
+    assert all(sorted(times.forwards["denoise"])[-1] == 0.625 for times in a.runs)
+
+
+def test_each_round_says_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Pretended()
+    # A minute passes between two looks at the clock: one before the rounds, one before each.
+    clock = iter(range(0, 600, 60))
+    pretended = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr("replay.end_to_end.model_check.time", pretended)
+    record = CaptureRecord("model", "none", census=CENSUS)
+    check(record, [], [Variant("a", "a")], cast("ModelProcess", process), rounds=3)
+    in_rounds = ["first round", "round 2 of 3, about 360 s left", "round 3 of 3, about 180 s left"]
+    assert list(dict.fromkeys(process.rounds)) == ["", *in_rounds]
+    assert process.round == ""

@@ -1,0 +1,291 @@
+"""What a kernel changes for others is put back, and named."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from replay.isolation import state_snapshot
+from replay.isolation.process_state import Guard
+
+
+def slower() -> float:
+    return 0.0
+
+
+ENTERED = [torch.inference_mode()]
+
+
+def _contradictory_precisions() -> None:
+    """After which PyTorch does not tell the precision."""
+    torch.set_float32_matmul_precision("medium")
+    torch.backends.cuda.matmul.allow_tf32 = True
+
+
+def _set_grad_enabled() -> None:
+    torch.set_grad_enabled(True)
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+class TwiceDispatched(TorchDispatchMode):
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        function(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+HAS_ORDER = hasattr(torch._C, "_get_sdp_priority_order")
+CHANGES: dict[str, Callable[[], Any]] = {
+    "torch.backends.cuda.flash_sdp": lambda: torch.backends.cuda.enable_flash_sdp(
+        not torch.backends.cuda.flash_sdp_enabled()
+    ),
+    "torch.get_default_dtype": lambda: torch.set_default_dtype(torch.float64),
+    "torch.get_num_threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "torch.set_flush_denormal": lambda: torch.set_flush_denormal(True),
+    "torch.get_float32_matmul_precision": _contradictory_precisions,
+    "torch.get_default_device": lambda: torch.set_default_device("meta"),
+    "torch.is_grad_enabled": _set_grad_enabled,
+    "torch.is_inference_mode_enabled": lambda: ENTERED[0].__enter__(),
+    "gc.get_threshold": lambda: gc.set_threshold(1, 1, 1),
+    "signal.getsignal": lambda: signal.signal(signal.SIGALRM, signal.SIG_IGN),
+    "signal.getitimer": lambda: signal.setitimer(signal.ITIMER_PROF, 1000),
+    "os.environ": lambda: os.environ.update(ATTENTION_REPLAY_TEST="1"),
+    "os.getcwd": lambda: os.chdir("/"),
+    "torch.manual_seed": lambda: torch.manual_seed(torch.initial_seed() + 1),
+}
+if HAS_ORDER:
+    CHANGES["the order of SDPA's backends"] = lambda: torch._C._set_sdp_priority_order(
+        torch._C._get_sdp_priority_order()[::-1]
+    )
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@torch.no_grad()
+def test_a_setting_is_put_back_and_flagged(name: str) -> None:
+    if name == "torch.set_flush_denormal" and not torch.set_flush_denormal(False):
+        pytest.skip("this processor cannot flush denormals")
+    guard = Guard()
+    CHANGES[name]()
+    guard.restore("mine")
+    assert guard.flags("mine") == (f"changes {name}",)
+    assert guard.replaced("mine") == ""
+    guard.restore("other")
+    assert guard.flags("other") == ()
+    assert "ATTENTION_REPLAY_TEST" not in os.environ
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_operator_that_python_code_replaces_is_put_back_and_flagged() -> None:
+    """As a package may do at import; what it registers for its own operators is left alone."""
+    guard, numbers = Guard(), torch.ones(3)
+    ours = torch.library.Library("attention_replay_test", "DEF")
+    ours.define("twice(Tensor numbers) -> Tensor")
+    ours.impl("twice", lambda numbers: numbers * 2, "CPU")
+    guard.restore("honest")
+    assert guard.flags("honest") == ()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("neg_", lambda numbers: numbers, "CPU")
+    assert float(numbers.neg_().sum()) == 3
+    guard.restore("mine")
+    assert guard.flags("mine") == ("changes torch.library's kernels for PyTorch's operators",)
+    assert guard.disturbing() == ["mine"]
+    assert float(numbers.neg_().sum()) == -3
+    assert float(torch.ops.attention_replay_test.twice(numbers).sum()) == -6
+
+
+GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "python": (random.random, lambda: random.seed(0)),
+    "torch": (lambda: float(torch.rand(())), lambda: torch.set_rng_state(torch.get_rng_state())),
+    "torch, seeded": (lambda: float(torch.rand(())), lambda: torch.manual_seed(0)),
+    "numpy": (numpy.random.random, lambda: numpy.random.seed(0)),
+}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_random_numbers_are_put_back(name: str) -> None:
+    """Drawing them is no kernel's fault, and seeding only where it is known from drawing."""
+    draw, seed = GENERATORS[name]
+    guard = Guard()
+    draw()
+    guard.restore("draws")
+    first, second = draw(), draw()
+    seed()
+    draw()
+    guard.restore("seeds")
+    assert (draw(), draw()) == (first, second)
+    assert guard.flags("draws") == ()
+    guard.restore("other")
+    assert guard.flags("other") == ()
+
+
+@pytest.mark.skipif(not HAS_ORDER, reason="this PyTorch tries SDPA's backends in one order")
+def test_the_order_that_pytorch_gives_its_backends_on_a_gpu_is_kept() -> None:
+    before = torch._C._get_sdp_priority_order()
+    cudnn_first = [3, 1, 2, 0, *before[4:]]
+    guard = Guard()
+    try:
+        torch._C._set_sdp_priority_order(cudnn_first)
+        guard.restore("torch-default")
+        assert guard.flags("torch-default") == ()
+        torch._C._set_sdp_priority_order(before[::-1])
+        guard.restore("mine")
+        assert guard.flags("mine") == ("changes the order of SDPA's backends",)
+        assert torch._C._get_sdp_priority_order() == cudnn_first
+    finally:
+        torch._C._set_sdp_priority_order(before)
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    """Cores and niceness are a thread's own on Linux."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no cores can be chosen")
+def test_cores_are_put_back_and_flagged() -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("one core")
+
+    def flags() -> Any:
+        guard, before = Guard(), os.sched_getaffinity(0)
+        os.sched_setaffinity(0, {min(before)})
+        guard.restore("mine")
+        guard.restore("other")
+        assert os.sched_getaffinity(0) == before
+        return guard.flags("mine"), guard.flags("other")
+
+    assert in_a_thread(flags) == (("changes os.sched_getaffinity",), ())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it would last")
+def test_niceness_is_flagged_of_one_kernel_only() -> None:
+    """Whether it can be put back or not, which takes privileges."""
+
+    def flags() -> Any:
+        guard = Guard()
+        os.nice(1)
+        guard.restore("mine")
+        guard.restore("other")
+        return guard.flags("mine"), guard.flags("other"), guard.disturbing()
+
+    assert in_a_thread(flags) == (("changes os.getpriority",), (), ["mine"])
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(time, "perf_counter"), (torch.nn.functional, "scaled_dot_product_attention")],
+)
+def test_a_function_is_put_back_and_costs_the_row(
+    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guard, real = Guard(), getattr(owner, name)
+    monkeypatch.setattr(owner, name, slower)
+    guard.restore("mine")
+    assert guard.replaced("mine").startswith(f"replaces {owner.__name__}.{name}, which")
+    assert getattr(owner, name) is real
+
+
+def test_a_method_that_a_class_inherits_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard()
+    torch.Tensor.clone = lambda self: self  # type: ignore[assignment, method-assign]
+    guard.restore("mine")
+    assert ".Tensor.clone" in guard.replaced("mine")
+    assert torch.ones(2).clone().sum() == 2
+
+
+def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
+    guard, before = Guard(), sys.getprofile()
+    sys.setprofile(lambda frame, event, argument: None)
+    guard.restore("mine")
+    assert guard.replaced("mine").startswith("replaces sys.getprofile, which")
+    assert sys.getprofile() is before
+
+
+@pytest.mark.parametrize("mode", [Twice(), TwiceDispatched()])
+def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
+    guard = Guard()
+    mode.__enter__()
+    guard.restore("mine")
+    assert re.match("replaces the stack of torch .* modes, which", guard.replaced("mine"))
+    guard.restore("other")
+    assert guard.replaced("other") == ""
+
+
+def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    guard = Guard()
+    os.chdir(tmp_path)
+    gone.rmdir()
+    guard.restore("mine")
+    guard.restore("other")
+    assert guard.flags("mine") == ("changes os.getcwd",)
+    assert guard.flags("other") == ()
+
+
+def test_who_replaces_a_function_is_told_from_who_runs_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guard = Guard()
+    for kernel in ("before", "guilty", "after"):
+        if kernel == "guilty":
+            monkeypatch.setattr(time, "perf_counter", slower)
+        guard.restore(kernel)
+    assert guard.disturbing() == ["guilty"]
+    torch.set_default_dtype(torch.float64)
+    guard.restore("another")
+    assert guard.disturbing() == ["another", "guilty"]
+    assert guard.replaced("after") == ""
+
+
+def test_a_recursion_limit_may_rise_and_not_fall() -> None:
+    guard, before = Guard(), sys.getrecursionlimit()
+    try:
+        sys.setrecursionlimit(before + 500)
+        guard.restore("compiled")
+        assert guard.flags("compiled") == ()
+        sys.setrecursionlimit(min(before, state_snapshot._RECURSION_LIMIT) - 100)
+        guard.restore("mine")
+        assert guard.flags("mine") == ("changes sys.getrecursionlimit",)
+        assert sys.getrecursionlimit() >= state_snapshot._RECURSION_LIMIT
+    finally:
+        sys.setrecursionlimit(before)
+
+
+def test_what_torch_compile_sets_is_nobody_s_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+    guard = Guard()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    guard.restore("compiled")
+    assert guard.flags("compiled") == ("changes os.environ",)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/inductor"
+    assert "TRITON_INTERPRET" not in os.environ
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/triton")
+    guard.restore("compiled too")
+    assert guard.flags("compiled too") == ()

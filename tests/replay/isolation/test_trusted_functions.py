@@ -1,0 +1,145 @@
+"""A kernel that replaces a function which the measurement relies on."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import secrets
+import textwrap
+from collections.abc import Callable, Container
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from replay.bench.settings import Settings
+from replay.isolation import input_perturbation
+from replay.isolation.input_perturbation import Flip
+from replay.isolation.trusted_functions import BORROWED, Functions
+from replay.timing.rounds import run_rounds
+from replay.timing.timer import CudaTimer
+from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
+
+
+@pytest.mark.parametrize("when", [{1}, {2}, {4}, {6}, range(6, 10**9)], ids=str)
+def test_a_kernel_that_replaces_a_function_costs_its_row_only(
+    make_call: MakeCall,
+    workload: MakeWorkload,
+    kernels: Register,
+    quick: Settings,
+    monkeypatch: pytest.MonkeyPatch,
+    when: Container[int],
+) -> None:
+    """While it is checked, called again, measured for memory, and warmed up; in every sample."""
+    many = replace(quick, rounds=30)
+    calls = 0
+    monkeypatch.setattr(torch, "isnan", torch.isnan)  # restored whatever happens
+
+    def replacing(**arguments: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls in when:
+            torch.isnan = lambda tensor: torch.zeros_like(tensor, dtype=torch.bool)
+        return sdpa(**arguments)
+
+    chosen = [kernels("replacing", replacing), *(kernels(f"later-{n}", sdpa) for n in range(3))]
+    rows = rows_of(make_call(), workload, many, *chosen)
+    reasons = {name: row.reason for name, row in rows.items() if row.status != "ok"}
+    assert list(reasons) == ["replacing"]
+    assert reasons["replacing"].startswith("replaces torch.isnan, which")
+
+
+def _constant() -> None:
+    input_perturbation.VALUE_SHARE = 10**9  # type: ignore[misc]
+
+
+def _code() -> None:
+    Flip.apply.__code__ = (lambda self: None).__code__
+
+
+def _draws() -> None:
+    secrets.randbelow = lambda below: 0
+
+
+def _sorted() -> None:
+    builtins.sorted = lambda values, **options: list(values)  # type: ignore[assignment]
+
+
+def _flip() -> None:
+    torch.Tensor.flip = lambda self, *dims: self  # type: ignore[assignment]
+
+
+def _read() -> None:
+    torch.Tensor.sum = lambda self, *dims: self  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (_read, "torch.Tensor.sum"),
+        (_constant, "replay.isolation.input_perturbation.VALUE_SHARE"),
+        (_code, "replay.isolation.input_perturbation.Flip.apply"),
+        (_draws, "secrets.randbelow"),
+        (_sorted, "builtins.sorted"),
+        (_flip, "torch.Tensor.flip"),
+    ],
+)
+def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name: str) -> None:
+    functions = Functions()
+    assert functions.restore() == []
+    change()
+    assert functions.restore() == [name]
+    assert functions.restore() == []
+
+
+def test_what_a_function_does_by_default_is_put_back() -> None:
+    functions = Functions()
+    before = run_rounds.__kwdefaults__
+    run_rounds.__kwdefaults__ = {**before, "synchronous": True}
+    assert functions.restore() == ["replay.timing.rounds.run_rounds"]
+    assert run_rounds.__kwdefaults__ is before
+
+
+def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def equal(one: Tensor, other: Tensor) -> bool:
+        return bool((one == other).all())
+
+    equal.__module__ = None  # type: ignore[assignment]
+    monkeypatch.setattr(torch, "equal", equal)
+    assert Functions().restore() == []
+
+
+def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles what a plan chooses kernels with, and forgets it when it is reset."""
+    for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
+        monkeypatch.setitem(vars(input_perturbation), name, lambda: None)
+    functions = Functions()
+    for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
+        monkeypatch.delitem(vars(input_perturbation), name)
+    assert functions.restore() == []
+
+
+def test_all_that_a_timed_sample_takes_of_pytorch_is_watched() -> None:
+    """By the text of the timer for GPUs, but for what could only make it fail."""
+    source = ast.parse(textwrap.dedent(inspect.getsource(CudaTimer)))
+    called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
+    of_torch = {name for name in called if name.startswith("torch.")}
+    of_tensors = {
+        f"torch.Tensor.{name.removeprefix('self.unrelated.')}"
+        for name in called
+        if name.startswith("self.unrelated.")
+    }
+    watched = {
+        f"{getattr(owner, '__module__', '') + '.' if isinstance(owner, type) else ''}"
+        f"{owner.__name__}.{name}"
+        for owner, names in BORROWED
+        for name in names
+    }
+    assert of_tensors
+    harmless = {"torch.cuda.device", "torch.cuda.get_device_properties"}
+    assert of_torch | of_tensors <= watched | harmless

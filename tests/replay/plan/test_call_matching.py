@@ -1,0 +1,130 @@
+"""Which replayed calls stand for which counted ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from capture.call.shape import Shape
+from capture.hooks.census import Census
+from capture.hooks.interceptor import Arguments
+from capture.hooks.modules import Site
+from replay.plan.call_matching import CensusError, match
+from replay.rows.row import CallFacts, Mask
+
+ALIKE: dict[str, Any] = {
+    "query": (1, 4, 1, 32),
+    "key": (1, 2, 64, 32),
+    "value": (1, 2, 64, 16),
+    "mask": None,
+    "is_causal": False,
+}
+
+
+def census(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    """As a capture writes it, of (module, phase, what is unlike `ALIKE`)."""
+    made = Census()
+    for module, phase, unlike in calls:
+        sizes = {**ALIKE, **unlike}
+        query, key, value = (torch.empty(sizes[name]) for name in ("query", "key", "value"))
+        mask = None if sizes["mask"] is None else torch.ones(sizes["mask"], dtype=torch.bool)
+        arguments = Arguments(query, key, value, mask, 0.0, sizes["is_causal"], None, True)
+        made.add(Site(module, 0, phase), arguments)
+    return made.to_json()
+
+
+def call(
+    name: str = "call", module: str = "layers.0", kv_len: int = 64, **unlike: Any
+) -> CallFacts:
+    fields: dict[str, Any] = {
+        "phase": "decode",
+        "shape": Shape(1, 4, 2, 1, kv_len, 32, 16),
+        "dtype": "float32",
+        **unlike,
+    }
+    return CallFacts(name, module=module, **fields)
+
+
+def lengths(*kv_lens: int, module: str = "layers.0") -> dict[str, Any]:
+    return census(
+        *(
+            (module, "decode", {"key": (1, 2, kv_len, 32), "value": (1, 2, kv_len, 16)})
+            for kv_len in kv_lens
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"phase": "prefill"},
+        {"dtype": "bfloat16"},
+        {"is_causal": True},
+        {"mask": Mask("bool", (1, 1, 1, 64))},
+        {"shape": Shape(1, 4, 2, 1, 64, 64, 16)},
+        {"shape": Shape(1, 4, 4, 1, 64, 32, 16)},
+        {"shape": Shape(1, 4, 2, 2, 64, 32, 16)},
+    ],
+)
+def test_only_like_calls_stand_for_one_another(unlike: dict[str, Any]) -> None:
+    assert match(lengths(64), [call()])[0].shares == {"call": 1}
+    assert match(lengths(64), [call(**unlike)])[0].shares == {}
+
+
+def test_a_mask_is_of_one_kind_and_size() -> None:
+    masked = census(("layers.0", "decode", {"mask": (1, 1, 1, 64)}))
+    assert match(masked, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
+    for mask in (None, Mask("float", (1, 1, 1, 64)), Mask("bool", (1, 4, 1, 64))):
+        assert match(masked, [call(mask=mask)])[0].shares == {}
+
+
+def test_the_module_itself_comes_before_the_others() -> None:
+    calls = [call(name, f"layers.{layer}") for layer, name in enumerate("abc")]
+    assert match(lengths(64), calls)[0].shares == {"a": 1}
+    third = 1 / 3
+    everyone = pytest.approx({"a": third, "b": third, "c": third})
+    assert match(lengths(64, module="layers.7"), calls)[0].shares == everyone
+    assert match(lengths(64), calls, own_first=False)[0].shares == everyone
+
+
+def test_key_length_is_interpolated_and_never_extrapolated() -> None:
+    calls = [call("short", kv_len=100), call("long", kv_len=200)]
+    shares = [each.shares for each in match(lengths(100, 125, 240, 260, 81, 79), calls)]
+    assert shares[0] == {"short": 1}
+    assert shares[1] == pytest.approx({"short": 0.75, "long": 0.25})
+    assert shares[2:] == [{"long": 1}, {}, {"short": 1}, {}]
+
+
+def test_lengths_around_it_in_other_modules_come_before_a_near_one_in_its_own() -> None:
+    calls = [call("own", kv_len=100), call("less", "layers.1", 88), call("more", "layers.2", 92)]
+    assert match(lengths(90), calls)[0].shares == pytest.approx({"less": 0.5, "more": 0.5})
+    assert match(lengths(80), calls)[0].shares == {"own": 1}
+
+
+def test_a_mask_that_grows_with_the_keys_is_alike() -> None:
+    counted = census(
+        (
+            "layers.0",
+            "decode",
+            {"mask": (1, 1, 1, 65), "key": (1, 2, 65, 32), "value": (1, 2, 65, 16)},
+        )
+    )
+    assert match(counted, [call(mask=Mask("bool", (1, 1, 1, 64)))])[0].shares == {"call": 1}
+
+
+def test_calls_that_no_row_can_be_like() -> None:
+    """A recorded call is four-dimensional."""
+    counted = census(
+        ("layers.0", "decode", {"query": (4, 1, 32), "key": (4, 64, 32), "value": (4, 64, 16)})
+    )
+    assert match(counted, [call()])[0].shares == {}
+    with pytest.raises(CensusError, match="capture it again"):
+        match({}, [call()])
+
+
+def test_rows_are_of_one_run() -> None:
+    counted = census(*(("layers.0", "decode", {}) for _ in range(3)))
+    (row,) = match(counted, [call()])
+    assert (row.module, row.phase, row.calls) == ("layers.0", "decode", 3)

@@ -1,0 +1,460 @@
+"""What a reader is told, in 80 columns: nothing lost, nothing claimed that was not found."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from replay.accuracy.errors import compare
+from replay.report.call_tables import print_report
+from replay.report.cells import cell, speedup_text
+from replay.report.groups import group_rows
+from replay.report.pooled import pooled_speedup
+from replay.rows.errors_of_output import Errors, Where
+from replay.rows.row import CallFacts, Energy, GpuState, KernelId, Mask, Row, Status
+from replay.timing.statistics import paired_speedup
+from tests import factories
+from tests.factories import accuracy, speedup, speedup_over
+from tests.factories import call_facts as call
+
+WIDTH = 80
+
+
+def off_by(size: float, where: tuple[int, int, int] = (0, 0, 0)) -> Errors:
+    """Errors of an output that is off by `size` in one row."""
+    reference = torch.ones(2, 3, 4, 8)
+    output = reference.clone()
+    output[where] += size
+    return compare(output, reference)
+
+
+def row(
+    kernel: str,
+    facts: CallFacts,
+    ms: Sequence[float] = (1.0, 1.0, 1.0),
+    *,
+    status: Status = "ok",
+    against: Sequence[float] | None = None,
+    error: Errors | None = None,
+    **fields: Any,
+) -> Row:
+    """With all figures where it ran; `against` are times of the baseline in the same rounds."""
+    if status in ("ok", "inaccurate"):
+        fields |= dict.fromkeys(("tflops", "gb_per_s", "flop_per_byte"), 123.456)
+        fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
+        fields |= {"burst_ms": 1234.5678, "sustained_ms": 1234.5678}
+        fields |= {"energy": Energy(123456.7, 1.234567, 690.5, 1.0)}
+        fields |= {"gpu_during": GpuState(1980, 690.5, 61, (), 2619)}
+        fields["accuracy"] = accuracy(error or off_by(1e-3), noise_floor=off_by(1e-4))
+    if against is not None:
+        fields["speedup"] = speedup_over("base", paired_speedup(against, ms))
+    timed = ms if status in ("ok", "inaccurate") else None
+    return factories.row(kernel, facts, timed, status, **fields)
+
+
+def report(
+    rows: Sequence[Row], metrics: Sequence[str] = ("all",), *, per_call: bool = False
+) -> str:
+    file = io.StringIO()
+    console = Console(file=file, width=WIDTH, highlight=False)
+    print_report(rows, console, metrics=metrics, per_call=per_call)
+    return file.getvalue()
+
+
+def unwrapped(text: str) -> str:
+    return re.sub(r"\s+", "", text)
+
+
+def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
+    """The names by where they first stand at the start of a line."""
+    found = {name: re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in names}
+    present = {name: match.start() for name, match in found.items() if match}
+    return sorted(present, key=lambda name: present[name])
+
+
+def test_names_cannot_act_on_the_terminal() -> None:
+    """Neither by Rich's markup nor by control characters, which a recording's names may have."""
+    facts = call("evil\x1b[2J", module="layers\n.0", model="\x1b[31mmodel[/]", weights="\x07[b]w")
+    text = report([row("[red]kernel[/red]", facts), row("other", facts)])
+    assert "[red]kernel[/red]" in text
+    assert " [31mmodel[/]" in text
+    assert "weights:  [b]w" in text
+    assert all(line.isprintable() for line in text.splitlines())
+    assert len(text.splitlines()) == len(text.split("\n")) - 1
+
+
+def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
+    kernel = "hub:some-organisation/a-very-long-kernel-name-with-every-option-spelled-out-fp8-e4m3"
+    module = "transformer.transformer_blocks." + "a_module_with_a_long_name." * 5 + "attn1"
+    facts = [call(f"call-{number}", module=module, kv_len=64 + number) for number in range(2)]
+    rows = []
+    for each in facts:
+        rows += [
+            row("base", each),
+            row(kernel, each, (2.0, 2.0, 2.0), against=(1.0, 1.0, 1.0)),
+            row(f"{kernel}-2", each, status="inaccurate", reason="max abs error 3 exceeds 1"),
+            row(f"{kernel}-3", each, status="error", reason="word " * 60),
+            row(f"{kernel}-4", each, status="unavailable", reason="not installed: pip install x"),
+        ]
+    for per_call in (False, True):
+        text = report(rows, per_call=per_call)
+        assert max(map(len, text.splitlines())) <= WIDTH
+        assert "…" not in text.replace("64…", "")
+        # A cell folds; its parts are in the first columns of consecutive lines.
+        firsts = unwrapped("".join(line[:30] for line in text.splitlines()))
+        assert kernel[:12] in firsts
+        for suffix in ("-2:", "-3:", "-4"):
+            assert unwrapped(f"{kernel}{suffix}") in unwrapped(text)
+        assert unwrapped(module) in unwrapped(text)
+
+
+def test_metrics_that_nobody_has_make_no_table() -> None:
+    nobody = dict.fromkeys(("energy", "burst_ms", "sustained_ms", "gpu_during"))
+    rows = [replace(row(name, call("a")), **nobody) for name in ("base", "mine")]
+    text = report(rows, metrics=["energy"])
+    assert not re.search(r"^kernel *$", text, re.MULTILINE)
+
+
+def test_the_worst_call_is_named() -> None:
+    rows = [
+        row("base", call("a")),
+        row("base", call("b", module="layers.7", step=3)),
+        row("mine", call("a"), status="inaccurate", reason="small", error=off_by(0.1)),
+        row(
+            "mine",
+            call("b", module="layers.7", step=3),
+            status="inaccurate",
+            reason="max abs error 9 exceeds 1",
+            error=off_by(9.0, (1, 2, 3)),
+        ),
+    ]
+    text = " ".join(report(rows).split())
+    assert "max abs error 9 exceeds 1" in text
+    assert "step 3 layers.7, batch 1 head 2" in text
+    assert "2 inaccurate" in text or "inaccurate" in text
+
+
+def test_the_heads_and_queries_that_are_wrong_are_named() -> None:
+    error = off_by(9.0, (1, 2, 3))
+    wrong = row("mine", call(), status="inaccurate", reason="max abs error 9", error=error)
+    where = Where(0.9, 0.002, (1, 2), (64, 127), ((0.002, 0.9),))
+    assert wrong.accuracy is not None
+    wrong = replace(wrong, accuracy=replace(wrong.accuracy, where=where))
+    text = " ".join(report([row("base", call()), wrong]).split())
+    assert "batch 1 head 2, queries 64-127: relative L1 0.9, typically 0.002" in text
+
+
+def test_incorrect_kernels_are_never_the_fastest() -> None:
+    rows = []
+    for name in ("a", "b"):
+        facts = call(name, kv_len=64 if name == "a" else 128)
+        rows += [
+            row("quick-zeros", facts, (0.1,) * 6, status="inaccurate", reason="exceeds"),
+            row("base", facts, (1.0,) * 6),
+            row("mine", facts, (0.5,) * 6, against=(1.0,) * 6),
+        ]
+    text = report(rows)
+    names = ["quick-zeros", "base", "mine"]
+    for table in text.split("kernel")[1:3]:
+        assert kernels_in_order(table, names) == ["mine", "base", "quick-zeros"]
+    fastest = text.partition("fastest correct kernel")[2]
+    assert fastest.count("mine") == 2
+    assert "2.00×" in fastest
+    assert "quick-zeros" not in fastest
+
+
+def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
+    rows = [
+        *(row("base", call(name)) for name in ("a", "b")),
+        row("mine", call("a"), (0.5, 0.5, 0.5), against=(1.0, 1.0, 1.0)),
+        row("mine", call("b"), (0.5, 0.5, 0.5), status="inaccurate", reason="exceeds"),
+        row("base", call("c", kv_len=999)),
+    ]
+    text = report(rows)
+    assert "1 ok, 1" in text
+    assert "mine" not in text.partition("fastest correct kernel")[2]
+
+
+def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None:
+    rows = []
+    for name in ("call-0", "call-1"):
+        reason = "on the keys it chose, …"
+        sparse = row("sparse", call(name), (0.1, 0.1, 0.1), reason=reason, kept=0.02)
+        sparse = replace(sparse, accuracy_class="sparse")
+        rows += [row("base", call(name)), row("exact", call(name), (0.5, 0.5, 0.5)), sparse]
+    rows += [row("base", call("other", kv_len=128)), row("exact", call("other", kv_len=128))]
+    text = report(rows)
+    assert re.search(r"^kernel .* kept +verdict", text, re.MULTILINE)
+    assert re.search(r"^sparse .* 0\.02 +ok", text, re.MULTILINE)
+    assert "sparse: errors are relative to attention to all keys; verdict: on the keys" in text
+    fastest = text.partition("fastest correct kernel")[2]
+    assert "exact" in fastest
+    assert "sparse" not in fastest
+    assert "kept" not in report(rows[:2])
+
+
+def test_classes_are_ranked_apart() -> None:
+    rows = []
+    for name, kv_len in (("a", 64), ("b", 128)):
+        facts = call(name, kv_len=kv_len)
+        eight_bits = row("sage", facts, (0.1,) * 8, against=(1.0,) * 8)
+        exact = row("mine", facts, (0.5,) * 8, against=(1.0,) * 8)
+        rows += [
+            replace(row("base", facts, (1.0,) * 8), accuracy_class="exact"),
+            replace(exact, accuracy_class="exact"),
+            replace(eight_bits, accuracy_class="quantised"),
+        ]
+    text = report(rows)
+    fastest = text.partition("fastest correct kernel\n")[2].splitlines()
+    assert [line.strip().partition("32 · ")[2] for line in fastest[:4]] == [
+        "exact: mine 2.00× (2.00-2.00) vs base",
+        "quantised: sage 10.00× (10.00-10.00) vs base",
+    ] * 2
+    assert re.search(r"^kernel .* class .*verdict", text, re.MULTILINE)
+    assert re.search(r"^sage .* quantised +ok", text, re.MULTILINE)
+    exact_alone = report([each for each in rows if each.accuracy_class == "exact"])
+    assert ": mine" in exact_alone.partition("fastest correct kernel\n")[2]
+    assert "exact" not in exact_alone
+    assert "class" not in exact_alone
+    # One group needs no ranking, unless two classes share its table.
+    assert "fastest" in report(rows[:3])
+    assert "fastest" not in report(rows[:2])
+    # A quantised kernel is called so also where no other is correct.
+    assert "quantised: sage" in report([rows[2], rows[5]])
+
+
+def test_lines_of_the_fastest_name_their_calls() -> None:
+    """By model, phase and shape; by more only where these are of several groups."""
+    kinds = [
+        call("a", model="flux · v2"),
+        call("b", phase=""),
+        call("c", kv_len=128),
+        call("d", kv_len=128, dtype="float16"),
+        call("e", kv_len=128, is_causal=True),
+        call("f", kv_len=256, weights="seed 1"),
+        call("g", kv_len=256, weights="seed 2"),
+    ]
+    rows = [row("base", each) for each in kinds]
+
+    def named(*, per_call: bool = False) -> list[str]:
+        _, _, lines = report(rows, per_call=per_call).partition("fastest correct kernel\n")
+        return [line.strip().removesuffix(": base") for line in lines.splitlines()]
+
+    names = [
+        "flux · v2 · denoise · 1×2×64×32",
+        "model · 1×2×64×32",
+        "model · denoise · 1×2×64/128×32 · bfloat16 · no mask",
+        "model · denoise · 1×2×64/128×32 · float16",
+        "model · denoise · 1×2×64/128×32 · bfloat16 · causal",
+        "model · denoise · 1×2×64/256×32 · seed 1",
+        "model · denoise · 1×2×64/256×32 · seed 2",
+    ]
+    assert named() == names
+    rows += [row("base", call(name, module="", dtype="float16")) for name in ("h", "i")]
+    assert named() == [*names, "model · denoise · 1×2×64×32"]
+    assert named(per_call=True) == [*names, *(f"model · denoise · 1×2×64×32 · {x}" for x in "hi")]
+
+
+def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
+    wrong = row("mine", call("b", kv_len=128), status="inaccurate", reason="exceeds")
+    fastest = report([row("base", call("a")), wrong]).partition("fastest correct kernel")[2]
+    assert "base" in fastest
+    assert "mine" not in fastest
+
+
+def test_verdicts_of_speed() -> None:
+    def told(before: Sequence[float], after: Sequence[float]) -> str:
+        rows = [row("base", call(), before), row("mine", call(), after, against=before)]
+        text = " ".join(report(rows, ["time"]).split())
+        assert "baseline" in text
+        return text
+
+    assert "1.00× same" in told((1.0,) * 10, (1.0,) * 10)
+    assert "2.00× (2.00-2.00)" in told((1.0,) * 10, (0.5,) * 10)
+    assert "? (" in told((1.0, 1.3, 0.8, 1.1, 0.9) * 2, (1.0,) * 10)
+    assert "too few rounds" in told((1.0,) * 5, (0.5,) * 5)
+
+
+def test_few_rounds_are_told() -> None:
+    few = report([row("base", call(), (1.0,) * 9), row("mine", call(), (1.0,) * 30)], ["time"])
+    heading, base, mine = (line.split() for line in few.splitlines()[2:5])
+    assert heading[-1] == "n"
+    assert {line[0]: line[-1] for line in (base, mine)} == {"base": "9", "mine": "-"}
+    enough = report([row("base", call(), (1.0,) * 10)], ["time"])
+    assert "n" not in enough.splitlines()[2].split()
+
+
+def test_rounds_of_two_processes_are_not_paired() -> None:
+    """`alone` is compared with a baseline beside it, and not with the one that has a row."""
+    calls = [call(name) for name in ("a", "b", "c")]
+    rows = []
+    for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
+        rows += [
+            row("base", facts, (1.0,) * 6),
+            row("mine", facts, (0.4,) * 6, against=(1.0,) * 6),
+            row("alone", facts, (0.5,) * 6, against=(beside,) * 6, process="alone"),
+        ]
+    (group,) = group_rows(rows)
+    mine, alone = KernelId("mine"), KernelId("alone")
+    assert pooled_speedup(group, alone) == speedup(4.0, 4.0, 4.0)
+    assert pooled_speedup(group, mine) == speedup(2.5, 2.5, 2.5)
+    assert pooled_speedup(group, mine, over=alone) is None
+    assert pooled_speedup(group, alone, over=mine) is None
+
+
+def test_a_kernel_file_may_have_an_at_sign_in_its_path() -> None:
+    name = "/home/me@work/mine.py:fast"
+    rows = [row("base", call(), (1.0,) * 6), row(name, call(), (0.5,) * 6, against=(1.0,) * 6)]
+    rows += [replace(each, environment="fa4") for each in rows]
+    (group,) = group_rows(rows)
+    assert [str(each) for each in group.rows] == ["base", name, "base@fa4", f"{name}@fa4"]
+    for environment in ("this", "fa4"):
+        assert pooled_speedup(group, KernelId(name, environment)) == speedup(2.0, 2.0, 2.0)
+        assert cell("speedup.ratio", group, KernelId("base", environment)) == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (1.003, 1.2, "1.010× (1.003-1.200)"),
+        (0.8, 0.9996, "1.0100× (0.8000-0.9996)"),
+        (1.0000001, 1.2, "1.0100× (1.0000-1.2000)"),
+        (1.21, 1.3, "1.01× (1.21-1.30)"),
+        (0.99, 1.02, "1.01× same"),
+        (0.99, 1.2, "1.01× ? (0.99-1.20)"),
+        (0.01, 123.4, "1.01× ? (0.01-123)"),
+        (0.9996, 1.2, "1.01× ? (1.00-1.20)"),
+    ],
+)
+def test_an_interval_that_is_no_tie_does_not_read_as_one(
+    low: float, high: float, text: str
+) -> None:
+    assert speedup_text(speedup(1.01, low, high)) == text
+
+
+def test_columns_of_work_show_the_middle_value_of_an_even_number_of_calls() -> None:
+    rows = [replace(row("base", call(str(tflops))), tflops=tflops) for tflops in (100.0, 200.0)]
+    (group,) = group_rows(rows)
+    assert cell("tflops", group, KernelId("base")) == "150"
+
+
+def test_a_shortage_of_memory_is_said_once() -> None:
+    rows = [row("base", call(name)) for name in ("a", "b")]
+    for name, size in (("a", "1.5"), ("b", "2.25")):
+        reason = f"needed {size} GiB, 10 GiB of 80 GiB free"
+        rows.append(row("greedy", call(name), status="out-of-memory", reason=reason))
+    assert report(rows).count("greedy: out-of-memory: needed 1.5 GiB") == 1
+    assert report(rows).count("out-of-memory") == 1
+
+
+def test_decode_calls_of_very_different_caches_are_apart() -> None:
+    """A kernel that is twice as fast at 16 keys and slower at 32,768 has no one speed-up."""
+    lengths = (32768, 16, 17, 32, 33, 30000)
+    rows = [row("base", call(f"d{each}", phase="decode", kv_len=each)) for each in lengths]
+    groups = group_rows(rows)
+    found = [sorted(each.shape.kv_len for each in group.calls) for group in groups]
+    assert found == [[30000, 32768], [16, 17, 32], [33]]
+
+
+def test_decode_calls_with_a_growing_cache_are_one_group() -> None:
+    rows = [
+        row("base", call(f"d{length}", phase="decode", kv_len=length)) for length in (65, 66, 80)
+    ]
+    groups = group_rows(rows)
+    assert len(groups) == 1
+    assert "65…80" in groups[0].title
+    assert "3 calls" in groups[0].title
+    prefill = [row("base", call(f"p{length}", kv_len=length)) for length in (65, 66)]
+    assert len(group_rows(prefill)) == 2
+    assert len(group_rows(rows, per_call=True)) == 3
+    assert [group.title.count("layers.0") for group in group_rows(rows, per_call=True)] == [1] * 3
+
+
+def test_calls_that_differ_are_not_one_group() -> None:
+    facts = call()
+    kinds = [
+        facts,
+        call(name="b", dtype="float16"),
+        call(name="c", is_causal=True),
+        call(name="d", mask=Mask("bool", (1, 1, 64, 64))),
+        call(name="e", model="other"),
+        call(name="f", step=4, module="layers.9"),
+    ]
+    groups = group_rows([row("base", each) for each in kinds])
+    assert [len(group.calls) for group in groups] == [2, 1, 1, 1, 1]
+    assert groups[3].title == (
+        "model · denoise · 1×2×64×32 · bfloat16 · bool 1×1×64×64 mask · step 0 layers.0 · 1 call"
+    )
+
+
+def test_metrics_choose_columns() -> None:
+    rows = [row("base", call())]
+    headings = {
+        "time": "time ms",
+        "throughput": "TFLOPS",
+        "bandwidth": "GB/s",
+        "arithmetic_intensity": "FLOP/B",
+        "accuracy": "cosine",
+        "memory": "peak MB",
+    }
+    everything = report(rows)
+    for metric, heading in headings.items():
+        text = report(rows, [metric])
+        assert heading in text
+        assert heading in everything
+        assert not any(other in text for other in headings.values() if other != heading)
+
+
+def test_what_did_not_run_says_why() -> None:
+    rows = [
+        row("base", call()),
+        row("picky", call(), status="unsupported", reason="head_dim 72"),
+        row("fussy", call(), status="unsupported", reason="head_dim 80"),
+        row("fussy", call(name="b"), status="unsupported", reason="head_dim 88"),
+        row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
+        row("careless", call(), changed_inputs=("key",), flags=("no core time",)),
+    ]
+    text = report(rows)
+    assert "picky, fussy: unsupported: head_dim 72" in text
+    assert "not installed: pip install absent: absent" in text
+    assert "careless: changes its key, no core time" in text
+    assert "noise floor: rel L1" in text
+
+
+def test_a_call_that_could_not_be_read_is_no_group() -> None:
+    assert group_rows([factories.unreadable()]) == []
+
+
+def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
+    rows = []
+    for phase in ("decode", "denoise"):
+        facts = replace(call(), phase=phase)
+        rows += [row("base", facts), row("careless", facts, (0.5,) * 3, against=(1.0,) * 3)]
+        rows[-1] = replace(rows[-1], changed_inputs=("key",))
+    text = report(rows)
+    decode, denoise = text.partition("fastest correct kernel")[2].strip().splitlines()
+    assert (": base" in decode, ": careless" in denoise) == (True, True)
+    assert text.count("careless: changes its key, which later calls read again") == 1
+    assert text.count("careless: changes its key") == 2
+
+
+def test_kernels_that_ran_without_the_mask_are_told_apart() -> None:
+    facts = call("a", mask=Mask("bool", (1, 1, 64, 64)), mask_structure="window 15/0")
+    other = call("b", mask=Mask("bool", (1, 1, 64, 64)))
+    rows = [
+        row("base", facts, (2.0,) * 9),
+        row("fast", facts, (1.0,) * 9, against=(2.0,) * 9, restated_as="window 15/0"),
+        row("base", other),
+    ]
+    assert len(group_rows(rows)) == 2
+    text = " ".join(report(rows).split())
+    assert "bool 1×1×64×64 mask = window 15/0 ·" in text
+    assert "mask restated as window 15/0: fast" in text
+    assert re.search("fast .* vs base, its mask restated as window 15/0", text)

@@ -1,0 +1,172 @@
+"""Runs on two types of GPU as one matrix: what each cell says, and what cannot be merged."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from replay.comparison.device_types import across_devices
+from replay.comparison.row_matching import ComparisonError, Run
+from replay.report.device_tables import devices_markdown, left_out, matrices, print_devices
+from replay.rows.row import CallFacts, Machine, Row
+from replay.rows.row_files import write_jsonl
+from tests.factories import call_facts, row, speedup_over
+
+RunCli = Callable[..., tuple[int, str, str]]
+CALLS = (call_facts("a", "layers.0"), call_facts("b", "layers.1"))
+
+
+def rows_of(
+    device: str,
+    calls: Sequence[CallFacts] = CALLS,
+    *,
+    times: dict[str, float],
+    cache: str = "warm",
+) -> list[Row]:
+    """Rows of kernels with these times on every call; the baseline is `old`."""
+    options = {"machine": Machine(device), "cache": cache, "speedup": speedup_over("old")}
+    return [row(kernel, call, ms, **options) for call in calls for kernel, ms in times.items()]
+
+
+H100 = rows_of("H100", times={"old": 10.0, "new": 5.0, "newer": 8.0})
+H200 = rows_of("H200", times={"old": 6.0, "newer": 3.0, "new": 4.0})
+
+
+def merged_cells(*runs: Sequence[Row]) -> dict[str, list[str]]:
+    """The cells of the only matrix, by kernel."""
+    merged = across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
+    ((_, headings, lines),) = matrices(merged)
+    assert headings == ["kernel", *merged.rows]
+    return {line[0]: line[1:] for line in lines}
+
+
+def test_the_fastest_of_each_device() -> None:
+    cells = merged_cells(H100, H200)
+    assert [*cells] == ["new", "newer", "old"]
+    assert cells["new"] == ["2.00× (2.00-2.00) fastest", "1.50× (1.50-1.50)"]
+    assert cells["newer"] == ["1.25× (1.25-1.25)", "2.00× (2.00-2.00) fastest"]
+    assert cells["old"] == ["baseline", "baseline"]
+
+
+def test_kernels_that_are_wrong_or_absent_on_one_device() -> None:
+    wrong = [
+        replace(each, status="inaccurate") if each.kernel == "newer" else each for each in H200
+    ]
+    cells = merged_cells(H100, [each for each in wrong if each.kernel != "new"])
+    assert cells["newer"] == ["1.25× (1.25-1.25)", "inaccurate"]
+    assert cells["new"] == ["2.00× (2.00-2.00) fastest", "not replayed"]
+    assert cells["old"] == ["baseline", "baseline fastest"]
+
+
+def test_kernels_that_ran_nowhere_have_no_line() -> None:
+    absent = [row("absent", call, status="unavailable") for call in CALLS]
+    assert "absent" not in merged_cells([*H100, *absent], [*H200, *absent])
+
+
+def test_calls_of_other_weights_have_a_matrix_of_their_own() -> None:
+    calls = [call_facts(weights, weights=weights) for weights in "xy"]
+    runs = [Run(name, rows_of(name, calls, times={"old": 2.0})) for name in ("H100", "H200")]
+    titles = [title for title, _, _ in matrices(across_devices(runs))]
+    assert [title.rpartition(" · ")[2] for title in titles] == ["x", "y"]
+
+
+def test_one_file_may_hold_both_devices() -> None:
+    assert merged_cells([*H100, *H200]) == merged_cells(H100, H200)
+
+
+def test_only_common_calls_are_compared() -> None:
+    more = rows_of("H200", [call_facts("c", "layers.2")], times={"old": 1.0, "new": 9.0})
+    merged = across_devices([Run("one", H100), Run("two", [*H200, *more])])
+    assert left_out(merged) == "1 call is left out, which some device did not replay"
+    assert merged_cells(H100, [*H200, *more]) == merged_cells(H100, H200)
+
+
+@pytest.mark.parametrize(
+    ("runs", "sentence"),
+    [
+        ((H100, H100), "all rows are of H100: name the rows of another type of device too"),
+        ((H100, H200, H200), "H200 has two rows of old on a"),
+        (
+            (H100, rows_of("H200", [call_facts("z")], times={"old": 1.0})),
+            "H100 and H200 have no kernel on the same call in common",
+        ),
+        (
+            (H100, rows_of("H200", times={"old": 1.0}, cache="cold")),
+            "H100 was measured with --cache warm and H200 with --cache cold",
+        ),
+    ],
+)
+def test_what_cannot_be_merged(runs: Sequence[Sequence[Row]], sentence: str) -> None:
+    with pytest.raises(ComparisonError, match=sentence):
+        across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
+
+
+def test_each_device_has_tables_of_its_own() -> None:
+    console = Console(width=80, file=io.StringIO())
+    print_devices(across_devices([Run("one", H100), Run("two", H200)]), console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    first, _, rest = text.partition("\nH200\n")
+    second, _, matrix = rest.partition("kernels × devices")
+    assert first.startswith("H100\n")
+    for tables, ms in ((first, "5"), (second, "4")):
+        (line,) = [line for line in tables.splitlines() if line.startswith("new ")]
+        assert line.split()[1] == ms
+    assert "2.00× (2.00-2.00) fastest" in matrix
+
+
+def test_a_device_s_name_is_no_markup() -> None:
+    strange = rows_of("[/x]", times={"old": 1.0, "[red]": 2.0})
+    plain = rows_of("H100", times={"old": 1.0, "[red]": 2.0})
+    output = io.StringIO()
+    print_devices(across_devices([Run("a", plain), Run("b", strange)]), Console(file=output))
+    assert output.getvalue().count("[/x]") == 2
+    assert "[red]" in output.getvalue()
+
+
+def test_markdown_keeps_names_as_text() -> None:
+    odd = [replace(each, kernel="a|<b>") if each.kernel == "new" else each for each in H100]
+    text = devices_markdown(across_devices([Run("one", odd), Run("two", H200)]))
+    assert "| kernel | H100 | H200 |" in text
+    assert "<b>" not in text
+    assert all(line.count(" | ") == 2 for line in text.splitlines() if line.startswith("| "))
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, rows in (("h100.jsonl", H100), ("h200.jsonl", H200)):
+        with (tmp_path / name).open("w") as file:
+            write_jsonl(rows, file)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("stored")
+def test_the_command(run_cli: RunCli) -> None:
+    code, shown, _ = run_cli("devices", "h100.jsonl", "h200.jsonl", "--markdown", "table.md")
+    assert code == 0
+    assert "kernels × devices" in shown
+    assert "2.00× (2.00-2.00) fastest" in Path("table.md").read_text()
+    code, shown, err = run_cli("devices", "h100.jsonl", "h200.jsonl", "--markdown", "-")
+    assert shown == Path("table.md").read_text()
+    assert "kernels × devices" in err
+
+
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("h100.jsonl",), "all rows are of H100"),
+        (("h100.jsonl", "none.jsonl"), "none.jsonl: no such file; write one with"),
+        (("h100.jsonl", "h200.jsonl", "--markdown", "./h100.jsonl"), "would overwrite"),
+        (("h100.jsonl", "h200.jsonl", "--markdown", "none/x.md"), "cannot write none/x.md"),
+    ],
+)
+def test_what_cannot_be_used(run_cli: RunCli, arguments: tuple[str, ...], sentence: str) -> None:
+    code, shown, err = run_cli("devices", *arguments)
+    assert (code, shown) == (2, "")
+    assert sentence in err

@@ -1,0 +1,186 @@
+"""The tables of an end-to-end check, on results made by hand."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from replay.end_to_end.model_check import Checked, Measured
+from replay.end_to_end.predicted_times import RUN, Calls, Interval, Missing, PredictedTime
+from replay.end_to_end.prediction import Prediction
+from replay.report.model_tables import print_checks
+from replay.timing.statistics import summarize
+from tests.factories import speedup
+
+LONG = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]@another_environment"
+DRIFT = {"kl": 1.25e-3, "top1_agreement": 0.985, "baseline_perplexity": 12.25, "perplexity": 12.5}
+OUTPUT = {"first_diverging_token": 17, "relative_l1": 0.0125, "cosine": 0.99991, "nan_count": 0}
+
+
+def measured(ms: float, ratio: float | None, tokens: int | None) -> Measured:
+    gain = None if ratio is None else speedup(ratio, ratio - 0.01, ratio + 0.01)
+    return Measured(summarize([ms] * 5), gain, None if tokens is None else 1000 * tokens / ms)
+
+
+def span(phase: str, ratio: float) -> PredictedTime:
+    return PredictedTime(
+        phase=phase,
+        forwards=1,
+        old_seconds=Interval(1, 1, 1),
+        new_seconds=Interval(1 / ratio, 1 / ratio, 1 / ratio),
+        speedup=Interval(ratio, ratio - 0.02, ratio + 0.02),
+        old_tokens_per_second=None,
+        new_tokens_per_second=None,
+        attention_seconds=0.4,
+        attention_share=0.4,
+        waiting_share=0.6 if phase == "decode" else 0.0,
+        saved_seconds=0.1,
+        swapped_seconds=0.4,
+        calls=Calls(32),
+        not_recorded=[Missing("a", "encode", 2)] if phase == RUN else [],
+    )
+
+
+def checked(kernel: str, factor: float) -> Checked:
+    found = Checked(kernel, "llama", "trained")
+    tokens = {"prefill": 8192, "decode": 1, RUN: None}
+    for name, ms in (("prefill", 412.5), ("decode", 23.25), (RUN, 2345.0)):
+        ratio = None if factor == 1 else factor
+        found.measured[name] = measured(ms / factor, ratio, tokens[name])
+    if factor != 1:
+        spans = {name: span(name, 1.5) for name in ("prefill", "decode", RUN)}
+        found.prediction = Prediction(spans.pop(RUN), spans)
+        found.drift = {**DRIFT, **OUTPUT}
+        found.hits, found.fallbacks, found.peak_bytes = 1984, {"takes no mask": 64}, 14_250_000_000
+    return found
+
+
+def printed(width: int, *checks: Checked) -> list[str]:
+    file = io.StringIO()
+    print_checks(checks, Console(file=file, width=width))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_nothing_is_cut_or_broken(width: int) -> None:
+    lines = printed(
+        width, checked("the model's own", 1), checked("fast", 1.25), checked(LONG, 1.25)
+    )
+    text = "\n".join(lines)
+    assert max(map(len, lines)) <= width
+    assert "…" not in text
+    for figure in ("1.50× (1.48-1.52)", "1.25× (1.24-1.26)", "+20.0 %", "2.482e+04", "14.25"):
+        assert text.count(figure) >= 2, figure
+    for figure in (
+        "KL 0.0013, top-1 98.5 %",
+        "perplexity 12.2 → 12.5",
+        "differs from token 17",
+        "1984",
+        "64",
+    ):
+        assert text.count(figure) >= 2, figure
+    # The name of a kernel may be folded, and nothing else.
+    assert LONG in "".join(line.partition(" ")[0] for line in lines)
+
+
+def test_rows_and_titles() -> None:
+    lines = printed(80, checked("the model's own", 1), checked("fast", 1.25))
+    assert "llama end to end · 5 rounds" in lines
+    assert "prefill, the time to the first token · attention 40 %" in lines
+    assert "decode, one token · attention 40 % · GPU waits for the host 60 %" in lines
+    assert "one full run, from prompt to output · attention at least 40 %" in lines
+    assert [line[:15] for line in lines if "412.5" in line] == ["the model's own"]
+    (run,) = [line for line in lines if line.startswith("fast") and "1.876" in line]  # seconds
+    assert run.split()[1:] == [
+        "1.876",
+        "1.50×",
+        "(1.48-1.52)",
+        "1.25×",
+        "(1.24-1.26)",
+        "+20.0",
+        "%",
+    ]
+
+
+def test_rounds_are_those_of_the_kernels() -> None:
+    own, fast = checked("the model's own", 1), checked("fast", 1.25)
+    for name, each in own.measured.items():  # beside every two kernels
+        own.measured[name] = replace(each, ms=summarize([1.0] * 15))
+    crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="x")
+    assert "llama end to end · 5 rounds" in printed(80, own, crashed, fast)
+    assert "llama end to end · 15 rounds" in printed(80, own, crashed)
+
+
+def test_every_row_that_lacks_something_says_why() -> None:
+    own = checked("the model's own", 1)
+    crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV")
+    unlike = checked("odd", 1.25)
+    assert unlike.prediction is not None
+    run = replace(unlike.prediction.run, speedup=None, new_seconds=None, reason="wrong on a: x")
+    unlike.prediction = replace(unlike.prediction, run=run, phases={})
+    without = checked("new", 1.25)
+    without.prediction, without.unpredicted = None, "torch-default was timed on none"
+    lines = printed(80, own, crashed, unlike, without, replace(without, kernel="newer"))
+    assert "bad: ended by SIGSEGV" in lines
+    assert any(line.split()[:2] == ["bad", "crash"] for line in lines)
+    assert "not predicted: odd: wrong on a: x" in lines
+    assert "not predicted: new, newer: torch-default was timed on none" in lines
+    assert "odd: 64 calls fell back: takes no mask" in lines
+    assert not any(line.startswith("bad") and "×" in line for line in lines)
+
+
+def test_a_short_census_is_told_once() -> None:
+    own, fast = checked("the model's own", 1), checked("fast", 1.25)
+    own.short_census = fast.short_census = "predictions leave out attention"
+    assert printed(80, own, fast).count("predictions leave out attention") == 1
+
+
+def test_a_check_of_no_kernel_shows_the_model_alone() -> None:
+    lines = printed(80, checked("the model's own", 1))
+    assert "no kernel to run in the model: choose some with --kernels" in lines
+    assert any(line.startswith("the model's own") and "412.5" in line for line in lines)
+
+
+def test_a_check_says_nothing_to_the_terminal() -> None:
+    own = replace(checked("the model's own", 1.0), model="m\x1b[2J", weights="\x07")
+    failed = replace(checked("k", 1.0), status="error", reason="r\x1b[2J")
+    assert all(line.isprintable() for line in printed(80, own, failed))
+
+
+def test_a_variants_brackets_are_printed() -> None:
+    name = "triton-sage[smooth_k=off]"
+    lines = printed(100, checked("the model's own", 1), checked(name, 1.25))
+    rows = [line for line in lines if re.match(rf"{re.escape(name)} +[0-9]", line)]
+    assert len(rows) == 4  # three spans and the outcome
+
+
+def test_what_a_plan_leaves_or_misnames_is_told() -> None:
+    planned = checked("plan.json", 1.25)
+    planned.own_calls, planned.missing = 31, ["layers.7"]
+    text = "\n".join(printed(100, checked("the model's own", 1), planned))
+    assert "plan.json: 31 calls left to the model's own attention" in text
+    assert "plan.json: not in the model: layers.7" in text
+    assert "left to the model's own attention" not in "\n".join(
+        printed(100, checked("the model's own", 1), checked("fast", 1.25))
+    )
+
+
+def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
+    fast = checked("fast", 1.25)
+    fast.changed_inputs = ["key"]
+    text = " ".join(printed(80, checked("the model's own", 1), fast))
+    assert "fast: changes its key in place: a model that reads it again" in text
+
+
+def test_what_was_left_out_as_delays_is_told() -> None:
+    own, fast, slow = checked("the model's own", 1), checked("fast", 1.25), checked("slow", 1.1)
+    own.delayed, fast.delayed, slow.delayed = 0.03, 0.07, 0.12
+    text = " ".join(printed(80, own, fast, slow))
+    assert (
+        "slow: 12 % of the time (3 % without the kernel) went to delays of single forwards" in text
+    )
+    assert "fast: 7 %" not in text

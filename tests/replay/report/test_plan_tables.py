@@ -1,0 +1,162 @@
+"""What a reader of a plan is told, in 80 columns."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from rich.console import Console
+
+from replay.plan.choose import Uniform
+from replay.plan.plan import Budget, Choice, Plan, Worst
+from replay.report.plan_tables import _at_dots, fold, print_plan
+
+BUDGET = Budget("cosine", 0.998)
+
+
+def choice(
+    module: str,
+    kernel: str = "sage1",
+    *,
+    cosine: float = 0.9991,
+    ms: float = 5.0,
+    covered: bool = True,
+    inside: bool = True,
+) -> Choice:
+    worst = Worst(cosine, 0.01, 0.02) if covered else None
+    saved = (10 - ms) * 50
+    return Choice(
+        module, "denoise", kernel, covered, inside, worst, ms, 10.0, saved, 50, int(covered)
+    )
+
+
+def report(choices: Sequence[Choice], uniforms: Sequence[Uniform] = ()) -> str:
+    file = io.StringIO()
+    plan = Plan("cogvideo", "random, seed 0", BUDGET, "torch-default", list(choices))
+    print_plan(plan, uniforms, Console(file=file, width=80, highlight=False))
+    return file.getvalue()
+
+
+def test_a_plan_says_nothing_to_the_terminal() -> None:
+    """Its names are those of a recording, which anybody may have written."""
+    file = io.StringIO()
+    escape = "\x1b[2J\x07"
+    chosen = replace(choice(f"blocks{escape}.0"), phase=escape)
+    plan = Plan(escape, escape, BUDGET, "torch-default", [chosen], {f"k{escape}": escape})
+    print_plan(plan, [], Console(file=file, width=80, highlight=False))
+    assert "blocks" in file.getvalue()
+    assert all(line.isprintable() for line in file.getvalue().splitlines())
+
+
+def names(modules: Sequence[str]) -> list[str]:
+    return [name for name, _ in fold([choice(module) for module in modules])]
+
+
+def test_layers_that_differ_in_a_number_are_one_line() -> None:
+    assert names([f"blocks.{layer}.attn1" for layer in range(30)]) == ["blocks.0-29.attn1"]
+    assert names(["blocks.3.a", "blocks.0.a", "blocks.1.a"]) == ["blocks.0-1,3.a"]
+    assert names(["blocks.10.a", "blocks.9.a"]) == ["blocks.9-10.a"]
+    assert names(["blocks.0.a", "blocks.1.b", "blocks", ""]) == [
+        "blocks.0.a",
+        "blocks.1.b",
+        "blocks",
+        "",
+    ]
+    grid = [f"down.{part}.blocks.{layer}.a" for part in range(2) for layer in range(3)]
+    assert names(grid) == ["down.0-1.blocks.0-2.a"]
+
+
+def test_a_name_stands_for_its_members_alone() -> None:
+    """Two of the four corners of a grid are no rectangle."""
+    assert names(["down.0.blocks.1.a", "down.1.blocks.0.a"]) == [
+        "down.0.blocks.1.a",
+        "down.1.blocks.0.a",
+    ]
+    ragged = ["down.0.blocks.0.a", "down.0.blocks.1.a", "down.1.blocks.0.a"]
+    assert names(ragged) == ["down.0.blocks.0-1.a", "down.1.blocks.0.a"]
+
+
+def test_unlike_choices_stay_apart() -> None:
+    choices = [choice(f"blocks.{layer}.a") for layer in range(6)]
+    choices[2] = choice("blocks.2.a", "torch-default")
+    choices[3] = choice("blocks.3.a", "torch-default", covered=False, inside=False)
+    assert [name for name, _ in fold(choices)] == ["blocks.0-1,4-5.a", "blocks.2.a", "blocks.3.a"]
+
+
+def test_the_plan_in_numbers() -> None:
+    choices = [choice(f"blocks.{layer}.a", ms=4.0 + layer) for layer in range(3)]
+    choices[1] = choice("blocks.1.a", cosine=0.99829999, ms=5.0)
+    text = report(choices)
+    line = next(line for line in text.splitlines() if line.startswith("blocks"))
+    # Mean time, baseline, sum of savings, and the worst cosine, not rounded up.
+    assert line.split() == ["blocks.0-2.a", "denoise", "sage1", "5", "10", "750", "0.998299"]
+    assert "cogvideo · cosine ≥ 0.998" in text
+    assert "random, seed 0" in text
+    assert "750 ms of attention saved per run (predicted); 3 layers: sage1 at 3" in text
+    assert "captured" not in text
+
+
+def test_what_is_not_covered_or_not_inside_is_said() -> None:
+    text = report(
+        [
+            choice("blocks.0.a"),
+            choice("blocks.1.a", "torch-default", covered=False, inside=False),
+            choice("blocks.2.a", "torch-default", inside=False, cosine=0.9),
+        ]
+    )
+    told = re.sub(r"\s+", " ", text)
+    assert "1 of 3 layers were not captured and keep torch-default: record them too, with" in told
+    assert "1 of 3 layers have no kernel within cosine ≥ 0.998 and keep torch-default" in told
+
+
+def test_each_kernel_at_every_layer() -> None:
+    uniforms = [
+        Uniform("torch-default", 0.0, 3, 0, 0, 0, 0, "blocks.0.a", "denoise", 1.0, ""),
+        Uniform("sage1", 12.34567, 2, 1, 0, 0, 0, "blocks.2.a", "denoise", 0.91, ""),
+        Uniform("flex", None, 2, 0, 0, 1, 0, "", "", None, "crash"),
+    ]
+    lines = report([choice("blocks.0.a")], uniforms).splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines[-3:]}
+    assert rows["sage1"] == ["12.35", "2", "1", "0", "0.910000", "blocks.2.a", "denoise"]
+    assert rows["flex"] == ["-", "2", "0", "1", "-"]
+    heading = next(line for line in lines if line.startswith("kernel"))
+    assert "failed" in heading
+    assert "falls back" not in heading
+
+
+def test_no_line_is_longer_than_the_terminal() -> None:
+    module = "transformer." + "a_module_with_a_long_name." * 5
+    choices = [choice(f"{module}{layer}", "hub:organisation/a-kernel-fp8") for layer in range(4)]
+    uniforms = [
+        Uniform("hub:organisation/a-kernel-fp8", 1.0, 1, 1, 1, 1, 1, module, "denoise", 0.5, "")
+    ]
+    text = report(choices, uniforms)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+
+
+def test_names_of_kernels_stay_whole_and_no_figure_is_cut() -> None:
+    """Paths of modules are broken instead, in a table with every column that there may be."""
+    module = "transformer.single_transformer_blocks.0.attn.processor"
+    kernels = ["triton-paged-decode-int8", "torch-flash-compiled", "sage1"]
+    uniforms = [
+        Uniform(kernel, 1234.5, 30, 12, 0, 3, 2, module, "denoise", 0.91, "") for kernel in kernels
+    ]
+    text = report([choice(module, kernel, ms=1234.5678) for kernel in kernels], uniforms)
+    rows = [line.split() for line in text.splitlines()]
+    for kernel in kernels:
+        of_layer = next(row for row in rows if row[2:3] == [kernel])
+        assert of_layer[3:] == ["1235", "10", "-6.123e+04", "0.999100"]
+        of_all = next(row for row in rows if row[:1] == [kernel] and row[1] != "at")
+        assert of_all[1:7] == ["1234", "30", "12", "3", "2", "0.910000"]
+
+
+def test_long_paths_are_broken_at_dots() -> None:
+    path = "transformer.single_transformer_blocks.0.attn.inner"
+    lines = _at_dots(path, 22).split("\n")
+    assert lines == ["transformer", ".single_transformer_blocks", ".0.attn.inner"]
+    assert "".join(lines) == path
+    assert _at_dots("layers.0", 22) == "layers.0"
+    assert _at_dots("", 22) == ""

@@ -1,0 +1,138 @@
+"""Files of rows are replaced whole or not at all."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replay.rows.row_files import (
+    OtherSchema,
+    RowsError,
+    read_jsonl,
+    row_from_json,
+    row_to_json,
+    save_jsonl,
+)
+from tests.factories import full_row, row
+
+RunCli = Callable[..., tuple[int, str, str]]
+
+
+def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path, link = tmp_path / "rows.jsonl", tmp_path / "link.jsonl"
+    save_jsonl([row("a"), row("b")], path)
+    link.symlink_to(path)
+    save_jsonl([row("a")], link)
+    assert link.is_symlink()
+    assert [each.kernel for each in read_jsonl(path).rows] == ["a"]
+    assert sorted(tmp_path.iterdir()) == [link, path]
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
+        save_jsonl([], tmp_path / "nowhere" / "rows.jsonl")
+
+
+def test_a_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
+    data = row_to_json(full_row())
+    data["accuracy"]["where"]["relative_l1"] = [[0.1, 0.2], [0.3]]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
+        read_jsonl(path)
+
+
+def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of a tree's parts."""
+    if at:
+        yield at
+    if isinstance(tree, dict | list):
+        for name, part in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from parts(part, (*at, name))
+
+
+def test_what_is_no_value_of_its_field_is_refused() -> None:
+    data = row_to_json(full_row())
+    assert row_to_json(row_from_json(data)) == data
+    for path in parts(data):
+        original = functools.reduce(getitem, path, data)
+        for value in ("text", True, 7, [[]], {"a": 1}, 10**400):
+            changed = copy.deepcopy(data)
+            functools.reduce(getitem, path[:-1], changed)[path[-1]] = value
+            is_number = value == 7 and isinstance(original, float)
+            try:
+                row_from_json(changed)
+            except (OtherSchema, ValueError, KeyError, TypeError, AttributeError):
+                continue
+            assert value != 10**400
+            assert type(value) is type(original) or is_number, (path, value)
+
+
+@pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
+def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
+    data = row_to_json(full_row())
+    data["time_ms"]["samples"] = samples
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(data) + "\n")
+    with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
+        read_jsonl(path)
+
+
+def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
+    path, fifo = tmp_path / "rows.jsonl", tmp_path / "fifo"
+    save_jsonl([row("a")], path)
+    os.mkfifo(fifo)
+    (tmp_path / "link").symlink_to(path)
+    assert read_jsonl(tmp_path / "link").rows == [row("a")]
+    reading, writing = os.pipe()
+    os.write(writing, path.read_bytes())
+    os.close(writing)
+    assert read_jsonl(Path(f"/dev/fd/{reading}")).rows == [row("a")]
+    os.close(reading)
+    for refused in (fifo, Path("/dev/zero")):
+        with pytest.raises(RowsError, match=f"cannot read {refused}: not a regular file"):
+            read_jsonl(refused)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "report fifo -o x.html",
+        "report rows.jsonl -o x.html --e2e-json fifo",
+        "explain fifo",
+        "devices fifo",
+        "compare rows.jsonl fifo",
+        "compare rows.jsonl other.jsonl --spread fifo",
+        "--random --tolerances fifo",
+    ],
+)
+def test_no_command_waits_for_a_fifo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("fifo")
+    for name in ("rows.jsonl", "other.jsonl"):
+        save_jsonl([row("a")], Path(name))
+    code, _, err = run_cli(*given.split())
+    assert code == 2
+    assert "cannot read fifo: not a regular file" in err
+
+
+def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
+    pipe = tmp_path / "rows.jsonl"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader
+    try:
+        save_jsonl([row("a")], pipe)
+        assert pipe.is_fifo()
+        assert json.loads(os.read(reader, 1 << 16)) == row_to_json(row("a"))
+    finally:
+        os.close(reader)

@@ -1,0 +1,165 @@
+"""What the checks say together: on a terminal, as JSON, and as an exit code."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from replay.report.selftest_table import print_selftest
+from replay.rows.row import GpuState, Machine
+from replay.selftest import all_checks as run
+from replay.selftest import clock, work
+from replay.selftest import environment_checks as surroundings
+from replay.selftest.all_checks import Verdict, selftest
+from replay.selftest.result import Result
+
+CPU = torch.device("cpu")
+GOOD = Result("good", True, "1.000×", "do this", {"ratio": 1.0})
+SKIPPED = Result("skipped", None, "no NVML")
+BAD = Result("bad", False, "9.999× " * 20, "do that")
+
+
+def verdict(*results: Result, resolution: float | None = 0.0123) -> Verdict:
+    return Verdict(Machine("AMD EPYC"), results, resolution)
+
+
+def test_a_good_machine_says_what_it_can_tell_apart() -> None:
+    good = verdict(GOOD, SKIPPED)
+    assert good.passed
+    # Rounded up: less is not promised.
+    assert good.sentence.endswith("can tell kernels apart that differ by more than 1.3 %")
+    assert "more than 0.1 %" in verdict(GOOD, resolution=0.0).sentence
+
+
+def test_a_bad_machine_says_what_to_do() -> None:
+    bad = verdict(GOOD, BAD)
+    assert not bad.passed
+    assert bad.sentence == "do not rely on times of this machine (bad): do that"
+
+
+def test_the_table_fits() -> None:
+    file = io.StringIO()
+    print_selftest(verdict(GOOD, SKIPPED, BAD), Console(file=file, width=80))
+    lines = file.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[:2] for line in lines[2:5]] == [
+        ["good", "pass"],
+        ["skipped", "-"],
+        ["bad", "FAIL"],
+    ]
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pass at once."""
+    for module, name in (
+        (surroundings, "processor"),
+        (surroundings, "clocks"),
+        (clock, "known_ratio"),
+        (clock, "known_delay"),
+        (clock, "nothing"),
+        (clock, "other_clock"),
+        (run, "planted_cheats"),
+    ):
+        monkeypatch.setattr(module, name, lambda *device, name=name: Result(name, True, "fine"))
+    same = (Result("same", True, "fine"), Result("spread", True, "fine"), 0.02)
+    monkeypatch.setattr(clock, "same_kernel", lambda device: same)
+    monkeypatch.setattr(run, "describe", lambda device: Machine(torch=torch.__version__))
+
+
+@pytest.mark.usefixtures("checks")
+def test_a_check_that_fails_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(device: torch.device) -> Result:
+        raise ValueError("no such thing\nlong story")
+
+    monkeypatch.setattr(clock, "known_delay", fails)
+    order: list[str] = []
+    found = selftest(CPU, order.append)
+    failed = [each for each in found.results if not each.passed]
+    assert [(each.name, each.finding) for each in failed] == [
+        ("known delay", "ValueError: no such thing")
+    ]
+    assert order[-1] == "planted cheats"
+    assert found.resolution == 0.02
+    assert "clocks" not in order
+    selftest(torch.device("cuda"), order.append)
+    assert "clocks" in order
+
+
+@pytest.mark.usefixtures("checks")
+@pytest.mark.parametrize("passes", [True, False])
+def test_the_command(
+    run_cli: Callable[..., tuple[int, str, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Any,
+    passes: bool,
+) -> None:
+    def planted(device: torch.device) -> Result:
+        print("noise")
+        return Result("planted cheats", passes, "found", "read them")
+
+    monkeypatch.setattr(run, "planted_cheats", planted)
+    expected = 0 if passes else 1
+    code, out, err = run_cli("--selftest", "--device", "cpu", "--json", "-")
+    assert code == expected
+    written = json.loads(out)
+    assert (written["passed"], written["resolution"]) == (passes, 0.02)
+    assert [each["name"] for each in written["checks"]][-1] == "planted cheats"
+    assert written["machine"]["torch"] == torch.__version__
+    assert written["sentence"] in " ".join(err.split())
+    file = tmp_path / "selftest.json"
+    code, out, _ = run_cli("--selftest", "--device", "cpu", "--json", str(file))
+    assert code == expected
+    assert "noise" not in out
+    assert written["sentence"] in " ".join(out.split())
+    assert json.loads(file.read_text())["passed"] is passes
+
+
+@pytest.mark.parametrize(
+    ("reasons", "passed"),
+    [((), True), (("software power cap",), True), (("hardware thermal slowdown",), False)],
+)
+def test_a_gpu_that_slows_down_by_itself_fails(
+    monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, ...], passed: bool
+) -> None:
+    state = GpuState(1980, 690.5, 61, reasons, 2619)
+    monkeypatch.setattr(surroundings, "why_no_state", lambda device: "")
+    monkeypatch.setattr(surroundings, "read_gpu_state", lambda device: state)
+    monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(surroundings, "WORKING_SECONDS", 0.001)
+    found = surroundings.clocks(torch.device("cuda"))
+    assert found.passed is passed
+    assert found.finding.startswith("1980 MHz, 2619 MHz memory, 690 W, 61 °C, ")
+    assert all(reason in found.finding for reason in reasons)
+
+
+def test_without_nvml_clocks_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "why_no_state", lambda device: "no NVML")
+    found = surroundings.clocks(torch.device("cuda"))
+    assert (found.passed, found.finding) == (None, "no NVML")
+
+
+@pytest.mark.parametrize(("share", "passed"), [(1.0, True), (0.96, True), (0.5, False)])
+def test_a_processor_that_others_use_fails(
+    monkeypatch: pytest.MonkeyPatch, share: float, passed: bool
+) -> None:
+    now = 0.0
+
+    def perf_counter() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    fake = SimpleNamespace(perf_counter=perf_counter, thread_time=lambda: now * share)
+    monkeypatch.setattr(surroundings, "time", fake)
+    found = surroundings.processor(1.0)
+    assert found.passed is passed
+    assert found.figures["share"] == pytest.approx(share, abs=0.01)

@@ -1,0 +1,398 @@
+"""What the parent believes of a worker's rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from replay.accuracy.thresholds import Thresholds
+from replay.bench.settings import Settings
+from replay.isolation.input_perturbation import Flip, Walk
+from replay.isolation.judge import Sample
+from replay.rows.errors_of_output import AccuracyClass
+from replay.timing import timer
+from replay.timing.statistics import summarize
+from replay.workers import judge_process as judge
+from replay.workers import judge_worker
+from replay.workers.judge_process import Hearing, Judge
+from replay.workers.process import Process
+from replay.workers.remote_judge import RemoteReferee
+from replay.workers.shared_memory import Outbox, SharedFile
+from replay.workers.worker import Say, line_of
+from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import workload as synthetic_workload
+from replay.workloads.recorded import Workload
+from tests.factories import row, settings
+
+CPU = torch.device("cpu")
+
+
+class Pretended:
+    """A judge with the answers it was given."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.answers = list(answers)
+        self.questions: list[dict[str, Any]] = []
+
+    def answer(self, question: dict[str, Any], *_: object) -> dict[str, Any]:
+        self.questions.append(question)
+        return self.answers.pop(0)
+
+
+def judged(status: str) -> dict[str, Any]:
+    return {"judged": {"finding": [status, "a sentence"]}}
+
+
+def hearing_of(*answers: dict[str, Any]) -> Hearing:
+    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    hearing = Hearing(cast("Judge", Pretended(*answers)), workload, settings())
+    for answer in answers:
+        do = "samples" if "wrong" in answer else "judge"
+        question = {"do": do, "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
+        hearing.answer(question | {"numbers": []})
+    return with_samples(hearing) if answers else hearing
+
+
+def with_samples(
+    hearing: Hearing, kernel: str = "mine", timed: int = 8, walked: int = 0
+) -> Hearing:
+    """After the judge found timed samples of a kernel right, and some of its energy block."""
+    before, hearing.judge = hearing.judge, cast("Judge", Pretended({"wrong": ""}))
+    numbers = [(n, n, n >= timed) for n in range(timed + walked)]
+    hearing.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
+    hearing.judge = before
+    return hearing
+
+
+@pytest.mark.parametrize(
+    ("answers", "believed"),
+    [
+        ([], False),
+        ([judged("ok")], True),
+        ([judged("ok"), {"wrong": ""}], True),
+        ([judged("ok"), {"wrong": "stale"}], False),
+        ([judged("inaccurate")], False),
+        ([judged("ok"), judged("inaccurate")], False),
+    ],
+)
+def test_a_row_is_as_right_as_its_judge_says(answers: list[dict[str, Any]], believed: bool) -> None:
+    hearing = hearing_of(*answers)
+    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
+    assert hearing.objection(row("mine", status="inaccurate")) == ""
+
+
+def test_a_wrong_core_costs_no_more_than_its_time() -> None:
+    hearing = hearing_of(judged("ok"))
+    hearing.judge = cast("Judge", Pretended(judged("inaccurate")))
+    hearing.answer({"do": "judge", "kernel": "mine", "of_core": True})
+    assert hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == ""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "declared", "judged_as"),
+    [
+        # What the parent's registry says, also of a variant.
+        ("torch-math", ["quantised", "sparse"], "exact"),
+        ("triton-sparse-decode[keep=0.1]", ["exact"], "sparse"),
+        # Files are not imported here: what it says first.
+        ("FILE:attention", ["quantised", "exact"], "quantised"),
+        ("of-another-environment", ["quantised", "sparse"], "quantised"),
+    ],
+)
+def test_a_worker_does_not_choose_the_rule(
+    tmp_path: Path, kernel: str, declared: list[str], judged_as: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("raise SystemExit('imported in the parent')")
+    kernel = kernel.replace("FILE", str(file))
+    pretended = Pretended(*[judged("ok")] * len(declared))
+    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    hearing = Hearing(cast("Judge", pretended), workload, settings())
+    for each in declared:
+        question = {"do": "judge", "kernel": kernel, "of_core": False, "accuracy_class": each}
+        hearing.answer(question)
+    with_samples(hearing, kernel)
+    assert {question["accuracy_class"] for question in pretended.questions} == {judged_as}
+    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=judged_as)) == ""
+    other = "exact" if judged_as != "exact" else "quantised"
+    told = f"its row says that it is {other}, and it was judged as {judged_as}"
+    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=other)) == told
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "believed"),
+    [(100.0, 100.0, True), (104.0, 50.0, True), (106.0, 50.0, False), (1000.0, 100.0, False)],
+)
+def test_a_worker_whose_clock_is_slow_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, here: float, there: float, believed: bool
+) -> None:
+    clock = iter([5.0, 5.0 + here / 1000])
+    monkeypatch.setattr(judge.time, "perf_counter", lambda: next(clock))
+    hearing = hearing_of(judged("ok"))
+    hearing.answer({"do": "start clock", "kernel": "mine"})
+    hearing.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
+    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
+
+
+@pytest.mark.parametrize(
+    ("timed", "walked", "rounds", "believed"),
+    [(8, 0, 30, True), (6, 0, 6, True), (7, 0, 30, False), (0, 8, 30, False), (5, 4, 6, False)],
+)
+def test_a_row_without_enough_judged_samples_is_not_believed(
+    timed: int, walked: int, rounds: int, believed: bool
+) -> None:
+    """Those of an energy block are others."""
+    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    hearing = Hearing(cast("Judge", Pretended(judged("ok"))), workload, settings())
+    question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
+    hearing.answer(question)
+    with_samples(hearing, timed=timed, walked=walked)
+    found = hearing.objection(row("mine", ms=[1.0] * rounds, accuracy_class="exact"))
+    wanted = f"the judge got {timed} of {min(8, rounds)} timed samples: something changed the timer"
+    assert found == ("" if believed else wanted)
+
+
+@pytest.mark.parametrize(
+    ("reported", "taken", "believed"),
+    [
+        (10.0, [12.0] * 10, True),
+        (10.0, [900.0] * 7 + [12.0] * 3, True),
+        (10.0, [900.0] * 8 + [12.0] * 2, False),
+        (10.0, [80.0] * 10, True),
+        (10.0, [100.0] * 10, False),
+        (100.0, [340.0] * 10, True),
+        (100.0, [380.0] * 10, False),
+        (0.01, [250.0] * 10, True),
+        (0.5, [200.0] * 10, False),
+        (10.0, [900.0] * 8, True),
+    ],
+    ids=str,
+)
+def test_a_time_that_samples_did_not_take_is_not_believed(
+    monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
+) -> None:
+    """On a CPU, and where every sample was announced."""
+    hearing, now = hearing_of(judged("ok")), 0.0
+    monkeypatch.setattr(timer, "MINIMUM_CPU_SAMPLE_MS", 1.0)  # less in these tests
+    monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
+    hearing.hear("mine")  # its check
+    now += 99.0
+    hearing.hear("preparing to time")
+    for ms in (5000.0, *taken):  # the first is the warm-up
+        hearing.hear("mine")
+        now += ms / 1000
+        hearing.hear("another")
+        now += 0.5
+    hearing.hear("")
+    times = [reported] * 10
+    found = hearing.objection(row("mine", ms=times, accuracy_class="exact"))
+    assert (found == "") == believed, found
+    assert believed or "something changed the timer" in found
+    with_core = row("mine", ms=times, accuracy_class="exact", core_time_ms=summarize(times))
+    assert hearing.objection(with_core) == ""  # whose samples look the same from here
+    hearing.settings = replace(hearing.settings, device=torch.device("cuda"))
+    assert hearing.objection(row("mine", ms=times, accuracy_class="exact")) == ""
+
+
+@pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])
+def test_clocks_are_compared_again_before_one_is_not_believed(
+    agree: list[bool], blocks: int
+) -> None:
+    """A message may take longer than a block of calls, on a busy machine."""
+    asked: list[str] = []
+    answers = iter(agree)
+
+    def hear() -> dict[str, Any]:
+        return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
+
+    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, Outbox("", CPU))
+    assert referee.clock("mine", lambda: torch.ones(1), CPU, 0.1) is None
+    assert asked == ["start clock", "stop clock"] * blocks
+
+
+@pytest.mark.parametrize(("agree", "calls"), [([True], 1), ([False, True], 1 + 2)])
+def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -> None:
+    """And a block that two clocks disagree about is followed by one of twice as many."""
+    answers = iter([answer for each in agree for answer in ({}, {"agree": each})])
+    outputs: list[Tensor] = []
+
+    def run() -> Tensor:
+        outputs.append(torch.ones(1))
+        return outputs[-1]
+
+    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), Outbox("", CPU))
+    output = referee.clock("mine", run, CPU, 100.0)
+    assert len(outputs) == calls
+    assert (output is outputs[0]) == (calls == 1)
+
+
+CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=torch.float32), 0)
+
+
+def into(answers: list[dict[str, Any]]) -> Say:
+    """Gets what a parent reads."""
+    return lambda **answer: answers.append(json.loads(line_of(answer)))
+
+
+@pytest.fixture
+def court() -> Iterator[Callable[..., RemoteReferee]]:
+    """A worker's referee that asks the judge's process, all in this one."""
+    shared = SharedFile()
+
+    def begin(settings: Settings, seed: int = 5) -> RemoteReferee:
+        answers: list[dict[str, Any]] = []
+
+        def say(*, judge: dict[str, Any]) -> None:
+            request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
+            judge_worker.handle(request, into(answers), answers.pop)
+
+        factory = RemoteReferee.factory(say, answers.pop, Outbox(shared.path, CPU))
+        referee = factory(CALL.load(settings.device), seed, settings, None)
+        assert isinstance(referee, RemoteReferee)
+        return referee
+
+    yield begin
+    shared.close()
+    judge_worker._inbox.cache_clear()  # the next file may have the same descriptor
+
+
+Court = Callable[..., RemoteReferee]
+
+
+def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> None:
+    referee, call = court(settings()), CALL.load(CPU)
+    walk, samples = Walk(call, seed=5), []
+    for _ in range(30):
+        walk.step()
+        output = scaled_dot_product_attention(**call.arguments())
+        rows = (each.of(output) for each in walk.rows(walk.number))
+        samples.append(Sample(walk.number, walk.number, *rows, of_walk=True))
+    assert referee.judge_samples("mine", "exact", samples, None) == ""
+    stale = samples[-1]._replace(number=walk.number - 10)
+    assert "exceeds" in referee.judge_samples("mine", "exact", [*samples[:3], stale], None)
+
+
+def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
+    referee, call = court(settings()), CALL.load(CPU)
+    few = (torch.arange(90) < 9).expand(16, 90)
+    on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
+    found = {
+        each: referee.judge(each, each, on_few, few).finding.status for each in ("exact", "sparse")
+    }
+    assert found == {"exact": "inaccurate", "sparse": "ok"}
+
+
+def test_a_call_that_is_expected_is_loaded_once(
+    court: Court, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+
+    def workload_of(source: dict[str, Any]) -> Workload:
+        loaded.append(source["name"])
+        return CALL
+
+    monkeypatch.setattr(judge_worker, "workload_of", workload_of)
+    monkeypatch.setattr(judge_worker, "_referees", {})
+    request = {"do": "expect", "workload": CALL.source, "settings": settings().to_json()}
+    answers: list[dict[str, Any]] = []
+    for _ in range(2):  # its worker dies and begins again
+        judge_worker.handle(request, into(answers), answers.pop)
+        assert answers.pop() == {"expecting": True}
+        output = scaled_dot_product_attention(**CALL.load(CPU).arguments())
+        assert court(settings()).judge("mine", "exact", output, None).finding.status == "ok"
+    assert loaded == ["call"]
+
+
+@pytest.mark.parametrize("roofline", [False, True])
+def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
+    monkeypatch: pytest.MonkeyPatch, roofline: bool
+) -> None:
+    """Of the device's own peak, which a worker measures as it loads a call."""
+    monkeypatch.setattr(judge_worker, "workload_of", lambda source: CALL)
+    monkeypatch.setattr(judge_worker, "_referees", {})
+    wanted = replace(settings(), roofline=roofline).to_json()
+    request = {"do": "expect", "workload": CALL.source, "settings": wanted}
+    judge_worker.handle(request, lambda **answer: None, dict)
+    assert len(judge_worker._referees) == (not roofline)
+
+
+def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> None:
+    """And its answers are not taken for those to later questions."""
+
+    class Answering:
+        """A process that reports a failure to whoever expects a call."""
+
+        def __init__(self) -> None:
+            self.asked: list[str] = []
+
+        def ask(self, *, do: str, **_: object) -> Iterator[dict[str, Any]]:
+            yield {"expecting": True}
+            self.asked.append(f"{do}: failed")
+            yield {"failed": "no such file"}
+
+        def answer(self, *, do: str, **_: object) -> dict[str, Any]:
+            self.asked.append(do)
+            return {"opened": True}
+
+        def close(self) -> None: ...
+
+    process = Answering()
+    judge = Judge(cast("Process", process))
+    judge.expect(CALL, settings())
+    assert process.asked == []
+    assert judge.answer({"do": "open"}, CALL, settings()) == {"opened": True}
+    assert process.asked == ["expect: failed", "open"]
+    judge.close()
+
+
+def off(output: Tensor, by: float) -> Tensor:
+    """With an error of a share of its largest value, of random sign."""
+    signs = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).sign()
+    return output + by * output.abs().max() * signs
+
+
+@pytest.mark.parametrize(
+    ("kernel", "error", "loosened"),
+    [
+        ("exact", 1e-3, {"exact": {"same_dtype_factor": 1e4}}),
+        ("exact", 1e-3, {"exact": {"rounding_factor": 1e4}}),
+        ("sparse", 1e-3, {"sparse": {"same_dtype_factor": 1e4}}),
+        ("quantised", 0.2, {"quantised": {"maximum_relative_l1": 0.5}}),
+    ],
+)
+def test_timed_samples_are_judged_by_the_users_tolerances(
+    court: Court, kernel: AccuracyClass, error: float, loosened: dict[str, dict[str, float]]
+) -> None:
+    call, tolerances = CALL.load(CPU), Thresholds.from_tables(loosened)
+    chosen = torch.ones(16, 90, dtype=torch.bool) if kernel == "sparse" else None
+    flip = Flip(call, 5, 0, values_only=chosen is not None)
+    flip.apply()
+    output = scaled_dot_product_attention(**call.arguments())
+
+    def judged(by: float, thresholds: Thresholds) -> str:
+        rows = (off(each.of(output), by) for each in flip.rows(3))
+        referee = court(settings(tolerances=thresholds))
+        return referee.judge_samples(kernel, kernel, [Sample(0, 3, *rows)], chosen)
+
+    assert "exceeds" in judged(error, Thresholds())
+    assert judged(error, tolerances) == ""
+    strict = Thresholds.from_tables(
+        {
+            table: dict.fromkeys(keys, 0.0)
+            for table, keys in {
+                "exact": ("same_dtype_factor", "rounding_factor"),
+                "quantised": ("maximum_relative_l1",),
+                "sparse": ("same_dtype_factor", "rounding_factor"),
+            }.items()
+        }
+    )
+    assert judged(0.0, Thresholds()) == ""
+    assert "exceeds" in judged(1e-4, strict)

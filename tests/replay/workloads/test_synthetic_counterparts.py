@@ -1,0 +1,76 @@
+"""Recorded calls with random values in place of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from capture.call.attention_call import AttentionCall, Origin
+from replay.workloads.recorded import Workload
+from replay.workloads.synthetic_counterparts import twin, with_twins
+from tests.factories import random_call
+
+CPU = torch.device("cpu")
+
+
+def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
+    fused = torch.randn(2, 9, 4, 3, 8).to(torch.bfloat16)
+    query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
+    key = key[:, :1].expand(2, 4, 9, 8)
+    mask = torch.rand(2, 1, 1, 9) > 0.5
+    origin = Origin(
+        model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
+    )
+    call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
+    recorded = Workload("call", lambda device: call)
+    found = twin(recorded, "random", 5).load(CPU)
+    for name in ("query", "key", "value"):
+        one, other = getattr(call, name), getattr(found, name)
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+        assert not torch.equal(one, other)
+        assert 0.7 < float(other.float().std()) < 1.3
+    assert found.attn_mask is mask
+    assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
+    assert found.origin == replace(origin, weights="none: random values, standard normal")
+    assert torch.equal(found.query, twin(recorded, "random", 5).load(CPU).query)
+    assert not torch.equal(found.query, twin(recorded, "random", 6).load(CPU).query)
+    assert twin(recorded, "random", 5).name == "call-random"
+
+
+def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
+    call = random_call(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400)
+    key = call.key * torch.arange(1, 33) + torch.linspace(-50, 50, 32)
+    recorded = Workload("call", lambda device: replace(call, key=key))
+    found = twin(recorded, "matched", 5).load(CPU)
+    for own, theirs in ((key, found.key), (call.value, found.value)):
+        assert not torch.equal(own, theirs)
+        deviation, mean = torch.std_mean(own, dim=(0, 2))
+        other_deviation, other_mean = torch.std_mean(theirs, dim=(0, 2))
+        assert torch.allclose(other_mean, mean, atol=0.25 * float(deviation.max()))
+        assert torch.allclose(other_deviation, deviation, rtol=0.2)
+    assert found.origin.weights == "none: random values, moments of the recorded ones"
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kv_len", [0, 1, 2])
+def test_a_matched_twin_of_hardly_any_keys(kv_len: int) -> None:
+    recorded = Workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
+    assert bool(twin(recorded, "matched", 0).load(CPU).key.isfinite().all())
+
+
+def test_each_call_is_followed_by_its_twins() -> None:
+    calls = [Workload(name, lambda device: random_call()) for name in ("a", "b")]
+    names = [each.name for each in with_twins(calls, seed=0)]
+    assert names == ["a", "a-random", "a-matched", "b", "b-random", "b-matched"]
+
+
+@pytest.mark.parametrize("kind", ["random", "matched"])
+def test_a_twin_s_value_is_part_of_the_key_where_the_call_s_is(kind: str) -> None:
+    key = torch.randn(1, 1, 9, 24)
+    call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
+    found = twin(Workload("call", lambda device: call), kind, 5).load(CPU)
+    assert found.value_is_in_key
+    assert found.value.shape == call.value.shape
+    assert not torch.equal(found.key, call.key)
