@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin, pages
+from capture.call import pages
+from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, Variant
 from capture.call.mask_structure import NO_MASK
 from capture.call.shape import Shape
