@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 
 import attention_replay
 import models
+from attention_replay import commands
 from capture.cli.main import main as capture_main
 from models import libraries
 from replay.cli.arguments import parser as replay_parser
 
-REPOSITORY = Path(attention_replay.__file__).resolve().parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "huggingface_hub", "rich", "PIL")
 
@@ -64,8 +66,8 @@ def start(
 @pytest.mark.parametrize("command", ["capture", "replay"])
 def test_the_version_with_those_that_decide_figures(command: str) -> None:
     done = start(
-        "import sys, attention_replay\n"
-        f"try:\n    attention_replay.{command}()\n"
+        "import sys\nfrom attention_replay import commands\n"
+        f"try:\n    commands.{command}()\n"
         "finally:\n    assert 'torch' not in sys.modules\n",
         "--version",
     )
@@ -88,7 +90,7 @@ def test_a_file_of_the_users_that_hides_a_package_is_named(
     else:
         path.mkdir()
         (path / "__init__.py").write_text("print('mine')\n")
-    done = start("import attention_replay; attention_replay.replay()", "--help", path=tmp_path)
+    done = start("from attention_replay.commands import replay; replay()", "--help", path=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert str(path) in done.stderr
@@ -104,14 +106,14 @@ def test_ctrl_c_while_the_command_is_imported(
 
     monkeypatch.setattr("importlib.import_module", interrupted)
     with pytest.raises(SystemExit) as stopped:
-        getattr(attention_replay, command)()
+        getattr(commands, command)()
     assert stopped.value.code == 130
     assert capsys.readouterr().err == f"{command}: interrupted\n"
 
 
 def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     """Installed into the same directory, it overwrites our files."""
-    (tmp_path / "attention_replay.py").write_text(Path(attention_replay.__file__).read_text())
+    shutil.copytree(REPOSITORY / "attention_replay", tmp_path / "attention_replay")
     for package in ("capture", "replay"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text("")
@@ -119,7 +121,7 @@ def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
     record.mkdir()
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: rival\nVersion: 1.0\n")
     (record / "top_level.txt").write_text("replay\n")
-    done = start("import attention_replay; attention_replay.replay()", path=tmp_path, bare=True)
+    done = start("from attention_replay.commands import replay; replay()", path=tmp_path, bare=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert len(done.stderr.splitlines()) == 1
     assert "rival, installed in the same environment, overwrote the package 'replay'" in done.stderr
@@ -166,7 +168,7 @@ print(swap.hits)
     ],
 )
 def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentence: str) -> None:
-    code = f"{WITHOUT}\nimport attention_replay\nattention_replay.capture()\n"
+    code = f"{WITHOUT}\nfrom attention_replay.commands import capture\ncapture()\n"
     done = start(code, missing, "--model", "llama", "--size", "tiny", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.strip() == sentence
@@ -195,7 +197,7 @@ def test_an_own_function_needs_neither_diffusers_nor_transformers(tmp_path: Path
         "    model, x = Model(), torch.randn(1, 2, 8, 16)\n"
         "    return model, lambda: model(x)\n"
     )
-    code = f"{WITHOUT}\nimport attention_replay\nattention_replay.capture()\n"
+    code = f"{WITHOUT}\nfrom attention_replay.commands import capture\ncapture()\n"
     done = start(code, "diffusers,transformers", "--model", "my.py:build", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("recorded 1 of 1")
