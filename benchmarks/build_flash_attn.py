@@ -71,7 +71,7 @@ NVCC_FLAGS = (
 
 
 def _without_backward() -> str:
-    """A source file with a backward for every kernel that only raises an error."""
+    """Return a source file in which every kernel's backward only raises an error."""
     lines = [
         f"WITHOUT(cutlass::{dtype}, {dim})"
         for dtype in ("half_t", "bfloat16_t")
@@ -81,7 +81,7 @@ def _without_backward() -> str:
 
 
 def _prepare(archive: Path, work: Path) -> Path:
-    """Unpacks the archive below `work`; the folder of sources, its head dimensions limited."""
+    """Unpack the archive below `work` and return its sources, with fewer head dimensions."""
     with tarfile.open(archive) as opened:
         opened.extractall(work, filter="data")
     (root,) = work.iterdir()
@@ -93,7 +93,7 @@ def _prepare(archive: Path, work: Path) -> Path:
 
 
 def build(archive: Path, directory: Path) -> None:
-    """Builds `archive`'s forward kernels and puts the package into `directory`."""
+    """Build the forward kernels of `archive` and puts the package into `directory`."""
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     from torch.utils import cpp_extension

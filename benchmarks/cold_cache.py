@@ -1,4 +1,4 @@
-"""What a GPU's L2 cache should hold when a kernel is timed (needs a GPU; half a minute).
+"""Compares ways to empty a GPU's L2 cache before a kernel is timed (needs a GPU; half a minute).
 
     python -m benchmarks.cold_cache [--out FILE]
 
@@ -30,7 +30,7 @@ from replay.workloads.random_calls import Spec
 
 ROUNDS = 30
 BYTES = 2**28
-"""Of the buffer that is written or read: five times an H100's L2 cache."""
+"""Size of the buffer that is written or read: five times an H100's L2 cache."""
 HIDDEN, INSIDE = 4096, 11008
 """Llama-2-7b's."""
 WAIT_CYCLES = 2_000_000
@@ -93,7 +93,7 @@ def main() -> None:
 
 
 def _before(device: torch.device) -> dict[str, Callable[[], object]]:
-    """What runs before a call, by its name."""
+    """Return the functions that run before a call, by name."""
     buffer = torch.zeros(BYTES // 4, device=device)
     weights = [
         torch.full(shape, 0.01, dtype=torch.bfloat16, device=device)

@@ -44,7 +44,7 @@ BASELINE = "torch-flash"
 ROUNDS = (6, 10, 30)
 ROUNDS_UNTIL_STOPPED = 100
 MORE_WORK = 0.03
-"""To which launching it adds a little, so that it is no less than what counts as a difference."""
+"""Extra work, to which launching adds a little: at least what counts as a difference."""
 SPECS = {
     "cuda": Spec(1, 24, 24, 4096, 4096, 128, 128),
     "cpu": Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32),
@@ -129,14 +129,14 @@ def main() -> None:
 
 
 def stop_of(max_noise: float | None, max_seconds: float) -> str:
-    """The option that ends the rounds; empty where their number is given."""
+    """Return the option that ends the rounds; empty where their number is given."""
     if max_noise is not None:
         return f"--max-noise {max_noise:g}"
     return "" if max_seconds == SECONDS else f"--max-seconds {max_seconds:g}"
 
 
 def slower(device: torch.device) -> Kernel:
-    """The baseline with `MORE_WORK`: on a GPU a wait before the call, on a CPU a busy loop."""
+    """Return the baseline with `MORE_WORK`: a wait on a GPU, a busy loop on a CPU."""
     plain = find(BASELINE)
     arguments = SPECS[device.type].call(device).arguments()
     wait = torch.cuda._sleep if device.type == "cuda" else busy_loop
@@ -166,13 +166,13 @@ def busy_loop(count: int) -> None:
 
 
 def ratios(rows: list[Row]) -> dict[str, list[float]]:
-    """The paired ratios by round, of `again` and `slower` against the baseline."""
+    """Return the paired ratios by round, of `again` and `slower` against the baseline."""
     samples = {row.kernel: row.time_ms.samples for row in rows if row.time_ms is not None}
     return {name: paired_ratios(samples[BASELINE], samples[name]) for name in ("again", "slower")}
 
 
 def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
-    """A line of the result file: the verdicts of at most so many rounds."""
+    """Return a line of the result file: the verdicts of at most so many rounds."""
     said: dict[str, list[Speedup]] = {
         name: [speedup_of(pair[name][:rounds]) for pair in found] for name in ("again", "slower")
     }
@@ -191,7 +191,7 @@ def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
 
 
 def wilson(count: int, of: int) -> tuple[float, float]:
-    """The 95 % interval of a share (Wilson 1927)."""
+    """Return the 95 % interval of a share (Wilson 1927)."""
     z = 1.96
     middle = (count + z * z / 2) / (of + z * z)
     half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)

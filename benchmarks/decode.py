@@ -47,14 +47,14 @@ from replay.timing.rounds import measure
 DEVICE = torch.device("cuda")
 ROUNDS = 20
 FASTEST = 12
-"""How many alternatives are printed of each cache."""
+"""Number of alternatives printed for each cache."""
 PAGE_SIZE = 16
 LATENT_PAGE_SIZE = 64
-"""What FlashMLA takes."""
+"""Page size of FlashMLA, in tokens."""
 LONG, SHORT = 131072, 1024
 IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ERRORS = {"fp8": 0.08, "int8": 0.03}
-"""Of the output's norm, at most; 0.01 in 16 bits."""
+"""Largest error relative to the output's norm; 0.01 in 16 bits."""
 RIVALS = ("torch-cudnn", "torch-flash", "flashinfer-decode")
 
 COLUMNS = (
@@ -82,12 +82,12 @@ class Case:
     call: AttentionCall
     lengths: list[int]
     caches: tuple[str, ...] = ("16 bits",)
-    """What our kernels read: `fp8`, `int8`, and each of the three `paged`."""
+    """Forms of the cache that our kernels read: `fp8`, `int8`, and each of the three `paged`."""
     rivals: tuple[str, ...] = ()
 
 
 def normal(*shape: int) -> Tensor:
-    """In bfloat16, the same each time; filled in pieces, whose seed is their place."""
+    """Return bfloat16 values, the same each time; each piece is filled from a seed of its own."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     for seed, each in enumerate(tensor):
         each.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
@@ -159,7 +159,7 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
 
 
 def paged(case: Case) -> AttentionCall:
-    """The same call over pages in a random order, which hold only what counts."""
+    """Return the same call over pages in a random order that hold only the keys that count."""
     call, is_latent = case.call, case.call.value_is_in_key
     size = LATENT_PAGE_SIZE if is_latent else PAGE_SIZE
     counts = [-(-length // size) for length in case.lengths]
@@ -183,7 +183,7 @@ def paged(case: Case) -> AttentionCall:
 
 
 def cache_of(name: str, call: AttentionCall, in_pages: AttentionCall) -> Cache | QuantisedCache:
-    """What one of our kernels reads."""
+    """Return the cache that one of our kernels reads."""
     dtype = IN_8_BITS.get(name.removesuffix(" paged"))
     if dtype is not None:
         table = random_pages(call.key) if name.endswith("paged") else None
@@ -196,7 +196,7 @@ def cache_of(name: str, call: AttentionCall, in_pages: AttentionCall) -> Cache |
 
 
 def bytes_read(cache: Cache | QuantisedCache, tokens: int) -> int:
-    """Of the keys and values of so many tokens, scales included."""
+    """Return the bytes of the keys and values of so many tokens, scales included."""
     kv_heads, _, v_dim = cache.sizes
     numbers = cache.key.shape[3] + (0 if cache.tail else v_dim)
     scales = 8 if isinstance(cache, QuantisedCache) else 0
@@ -204,7 +204,7 @@ def bytes_read(cache: Cache | QuantisedCache, tokens: int) -> int:
 
 
 def tilings(plan: Tiling, alternatives: Alternatives) -> dict[str, Tiling]:
-    """The plan, and all that the alternatives can be combined to."""
+    """Return the plan, followed by every combination of the alternatives."""
     found = {f"plan {_said(plan)}": plan}
     blocks, warps, stages, parts = (
         alternatives[name] or [default]
@@ -257,7 +257,7 @@ def expected(case: Case, n: int) -> Tensor:
 
 
 def error(output: Tensor, references: dict[int, Tensor]) -> float:
-    """The largest of some sequences, relative to the norm."""
+    """Return the largest error of some sequences, relative to the norm."""
     return max(
         float((output[n : n + 1].float() - right).norm() / right.norm())
         for n, right in references.items()
@@ -265,7 +265,7 @@ def error(output: Tensor, references: dict[int, Tensor]) -> float:
 
 
 def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int, float]]:
-    """Who attends: a name, the function, the bytes that it has to read and its largest error."""
+    """Return the contestants: name, function, bytes to read and largest error."""
     call, tokens = case.call, sum(case.lengths)
     in_pages = paged(case) if any("paged" in name for name in case.caches) else call
     for name in case.caches:

@@ -86,7 +86,7 @@ def main() -> None:
         calls = workloads("random", SPECS[device.type], seed=0)
     else:
         calls, _ = from_directory(arguments.dir)
-    root = Path(__file__).parent.parent  # for the worker that is no part of the package
+    root = Path(__file__).parent.parent  # for the worker, which lies outside the package
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     settings = Settings(
         device,
@@ -137,7 +137,7 @@ def main() -> None:
 
 
 def paired(seconds: tuple[float, ...], of_plain: tuple[float, ...]) -> float:
-    """The median ratio within a repetition."""
+    """Return the median ratio within a repetition."""
     return median(one / other for one, other in zip(seconds, of_plain, strict=True))
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.doctor_score                   writes benchmarks/results/doctor_score.csv
     python -m benchmarks.doctor_score --only late-sink  prints only; a cause, or a function
 
-Faults, recordings and answers are those of `tests/replay/doctor_faults/`, written by somebody who
+Faults, recordings and answers are those of `tests/replay/doctor_faults/`, by an author who
 had not read the doctor. Each fault is one command on one kernel; a finding on a healthy layer, or
 of another cause, makes it wrong. All runs on the CPU.
 """
@@ -57,7 +57,7 @@ Finding = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grade:
-    """What is right in the findings on one fault; None where the answer says nothing."""
+    """Return the correct findings on one fault; None where the answer says nothing."""
 
     cause: bool
     layer: bool
@@ -117,7 +117,7 @@ def graded(fault: Fault, scratch: Path) -> Grade:
 
 
 def line(cause: str, grades: Sequence[Grade]) -> dict[str, Any]:
-    """The score of one cause."""
+    """Return the score of one cause."""
     steps = [each.step for each in grades if each.step is not None]
     heads = [each.head for each in grades if each.head is not None]
     return {
@@ -134,7 +134,7 @@ def line(cause: str, grades: Sequence[Grade]) -> dict[str, Any]:
 
 
 def healthy(scratch: Path) -> dict[str, Any]:
-    """The findings on kernels without a fault, of which there should be none."""
+    """Return the findings on kernels without a fault; there should be none."""
     HEALTHY_CALLS.write(scratch / NO_FAULT)
     kernels = [f"{HERE / 'healthy.py'}:{function}" for function in HEALTHY]
     findings = diagnose(scratch / NO_FAULT, kernels, scratch / f"{NO_FAULT}.json")
@@ -145,7 +145,7 @@ def healthy(scratch: Path) -> dict[str, Any]:
 
 
 def score(faults: Sequence[Fault], with_healthy: bool, jobs: int) -> list[dict[str, Any]]:
-    """A line per cause, and one for the healthy kernels."""
+    """Return a line per cause, and one for the healthy kernels."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
         scratch = Path(folder)
         for name in {fault.recording for fault in faults}:

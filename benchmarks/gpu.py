@@ -6,7 +6,7 @@ import torch
 
 
 def gpu() -> torch.device:
-    """The one that is PyTorch's current device.
+    """Return PyTorch's current GPU.
 
     Raises:
         SystemExit: there is none.

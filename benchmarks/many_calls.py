@@ -2,7 +2,7 @@
 
     python -m benchmarks.many_calls
 
-Devices whose workers return rows at once take calls, of which each has a row for every kernel; the
+Devices whose workers return rows at once take calls that each have a row for every kernel; the
 rows are written as `--json` does. Writes `benchmarks/results/many_calls.csv`, a line for each
 number of rows, of kernels and of devices. Needs no GPU, and about two minutes.
 """

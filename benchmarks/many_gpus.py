@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def runs(only: str | None, gpus: int) -> Iterator[tuple[str, int]]:
-    """The state of the caches and the number of GPUs of each replay."""
+    """Yield the state of the caches and the number of GPUs of each replay."""
     yield ("unmeasured" if only == "warm" else "cold"), gpus
     if only != "cold":
         yield "warm", 1
@@ -179,7 +179,7 @@ def replay(
 
 
 def add_ratios(figures: Figures, state: str, one: Replayed, several: Replayed) -> None:
-    """How much more is measured in the same time, and how many rows say the same."""
+    """Return how much more is measured in the same time, and how many rows agree."""
     figures.add(f"{state} caches: throughput, the command", "×", [one.seconds / several.seconds])
     figures.add(f"{state} caches: throughput, measuring", "×", [one.measuring / several.measuring])
     before, after = (Run(path.stem, read_jsonl(path).rows) for path in (one.rows, several.rows))

@@ -24,7 +24,7 @@ _replay = command._replay
 
 
 def _marked(*arguments: Any) -> Any:
-    """The command once its workers start, with progress that is marked too."""
+    """Run the command once its workers start, and mark its progress too."""
     from replay.bench.runner import DONE
     from replay.cli import progress
 

@@ -30,13 +30,13 @@ CAUSAL = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
 
 
 def hiding(spec: Spec) -> dict[str, Any]:
-    """A mask that hides every third pair."""
+    """Return a mask that hides every third pair."""
     hidden = torch.rand(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1)) < 1 / 3
     return {"attn_mask": ~hidden[None, None]}
 
 
 def adding(spec: Spec) -> dict[str, Any]:
-    """A mask that adds a number to each."""
+    """Return a mask that adds a number to every score."""
     bias = torch.randn(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1))
     return {"attn_mask": bias[None, None].to(torch.bfloat16)}
 

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """What a line says of a call."""
+    """Return the fields of a call's line."""
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     runs: dict[str, Run] = {
         f"{name}, ms": functools.partial(find(name).attention, **call.arguments())
@@ -122,7 +122,7 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 
 def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """How long each schedule is going to take, in ms, and which is taken."""
+    """Return the predicted time of each schedule, in ms, and the schedule that is taken."""
     from attention_kernels.hopper import schedule as schedules
     from attention_kernels.hopper.head_groups import Sight
     from attention_kernels.hopper.persistent import multiprocessors
@@ -139,7 +139,7 @@ def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 
 def with_consumers(count: int, run: Run) -> Run:
-    """The same call with so many consumers, planned anew and then kept."""
+    """Return the same call with so many consumers, planned anew and then cached."""
     from attention_kernels.hopper import hopper_prefill, schedule
 
     schedules = schedule.NARROW

@@ -43,10 +43,10 @@ DECODE = (
 )
 KERNELS = (*PREFILL, "triton-masked", "triton-varlen", *DECODE)
 HeadDims = tuple[int, int]
-"""Of queries and keys, and of values."""
+"""Head dimensions of queries and keys, and of values."""
 HEAD_DIMS: tuple[HeadDims, ...] = ((64, 64), (128, 128), (256, 256))
 OF_HOPPER: tuple[HeadDims, ...] = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
-"""Those of `triton-fa3`, whose tiles follow the head dimension more closely."""
+"""Head dimensions for `triton-fa3`, whose tiles follow the head dimension more closely."""
 COLUMNS = ("compute capability", "kernel", "head_dim", "result", "triton")
 COMPILES = "compiles"
 
@@ -93,7 +93,7 @@ def as_if_on(capability: str) -> Iterator[None]:
 
 
 def call_of(kernel: str, head_dims: HeadDims) -> AttentionCall:
-    """A call that the kernel is for, without values."""
+    """Return a call that the kernel supports, without values."""
     q_len, kv_len = (1, 4096) if kernel in DECODE else (1024, 1024)
     is_causal = kernel in PREFILL
     spec = Spec(1, 8, 2, q_len, kv_len, *head_dims, is_causal, torch.float16)

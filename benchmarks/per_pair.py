@@ -50,15 +50,15 @@ KERNELS = (
     "triton-fa2,triton-fa3,triton-varlen,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
 )
 BESIDE = {"triton-varlen": "triton-fa3"}
-"""Whose plain call takes turns with those of a kernel that has none: the program is the same."""
+"""Kernel whose plain call stands in for a kernel without one: the program is the same."""
 ROUNDS = 15
 FOUR_OF_2K = Spec(4, 32, 8, 2048, 2048, 128, 128, is_causal=True)
 Fields = Mapping[str, Any]
-"""Of a call, by name."""
+"""Sizes of each call, by name."""
 
 
 def _side_by_side(call: AttentionCall) -> Fields:
-    """A batch's sequences one behind the other, as packed ones are."""
+    """Return a batch's sequences one behind the other, as in a packed call."""
     lengths = [call.query.shape[2]] * call.query.shape[0]
     tensors = {
         name: getattr(call, name).transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
@@ -140,7 +140,7 @@ def compare(
     kernels: str,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """A line for each kernel, part and call, next to the plain call of that name."""
+    """Return a line for each kernel, part and call, beside the plain call of that name."""
     pairs = {each: valid_pairs(call) for each, call in {name: plain, **calls}.items()}
     for kernel in select(kernels)[0]:
         taken = {each: call for each, call in calls.items() if kernel.refuses(call) is None}
@@ -182,7 +182,7 @@ def compare(
 
 
 def _on(device: torch.device, call: AttentionCall) -> AttentionCall:
-    """The call with what it has beyond query, key and value there, too."""
+    """Return the call on a device, with its tensors beyond query, key and value."""
     beyond = {
         field: tensor.to(device)
         for field in ("attn_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k")

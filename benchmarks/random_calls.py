@@ -68,7 +68,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-sparse-decode": ("plain", "padding"),
     "triton-paged-sparse-decode": ("plain", "padding"),
 }
-"""What is asked of each kernel."""
+"""Requirements for each kernel."""
 DECODE = tuple(name for name in FORMS if "decode" in name)
 HEAD_DIMS = (64, 64, 128, 128, 32, 40, 72, 80, 96, 112, 192, 256)
 
@@ -126,7 +126,7 @@ def family(seed: int, number: int) -> Family:
 
 
 def families_of(seed: int, calls: int, kernel: str | None) -> list[Family]:
-    """The first families that make as many calls, of all kernels or of one; numbers stay theirs."""
+    """Return the first families that make so many calls, for all kernels or for one."""
     turn, turns = (0, 1) if kernel is None else (list(FORMS).index(kernel), len(FORMS))
     numbers = itertools.islice(itertools.count(turn, turns), -(-calls // CALLS_OF_A_FAMILY))
     return [family(seed, number) for number in numbers]
@@ -144,7 +144,7 @@ def _odd(tensor: Tensor) -> Tensor:
 
 
 def _padded(tensor: Tensor) -> Tensor:
-    """A part of a longer cache with wider rows."""
+    """Return a part of a longer cache with wider rows."""
     batch, heads, length, dim = tensor.shape
     room = tensor.new_full((batch, heads, length + 13, dim + 8), math.nan)
     return room[:, :, :length, :dim].copy_(tensor)
@@ -158,7 +158,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "part of a cache": _padded,
     "one for all": lambda tensor: tensor[:1].expand(tensor.shape[0], -1, -1, -1),
 }
-"""How tensors lie in memory; the last has a batch stride of 0."""
+"""Memory layouts of the tensors; the last has a batch stride of 0."""
 
 
 def draw(drawn: Family, seed: int, number: int, device: torch.device) -> AttentionCall:
@@ -279,8 +279,8 @@ def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Fa
 
 
 def thresholds_for(expected: Expected) -> Thresholds:
-    """The usual ones, but that values which plain 8-bit attention does not get usably right either
-    say nothing of a kernel: of a quantised one, no more is asked there than twice the error of
+    """Return the usual thresholds, but values which plain 8-bit attention does not get right either
+    say nothing of a kernel: a quantised one needs no more than twice the error of
     plain attention, which of a call of one row hangs on chance.
 
     An error of r times the signal leaves a cosine of √(1 - r²) at least.

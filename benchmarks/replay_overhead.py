@@ -232,7 +232,7 @@ def _spent(
     """Name the stage of each report of one call: kernels' names come in three of them, or four.
 
     Args:
-        timed: kernels that were timed, each of which is reported once more at the end.
+        timed: kernels that were timed; each is reported once more at the end.
         with_energy: every kernel is also reported before that.
     """
     times = [at for at, _ in seen] + [end]

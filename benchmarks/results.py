@@ -80,7 +80,7 @@ def write_lines(lines: Iterable[Mapping[str, Any]], columns: Sequence[str], path
     """Write lines as CSV with columns of their own, floats to six digits; what is missing is empty.
 
     Raises:
-        ValueError: a line has a key that is no column.
+        ValueError: a line has a key without a column.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:

@@ -96,7 +96,7 @@ def sweep_all(sweeps: Sweeps, arguments: argparse.Namespace) -> None:
 def _written(
     directory: Path, model: str, name: str, spec: Spec, beyond: Mapping[str, Any]
 ) -> Workload:
-    """A file of the call, which workers can load."""
+    """Write a file of the call that workers can load."""
     call = spec.call("cpu", torch.Generator().manual_seed(0), model)
     call = AttentionCall(**{**vars(call), **beyond})
     return recorded_call(PackedCall.of(call).write(directory / f"{name}.safetensors"))

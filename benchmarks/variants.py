@@ -42,13 +42,13 @@ LIBRARIES = "fa2,fa3,fa4,flashinfer-fa2,flashinfer-fa3,flex,torch-masked"
 
 
 def sinks(heads: int) -> dict[str, Any]:
-    """A logit of each head, the same each time."""
+    """Return a logit per head, the same each time."""
     generator = torch.Generator().manual_seed(1)
     return {"sinks": torch.randn(heads, generator=generator).to(torch.bfloat16)}
 
 
 def packed(lengths: Sequence[int]) -> dict[str, Any]:
-    """Where sequences of these lengths begin and end."""
+    """Return the offsets at which sequences of these lengths begin and end."""
     offsets = torch.tensor((0, *lengths)).cumsum(0).int()
     longest = max(lengths)
     variant = Variant(bottom_right=True, max_seqlen_q=longest, max_seqlen_k=longest)

@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args(argv)
     if not (arguments.other / "replay" / "kernels").is_dir():
-        parser.error(f"{arguments.other} is no checkout of this project")
+        parser.error(f"{arguments.other} is not a checkout of this project")
     chosen = [name for name in CALLS if arguments.only in name]
     if not chosen:
         parser.error(f"no call has {arguments.only!r} in its name: {', '.join(CALLS)}")
@@ -96,7 +96,7 @@ class _Version:
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Its answer: ms and error, or the fault."""
+        """Return its answer: ms and error, or the fault."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -159,7 +159,7 @@ def serve() -> None:
 
 
 def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float]:
-    """What is timed, ms of one run, and its output's error."""
+    """Return what is timed, the ms of one run, and its output's error."""
     from dataclasses import replace
 
     import torch
@@ -217,7 +217,7 @@ def _error(call: Any, output: Any) -> float:
 
 
 def _sample(run: Callable[[], Any], count: int, device: str) -> float:
-    """The median of some runs, in ms."""
+    """Return the median of some runs, in ms."""
     import torch
 
     with torch.no_grad():

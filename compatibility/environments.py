@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Environment:
-    """What is installed before our package.
+    """Libraries that are installed before our package.
 
     Attributes:
         libraries: Requirements, as `pip install` takes them.

@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 PLATFORM = "x86_64-manylinux_2_28"
 NO_ANSWER = ("error sending request", "Failed to fetch", "dns error", "timed out")
-"""What uv prints if it cannot reach the index."""
+"""Messages of uv when it cannot reach the index."""
 
 
 class NoIndex(Exception):
@@ -36,7 +36,7 @@ class NoIndex(Exception):
 
 @dataclass(frozen=True)
 class Question:
-    """Whether our package can be installed on a version of Python."""
+    """Return whether our package can be installed on a version of Python."""
 
     python: str
     extra: str

@@ -51,7 +51,7 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
 
 
 def refuse_missing(source: str, keys: Sequence[str]) -> None:
-    """Refuse missing weights, of which the libraries only warn before using random ones.
+    """Refuse missing weights: the libraries only warn about them and use random ones.
 
     Raises:
         ModelError: ``keys`` is not empty.

@@ -16,7 +16,7 @@ SCORED_TOKENS = 4096
 
 @dataclass(frozen=True)
 class Language:
-    """How a language model scores, encodes and decodes a text.
+    """Tokenizer and model that score, encode and decode a text.
 
     Attributes:
         score: Computes logits (T, V) on the CPU for token ids (1, T) read in one forward, as in

@@ -46,7 +46,7 @@ def check(model: str, needs: Mapping[Library, Version]) -> None:
 
 
 def is_failed_import(error: Exception) -> bool:
-    """Whether an import failed: the lazy imports of both libraries also raise RuntimeError."""
+    """Return whether an import failed: lazy imports of both libraries also raise RuntimeError."""
     return isinstance(error, ImportError) or str(error).startswith("Failed to import ")
 
 

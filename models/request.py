@@ -15,7 +15,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Request:
-    """What to build and run. ``prompt`` and ``steps`` stay None if the model's own apply.
+    """Model to build and run. ``prompt`` and ``steps`` stay None if the model's own apply.
 
     ``size`` and ``weights`` are set for the named models; for a user's directory or function both
     are None, since these have their own.
@@ -31,7 +31,7 @@ class Request:
     dtype: torch.dtype
     device: torch.device
     given: frozenset[str] = frozenset()
-    """Which of prompt, steps, dtype and device the user gave."""
+    """Names among prompt, steps, dtype and device that the user gave."""
 
     @property
     def is_tiny(self) -> bool:

@@ -1,4 +1,4 @@
-"""What every test may rely on, whatever machine it runs on.
+"""Settings that every test relies on, whatever machine it runs on.
 
 How our Triton kernels run: compiled where there is a GPU, else interpreted. Triton decides that
 when a kernel is defined, and for its own library when that is imported, which much of what the

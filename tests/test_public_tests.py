@@ -396,7 +396,7 @@ def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
     assert [line[each] for each in ("passed", "failed", "skipped")] == (
         ["0", "3", "1"] if wrong else ["3", "0", "1"]
     )
-    assert line["reasons"] == "flashinfer.quantization.anything is no attention (1)"
+    assert line["reasons"] == "flashinfer.quantization.anything is not attention (1)"
     assert ("not close" in ran.stdout) == bool(wrong)
 
 
@@ -404,7 +404,7 @@ def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
     ("given", "sentence"),
     [
         ([], "nothing to run"),
-        (["--flashinfer", "none"], "is no folder"),
+        (["--flashinfer", "none"], "is not a folder"),
         pytest.param(
             ["--flashinfer", ".", "--device", "cpu"],
             "has no tests/attention",

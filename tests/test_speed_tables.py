@@ -139,7 +139,7 @@ def test_times_of_narrow_heads_and_the_schedule_that_is_taken(tmp_path: Path) ->
 
 
 def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A time for each schedule of which there is one, and the least is that which is taken."""
+    """Every schedule has a time, and the shortest is taken."""
     persistent = pytest.importorskip("attention_kernels.hopper.persistent")
     monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
     for spec in narrow_heads.CALLS.values():

@@ -58,7 +58,7 @@ def test_wrong_arguments_are_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, sentence in (
-        ([str(tmp_path)], f"{tmp_path} is no checkout of this project"),
+        ([str(tmp_path)], f"{tmp_path} is not a checkout of this project"),
         ([str(REPOSITORY), "--only", "nothing"], "no call has 'nothing' in its name: small,"),
     ):
         with pytest.raises(SystemExit) as stopped:

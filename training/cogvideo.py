@@ -27,7 +27,7 @@ LATENT_CHANNELS = 8
 SHOWN = 16  # videos on the contact sheet, five frames each
 FRAMES_PER_LATENT = 2
 SNR_SHIFT = 50.0
-"""How much noisier the noise schedule is than that of Stable Diffusion; CogVideoX-2b has 3.
+"""Factor by which the schedule is noisier than Stable Diffusion's; CogVideoX-2b has 3.
 
 A thing's place and motion show in thousands of latent values at once, so they are decided while the
 noise is still a thousand times the signal. With 3, this phase is over after the first of ten steps,
@@ -37,7 +37,7 @@ and takes a tenth of the training.
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the run is; ``runs`` are pairs of steps and guidance scale to judge."""
+    """Size of the run; ``runs`` are pairs of steps and guidance scale to judge."""
 
     canvas: Canvas
     autoencoder_batch: int

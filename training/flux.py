@@ -40,7 +40,7 @@ the first of twelve steps.
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the run is."""
+    """Size of the run."""
 
     side: int
     autoencoder_batch: int

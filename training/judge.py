@@ -175,7 +175,7 @@ def _motion(watched: Watched) -> str | None:
 
 
 def rates(scenes: Sequence[Scene], shown: Sequence[Watched]) -> dict[str, float]:
-    """Return the share of scenes where each part of the caption is true, of those that have it."""
+    """Return for each part of the caption the share of its scenes where it is true."""
     scores = [score(scene, watched) for scene, watched in zip(scenes, shown, strict=True)]
     parts = dict.fromkeys(part for result in scores for part in result)
     return {

@@ -35,7 +35,7 @@ PROMPTS = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the run is."""
+    """Size of the run."""
 
     context: int
     batch: int

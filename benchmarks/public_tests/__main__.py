@@ -50,7 +50,7 @@ WRITTEN_FOR = ("flash-attention 0251105a2fb1", "flashinfer fb28d7242b35")
 
 
 def version(checkout: Path) -> str:
-    """The commit that a checkout says it is: of git, or in a file COMMIT."""
+    """Return a checkout's commit, from git or from a file COMMIT."""
     file = checkout / "COMMIT"
     if file.is_file():
         return file.read_text().strip()[:12]
@@ -78,7 +78,7 @@ def main() -> int:
         parser.error("nothing to run; give --flash-attention, --flashinfer or both")
     for root in filter(None, roots.values()):
         if not root.is_dir():
-            parser.error(f"{root} is no folder; give a checkout of the library")
+            parser.error(f"{root} is not a folder; give a checkout of the library")
     device = torch.device(arguments.device)
     tests = [
         (test, kernel, root.resolve())

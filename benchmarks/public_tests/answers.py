@@ -18,7 +18,7 @@ GATHERS_PAGES = "triton-varlen"
 
 
 class Answers:
-    """What stands behind the functions of a library that is not there.
+    """Answers for the functions of a library that is not installed.
 
     Args:
         kernel: the one under test.
@@ -30,7 +30,7 @@ class Answers:
         self.kernel: Kernel = find(kernel)
         self.asked = asked
         self.calls = 0
-        """Of the kernel."""
+        """Name of the kernel."""
 
     def __call__(self, call: AttentionCall, function: str) -> Tensor:
         """Attention; skips the test, with the kernel's own reason, where it refuses the call."""
@@ -90,7 +90,7 @@ class Answers:
 
 
 def unpacked(call: AttentionCall) -> AttentionCall:
-    """A packed call whose sequences are equally long as a batch; any other as it is."""
+    """Return a packed call of equally long sequences as a batch; any other call unchanged."""
     starts_q, starts_k = call.cu_seqlens_q, call.cu_seqlens_k
     if starts_q is None or not _are_even(starts_q):
         return call

@@ -22,12 +22,12 @@ SWITCHES = {
     "FLASH_ATTENTION_DISABLE_FP8": "TRUE",
     "FLASH_ATTENTION_DISABLE_LOCAL": "TRUE",
 }
-"""Of flash-attn 3's tests, for builds without these: its windows come with chunks, in one test, and
+"""Options of flash-attn 3's tests, for builds without chunks: one test has windows with chunks, and
 `tests/test_flash_attn.py` has windows without."""
 
 
 def load(test: Listed, checkout: Path, answers: Answers) -> Callable[..., None]:
-    """A test function that calls `answers`.
+    """Return a test function that calls `answers`.
 
     Raises:
         FileNotFoundError: the checkout has no such file.

@@ -39,12 +39,12 @@ OPTIONS = {"softmax_scale", "causal", "window_size", "softcap"}
 
 
 def no_rotary(*args: Any, **kwargs: Any) -> None:
-    """Stands for what computes no attention."""
+    """Stand in for a function that computes no attention."""
     pytest.skip("rotary embeddings")
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for what plans a call of the library's own kernels."""
+    """Stand in for the function that plans a call of the library's own kernels."""
 
 
 class FlashAttn:
@@ -181,7 +181,7 @@ def _call(
     max_seqlen_q: int | None = None,
     **given: Any,
 ) -> AttentionCall:
-    """flash-attn's options in ours: its windows and causal masks end bottom right."""
+    """Translate flash-attn's options into ours: its windows and causal masks end bottom right."""
     _check(given)
     left, right = (None if int(side) < 0 else int(side) for side in window_size)
     return AttentionCall(
@@ -215,7 +215,7 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def _sequences(new: Tensor, starts: Tensor | None) -> list[Tensor]:
-    """(S, H, D) of each sequence."""
+    """Return the (S, H, D) tensor of each sequence."""
     if starts is None:
         return list(new)
     return list(new.split(starts.diff().tolist()))
@@ -224,7 +224,7 @@ def _sequences(new: Tensor, starts: Tensor | None) -> list[Tensor]:
 def _append(
     new: list[Tensor], cache: Tensor, table: Tensor | None, rows: list[int], lengths: Tensor
 ) -> None:
-    """Write each sequence's new tokens behind those that its cache has."""
+    """Append each sequence's new tokens to its cache."""
     for tokens, row, length in zip(new, rows, lengths.tolist(), strict=True):
         if table is None:
             cache[row, length : length + len(tokens)] = tokens

@@ -57,7 +57,7 @@ class Absent:
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        pytest.skip(f"{self.name} is no attention")
+        pytest.skip(f"{self.name} is not attention")
 
 
 class Module(types.ModuleType):
@@ -120,7 +120,7 @@ class FlashInfer:
         return self.answers(call, "single_prefill")[0].transpose(0, 1)
 
     def wrappers(self) -> dict[str, Any]:
-        """By name, the classes; each test makes its own instances."""
+        """Return the classes by name; each test makes its own instances."""
         answers = self.answers
         return {
             "BatchDecodeWithPagedKVCacheWrapper": type("Decode", (Decode,), {"answers": answers}),
@@ -131,7 +131,7 @@ class FlashInfer:
 
 
 class Wrapper:
-    """What the library's wrappers have in common."""
+    """Base of the library's wrappers."""
 
     answers: Answers
     function = ""
@@ -154,7 +154,7 @@ class Wrapper:
         return_lse: bool = False,
         **given: Any,
     ) -> Any:
-        """(T, H, D) and, if asked for, the logarithms to base 2, (T, H)."""
+        """Return the output (T, H, D) and, if asked for, the lse to base 2 (T, H)."""
         if args:  # of the variant with sinks
             given["sinks"], given["sm_scale"] = args
         call = call_of(query, key, value, **{**self.given, **given})
@@ -277,13 +277,13 @@ class Paged(Decode):
 
 
 def page_table(indptr: Tensor, indices: Tensor) -> Tensor:
-    """(B, most pages) int32 of the library's rows behind one another; -1 after the last page."""
+    """Return the page table (B, most pages) int32; -1 after a sequence's last page."""
     rows = indices.split(indptr.diff().tolist())
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).int()
 
 
 def lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:
-    """(B,) int32: tokens of each sequence."""
+    """Return the tokens of each sequence, (B,) int32."""
     pages = indptr.diff()
     return ((pages - 1).clamp(min=0) * page_size + last_page_len.to(pages) * (pages > 0)).int()
 
@@ -336,5 +336,5 @@ def call_of(
 
 
 def _bhsd(tensor: Tensor, layout: str) -> Tensor:
-    """(1, H, S, D) of one sequence, or of several behind one another."""
+    """Return one sequence, or several behind one another, as (1, H, S, D)."""
     return (tensor.transpose(0, 1) if layout == "NHD" else tensor)[None]

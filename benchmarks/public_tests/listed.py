@@ -1,8 +1,8 @@
-"""Which tests of the two libraries are run, and with which kernels of ours.
+"""Lists the tests of the two libraries that are run, and our kernel for each.
 
 Left out are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi alone, of
-CUDA graphs and of merged states; those that compare a log-sum-exp which ours does not return; and
-those that compare the library's options (`use_tensor_cores`), which ours has not, with each other.
+CUDA graphs and of merged states; tests of a log-sum-exp, which ours does not return; and
+tests that compare the library's own options (`use_tensor_cores`) with each other.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ DRAWN_FOR_EACH = 30
 
 
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-"""What errors say where other processes have the GPU's memory."""
+"""Messages of errors that other processes' use of the GPU's memory causes."""
 
 
 class Outcome(NamedTuple):
@@ -35,7 +35,7 @@ class Outcome(NamedTuple):
 
 
 def parametrisations(test: Callable[..., None]) -> tuple[list[tuple[str, ...]], list[list[Any]]]:
-    """Names and values of each of a test's `parametrize` marks."""
+    """Return the names and values of each of a test's `parametrize` marks."""
     names, values = [], []
     for mark in getattr(test, "pytestmark", []):
         if mark.name == "parametrize":
@@ -47,10 +47,10 @@ def parametrisations(test: Callable[..., None]) -> tuple[list[tuple[str, ...]], 
 
 
 def draw(test: Callable[..., None], seed: int, largest: int | None = None) -> Iterator[Arguments]:
-    """A test's parametrisations in a random order that the seed decides.
+    """Yield a test's parametrisations in a random order that the seed decides.
 
     Args:
-        largest: leave out those that have a larger number.
+        largest: leave out larger numbers.
     """
     names, values = parametrisations(test)
     if largest is not None:
@@ -99,7 +99,7 @@ def run(test: Callable[..., None], arguments: Arguments, answers: Answers) -> Ou
 
 
 def _in_general(reason: str) -> str:
-    """A reason without what differs from call to call, so that it can be counted."""
+    """Return a reason without its varying parts, so that it can be counted."""
     return re.sub(r"(, not \d+.*| \(.*)$", "", re.sub(r"^(head_dim) \d+", r"\1", reason))
 
 

@@ -44,7 +44,7 @@ def play(job: Job, seed: int, until: float, device: str, largest: int | None) ->
 
 
 def jobs(tests: list[tuple[Listed, str, Path]], per_test: int) -> Iterator[Job]:
-    """The first share of every test, then the second: all have had some when time runs out."""
+    """Yield the first share of every test, then the second: each had some when time runs out."""
     shares = -(-per_test // JUDGED_AT_ONCE)
     for number in range(shares):
         judged = per_test // shares + (number < per_test % shares)

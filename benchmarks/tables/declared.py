@@ -1,4 +1,4 @@
-"""What the code itself declares: fields and columns, thresholds, distributions, features."""
+"""Tables of declarations in the code: fields, columns, thresholds, distributions, features."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def distributions() -> str:
 
 
 def features() -> str:
-    """List what each kernel knows beyond SDPA; those that know nothing of it are left out, and so
+    """List what each kernel knows beyond SDPA; kernels without such features are left out, and so
     are variants that know the same as their kernel."""
     kernels = catalogue()
     lines = {

@@ -1,4 +1,4 @@
-"""What the values of inputs change: errors by kind of weights, figures on random inputs."""
+"""Tables about the values of inputs: errors by kind of weights, figures on random inputs."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _drift_cell(row: dict[str, str], phase: str) -> str:
 
 
 def _misled_cell(row: dict[str, str], figure: str, form: str, unit: str) -> str:
-    """`9.15 ms (0.98×, 0.99×)`: on recorded calls, and multiples on random and matched values."""
+    """Format `9.15 ms (0.98×, 0.99×)`: recorded calls, then ratios on random and matched values."""
     recorded, *twins = (row[f"{figure}.{values}"] for values in ("recorded", "random", "matched"))
     if not recorded:
         return ""

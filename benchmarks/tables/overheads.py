@@ -1,4 +1,4 @@
-"""What recording, replaying, judging and launching cost."""
+"""Tables of the cost of recording, replaying, judging and launching."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands printed, quoted."""
+"""Quotes the output of commands."""
 
 from __future__ import annotations
 

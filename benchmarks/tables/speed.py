@@ -186,7 +186,7 @@ def power_limit() -> str:
 
 
 def _each_kernel_once(path: Path) -> list[dict[str, str]]:
-    """Rows of a file; every environment times PyTorch's kernels, the replaying one's are kept."""
+    """Return a file's rows, with PyTorch's kernels from the replaying environment only."""
     return [
         row
         for row in results.read(path)

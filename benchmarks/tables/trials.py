@@ -1,4 +1,4 @@
-"""What was tried, and how often it came out right."""
+"""Tables of repeated trials and how often each succeeded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run returned, by name; and what a language model makes of a text."""
+"""Outputs of a run by name, and texts as a language model reads them."""
 
 from __future__ import annotations
 

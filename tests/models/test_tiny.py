@@ -179,7 +179,7 @@ def sizes(calls: Calls) -> dict[Any, int]:
 
 
 def mean_entropy(calls: Calls, *, causal: bool) -> float:
-    """Of the largest calls' attention weights, in shares of that of uniform ones."""
+    """Entropy of the largest calls' attention weights, as a share of the uniform one's."""
     most = max(query.shape[2] * query.shape[3] for query, _ in calls)
     found = []
     for query, key in calls:

@@ -1,4 +1,4 @@
-"""Which times of the noise schedule are trained on, and how a denoiser starts."""
+"""Times of the noise schedule in training, and the start of a denoiser."""
 
 from __future__ import annotations
 

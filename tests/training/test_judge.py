@@ -1,4 +1,4 @@
-"""What the judge must not be fooled by: each part of a caption fails on its own."""
+"""Attempts to fool the judge: each part of a caption fails on its own."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def model() -> nn.Linear:
 
 
 def loss_of(module: nn.Module, *, stops_at: int | None = None) -> loop.Loss:
-    """Of random inputs and targets; raises in step ``stops_at``, counted from 0."""
+    """Regression on random inputs and targets; raises in step ``stops_at``, counted from 0."""
     calls = 0
 
     def loss(generator: torch.Generator, _: float) -> Tensor:

@@ -12,7 +12,7 @@ TOKENS = np.array([0, 1, 0, 1, 0, 2])
 
 
 def test_bigrams_by_hand() -> None:
-    """Of the bigrams one occurs once, two twice, none more often (which counts as one).
+    """Bigrams: one occurs once, two twice, three or more never (which counts as one).
 
     Order 2: share = 1/(1 + 2·2) = 0.2; D₁ = 1 − 2·0.2·2/1 = 0.2; D₂ = 2 − 3·0.2·1/2 = 1.7.
     Order 1, how many different tokens stand before each: 0 after {1}, 1 after {0}, 2 after {0}:

@@ -29,7 +29,7 @@ def test_the_judge_reads_every_caption_back_and_no_exchanged_one(kind: str) -> N
     drawn = shapes.render(scenes, **CANVAS[kind], generator=generator())
     watched = [judge.watch(frames) for frames in drawn]
     rates = judge.rates(scenes, watched)
-    assert rates.pop("textures") >= 0.9  # of which little is left at a quarter of the pixels
+    assert rates.pop("textures") >= 0.9  # little of them is left at a quarter of the pixels
     rates.pop("all")
     assert set(rates.values()) == {1.0}
     by_chance = judge.chance(scenes, watched)
