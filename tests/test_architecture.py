@@ -1,4 +1,4 @@
-"""The import directions that docs/architecture.md draws."""
+"""The import directions that docs/contributing.md draws."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PAGE = REPOSITORY / "docs" / "architecture.md"
+PAGE = REPOSITORY / "docs" / "contributing.md"
 
 
 FOUND = {"capture": 120, "replay": 200}
