@@ -25,9 +25,6 @@ class AttentionOptions:
     bottom_right: bool = False
     window: Window = (None, None)
     softcap: float | None = None
-    max_seqlen_q: int | None = None
-    """The longest sequence of a packed call, or more. Later queries of a sequence get no output."""
-    max_seqlen_k: int | None = None
 
     def __post_init__(self) -> None:
         if self.softcap is not None and not 0 < self.softcap < 1e30:

@@ -39,6 +39,7 @@ from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import Variant
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import find
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
@@ -271,9 +272,15 @@ def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int
     for name in case.caches:
         cache = cache_of(name, call, in_pages)
         attending = partial(
-            attend, call.query, cache, is_causal=call.is_causal, variant=call.variant
+            attend,
+            call.query,
+            cache,
+            is_causal=call.is_causal,
+            options=kernel_options(call.variant),
         )
-        tiling = planned(call.query, cache, is_causal=call.is_causal, variant=call.variant).tiling
+        tiling = planned(
+            call.query, cache, is_causal=call.is_causal, options=kernel_options(call.variant)
+        ).tiling
         allowed = ERRORS.get(name.removesuffix(" paged"), 0.01)
         for said, tiles in tilings(tiling, alternatives).items():
             yield (

@@ -17,11 +17,10 @@ ARGUMENTS = ["--device", "cpu", "--only", "small", "--rounds", "2", "--seconds",
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkout whose `torch-math` is wrong."""
     checkout = tmp_path_factory.mktemp("other")
-    for name in ("replay", "capture"):
+    for name in ("attention_kernels", "attention_replay", "capture", "replay"):
         shutil.copytree(
             REPOSITORY / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__")
         )
-    shutil.copy(REPOSITORY / "attention_replay.py", checkout)
     registry = checkout / "replay" / "kernels" / "registry.py"
     registry.write_text(
         registry.read_text(encoding="utf-8")

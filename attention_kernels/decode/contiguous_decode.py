@@ -20,7 +20,7 @@ def decode(
     scale: float | None = None,
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V for a short query: (B, Hq, Sq, Dv), contiguous.
 
@@ -35,11 +35,11 @@ def decode(
             whose keys are all masked gets zeros.
         is_causal: aligned top left: query i sees keys 0…i, however many there are. Those it does
             not see are not read beyond the first Sq, so that a NaN there stays there. Or aligned
-            bottom right, if `variant` says so.
+            bottom right, if `options` says so.
         scale: of the scores; None is 1/sqrt(D).
         seqused_k: (B,) int32, how many keys count, from the first; None for all.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        variant: bottom right, window and soft cap; keys before every query's window are not read.
+        options: bottom right, window and soft cap; keys before every query's window are not read.
     """
     if seqused_k is not None and seqused_k.dtype != torch.int32:
         seqused_k = seqused_k.int()  # descriptors take places of 32 bits
@@ -50,5 +50,5 @@ def decode(
         is_causal=is_causal,
         scale=scale,
         sinks=sinks,
-        variant=variant,
+        options=options,
     )

@@ -19,7 +19,7 @@ def paged_decode(
     scale: float | None = None,
     is_causal: bool = False,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """Every query attends to its sequence's tokens: (B, Hq, Sq, Dv), contiguous.
 
@@ -32,9 +32,9 @@ def paged_decode(
         lengths: (B,) int32, tokens of each sequence, at most N · page_size. A sequence of none gets
             zeros. What follows the last token of a page is not read.
         scale: of the scores; None is 1/sqrt(D).
-        is_causal: query i sees tokens 0…i, or as `variant` says.
+        is_causal: query i sees tokens 0…i, or as `options` says.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        variant: bottom right, window and soft cap; pages before every query's window are not read.
+        options: bottom right, window and soft cap; pages before every query's window are not read.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
-    return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, variant=variant)
+    return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, options=options)

@@ -30,7 +30,7 @@ def quantised_decode(
     in_pages: bool = False,
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
 
@@ -53,5 +53,5 @@ def quantised_decode(
         is_causal=is_causal,
         scale=scale,
         sinks=sinks,
-        variant=variant,
+        options=options,
     )

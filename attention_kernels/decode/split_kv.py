@@ -31,7 +31,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     tiles: Tiling | None = None,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V over a cache: (B, Hq, Sq, Dv), contiguous.
@@ -40,11 +40,11 @@ def attend(
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
         cache: in the query's dtype, any strides, or in 8 bits; on the query's device.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
-        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `variant`
+        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `options`
             says bottom right, the last query all tokens and each before it one less.
         scale: of the scores; None is 1/sqrt(D).
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        variant: bottom right, window and soft cap. Not with indices.
+        options: bottom right, window and soft cap. Not with indices.
         tiles: how to cut the work, by default `tiling`.
 
     Raises:
@@ -60,14 +60,14 @@ def attend(
         layout(sinks),
         is_causal,
         scale,
-        None if variant is PLAIN else variant,  # whose hash would take longer than all the rest's
+        None if options is PLAIN else options,  # whose hash would take longer than all the rest's
         tiles,
         aligned,
         cache.tail,
     )
     planned = _calls.get(shape) or _calls.keep(
         shape,
-        _plan_call(query, cache, attn_mask, is_causal, scale, variant, tiles, sizes_of(sinks)),
+        _plan_call(query, cache, attn_mask, is_causal, scale, options, tiles, sizes_of(sinks)),
     )
     output = torch.empty(planned.output_shape, dtype=query.dtype, device=query.device)
     parts = counters = None
@@ -94,19 +94,19 @@ def planned(
     cache: Cache | QuantisedCache,
     *,
     is_causal: bool = False,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
 ) -> Plan:
     """How `attend` cuts a call, arguments as there, unless it is told to do otherwise."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
-    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
     rows = heads // kv_heads * q_len
     is_cut = is_causal or left is not None or right is not None
     return plan(
         batch * kv_heads,
         rows,
-        kept or _most_seen(left, 0 if is_causal else right, variant, q_len, kv_len),
+        kept or _most_seen(left, 0 if is_causal else right, options, q_len, kv_len),
         head_dim,
         v_dim,
         cache.access(is_cut, left is not None, rows),
@@ -136,7 +136,7 @@ def _plan_call(
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     tiles: Tiling | None,
     sinks: Sizes | None,
 ) -> _PlannedCall:
@@ -148,8 +148,8 @@ def _plan_call(
     kv_heads, kv_len, v_dim = cache.sizes
     group = heads // kv_heads
     kept = 0 if cache.indices is None else cache.indices.shape[2]
-    cut = planned(query, cache, is_causal=is_causal, variant=variant)
-    is_causal, left, right = _sides(is_causal, variant, q_len, kv_len)
+    cut = planned(query, cache, is_causal=is_causal, options=options)
+    is_causal, left, right = _sides(is_causal, options, q_len, kv_len)
     is_cut = is_causal or left is not None or right is not None
     access = cache.access(is_cut, left is not None, group * q_len)
     tiles = tiles or cut.tiling
@@ -163,8 +163,8 @@ def _plan_call(
     is_merged = splits > 1 or deal is not None
     merged = merging(cut, tiles, heads_of_keys, group * q_len, _processors(query.device))
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
-    if variant.softcap is not None:
-        scale, cap = 2 * scale / variant.softcap, variant.softcap * LOG2_E.value
+    if options.softcap is not None:
+        scale, cap = 2 * scale / options.softcap, options.softcap * LOG2_E.value
     mask_kind = 0
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
@@ -198,7 +198,7 @@ def _plan_call(
             "v_dim": v_dim,
             "stride_table": 0 if cache.block_table is None else cache.block_table.stride(0),
             "IS_CAUSAL": is_causal,
-            "IS_BOTTOM_RIGHT": variant.bottom_right,
+            "IS_BOTTOM_RIGHT": options.bottom_right,
             "MASK": mask_kind,
             "PAGE_SIZE": cache.page_size,
             "HAS_DESCRIPTORS": has_descriptors,
@@ -242,22 +242,22 @@ def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
 
 
 def _sides(
-    is_causal: bool, variant: AttentionOptions, q_len: int, kv_len: int
+    is_causal: bool, options: AttentionOptions, q_len: int, kv_len: int
 ) -> tuple[bool, int | None, int | None]:
     """Whether there is a diagonal, and what a window leaves on its left and right."""
-    is_causal, left, right = window_sides(is_causal, variant, q_len, kv_len)
-    if variant.bottom_right and q_len == 1:
+    is_causal, left, right = window_sides(is_causal, options, q_len, kv_len)
+    if options.bottom_right and q_len == 1:
         # The last query's diagonal is the last token, which one query alone always sees.
         return False, left, None
     return is_causal, left, right
 
 
 def _most_seen(
-    left: int | None, right: int | None, variant: AttentionOptions, q_len: int, kv_len: int
+    left: int | None, right: int | None, options: AttentionOptions, q_len: int, kv_len: int
 ) -> int:
     """Tokens that the queries see together, at most."""
     most = kv_len
-    if right is not None and not variant.bottom_right:
+    if right is not None and not options.bottom_right:
         most = min(most, q_len + right)
     return most if left is None else min(most, left + q_len + (right or 0))
 

@@ -48,7 +48,7 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
@@ -63,7 +63,7 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -77,7 +77,7 @@ def prefill_hopper(
     *,
     is_causal: bool = False,
     scale: float | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -92,10 +92,10 @@ def prefill_hopper(
         value: (B, Hkv, Sk, Dv), Dv as D.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). TMA reads
             it, or a copy where its rows are no multiples of 16 bytes or all queries share one.
-        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `variant` says; with
+        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `options` says; with
             `attn_mask` both apply.
         scale: of the scores, not negative; None is 1/√D.
-        variant: bottom right, window and soft cap. Keys outside a window are not read, but for the
+        options: bottom right, window and soft cap. Keys outside a window are not read, but for the
             rest of a block.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
@@ -124,7 +124,7 @@ def prefill_hopper(
         scale,
         None,
         return_lse,
-        variant=variant,
+        options=options,
         sinks=sinks,
         attn_mask=attn_mask,
     )
@@ -140,7 +140,7 @@ def forward_hopper(
     lengths: Lengths | None,
     has_lse: bool,
     *,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     visited: Visits | None = None,
@@ -177,7 +177,7 @@ def forward_hopper(
         (query.device, key.device, value.device),
         is_causal,
         scale,
-        None if variant is PLAIN else variant,
+        None if options is PLAIN else options,
         None if lengths is None else (*lengths[:3], *map(_kind, lengths[3:])),
         None if mask is None else (mask.shape, mask.stride(), mask.dtype),
         None if visited is None else visited.strides(),
@@ -248,7 +248,7 @@ def _planned(
     devices: tuple[torch.device, ...],
     is_causal: bool,
     scale: float | None,
-    variant: AttentionOptions | None,
+    options: AttentionOptions | None,
     lengths: tuple[Any, ...] | None,
     mask: tuple[Sizes, Sizes, torch.dtype] | None,
     visits: tuple[int, int] | None,
@@ -274,22 +274,22 @@ def _planned(
     if set(dtypes) not in ({torch.float16}, {torch.bfloat16}):
         names = ", ".join(str(each).removeprefix("torch.") for each in dtypes)
         raise ValueError(f"query, key and value in {names}: needs one type of 16 bits")
-    variant = variant or PLAIN
+    options = options or PLAIN
     batch, q_heads, q_len, head_dim = shapes[0]
     kv_heads, kv_len, v_head_dim = (*shapes[1][1:3], shapes[2][3])
     rows = q_len
     is_packed = lengths is not None and lengths[0] == "packed"
     if lengths is not None:
         _, batch, q_len, *_ = lengths
-    is_causal, left, right = window_sides(is_causal, variant, rows, kv_len)
+    is_causal, left, right = window_sides(is_causal, options, rows, kv_len)
     right = 0 if is_causal else right
-    is_bottom_right = variant.bottom_right and (lengths is not None or q_len != kv_len)
+    is_bottom_right = options.bottom_right and (lengths is not None or q_len != kv_len)
     hides = mask is not None and mask[2] == torch.uint16
     # A mask is added before scores are in base 2.
     unit = LOG2_E.value if mask is None or hides else 1.0
     scale = head_dim**-0.5 if scale is None else scale
-    cap = None if variant.softcap is None else variant.softcap * unit
-    scale = scale * unit if variant.softcap is None else scale / variant.softcap
+    cap = None if options.softcap is None else options.softcap * unit
+    scale = scale * unit if options.softcap is None else scale / options.softcap
     mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
     visit_batch, visit_head = visits or (None, None)
     group = q_heads // kv_heads

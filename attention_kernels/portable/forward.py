@@ -44,7 +44,7 @@ def forward(
     has_lse: bool,
     cut: Blocks | None = None,
     *,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     visited: Visits | None = None,
 ) -> tuple[Tensor, Tensor | None]:
@@ -53,7 +53,7 @@ def forward(
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
         cut: how to cut up the call; None is `blocks`.
-        variant: its longest sequences are not read.
+        options: bottom right, window and soft cap.
         sinks: (Hq,).
         visited: what `attn_mask` leaves, of `cut`'s rows and keys; only the mask says then who sees
             what.
@@ -81,7 +81,7 @@ def forward(
         lengths.kind == "full" or tuple(map(layout, lengths[3:])),
         has_lse,
         cut,
-        variant,
+        options,
     )
     planned = _calls.get(shape) or _calls.keep(
         shape,
@@ -95,7 +95,7 @@ def forward(
             lengths,
             has_lse,
             cut,
-            variant,
+            options,
             visited,
             sizes_of(sinks),
         ),
@@ -138,7 +138,7 @@ def _plan(
     lengths: Lengths,
     has_lse: bool,
     cut: Blocks | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     visited: Visits | None,
     sinks: Sizes | None,
 ) -> _PlannedCall:
@@ -169,12 +169,12 @@ def _plan(
         value,
         is_causal,
         has_descriptors,
-        variant,
+        options,
         mask if kind in ("bool", "float") else None,
     )
     tiles = triton.cdiv(lengths.longest_query, cut.rows)
-    is_causal, left, right = window_sides(is_causal, variant, q_len, k_len)
-    scale, cap = base_2(scale, variant.softcap)
+    is_causal, left, right = window_sides(is_causal, options, q_len, k_len)
+    scale, cap = base_2(scale, options.softcap)
     kv_bytes = k_len * (head_dim + v_head_dim) * key.element_size() * kv_heads // max(1, heads)
     launch = Launch(
         forward_kernel,
@@ -212,7 +212,7 @@ def _plan(
             "DV_REST": v_rest,
             "MASK": kind,
             "IS_CAUSAL": is_causal,
-            "IS_BOTTOM_RIGHT": variant.bottom_right,
+            "IS_BOTTOM_RIGHT": options.bottom_right,
             "LENGTHS": lengths.kind,
             "HAS_LSE": has_lse,
             "HAS_DESCRIPTORS": has_descriptors,

@@ -66,7 +66,7 @@ def blocks(
     value: Tensor,
     is_causal: bool,
     has_descriptors: bool,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     mask: Tensor | None = None,
 ) -> Blocks:
     """The fastest found on an H200; other GPUs, and other ways to load, get what fits them.
@@ -74,7 +74,7 @@ def blocks(
     Args:
         mask: (B, Hq, Sq, Sk), or None for one that all queries of a head share.
     """
-    left, right = variant.window
+    left, right = options.window
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:
         return _blocks_of_float32(head_dim)
@@ -88,7 +88,7 @@ def blocks(
         return Blocks(128, 64, 8, 3) if head_dim <= 128 else Blocks(64, 32, 4, 2)
     if head_dim <= 64:
         # Few rows waste less beside a diagonal.
-        is_cut = is_causal or variant.window != (None, None)
+        is_cut = is_causal or options.window != (None, None)
         return Blocks(64, 128, 4, 2) if is_cut else Blocks(128, 128, 8, 3, 128)
     if head_dim <= 128:
         # Small programs end more evenly; large ones read keys and values half as often.

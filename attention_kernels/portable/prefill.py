@@ -20,7 +20,7 @@ def prefill(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -35,7 +35,7 @@ def prefill(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -49,7 +49,7 @@ def prefill(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · QKᵀ + mask) · V, read and written in place whatever the strides.
@@ -62,10 +62,10 @@ def prefill(
         query: (B, Hq, Sq, D) in float16, bfloat16, or float32 (correct, and slow: no tensor cores).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); Hq is a multiple of Hkv. D, Dv ≤ 256.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
-        is_causal: aligned top left, or as `variant` says; with `attn_mask` both apply.
+        is_causal: aligned top left, or as `options` says; with `attn_mask` both apply.
         scale: None is 1/√D.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        variant: bottom right, window and soft cap. Keys outside the window are not read, but for
+        options: bottom right, window and soft cap. Keys outside the window are not read, but for
             the rest of a block.
         return_lse: also the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
             float32, sinks included; -inf where every key is masked.
@@ -83,7 +83,7 @@ def prefill(
         scale,
         lengths,
         return_lse,
-        variant=variant,
+        options=options,
         sinks=sinks,
     )
     return output if lse is None else (output, lse)

@@ -40,7 +40,7 @@ def padded(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -55,7 +55,7 @@ def padded(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -69,7 +69,7 @@ def padded(
     *,
     scale: float | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`prefill` under a padding mask; every query is answered, those of padding tokens too.
@@ -80,9 +80,9 @@ def padded(
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
         keys: within [0, Sk]; not checked, since that would wait for the GPU. An element without any
             gets zeros.
-        is_causal: aligned top left of the padded tensors, as SDPA's, unless `variant` says bottom
+        is_causal: aligned top left of the padded tensors, as SDPA's, unless `options` says bottom
             right: then the last query is beside the last key that counts.
-        scale, sinks, variant, return_lse: as for `prefill`.
+        scale, sinks, options, return_lse: as for `prefill`.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -92,7 +92,7 @@ def padded(
     k_lengths = vector("lengths", keys.lengths, batch)
     lengths = Lengths("padded", batch, q_len, None, starts, k_lengths)
     output, lse = _attend(
-        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
+        query, key, value, is_causal, scale, lengths, options, sinks, return_lse=return_lse
     )
     return output if lse is None else (output, lse)
 
@@ -110,7 +110,7 @@ def packed(
     scale: float | None = None,
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -128,7 +128,7 @@ def packed(
     scale: float | None = None,
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -145,7 +145,7 @@ def packed(
     scale: float | None = None,
     seqused_k: Tensor | None = None,
     sinks: Tensor | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each element of a packed batch: (Tq, Hq, Dv).
@@ -156,9 +156,9 @@ def packed(
             FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
         longest_query: the most queries an element has, or more. Not checked either: with less, rows
             beyond it are not written, and hold what their memory held.
-        is_causal: aligned top left of each element, unless `variant` says bottom right, as
+        is_causal: aligned top left of each element, unless `options` says bottom right, as
             FlashAttention aligns it.
-        scale, sinks, variant: as for `prefill`.
+        scale, sinks, options: as for `prefill`.
         seqused_k: (B,) int32, how many keys of each element count, from its first; None for all.
         return_lse: also the log-sum-exp as in `prefill`, (Hq, Tq).
 
@@ -176,7 +176,7 @@ def packed(
         vector("seqused_k", seqused_k, batches),
     )
     output, lse = _attend(
-        query, key, value, is_causal, scale, lengths, variant, sinks, return_lse=return_lse
+        query, key, value, is_causal, scale, lengths, options, sinks, return_lse=return_lse
     )
     output_THD = output[0].transpose(0, 1)
     return output_THD if lse is None else (output_THD, lse[0])
@@ -189,7 +189,7 @@ def _attend(
     is_causal: bool,
     scale: float | None,
     lengths: Lengths,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     sinks: Tensor | None,
     *,
     return_lse: bool,
@@ -208,7 +208,7 @@ def _attend(
                 scale,
                 lengths,
                 return_lse,
-                variant=variant,
+                options=options,
                 sinks=sinks,
             )
     return forward(
@@ -220,7 +220,7 @@ def _attend(
         scale,
         lengths,
         return_lse,
-        variant=variant,
+        options=options,
         sinks=sinks,
     )
 

@@ -63,7 +63,7 @@ def attend(
     is_causal: bool = False,
     *,
     scale: float | None = None,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     in_tensor_cores: bool = False,
     attn_mask: Tensor | None = None,
@@ -71,7 +71,7 @@ def attend(
 ) -> Tensor:
     """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
-    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `variant` says.
+    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `options` says.
     `scale` defaults to 1/sqrt(D). Query heads share key heads in groups when there are more of
     them. A query that sees no key gets zeros. `in_tensor_cores` sums FP8 products there, which is
     faster and less exact, from the first key to the last. `attn_mask` is bool (True = attend) and
@@ -83,12 +83,12 @@ def attend(
             from the keys was not kept; a mask lies beside lengths, a diagonal or a window, or is
             not bool; or the shapes do not fit together.
     """
-    sees_mean = variant.softcap is not None or sinks is not None
+    sees_mean = options.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
         raise ValueError("soft caps and sinks need the mean of the keys: quantise with keep_mean")
     mask = None
     if attn_mask is not None:
-        if is_causal or variant.window != (None, None) or quantised.lengths is not None:
+        if is_causal or options.window != (None, None) or quantised.lengths is not None:
             raise ValueError("attn_mask beside a diagonal, a window or lengths of sequences")
         mask = _mask_of(query, quantised, attn_mask)
         visited = visited or visits_of(query, quantised, attn_mask)
@@ -105,7 +105,7 @@ def attend(
         output,
         is_causal,
         scale,
-        variant,
+        options,
         sinks,
         in_tensor_cores,
         mask,
@@ -168,7 +168,7 @@ def _planned(
     output: Tensor,
     is_causal: bool,
     scale: float | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     sinks: Tensor | None,
     in_tensor_cores: bool,
     mask: Tensor | None = None,
@@ -185,7 +185,7 @@ def _planned(
         visited and tuple(map(layout, visited)),
         is_causal,
         scale,
-        variant,
+        options,
         in_tensor_cores,
     )
     return _calls.get(shape) or _calls.keep(
@@ -197,7 +197,7 @@ def _planned(
             output,
             is_causal,
             scale,
-            variant,
+            options,
             sizes_of(sinks),
             in_tensor_cores,
             mask,
@@ -225,7 +225,7 @@ def _plan(
     output: Tensor,
     is_causal: bool,
     scale: float | None,
-    variant: AttentionOptions,
+    options: AttentionOptions,
     sinks: Sizes | None,
     in_tensor_cores: bool,
     mask: Tensor | None,
@@ -238,13 +238,13 @@ def _plan(
     key = (*quantised.key.shape[:2], quantised.kv_len)
     check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sinks)
     check_head_dims(head_dim, quantised.v_head_dim)
-    is_causal, left, right = window_sides(is_causal, variant, q_rows, quantised.kv_len)
+    is_causal, left, right = window_sides(is_causal, options, q_rows, quantised.kv_len)
     has_diagonal = is_causal or left is not None or right is not None
     is_square = lengths is None and q_rows == quantised.kv_len
-    is_bottom_right = variant.bottom_right and has_diagonal and not is_square
+    is_bottom_right = options.bottom_right and has_diagonal and not is_square
     block_dim, block_v_dim = quantised.key.shape[3], padded_dim(quantised.v_head_dim)
     fp8_value = quantised.value_scale is not None
-    factor, cap = base_2(head_dim**-0.5 if scale is None else scale, variant.softcap)
+    factor, cap = base_2(head_dim**-0.5 if scale is None else scale, options.softcap)
     numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores)
     largest_dim = max(block_dim, block_v_dim)
     if _is_for_hopper(query, largest_dim):
@@ -308,7 +308,7 @@ def quantised_prefill(
     fp8_value: bool = False,
     smooth_k: bool = True,
     in_tensor_cores: bool = False,
-    variant: AttentionOptions = PLAIN,
+    options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     lengths: Lengths | None = None,
@@ -320,7 +320,7 @@ def quantised_prefill(
     their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
     whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
     all; the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for `attend`.
-    `variant` is bottom right, window and soft cap, `sinks` (Hq,), `lengths` which rows count; a
+    `options` is bottom right, window and soft cap, `sinks` (Hq,), `lengths` which rows count; a
     packed batch has one batch element, and a padded one is answered as `varlen.padded` does it. FP8
     needs compute capability 8.9.
 
@@ -340,7 +340,7 @@ def quantised_prefill(
         fp8_value,
         smooth_k,
         in_tensor_cores,
-        variant,
+        options,
     )
     is_plain = sinks is None and attn_mask is None and lengths is None
     if is_plain and (again := _repetitions.get(shape)) is not None:
@@ -349,14 +349,14 @@ def quantised_prefill(
     if key.shape[2] == 0 or query.numel() == 0 or is_empty:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
-    keep_mean = variant.softcap is not None or sinks is not None
+    keep_mean = options.softcap is not None or sinks is not None
     quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean, lengths)
     output = attend(
         query,
         quantised,
         is_causal,
         scale=scale,
-        variant=variant,
+        options=options,
         sinks=sinks,
         in_tensor_cores=in_tensor_cores,
         attn_mask=attn_mask,
@@ -373,7 +373,7 @@ def quantised_prefill(
             output,
             is_causal,
             scale,
-            variant,
+            options,
             None,
             in_tensor_cores,
         )

@@ -116,12 +116,12 @@ def in_base_2(values):
 
 
 def window_sides(
-    is_causal: bool, variant: AttentionOptions, q_len: int, k_len: int
+    is_causal: bool, options: AttentionOptions, q_len: int, k_len: int
 ) -> tuple[bool, int | None, int | None]:
     """Whether a call is causal, and the sides of its window beside that; None where one leaves
     nothing out."""
     left, right = (
-        None if side is None or side >= q_len + k_len else side for side in variant.window
+        None if side is None or side >= q_len + k_len else side for side in options.window
     )
     if is_causal or right == 0:
         return True, left, None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy import reference
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import Kernel, find
 
 GATHERS_PAGES = "triton-varlen"
@@ -71,7 +72,7 @@ class Answers:
             scale=fitted.scale,
             seqused_k=fitted.seqused_k,
             sinks=fitted.sinks,
-            variant=fitted.variant,
+            options=kernel_options(fitted.variant),
             return_lse=True,
         )
         self.calls += 1

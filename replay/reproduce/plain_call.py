@@ -22,7 +22,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -34,7 +34,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from capture.call.attention_variant import Variant
 from capture.hooks.interceptor import TORCH_SDPA
 from replay.bench.forms import Forms
 from replay.isolation.inputs import aliases
@@ -172,9 +171,10 @@ def _watched_libraries(tracer: _Tracer) -> Iterator[None]:
 
     modules: dict[str, Any] = {}
     with contextlib.suppress(ImportError):  # no Triton
-        for each in pkgutil.iter_modules(importlib.import_module(OURS).__path__, f"{OURS}."):
+        for each in pkgutil.walk_packages(importlib.import_module(OURS).__path__, f"{OURS}."):
             module = importlib.import_module(each.name)
-            modules[each.name] = tracer.watched(module, each.name)
+            if each.name != f"{OURS}.options":  # plain values, which are written as such
+                modules[each.name] = tracer.watched(module, each.name)
     with patch.object(library.Library, "load", watched), patch.dict(sys.modules, modules):
         yield
 
@@ -418,11 +418,21 @@ class _Tracer(TorchFunctionMode):
         if isinstance(value, enum.Enum):
             kind = type(value)
             return f"{self.imported(kind.__module__)}.{kind.__qualname__}.{value.name}"
-        if isinstance(value, Variant):
-            return self.call(f"{self.imported(Variant.__module__)}.Variant", (), value.arguments())
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._made(value)
         if value is None or isinstance(value, bool | int | float | str):
             return repr(value)
         raise Untraceable(f"an argument of type {type(value).__qualname__}")
+
+    def _made(self, value: Any) -> str:
+        """Return the expression that makes a dataclass's instance."""
+        kind = type(value)
+        changed = {
+            each.name: getattr(value, each.name)
+            for each in fields(value)
+            if each.default is MISSING or getattr(value, each.name) != each.default
+        }
+        return self.call(f"{self.imported(kind.__module__)}.{kind.__qualname__}", (), changed)
 
     def _tensor(self, tensor: Tensor) -> str:
         if id(tensor) not in self._names:

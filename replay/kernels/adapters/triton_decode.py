@@ -29,6 +29,7 @@ from replay.kernels.constraints import (
     no_huge_softcap,
     padding_mask_only,
 )
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
@@ -79,7 +80,7 @@ def _decode(call: Arguments) -> Tensor:
         scale=call.scale,
         seqused_k=call.seqused_k,
         sinks=call.sinks,
-        variant=call.variant,
+        options=kernel_options(call.variant),
     )
 
 
@@ -129,7 +130,7 @@ def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
         scale=call.scale,
         is_causal=call.is_causal,
         sinks=call.sinks,
-        variant=call.variant,
+        options=kernel_options(call.variant),
     )
 
 

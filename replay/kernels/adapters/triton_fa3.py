@@ -23,6 +23,7 @@ from replay.kernels.constraints import (
     no_huge_softcap,
     no_negative_scale,
 )
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON, is_interpreted
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -45,7 +46,7 @@ def _attend(call: Arguments) -> Tensor:
         call.attn_mask,
         is_causal=call.is_causal,
         scale=call.scale,
-        variant=call.variant,
+        options=kernel_options(call.variant),
         sinks=call.sinks,
     )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import max_head_dim, no_dropout, no_huge_softcap, up_to_float32
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -33,7 +34,7 @@ def _attend(call: Arguments) -> Tensor:
         call.is_causal,
         scale=call.scale,
         sinks=call.sinks,
-        variant=call.variant,
+        options=kernel_options(call.variant),
     )
 
 

@@ -32,6 +32,7 @@ from replay.kernels.constraints import (
     no_dropout,
     no_huge_softcap,
 )
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -57,7 +58,7 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
         call.value,
         call.is_causal,
         scale=call.scale,
-        variant=call.variant,
+        options=kernel_options(call.variant),
         sinks=call.sinks,
         attn_mask=call.attn_mask,
         lengths=_lengths_of(call),
@@ -104,7 +105,7 @@ def _prepare(
         quantised,
         call.is_causal,
         scale=call.scale,
-        variant=call.variant,
+        options=kernel_options(call.variant),
         sinks=call.sinks,
         in_tensor_cores=in_tensor_cores,
         attn_mask=mask,

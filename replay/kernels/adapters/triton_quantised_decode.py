@@ -18,6 +18,7 @@ from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS
 from replay.kernels.adapters.triton_quantised import FP8_LIBRARY
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
 from replay.kernels.wrapping import adapt
@@ -37,7 +38,7 @@ def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
         scale=call.scale,
         seqused_k=call.seqused_k,
         sinks=call.sinks,
-        variant=call.variant,
+        options=kernel_options(call.variant),
     )
 
 
@@ -57,7 +58,7 @@ def _prepare(call: AttentionCall, dtype: torch.dtype, in_pages: bool) -> Callabl
         is_causal=call.is_causal,
         scale=call.scale,
         sinks=call.sinks,
-        variant=call.variant,
+        options=kernel_options(call.variant),
     )
 
 

@@ -24,6 +24,7 @@ from replay.kernels.constraints import (
     padding_mask_only,
     up_to_float32,
 )
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON
 from replay.kernels.registry import register
@@ -51,15 +52,15 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         raise NotImplementedError(reason)
     if call.cu_seqlens_q is not None:
         return _prepare_packed(call)
-    varlen, variant = _kernels(), call.variant
+    varlen, options = _kernels(), kernel_options(call.variant)
     if call.seqused_k is not None:
         ranges = varlen.KeyRanges(None, call.seqused_k)
     else:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
         ranges = varlen.key_ranges(keys)
-        if variant.bottom_right:
-            variant = replace(variant, bottom_right=False)
+        if options.bottom_right:  # no effect here, `_mask_and_lengths` has refused the others
+            options = replace(options, bottom_right=False)
     return lambda: varlen.padded(
         call.query,
         call.key,
@@ -68,7 +69,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         call.is_causal,
         scale=call.scale,
         sinks=call.sinks,
-        variant=variant,
+        options=options,
     )
 
 
@@ -93,7 +94,7 @@ def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
             scale=call.scale,
             seqused_k=call.seqused_k,
             sinks=call.sinks,
-            variant=call.variant,
+            options=kernel_options(call.variant),
         )
         return output_THD.transpose(0, 1)[None]
 

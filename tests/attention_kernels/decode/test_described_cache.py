@@ -14,7 +14,7 @@ from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.split_kv_assignment import Deal
 from attention_kernels.decode.split_kv_plan import TILES, Tiling, plan
 from attention_kernels.launch import descriptors
-from capture.call.attention_variant import PLAIN, Variant
+from attention_kernels.options import PLAIN, AttentionOptions
 from tests import factories
 from tests.attention_kernels import eager
 
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [150, 0, 1, 64, 65, 128, 31]
 EVEN = Tiling(32, 4, 3, splits=2)
 DEALT = Tiling(32, 4, 3, 1, Deal(shares=9, resident=9, least=1, worth=1e9))
-BOTTOM_RIGHT = Variant(bottom_right=True)
+BOTTOM_RIGHT = AttentionOptions(bottom_right=True)
 
 normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
@@ -74,13 +74,13 @@ def assert_right(
     cache: Cache,
     tiles: Tiling | None,
     is_causal: bool = False,
-    variant: Variant = PLAIN,
+    options: AttentionOptions = PLAIN,
 ) -> None:
     """`key` and `value` (B, Hkv, S, D) as they were before they became `cache`."""
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     assert cache.access(is_causal, rows=rows) == "described"
     output = split_kv.attend(
-        query, cache, is_causal=is_causal, variant=variant, tiles=tiles
+        query, cache, is_causal=is_causal, options=options, tiles=tiles
     ).double()
     assert cache.lengths is not None
     q_len = query.shape[2]
@@ -90,7 +90,7 @@ def assert_right(
             assert not output[n].any()
             continue
         places = torch.arange(length, device=DEVICE)
-        last = torch.arange(q_len, device=DEVICE) + (length - q_len if variant.bottom_right else 0)
+        last = torch.arange(q_len, device=DEVICE) + (length - q_len if options.bottom_right else 0)
         mask = places <= last[:, None] if is_causal else None
         expected = eager.attend(query[own], key[own, :, :length], value[own, :, :length], mask)
         torch.testing.assert_close(output[own], expected.output, rtol=0, atol=3e-3)
@@ -125,13 +125,13 @@ def test_head_dims_of_models(latent: bool) -> None:
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
-@pytest.mark.parametrize("variant", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
-def test_queries_that_do_not_see_all(latent: bool, variant: Variant) -> None:
+@pytest.mark.parametrize("options", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
+def test_queries_that_do_not_see_all(latent: bool, options: AttentionOptions) -> None:
     """NaN begins right behind the last token that any of them sees, or counts."""
     query, key, value, _ = tensors(latent, q_len=3)
     lengths = torch.tensor([150, 0, 3, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
     cache = in_pages(key, value, lengths, 64, 0)
-    assert_right(query, key, value, cache, EVEN, is_causal=True, variant=variant)
+    assert_right(query, key, value, cache, EVEN, is_causal=True, options=options)
 
 
 @pytest.mark.parametrize("tiles", [EVEN, DEALT], ids=["even", "dealt"])
@@ -141,12 +141,12 @@ def test_latents_in_one_piece(tiles: Tiling) -> None:
     assert_right(query, whole, whole[..., :32], in_one_piece(key, value, lengths), tiles)
 
 
-@pytest.mark.parametrize("variant", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
-def test_many_queries_of_keys_in_one_piece(variant: Variant) -> None:
+@pytest.mark.parametrize("options", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
+def test_many_queries_of_keys_in_one_piece(options: AttentionOptions) -> None:
     query, key, value, _ = tensors(latent=False, q_len=10)
     lengths = torch.tensor([150, 0, 10, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
     cache = in_one_piece(key.clone(), value.clone(), lengths)
-    assert_right(query, key, value, cache, EVEN, is_causal=True, variant=variant)
+    assert_right(query, key, value, cache, EVEN, is_causal=True, options=options)
 
 
 def test_what_is_not_loaded_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,8 @@ from attention_kernels.decode.paging import page
 from attention_kernels.decode.split_kv import attend
 from attention_kernels.decode.split_kv_assignment import Deal
 from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
+from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
 from replay.kernels.registry import find
 from tests import factories
 from tests.attention_kernels import eager
@@ -88,9 +88,9 @@ def test_keys_dealt_by_length() -> None:
 
 def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
     query, key, value = inputs(4, 32, 16, q_len=3)
-    variant = Variant(bottom_right=True, softcap=5.0)
-    output = decode(query, key, value, is_causal=True, variant=variant)
-    separate = decode(query, key, value.clone(), is_causal=True, variant=variant)
+    options = AttentionOptions(bottom_right=True, softcap=5.0)
+    output = decode(query, key, value, is_causal=True, options=options)
+    separate = decode(query, key, value.clone(), is_causal=True, options=options)
     torch.testing.assert_close(output, separate, rtol=0, atol=2e-3)
 
 

@@ -17,6 +17,7 @@ from attention_kernels.decode.quantised_cache import CACHE_BLOCK, QuantisedCache
 from attention_kernels.decode.quantised_decode import quantised_decode, random_pages
 from attention_kernels.decode.split_kv_assignment import Deal
 from attention_kernels.decode.split_kv_plan import Tiling
+from attention_kernels.options import PLAIN, AttentionOptions
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import Variant
 from replay.accuracy.reference import attention
@@ -217,15 +218,17 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
 
 @each_dtype
 @pytest.mark.parametrize("in_pages", [False, True])
-@pytest.mark.parametrize("variant", [Variant(), Variant(True, (126, 0))], ids=str)
-def test_keys_dealt_by_length(variant: Variant, in_pages: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("options", [PLAIN, AttentionOptions(True, (126, 0))], ids=str)
+def test_keys_dealt_by_length(
+    options: AttentionOptions, in_pages: bool, dtype: torch.dtype
+) -> None:
     """A window begins anywhere in a block, and is read from the block's first key."""
     lengths = torch.tensor([0, 1, 128, 129, 191, 300], dtype=torch.int32, device=DEVICE)
     call = call_of(batch=6, q_len=2, seqused_k=lengths)
     table = random_pages(call.key) if in_pages else None
     cache = quantise_cache(call.key, call.value, dtype, lengths=lengths, block_table=table)
     whole, dealt = (
-        split_kv.attend(call.query, cache, variant=variant, tiles=Tiling(64, 4, 1, 1, deal))
+        split_kv.attend(call.query, cache, options=options, tiles=Tiling(64, 4, 1, 1, deal))
         for deal in (None, Deal(shares=40, resident=40, least=1, worth=1e9))
     )
     assert not dealt[0].any()

@@ -20,6 +20,7 @@ from torch import Tensor
 from attention_kernels.launch import launcher as launch_module
 from attention_kernels.launch.descriptors import at
 from attention_kernels.launch.launcher import Kept, Launch
+from attention_kernels.options import AttentionOptions
 from attention_kernels.quantised import quantise as quantise_module
 from attention_kernels.quantised import quantised_prefill as quantised_prefill_module
 from attention_kernels.quantised.quantise import quantise_key_value
@@ -28,6 +29,7 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import Variant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
+from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import Kernel, find
 from tests.attention_kernels import eager
 from tests.attention_kernels.quantised.test_quantise import dequantised_key, dequantised_value
@@ -164,7 +166,7 @@ def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
         score_dtype=score_dtype,
         fp8_value=fp8_value,
         smooth_k=smooth_k,
-        variant=call.variant,
+        options=kernel_options(call.variant),
         sinks=call.sinks,
     )
 
@@ -249,11 +251,11 @@ def test_its_operands_say_beyond_sdpa(
 
 def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
     call = random_call(1, 1, 1, 20, 30, 64, device)
-    quantised = quantise_key_value(call.key, call.value)
+    quantised, capped = quantise_key_value(call.key, call.value), AttentionOptions(softcap=5.0)
     with pytest.raises(ValueError, match="keep_mean"):
-        attend(call.query, quantised, variant=Variant(softcap=5.0))
+        attend(call.query, quantised, options=capped)
     unsmoothed = quantise_key_value(call.key, call.value, smooth_k=False)
-    attend(call.query, unsmoothed, variant=Variant(softcap=5.0))
+    attend(call.query, unsmoothed, options=capped)
 
 
 @each_kind

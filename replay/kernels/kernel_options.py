@@ -1,0 +1,37 @@
+"""Options of a recorded call as our kernels take them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from capture.call.attention_variant import Variant
+
+if TYPE_CHECKING:
+    from attention_kernels.options import AttentionOptions
+
+MOST_KEPT = 1024
+
+
+def kernel_options(variant: Variant) -> AttentionOptions:
+    """Return a variant as options of our kernels, the object `PLAIN` where it asks for nothing.
+
+    Kernels recognise that object without hashing it. Conversions are kept by identity, because to
+    hash a variant would take longer than all else that a launch does on the host.
+    """
+    found = _converted.get(id(variant))
+    if found is None:
+        if len(_converted) >= MOST_KEPT:
+            _converted.clear()
+        # The variant is kept too, so that no other object can get its identity.
+        found = _converted[id(variant)] = variant, _convert(variant)
+    return found[1]
+
+
+_converted: dict[int, tuple[Variant, AttentionOptions]] = {}
+
+
+def _convert(variant: Variant) -> AttentionOptions:
+    from attention_kernels.options import PLAIN, AttentionOptions
+
+    options = AttentionOptions(variant.bottom_right, variant.window, variant.softcap)
+    return PLAIN if options == PLAIN else options
