@@ -1,6 +1,84 @@
-"""Record the attention inputs a real model produces, replay them, and choose a kernel."""
+"""Record the attention inputs a real model produces, replay them, and choose a kernel.
+
+Everything that programs use is here, and is imported on first use:
+
+    import attention_replay as ar
+
+    with ar.record(pipe.transformer, out="captured_inputs", max=10):
+        pipe("a panda playing guitar")
+    rows = ar.replay("captured_inputs", kernels="torch-*")
+    print(rows.best())
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
 
-__all__ = ["Error", "__version__"]
+if TYPE_CHECKING:
+    from capture.call.attention_call import AttentionCall
+    from capture.recording.record import record
+    from capture.recording.recording import Recording
+    from capture.storage.dataset import Dataset, load
+    from replay.api.measured_rows import Rows
+    from replay.bench.runner import replay
+    from replay.diagnosis.around_run import doctor
+    from replay.kernels.registry import Kernel, register_kernel
+    from replay.patch.use_kernel import use_kernel, use_plan
+    from replay.plan.plan import Plan
+    from replay.rows.row import Row
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AttentionCall",
+    "Dataset",
+    "Error",
+    "Kernel",
+    "Plan",
+    "Recording",
+    "Row",
+    "Rows",
+    "__version__",
+    "doctor",
+    "load",
+    "record",
+    "register_kernel",
+    "replay",
+    "use_kernel",
+    "use_plan",
+]
+
+_HOMES = {
+    "AttentionCall": "capture.call.attention_call",
+    "Dataset": "capture.storage.dataset",
+    "Kernel": "replay.kernels.registry",
+    "Plan": "replay.plan.plan",
+    "Recording": "capture.recording.recording",
+    "Row": "replay.rows.row",
+    "Rows": "replay.api.measured_rows",
+    "doctor": "replay.diagnosis.around_run",
+    "load": "capture.storage.dataset",
+    "record": "capture.recording.record",
+    "register_kernel": "replay.kernels.registry",
+    "replay": "replay.bench.runner",
+    "use_kernel": "replay.patch.use_kernel",
+    "use_plan": "replay.patch.use_kernel",
+}
+"""Module of each public name that takes time to import."""
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `--help` does not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'attention_replay' has no attribute {name!r}")
+    from capture.large_imports import without_collecting
+
+    with without_collecting():
+        return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
-"""Starts the commands `capture` and `replay`, and says when something else goes by their names.
+"""Entry points of the commands `capture` and `replay`, which notice other packages of their names.
 
 The packages are called `capture`, `replay` and `models`, as files of yours may be. Where Python
 finds a `replay.py` of yours first, the command would end in a puzzling ImportError. This module has
-a name that nobody else uses, and looks before it imports.
+a name of its own, and looks before it imports.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import sys
 from pathlib import Path
 
 PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
-"""What must be ours, by command. `models` is loaded by its path, whatever else has that name."""
+"""Packages that must be ours, by command. Not `models`, which is loaded by its path."""
 
 MAINS = {"capture": "capture.cli.main", "replay": "replay.cli.main"}
-"""The module whose `main` each command is."""
+"""Module with the `main` of each command."""
 
 
 def capture() -> None:
-    """Entry point of `capture`."""
+    """Run the command `capture`."""
     _start("capture")
 
 
 def replay() -> None:
-    """Entry point of `replay`."""
+    """Run the command `replay`."""
     _start("replay")
 
 
@@ -57,7 +57,7 @@ def _start(command: str) -> None:
 
 
 def _hiding(package: str) -> Path | None:
-    """What Python finds in place of our package; None where it finds ours."""
+    """Return the path that Python finds in place of our package; None where it finds ours."""
     spec = importlib.util.find_spec(package)
     ours = Path(__file__).resolve().parents[1] / package
     if spec is None:

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from capture.call.attention_call import AttentionCall
     from capture.recording.record import record
-    from capture.storage.dataset import load
+    from capture.recording.recording import Recording
+    from capture.storage.dataset import Dataset, load
 
-__all__ = ["AttentionCall", "load", "record"]
+__all__ = ["AttentionCall", "Dataset", "Recording", "load", "record"]
 
 _HOMES = {
     "AttentionCall": "capture.call.attention_call",
+    "Dataset": "capture.storage.dataset",
+    "Recording": "capture.recording.recording",
     "load": "capture.storage.dataset",
     "record": "capture.recording.record",
 }
+"""Module of each public name."""
 
 
 def __getattr__(name: str) -> Any:
@@ -36,3 +40,7 @@ def __getattr__(name: str) -> Any:
 
     with without_collecting():
         return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,51 +12,51 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replay.api.measured_rows import Rows
     from replay.bench.runner import replay
-    from replay.bench.settings import Settings
     from replay.diagnosis.around_run import doctor
     from replay.kernels.chosen_keys import mask_of_tokens
-    from replay.kernels.registry import register_kernel, select
+    from replay.kernels.registry import Kernel, register_kernel
     from replay.patch.use_kernel import use_kernel, use_plan
-    from replay.report.notebook import Rows, read_rows
-    from replay.rows.frames import to_dataframe
-    from replay.workloads.recorded import from_directory
+    from replay.plan.plan import Plan
+    from replay.rows.row import Row
+
+_HOMES = {
+    "Kernel": "replay.kernels.registry",
+    "Plan": "replay.plan.plan",
+    "Row": "replay.rows.row",
+    "Rows": "replay.api.measured_rows",
+    "doctor": "replay.diagnosis.around_run",
+    "mask_of_tokens": "replay.kernels.chosen_keys",
+    "register_kernel": "replay.kernels.registry",
+    "replay": "replay.bench.runner",
+    "use_kernel": "replay.patch.use_kernel",
+    "use_plan": "replay.patch.use_kernel",
+}
+"""Module of each public name. Names of this package's own folders cannot be among them."""
 
 __all__ = [
+    "Kernel",
+    "Plan",
+    "Row",
     "Rows",
-    "Settings",
     "doctor",
-    "from_directory",
     "mask_of_tokens",
-    "read_rows",
     "register_kernel",
     "replay",
-    "select",
-    "to_dataframe",
     "use_kernel",
     "use_plan",
 ]
 
-_HOMES = {
-    "Rows": "replay.report.notebook",
-    "Settings": "replay.bench.settings",
-    "doctor": "replay.diagnosis.around_run",
-    "from_directory": "replay.workloads.recorded",
-    "mask_of_tokens": "replay.kernels.chosen_keys",
-    "read_rows": "replay.report.notebook",
-    "register_kernel": "replay.kernels.registry",
-    "replay": "replay.bench.runner",
-    "select": "replay.kernels.registry",
-    "to_dataframe": "replay.rows.frames",
-    "use_kernel": "replay.patch.use_kernel",
-    "use_plan": "replay.patch.use_kernel",
-}
-
 
 def __getattr__(name: str) -> Any:
-    # On first use: `replay --help` must not wait for torch.
+    # Imported on first use, so that `replay --help` does not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'replay' has no attribute {name!r}")
     import importlib
 
     return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

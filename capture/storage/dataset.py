@@ -415,6 +415,9 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
         check: compare the checksum of every call that is loaded. Without it, loading is faster
             and an altered value goes unnoticed; sizes, shapes and headers are always compared.
 
+    Returns:
+        A list-like `Dataset`, which loads a call when it is indexed.
+
     Example:
         >>> for call in load("captured_inputs"):
         ...     print(call.origin.module, call.shape)

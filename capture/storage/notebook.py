@@ -1,4 +1,4 @@
-"""A dataset as notebooks show it."""
+"""The table that a notebook shows for a dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADINGS = ("call", "model", "step", "phase", "module", "B×H×S×D", "dtype", "
 
 
 def dataset_html(entries: Sequence[FileEntry], above: Sequence[str]) -> str:
-    """A table with a line per recorded call, in HTML; nothing is loaded.
+    """Return a table in HTML with a line per recorded call, without loading any.
 
     Args:
         above: sentences to put above it.

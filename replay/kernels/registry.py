@@ -180,7 +180,33 @@ def register_kernel(
     chosen: Callable[[AttentionCall], Tensor] | None = None,
     features: Collection[str] = (),
 ) -> Callable[[Attention], Attention]:
-    """Decorator that registers a function with SDPA's arguments as a kernel; see `Kernel`."""
+    """Register the decorated function, which has SDPA's arguments, as a kernel.
+
+    Args:
+        name: the kernel's name.
+        accuracy_class: how its output is judged: `exact`, `quantised` or `sparse`.
+        unavailable: returns why the kernel cannot run on a device, or None.
+        unsupported: returns why the kernel cannot run a call, or None.
+        prepare: does everything before the kernel's core once, and returns the core.
+        default: run the kernel when no kernel is named.
+        about: one line for lists of kernels; by default the first of the function's docstring.
+        library: the package whose version is shown.
+        install: the command that installs the library.
+        chosen: for `sparse` kernels, returns the mask of the keys that a call attends to.
+        features: features beyond SDPA that the function has arguments for (see `Kernel`).
+
+    Returns:
+        A decorator that returns the function unchanged.
+
+    Raises:
+        ValueError: the name is taken, or the arguments contradict each other.
+
+    Example:
+        >>> @register_kernel("mine")
+        ... def mine(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False,
+        ...          *, scale=None, enable_gqa=False):
+        ...     ...
+    """
 
     def decorate(attention: Attention) -> Attention:
         line = about or (attention.__doc__ or "").strip().partition("\n")[0]

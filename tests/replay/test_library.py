@@ -1,4 +1,4 @@
-"""What a program may give to `replay`, and what it is told of anything else."""
+"""Errors for wrong arguments of a program."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-import replay
+import attention_replay as ar
+from replay.bench.runner import replay
 from replay.bench.settings import Settings, SettingsError
-from replay.kernels.registry import KernelNameError
+from replay.kernels.registry import KernelNameError, select
+from replay.workloads.recorded import from_directory
 from tests.factories import tiny_llama
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "sentence"),
     [
         ({"cache": "foo"}, "cache must be cold or warm, not 'foo'"),
         ({"cache": "cold"}, "a cold cache requires a GPU"),
@@ -29,46 +31,40 @@ from tests.factories import tiny_llama
         ({"device": None}, "device"),
     ],
 )
-def test_settings_that_the_command_line_refuses(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(SettingsError, match=told):
-        replay.Settings(**{"device": "cpu", "cache": "warm", **given})
+def test_settings_are_checked(given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SettingsError, match=sentence):
+        Settings(**{"device": "cpu", "cache": "warm", **given})
 
 
-def test_names_of_devices_and_directories_are_taken_as_torch_takes_them() -> None:
-    settings = replay.Settings("cpu", "warm", save_output="kept")  # type: ignore[arg-type]
+def test_settings_take_names_of_devices_and_directories() -> None:
+    settings = Settings("cpu", "warm", save_output="kept")  # type: ignore[arg-type]
     assert (settings.device, settings.save_output) == (torch.device("cpu"), Path("kept"))
     assert Settings.from_json(settings.to_json()).device == torch.device("cpu")
 
 
-def test_what_is_no_argument_of_a_replay(recorded: Path) -> None:
-    workloads, _ = replay.from_directory(recorded)
-    kernels, _ = replay.select("torch-flash")
-    settings = replay.Settings("cpu", "warm", rounds=3)  # type: ignore[arg-type]
+def test_wrong_arguments_of_a_replay_are_named(recorded: Path) -> None:
+    workloads, _ = from_directory(recorded)
+    kernels, _ = select("torch-flash")
+    settings = Settings("cpu", "warm", rounds=3)  # type: ignore[arg-type]
     wrong: list[tuple[str, tuple[Any, Any, Any]]] = [
         ("'x1' is no list of calls", ("x1", kernels, settings)),
-        ("AttentionCall is no call to replay", (replay_calls(recorded), kernels, settings)),
+        ("AttentionCall is no call to replay", (ar.load(recorded), kernels, settings)),
         ("'torch-flash' is no list of kernels", (workloads, "torch-flash", settings)),
         ("is no list of kernels", (workloads, ["torch-flash"], settings)),
         ("None are no settings", (workloads, kernels, None)),
     ]
     if not torch.cuda.is_available():
-        on_gpu = replay.Settings("cuda", "cold")  # type: ignore[arg-type]
+        on_gpu = Settings("cuda", "cold")  # type: ignore[arg-type]
         wrong.append(("PyTorch finds no CUDA device for cuda", (workloads, kernels, on_gpu)))
-    for told, given in wrong:
-        with pytest.raises(SettingsError, match=told):
-            list(replay.replay(*given))
+    for sentence, given in wrong:
+        with pytest.raises(SettingsError, match=sentence):
+            list(replay(*given))
 
 
-def replay_calls(recorded: Path) -> Any:
-    from capture import load
-
-    return load(recorded)
-
-
-def test_a_doctor_without_a_kernel_is_refused(tmp_path: Path) -> None:
+def test_doctor_without_a_kernel_is_refused(tmp_path: Path) -> None:
     with (
         pytest.raises(KernelNameError, match="no kernel is named"),
-        replay.doctor(tiny_llama(), kernel=[], out=tmp_path / "out"),
+        ar.doctor(tiny_llama(), kernel=[], out=tmp_path / "out"),
     ):
         pass
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import replay
+import attention_replay as ar
 from capture.errors import CaptureError
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
@@ -259,7 +259,7 @@ class Block(torch.nn.Module):
 def test_around_a_run() -> None:
     model = torch.nn.Sequential(Block(), Block())
     hidden = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
-    with replay.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
+    with ar.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
         model(hidden)
         assert diagnosis.is_healthy  # not examined yet
     assert [(each.layer, each.cause) for each in diagnosis.found] == [
@@ -272,7 +272,7 @@ def test_around_a_run() -> None:
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
 def test_around_a_run_without_attention() -> None:
     model = torch.nn.Linear(2, 2)
-    with pytest.raises(CaptureError, match="nothing to examine: "), replay.doctor(model):
+    with pytest.raises(CaptureError, match="nothing to examine: "), ar.doctor(model):
         model(torch.ones(2))
 
 

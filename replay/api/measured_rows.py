@@ -1,0 +1,184 @@
+"""The rows of a replay: a list with what one asks of it, and a table in notebooks."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from capture.text.html_table import html_table
+from replay.report.cells import speedup_text
+from replay.report.groups import Group, group_rows, place
+from replay.report.ranking import Fastest, fastest
+from replay.rows.errors_of_output import AccuracyClass
+from replay.rows.frames import Library, to_dataframe
+from replay.rows.row import KernelId, Row
+from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
+
+HEADINGS = (
+    *("kernel", "model", "call", "B×H×S×D", "time ms", "speed-up", "TFLOPS"),
+    *("cosine", "rel L1", "status", "reason"),
+)
+
+
+class Rows(list[Row]):
+    """The rows of a replay, one for each kernel and call; a notebook shows them as a table.
+
+    Example:
+        >>> import attention_replay as ar
+        >>> rows = ar.Rows.read("rows.jsonl")
+        >>> for row in rows.best():
+        ...     print(row.call.name, row.kernel)
+    """
+
+    def best(self, accuracy_class: AccuracyClass = "exact") -> Rows:
+        """Return one row per call: that of the kernel to use for it.
+
+        Calls of equal cost are decided together, as in the tables of `replay`: by the paired
+        rounds of all of them. The kernel to use is the fastest one that is correct on all of these
+        calls, leaves inputs that later calls read as they are, and is faster than the baseline by
+        more than the 95 % interval of its speed-up. Where there is no such kernel, the baseline is
+        used if it is correct, and the call has no row otherwise. Calls that were measured without a
+        baseline get the fastest correct kernel.
+
+        Args:
+            accuracy_class: `exact`, or `quantised` for the fastest of the 8-bit kernels. Speed says
+                nothing about whether a `sparse` kernel keeps enough.
+
+        Returns:
+            Rows in the order of the calls; those of several devices one device after another.
+
+        Raises:
+            RowsError: the accuracy class is not `exact` or `quantised`.
+
+        Example:
+            >>> [(row.call.name, row.kernel) for row in rows.best()]
+        """
+        if accuracy_class not in ("exact", "quantised"):
+            raise RowsError(f"invalid accuracy class {accuracy_class!r}: choose exact or quantised")
+        by_device: dict[str, list[Row]] = {}
+        for row in self:
+            by_device.setdefault(row.machine.device, []).append(row)
+        found = Rows()
+        for rows in by_device.values():
+            chosen = {
+                row.call.name: row
+                for group in group_rows(rows)
+                for row in _best_of(group, accuracy_class)
+            }
+            names = dict.fromkeys(row.call.name for row in rows)
+            found += [chosen[name] for name in names if name in chosen]
+        return found
+
+    def to_dataframe(self, *, library: Library | None = None) -> Any:
+        """Return a data frame with a line per row and a column per field (docs/fields.md).
+
+        Args:
+            library: `pandas` or `polars`; by default pandas if it is installed, else polars.
+
+        Returns:
+            A `pandas.DataFrame` or a `polars.DataFrame`.
+
+        Raises:
+            MissingPackage: the library is not installed.
+            UnknownLibrary: the library is another one.
+
+        Example:
+            >>> rows.to_dataframe().groupby("kernel")["speedup.ratio"].median()
+        """
+        return to_dataframe(self, library=library)
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the rows to a file, one JSON object a line, as `replay --json` does.
+
+        Args:
+            path: the file, which is replaced in one step.
+
+        Raises:
+            RowsError: the file cannot be written.
+
+        Example:
+            >>> rows.write("rows.jsonl")
+        """
+        save_jsonl(self, Path(path))
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Rows:
+        """Read the rows that `write` or `replay --json` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            All complete rows of the file.
+
+        Raises:
+            RowsError: the file does not exist, or holds something other than rows of this version.
+
+        Warns:
+            UserWarning: the file ends within a row, because its replay was interrupted.
+
+        Example:
+            >>> rows = ar.Rows.read("rows.jsonl")
+        """
+        rows, is_cut_off = read_jsonl(_path_of_rows(path))
+        if is_cut_off:
+            warnings.warn(f"{path} ends within a row: its replay was interrupted", stacklevel=2)
+        return cls(rows)
+
+    def __repr__(self) -> str:
+        kernels = len({row.id for row in self if row.kernel})
+        calls = len({row.call.name for row in self})
+        return f"Rows(rows={len(self)}, kernels={kernels}, calls={calls})"
+
+    def _repr_html_(self) -> str:
+        return html_table(HEADINGS, [_line(row) for row in self], [repr(self)])
+
+
+def _best_of(group: Group, accuracy_class: AccuracyClass) -> Iterator[Row]:
+    """Yield a row for each call of a group, of the fastest kernel or of the baseline."""
+    found = fastest(group, accuracy_class)
+    chosen: dict[str, Row] = {}
+    if found is not None and (_is_faster(found) or not group.baseline):
+        chosen = {row.call.name: row for row in group.rows[found.kernel]}
+    baseline = group.rows.get(KernelId(group.baseline), [])
+    fallback = {row.call.name: row for row in baseline if row.is_correct}
+    for call in group.calls:
+        if row := chosen.get(call.name) or fallback.get(call.name):
+            yield row
+
+
+def _is_faster(found: Fastest) -> bool:
+    return found.speedup is not None and found.speedup.verdict == "fast"
+
+
+def _path_of_rows(path: str | os.PathLike[str]) -> Path:
+    """Return a path that exists.
+
+    Raises:
+        RowsError: it does not, or something else was given.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
+    if not Path(path).exists():
+        raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
+    return Path(path)
+
+
+def _line(row: Row) -> tuple[object, ...]:
+    errors = None if row.accuracy is None else row.accuracy.reference
+    return (
+        str(row.id),
+        row.call.model,
+        place(row.call),
+        str(row.call.shape),
+        row.time_ms and row.time_ms.p50,
+        speedup_text(row.speedup) if row.speedup else "",
+        row.tflops,
+        errors and f"{errors.cosine:.6f}",
+        errors and f"{errors.relative_l1:.1e}",
+        row.status,
+        "" if row.is_correct else row.reason,
+    )

@@ -1,0 +1,99 @@
+"""The names of `attention_replay`: lazy, documented, typed, and the same objects as elsewhere."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import attention_replay as ar
+import capture
+import replay
+
+PACKAGES = (ar, capture, replay)
+TYPES = {"AttentionCall", "Dataset", "Error", "Kernel", "Plan", "Recording", "Row", "Rows"}
+FUNCTIONS = sorted(set(ar.__all__) - TYPES - {"__version__", "replay"})
+
+packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__name__)
+
+
+@packages
+def test_public_names_are_listed_once_and_are_no_modules(package: ModuleType) -> None:
+    names = package.__all__
+    assert sorted(names) == sorted(set(names))
+    assert {*names, *vars(package)} <= {*dir(package)}
+    modules = {module.name for module in pkgutil.iter_modules(package.__path__)}
+    assert not modules & {*names}
+    lazy = [name for name in names if name not in ("Error", "__version__")]
+    assert sorted(package._HOMES) == sorted(lazy)
+    for name in lazy:
+        home = importlib.import_module(package._HOMES[name])
+        assert getattr(package, name) is getattr(home, name)
+
+
+@packages
+def test_type_checkers_see_the_objects_that_programs_get(package: ModuleType) -> None:
+    assert package.__file__ is not None
+    tree = ast.parse(Path(package.__file__).read_text("utf-8"))
+    imported = {
+        alias.name: node.module
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert imported == package._HOMES
+    assert Path(package.__file__).with_name("py.typed").is_file()
+
+
+def test_public_objects_are_those_of_capture_and_replay() -> None:
+    assert ar.record is capture.record
+    assert ar.load is capture.load
+    for name in set(replay.__all__) & set(ar.__all__):
+        assert getattr(ar, name) is getattr(replay, name)
+
+
+def test_importing_loads_neither_torch_nor_rich() -> None:
+    program = (
+        "import sys, attention_replay, capture, replay\n"
+        "for package in (attention_replay, capture, replay): dir(package)\n"
+        "print([name for name in ('torch', 'rich') if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr
+
+
+@packages
+def test_unknown_names_are_refused(package: ModuleType) -> None:
+    name = package.__name__
+    with pytest.raises(AttributeError, match=f"module '{name}' has no attribute 'nothing'"):
+        package.nothing  # noqa: B018
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_documented_and_typed(name: str) -> None:
+    function = getattr(ar, name)
+    text = inspect.getdoc(function)
+    assert text is not None
+    for heading in ("Args", r"(Returns|Yields)", "Raises", "Example"):
+        assert re.search(rf"^{heading}:$", text, re.MULTILINE), f"no {heading}"
+    hints = typing.get_type_hints(inspect.unwrap(function))
+    assert hints.keys() == {*inspect.signature(inspect.unwrap(function)).parameters, "return"}
+
+
+@pytest.mark.parametrize("name", sorted(TYPES))
+def test_types_are_documented(name: str) -> None:
+    found = getattr(ar, name)
+    assert isinstance(found, type)
+    assert inspect.getdoc(found)
+    assert not (found.__doc__ or "").startswith(f"{name}(")  # which dataclasses make
