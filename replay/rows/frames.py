@@ -33,7 +33,7 @@ def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
         A `pandas.DataFrame` or a `polars.DataFrame`.
 
     Example:
-        >>> frame = to_dataframe(read_rows("rows.jsonl"))
+        >>> frame = to_dataframe(Rows.read("rows.jsonl"))
         >>> frame.groupby("kernel")["speedup.ratio"].median()
 
     Raises:
