@@ -101,7 +101,6 @@ def test_the_first_run_is_the_baseline_of_the_next(workspace: Path) -> None:
     assert summary.endswith((results / "comparison.md").read_text())
     assert "less accurate" in summary
     assert (workspace / "outputs").read_text() == "compared=true\n"
-    assert (results / "comparison.html").exists()
 
 
 def test_wrong_inputs_are_told_as_by_the_command(workspace: Path) -> None:

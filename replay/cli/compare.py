@@ -28,14 +28,13 @@ from replay.comparison.conditions import Condition, failures, read_conditions
 from replay.comparison.row_matching import Run
 from replay.comparison.speed_change import Basis
 from replay.comparison.spread import read_spread
-from replay.report.comparison.html import to_html
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import Sections, sections
 from replay.rows.row import Machine, Row
 from replay.rows.row_files import plain, read_jsonl
 
-WRITTEN = ("markdown", "html", "json")
+WRITTEN = ("markdown", "json")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -60,7 +59,6 @@ def run(argv: Sequence[str]) -> int:
     said = [sections(each) for each in compared]
     formats: dict[str, Callable[[], str]] = {
         "markdown": lambda: to_markdown(said),
-        "html": lambda: to_html(said),
         "json": lambda: json.dumps(plain([to_json(each) for each in compared]), indent=1) + "\n",
     }
     unwritten: list[str] = []

@@ -47,9 +47,6 @@ def parser() -> argparse.ArgumentParser:
         help="write it for a pull request (- for stdout)",
     )
     command.add_argument(
-        "--html", type=output_file, metavar="FILE", help="write it as a page (- for stdout)"
-    )
-    command.add_argument(
         "--json", type=output_file, metavar="FILE", help="write every row of it (- for stdout)"
     )
     command.add_argument("--debug", action="store_true", help="show tracebacks")

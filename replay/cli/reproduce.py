@@ -18,7 +18,7 @@ from replay.cli.files import UsageError
 from replay.cli.settings import thresholds
 
 if TYPE_CHECKING:
-    from replay.reproduce.reproducer import Reproduced, Request
+    from replay.reproduce.reproducer import Reproduced, Reproduction
 
 SECONDS = 120.0
 
@@ -86,12 +86,12 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0 if found.smallest is not None else 1
 
 
-def _request(arguments: argparse.Namespace) -> Request:
+def _request(arguments: argparse.Namespace) -> Reproduction:
     from capture.cli.arrivals import shown_arrivals
     from replay.bench.settings import Settings
     from replay.cli.device import device_of
     from replay.kernels.registry import find
-    from replay.reproduce.reproducer import Request
+    from replay.reproduce.reproducer import Reproduction
     from replay.workers.environment_options import interpreters
     from replay.workloads.recorded import from_directory
 
@@ -113,12 +113,12 @@ def _request(arguments: argparse.Namespace) -> Request:
         tolerances=thresholds(arguments.tolerances),
     )
     python = next(iter(pythons.values()), sys.executable)
-    return Request(
+    return Reproduction(
         found[0], kernel.name, settings, arguments.max_seconds, arguments.timeout, python
     )
 
 
-def _said(request: Request, found: Reproduced, out: Path) -> list[str]:
+def _said(request: Reproduction, found: Reproduced, out: Path) -> list[str]:
     name, call = request.kernel, request.workload.name
     if found.smallest is None:
         reason = f" ({found.whole.reason})" if found.whole.reason else ""

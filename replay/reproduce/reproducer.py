@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,8 +29,8 @@ from replay.bench.settings import Settings
 from replay.kernels.libraries import version
 from replay.kernels.registry import catalogue
 from replay.reproduce.crop import left_alone, storable
+from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.minimise import Smallest, minimise
-from replay.reproduce.plain_call import PlainCall
 from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown, write_script
 from replay.reproduce.trials import Outcome, Trials, trials
 from replay.timing.machine import describe
@@ -42,7 +43,7 @@ class ReproduceError(Error):
 
 
 @dataclass(frozen=True)
-class Request:
+class Reproduction:
     """What is to be shown."""
 
     workload: Workload
@@ -69,7 +70,7 @@ class Reproduced:
 
 
 def reproduce(
-    request: Request, out: Path, report: Callable[[str], None] = lambda line: None
+    request: Reproduction, out: Path, report: Callable[[str], None] = lambda line: None
 ) -> Reproduced:
     """Write the smallest part of a call that shows a kernel's failure, and a script that shows it.
 
@@ -104,7 +105,7 @@ def reproduce(
 
 
 def _write(
-    request: Request,
+    request: Reproduction,
     whole: Outcome,
     smallest: Smallest,
     out: Path,
@@ -122,24 +123,21 @@ def _write(
         )
     smallest.outcome = again
     no_script = ""
-    for copied in (False, True):
-        try:
-            report("writing the script")
-            _write_script(request, entry, smallest, out, scratch, copied=copied)
-            report("running the script")
-            _check_script(request, out)
-            no_script = ""
-            break
-        except ScriptError as error:
-            no_script = no_script or str(error)
-            for name in (SCRIPT, EXPECTED, KERNEL):
-                _remove(out / name)
+    try:
+        report("writing the script")
+        _write_script(request, entry, smallest, out, scratch)
+        report("running the script")
+        _check_script(request, out)
+    except ScriptError as error:
+        no_script = str(error)
+        for name in (SCRIPT, EXPECTED, KERNEL):
+            _remove(out / name)
     found = Reproduced(whole, smallest, no_script)
     (out / "README.md").write_text(_readme(request, found), encoding="utf-8")
     return found
 
 
-def _trials(request: Request, scratch: Path) -> AbstractContextManager[Trials]:
+def _trials(request: Reproduction, scratch: Path) -> AbstractContextManager[Trials]:
     return trials(request.kernel, request.settings, request.timeout, scratch, request.python)
 
 
@@ -185,26 +183,12 @@ def _write_dataset(call: AttentionCall, name: str, out: Path) -> FileEntry:
 
 
 def _write_script(
-    request: Request,
-    entry: FileEntry,
-    smallest: Smallest,
-    out: Path,
-    scratch: Path,
-    *,
-    copied: bool,
+    request: Reproduction, entry: FileEntry, smallest: Smallest, out: Path, scratch: Path
 ) -> None:
-    """Write `reproduce.py`.
-
-    Args:
-        copied: with the kernel's adapter, instead of what it calls.
-
-    Raises:
-        ScriptError: the kernel cannot be run without this project.
-    """
-    stored = scratch / f"stored-{copied}.safetensors"
+    stored = scratch / "stored.safetensors"
     shown = Shown(
         request.kernel,
-        _plain_call(request, entry, stored, copied=copied),
+        _kernel_call(request, entry, stored),
         entry.load(),
         entry.path.name,
         smallest.outcome,
@@ -214,36 +198,32 @@ def _write_script(
     write_script(shown, out, stored, request.settings.tolerances)
 
 
-def _plain_call(request: Request, entry: FileEntry, stored: Path, *, copied: bool) -> PlainCall:
-    """What the kernel's adapter does, as source.
+def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> KernelCall:
+    """Ask a process of the kernel's environment for source that calls the kernel.
 
     Raises:
-        ScriptError: nobody can tell.
+        ScriptError: the process ended or failed.
     """
-    found = None
-    process = Process(request.python, request.timeout, "replay.reproduce.plain_call")
+    found: dict[str, Any] = {}
+    process = Process(request.python, request.timeout, "replay.reproduce.kernel_call")
     try:
         for message in process.ask(
             kernel=request.kernel,
             workload=recorded_call(entry).source,
             device=str(request.settings.device),
             stored=str(stored),
-            copied=copied,
         ):
             if "failed" in message:
                 raise ScriptError(message["failed"])
-            if "plain" in message:
-                found = PlainCall(**message["plain"])
-    except (CannotStart, Died) as error:  # the kernel ended it: what it was asked is known
-        if found is None:
-            raise ScriptError(str(error)) from error
+            found = message.get("call", found)
+    except (CannotStart, Died) as error:
+        raise ScriptError(str(error)) from error
     finally:
         process.close()
-    assert found is not None
-    return found
+    return KernelCall(**found)
 
 
-def _check_script(request: Request, out: Path) -> None:
+def _check_script(request: Reproduction, out: Path) -> None:
     """Run the script, which must fail.
 
     Raises:
@@ -270,7 +250,7 @@ _SHOWN = re.compile(r"^FAILS|^Timeout \(", re.MULTILINE)
 """A script that breaks for another reason exits with 1 too."""
 
 
-def _readme(request: Request, found: Reproduced) -> str:
+def _readme(request: Reproduction, found: Reproduced) -> str:
     smallest = found.smallest
     assert smallest is not None
     call, machine = smallest.call, describe(request.settings.device)

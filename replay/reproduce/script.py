@@ -20,7 +20,7 @@ from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected
 from replay.kernels.libraries import is_interpreted
 from replay.kernels.own_files import own_files
-from replay.reproduce.plain_call import PlainCall
+from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.trials import Outcome
 
 SCRIPT = "reproduce.py"
@@ -35,10 +35,10 @@ class ScriptError(Error):
 
 @dataclass(frozen=True)
 class Shown:
-    """What a script is about."""
+    """Failure that a script shows."""
 
     kernel: str
-    plain: PlainCall
+    source: KernelCall
     call: AttentionCall
     file: str
     """The call's file, beside the script."""
@@ -52,26 +52,21 @@ def write_script(shown: Shown, directory: Path, stored: Path, thresholds: Thresh
     """Write the script and what it needs beside the call.
 
     Args:
-        stored: the file that `replay.reproduce.plain_call` wrote.
-
-    Raises:
-        ScriptError: the kernel cannot be run without this project.
+        stored: the file that `replay.reproduce.kernel_call` wrote.
     """
-    if shown.plain.impossible:
-        raise ScriptError(f"no source can say {shown.plain.impossible}")
     constants = _write_expected(shown, directory / EXPECTED, stored, thresholds)
     copied = _copy_kernel(shown, directory / KERNEL)
-    (directory / SCRIPT).write_text(_source(shown, constants, copied), encoding="utf-8")
+    (directory / SCRIPT).write_text(_script(shown, constants, copied), encoding="utf-8")
 
 
 def _write_expected(
     shown: Shown, path: Path, stored: Path, thresholds: Thresholds
 ) -> dict[str, float]:
-    """Write what the judge compares with; the limits that are one number, by name."""
-    outcome, chosen = shown.outcome, None
-    tensors = load_file(stored) if stored.exists() else {}
-    if outcome.accuracy_class == "sparse":
-        chosen = load_file(f"{stored}.chosen")["chosen"].to(shown.device)
+    """Write the expected output and the limits by row, and return the limits of one number."""
+    outcome, tensors = shown.outcome, load_file(stored)
+    chosen = tensors.pop("chosen", None)
+    if chosen is not None:
+        chosen = chosen.to(shown.device)
     expected = Expected.of(shown.call.to(shown.device), chosen)
     tensors["output"] = expected.reference
     constants: dict[str, float] = {}
@@ -92,49 +87,49 @@ def _write_expected(
     return constants
 
 
-def _copy_kernel(shown: Shown, folder: Path) -> tuple[str, ...]:
-    """Copy the files of a kernel that no library has; their names."""
+def _copy_kernel(shown: Shown, folder: Path) -> bool:
+    """Copy the files of a kernel that no library has, and tell whether there were any."""
     user, _, function = shown.kernel.rpartition(":")
     if function and user.endswith(".py"):
         path = Path(user).resolve()
         files: dict[str, Path | None] = dict(own_files(path, path.parent, _OUR_PACKAGES))
-    else:
-        modules = [line.split()[1] for line in shown.plain.imports]
-        ours = [name.replace(".", "/") for name in modules if name.split(".")[0] in _OUR_PACKAGES]
+    elif adapter := shown.source.adapter:
         root = Path(__file__).resolve().parents[2]
-        files = {name: path for each in ours for name, path in own_files(root / f"{each}.py", root)}
-        for name in list(files):  # packages, without what ours import
+        files = dict(own_files(root / f"{adapter.replace('.', '/')}.py", root))
+        # Packages become empty files, so that nothing else of this project is imported.
+        for name in list(files):
             files.update((str(parent / "__init__.py"), None) for parent in Path(name).parents[:-1])
+    else:
+        return False
     for name, source in files.items():
         target = folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(b"" if source is None else source.read_bytes())
-    return tuple(files)
+    return True
 
 
 _OUR_PACKAGES = ("attention_replay", "attention_kernels", "capture", "replay")
 
 
-def _source(shown: Shown, constants: dict[str, float], copied: tuple[str, ...]) -> str:
-    plain, outcome, call = shown.plain, shown.outcome, shown.call
+def _script(shown: Shown, constants: dict[str, float], is_copied: bool) -> str:
+    source, outcome, call = shown.source, shown.outcome, shown.call
     inputs = [name for name in call.tensors() if name != "output"]
     dimensions = {name: VARIANT_TENSORS[name] for name in inputs if name in VARIANT_TENSORS}
     columns = call.value.shape[-1] if call.value_is_in_key else 0
-    result = [f"return {plain.result}"] if plain.result else []
     return _TEMPLATE.format(
         kernel=shown.kernel,
         shape=call.shape,
         dtype=call.dtype,
         status=outcome.status,
-        needs=", ".join(filter(None, ["torch", "safetensors", plain.library])),
+        needs=", ".join(filter(None, ["torch", "safetensors", source.library])),
         watch=_WATCHES.get(outcome.status, "").format(seconds=shown.timeout),
-        path=(_FOLDER if copied else "") + (_INTERPRETED if is_interpreted() else ""),
-        imports="".join(f"{line}\n" for line in plain.imports if line != "import torch"),
+        path=(_FOLDER if is_copied else "") + (_INTERPRETED if is_interpreted() else ""),
+        imports="".join(f"{line}\n" for line in source.imports),
         device=shown.device,
         file=shown.file,
         limits="".join(f'{name} = float("{value!r}")\n' for name, value in constants.items()),
         parameters=", ".join([*inputs, "stored"]),
-        body=indent("\n".join([*plain.lines, *result]), "    "),
+        body=indent("\n".join(source.lines), "    "),
         dimensions=dimensions,
         in_key=f'    found["value"] = found["key"][..., :{columns}]\n' if columns else "",
         verdict=_QUANTISED if outcome.accuracy_class == "quantised" else _EXACT,

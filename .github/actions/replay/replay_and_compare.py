@@ -41,7 +41,7 @@ def main(given: Mapping[str, str]) -> int:
         *("compare", baseline, str(rows)),
         *option("--spread", given["REPLAY_SPREAD"]),
         *option("--fail-on", given["REPLAY_FAIL_ON"]),
-        *("--markdown", str(markdown), "--html", str(output / "comparison.html")),
+        *("--markdown", str(markdown)),
     )
     if compared != 2:
         report(markdown.read_text("utf-8"), given)

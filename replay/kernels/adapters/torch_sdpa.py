@@ -25,7 +25,7 @@ from replay.kernels.constraints import mask_or_causal, no_dropout
 from replay.kernels.registry import Attention, Kernel, register
 from replay.timing.machine import available_bytes
 
-_BACKENDS = {
+BACKENDS = {
     "torch-default": None,
     "torch-math": SDPBackend.MATH,
     "torch-flash": SDPBackend.FLASH_ATTENTION,
@@ -150,7 +150,7 @@ def _reason(messages: list[str]) -> str:
 
 
 for _suffix, _mode in _MODES.items():
-    for _name, _backend in _BACKENDS.items():
+    for _name, _backend in BACKENDS.items():
         register(
             Kernel(
                 f"{_name}{_suffix}",

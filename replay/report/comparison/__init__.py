@@ -1,1 +1,1 @@
-"""A comparison of two runs for people: as text, Markdown and a page of HTML."""
+"""A comparison of two runs for people: as text and as Markdown."""

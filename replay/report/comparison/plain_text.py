@@ -23,7 +23,7 @@ def print_comparison(said: Sections, console: Console) -> None:
         console.print(Text(table.title, "bold"))
         console.print(_table(table))
         if len(table.lines) > LINES:
-            console.print(Text(f"and {len(table.lines) - LINES} more: --html, --json", "dim"))
+            console.print(Text(f"and {len(table.lines) - LINES} more: --json", "dim"))
 
 
 def _table(table: Table) -> FittedTable:

@@ -55,20 +55,19 @@ def test_several_runs_are_compared_with_the_first(run_cli: RunCli) -> None:
 
 
 def test_every_format_is_written(run_cli: RunCli) -> None:
-    files = {"--markdown": "x.md", "--html": "x.html", "--json": "x.json"}
+    files = {"--markdown": "x.md", "--json": "x.json"}
     given = [part for pair in files.items() for part in pair]
     assert run_cli("compare", "before.jsonl", "slow.jsonl", *given)[0] == 0
     assert Path("x.md").read_text().startswith("### before.jsonl → slow.jsonl")
-    assert Path("x.html").read_text().startswith("<!doctype html>")
     assert json.loads(Path("x.json").read_text())[0]["after"] == "slow.jsonl"
     _, out, err = run_cli("compare", "before.jsonl", "slow.jsonl", "--json", "-")
     assert json.loads(out)[0]["before"] == "before.jsonl"
     assert "slower: a" in err
 
 
-@pytest.mark.parametrize("full", ["markdown", "html", "json"])
+@pytest.mark.parametrize("full", ["markdown", "json"])
 def test_a_file_without_room_costs_no_other(run_cli: RunCli, full: str) -> None:
-    places = {name: f"x.{name}" for name in ("markdown", "html", "json")} | {full: "/dev/full"}
+    places = {name: f"x.{name}" for name in ("markdown", "json")} | {full: "/dev/full"}
     given = [part for name, place in places.items() for part in (f"--{name}", place)]
     code, out, err = run_cli("compare", *RUNS, *given, "--save-baseline", "main")
     assert code == 2
@@ -84,7 +83,7 @@ def test_each_file_that_cannot_be_written_is_named(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.cli.compare.check_place", lambda _: None)
-    given = ("--markdown", "no/x.md", "--html", "x.html", "--json", "no/x.json")
+    given = ("--markdown", "no/x.md", "--json", "no/x.json")
     code, _, err = run_cli("compare", *RUNS, *given, "--fail-on", "slow")
     assert code == 2
     assert err.splitlines() == [
@@ -92,7 +91,6 @@ def test_each_file_that_cannot_be_written_is_named(
         "replay: cannot write no/x.md: No such file or directory",
         "replay: cannot write no/x.json: No such file or directory",
     ]
-    assert Path("x.html").is_file()
 
 
 @pytest.mark.parametrize(
@@ -119,9 +117,8 @@ def test_each_file_that_cannot_be_written_is_named(
             ("before.jsonl", "slow.jsonl", "--spread", "equal.jsonl", "--json", "equal.jsonl"),
             "--spread and --json both name equal.jsonl",
         ),
-        (("before.jsonl", "slow.jsonl", "--json", "-", "--html", "-"), "both name stdout"),
+        (("before.jsonl", "slow.jsonl", "--json", "-", "--markdown", "-"), "both name stdout"),
         (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x: create its"),
-        (("before.jsonl", "slow.jsonl", "--html", "no/x"), "cannot write no/x: create its"),
         (("before.jsonl", "slow.jsonl", "--markdown", "."), "cannot write .: it is a directory"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", "no/x"), "cannot write no/x: create"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "cannot be a baseline's name"),

@@ -142,30 +142,21 @@ def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["triton-fa2", "flex"])
 @pytest.mark.usefixtures("recorded")
-def test_files_of_our_triton_kernels_are_copied(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+def test_files_of_our_adapters_are_copied(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
-    given = ("--tolerances", "strict.toml", "--max-seconds", "5")
-    code, _, err = run_cli(*command("triton-fa2", *given))
-    assert (code, err) == (0, "")
-    ours = {str(path.relative_to("bug/kernel")) for path in Path("bug/kernel").rglob("*.py")}
-    assert "attention_kernels/portable/prefill.py" in ours
-    assert "replay/kernels/registry.py" not in ours
-    monkeypatch.delenv("TRITON_INTERPRET")
-    assert run_alone().returncode == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("recorded")
-def test_an_adapter_that_compiles_is_brought_along(run_cli: RunCli) -> None:
+    if kernel == "triton-fa2":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
     given = ("--tolerances", "strict.toml", "--max-seconds", "1")
-    code, _, err = run_cli(*command("flex", *given))
+    code, _, err = run_cli(*command(kernel, *given))
     assert (code, err) == (0, "")
-    assert Path("bug/kernel/replay/kernels/adapters/flex.py").is_file()
+    ours = {str(path.relative_to("bug/kernel")) for path in Path("bug/kernel").rglob("*.py")}
+    assert "replay/kernels/registry.py" in ours
+    assert ("attention_kernels/portable/prefill.py" in ours) == (kernel == "triton-fa2")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert run_alone().returncode == 1
 
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from replay.accuracy.thresholds import Thresholds
-from replay.reproduce.plain_call import PlainCall
-from replay.reproduce.script import ScriptError, Shown, write_script
+from replay.reproduce.kernel_call import KernelCall
+from replay.reproduce.script import Shown, write_script
 from replay.reproduce.trials import Outcome
 from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call
@@ -39,10 +39,12 @@ FULL["strides"] = replace(
 
 def write(call: AttentionCall, directory: Path, lines: list[str], kind: AccuracyClass) -> None:
     PackedCall.of(call).write(directory / "call.safetensors")
-    plain = PlainCall(lines, "output")
+    stored = directory / "stored"
+    save_file({}, stored)
+    source = KernelCall([*lines, "return output"])
     outcome = Outcome("inaccurate", "", kind)
-    shown = Shown("mine", plain, call, "call.safetensors", outcome, call.device, 60.0)
-    write_script(shown, directory, directory / "stored", Thresholds())
+    shown = Shown("mine", source, call, "call.safetensors", outcome, call.device, 60.0)
+    write_script(shown, directory, stored, Thresholds())
 
 
 def run(directory: Path) -> tuple[int, str]:
@@ -104,11 +106,3 @@ def test_what_is_wrong_is_said(wrong: str, kind: AccuracyClass, said: str, tmp_p
 def test_what_is_right_is_not_called_wrong(kind: AccuracyClass, tmp_path: Path) -> None:
     write(random_call(), tmp_path, [RIGHT], kind)
     assert run(tmp_path)[0] == 0
-
-
-def test_a_kernel_that_no_source_can_say_has_no_script(tmp_path: Path) -> None:
-    plain = PlainCall(impossible="an argument of type function")
-    call = random_call()
-    shown = Shown("mine", plain, call, "", Outcome("inaccurate", ""), call.device, 60.0)
-    with pytest.raises(ScriptError, match="no source can say an argument of type function"):
-        write_script(shown, tmp_path, tmp_path / "stored", Thresholds())

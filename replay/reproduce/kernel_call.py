@@ -1,0 +1,115 @@
+"""Source that calls one kernel on the tensors of one recorded call.
+
+A user's function, an installed package's and PyTorch's own SDPA are called directly. For every
+other kernel the source calls our adapter, whose files the reproducer copies beside the script.
+
+A child process finds the source (`replay.workers.process`), in the kernel's own environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from replay.bench.forms import Forms
+from replay.isolation.inputs import aliases
+from replay.kernels.kernel_names import ENTRY_POINTS
+from replay.kernels.registry import Kernel, find, registered
+from replay.workers.sources import workload_of
+from replay.workers.worker import Hear, Say
+
+ADAPTERS = "replay.kernels.adapters"
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """Source of one call of a kernel, as JSON."""
+
+    lines: list[str]
+    """Body of a function of the call's tensors and of `stored`, which has further ones by name."""
+    imports: list[str] = field(default_factory=list)
+    library: str = ""
+    """Package that has the kernel, other than torch and triton."""
+    adapter: str = ""
+    """Module of our adapter, if the source calls it."""
+
+
+def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
+    """Answer `{"kernel": …, "workload": …, "device": …, "stored": …}` with a `KernelCall`.
+
+    The file `stored` gets the arguments that are not tensors of the call, and the keys that a
+    sparse kernel chose.
+    """
+    name, device = request["kernel"], torch.device(request["device"])
+    say(at=name)
+    function = _function_of(name)
+    # The first adapter to register the name tells where it comes from: none was imported before.
+    adapter = "" if function else _adapter_of(name)
+    kernel = find(name).loaded()
+    call = workload_of(request["workload"]).load(device)
+    form = Forms.of(call).form(kernel, device).call
+    stored: dict[str, Tensor] = {}
+    recorded = call.tensors()
+    arguments = []
+    for argument, value in aliases(form).items():
+        if not isinstance(value, Tensor):
+            arguments.append(f"{argument}={value!r}")
+        elif argument in recorded:
+            arguments.append(f"{argument}={argument}")
+        else:
+            stored[argument] = value.cpu().contiguous()
+            arguments.append(f'{argument}=stored["{argument}"]')
+    if kernel.chosen is not None:
+        with torch.no_grad():
+            stored["chosen"] = kernel.chosen(form).cpu().contiguous()
+    save_file(stored, request["stored"])
+    say(call=asdict(_source(kernel, function, adapter, arguments)))
+
+
+def _source(kernel: Kernel, function: str, adapter: str, arguments: list[str]) -> KernelCall:
+    from replay.kernels.adapters.torch_sdpa import BACKENDS
+
+    library = "" if kernel.library in ("torch", "triton") else kernel.library
+    given = [*(f"    {argument}," for argument in arguments), ")"]
+    if function:
+        module, _, attribute = function.partition(":")
+        imports = [f"module = importlib.import_module({module!r})"]
+        return KernelCall([f"return module.{attribute}(", *given], imports, library)
+    if kernel.name not in BACKENDS:
+        imports = [f"import {adapter}", "from replay.kernels.registry import find"]
+        lines = [f"return find({kernel.name!r}).attention(", *given]
+        return KernelCall(lines, imports, library, adapter)
+    lines = ["return torch.nn.functional.scaled_dot_product_attention(", *given]
+    if (backend := BACKENDS[kernel.name]) is not None:
+        only = f"with torch.nn.attention.sdpa_kernel(torch.nn.attention.{backend}):"
+        lines = [only, *(f"    {line}" for line in lines)]
+    return KernelCall(lines)
+
+
+def _function_of(kernel: str) -> str:
+    """Return `module:function` of a user's or an installed package's kernel, else nothing."""
+    path, _, function = kernel.rpartition(":")
+    if path.endswith(".py"):
+        return f"{Path(path).stem}:{function}"
+    for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if entry_point.name == kernel:
+            return entry_point.value
+    return ""
+
+
+def _adapter_of(name: str) -> str:
+    """Return the module that registers a kernel, or nothing where none of ours does."""
+    package = importlib.import_module(ADAPTERS)
+    for module in pkgutil.iter_modules(package.__path__, f"{ADAPTERS}."):
+        importlib.import_module(module.name)
+        if name.partition("[")[0] in registered():
+            return module.name
+    return ""
