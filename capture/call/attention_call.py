@@ -20,6 +20,7 @@ from capture.call.attention_variant import (
 )
 from capture.call.shape import Shape
 from capture.call.strides import copy_with_strides, is_leading_part
+from capture.text.printable import printable
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,19 @@ class AttentionCall:
     (`capture.call.pages`). Then `seqused_k` is there too, and `cu_seqlens_k` is not."""
     variant: Variant = PLAIN
     origin: Origin = field(default_factory=Origin)
+
+    def __repr__(self) -> str:
+        """Format as `AttentionCall(flux layers.0.attn, step 3, 1×24×4608×128 bfloat16 on cpu)`."""
+        origin, mask = self.origin, self.attn_mask
+        parts = [
+            printable(f"{origin.model} {origin.module}").strip(),
+            f"step {origin.step}" if origin.module else "",
+            f"{self.shape} {str(self.dtype).removeprefix('torch.')} on {self.device}",
+            "causal" if self.is_causal else "",
+            "" if mask is None else f"mask {'×'.join(map(str, mask.shape))}",
+            *self.features,
+        ]
+        return f"AttentionCall({', '.join(filter(None, parts))})"
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -119,6 +119,13 @@ class Recording:
         )
         self._closed = True
 
+    def __repr__(self) -> str:
+        problems = f", problems={len(self.problems)}" if self.problems else ""
+        return (
+            f"Recording(out={str(self._target.directory)!r}, model={self.capture.model!r}, "
+            f"kept={self.kept}, seen={self.seen}{problems})"
+        )
+
     @property
     def census(self) -> Census:
         """Counts of all calls, stored or not."""

@@ -31,6 +31,7 @@ def test_a_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: 
         output = layers(states)
         layers(states)
         assert recording.seen == recording.kept == 4
+    assert repr(recording) == f"Recording(out={str(tmp_path)!r}, model='mine', kept=4, seen=4)"
     assert torch.equal(output, expected)
     data = load(tmp_path)
     assert_good(data)

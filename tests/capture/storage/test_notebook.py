@@ -1,4 +1,4 @@
-"""What a notebook shows of a dataset."""
+"""A dataset, and a call of it, as a notebook and `print` show them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capture.storage.call_file import PackedCall
 HOSTILE = "<script>alert(1)</script>"
 
 
-def test_a_dataset_is_a_table_and_its_names_are_text(tmp_path: Path) -> None:
+def test_dataset_is_shown_as_a_table_of_text(tmp_path: Path) -> None:
     query = torch.zeros(1, 2, 5, 8)
     for index, module in enumerate(("blocks.0.attn", HOSTILE)):
         origin = Origin(model="tiny", module=module, call_index=index, step=7, phase="denoise")
@@ -22,6 +22,8 @@ def test_a_dataset_is_a_table_and_its_names_are_text(tmp_path: Path) -> None:
     (tmp_path / "bad.safetensors").write_bytes(b"")
     dataset = load(tmp_path)
     assert repr(dataset) == f"Dataset({str(tmp_path)!r}, calls=2, models=['tiny'])"
+    line = "AttentionCall(tiny blocks.0.attn, step 7, 1×2×5×8 float32 on cpu, causal)"
+    assert str(dataset[0]) == line
     html = dataset._repr_html_()
     for shown in ("blocks.0.attn", "1×2×5×8", "causal", "denoise", "float32", "manifest.json is"):
         assert shown in html
