@@ -38,7 +38,8 @@ from replay.timing.machine import describe
 from replay.timing.rounds import measure
 from replay.timing.statistics import paired_ratios, speedup_of
 from replay.timing.timer import Cache
-from replay.workloads.random_calls import Spec, workload
+from replay.workloads.random_calls import Spec
+from replay.workloads.workload import random_workload
 
 BASELINE = "torch-flash"
 ROUNDS = (6, 10, 30)
@@ -109,7 +110,7 @@ def main() -> None:
     found: list[dict[str, list[float]]] = []
     load = []
     for pair in range(arguments.pairs):
-        call = workload(f"pair-{pair}", "random", SPECS[device.type], pair)
+        call = random_workload(f"pair-{pair}", "random", SPECS[device.type], pair)
         rows = list(replay([call], kernels, replace(settings, seed=pair)))
         for row in rows:
             if row.status != "ok":

@@ -34,8 +34,9 @@ from replay.timing.machine import describe
 from replay.workers.environments import Environment
 from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import Process, judge_process
-from replay.workloads.random_calls import Spec, workloads
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.random_calls import Spec
+from replay.workloads.recorded import from_directory
+from replay.workloads.workload import Workload, random_workloads
 
 ARMS = ("as it is", "without", "without, and a judge")
 SPECS = {
@@ -83,7 +84,7 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if arguments.dir is None:
-        calls = workloads("random", SPECS[device.type], seed=0)
+        calls = random_workloads("random", SPECS[device.type], seed=0)
     else:
         calls, _ = from_directory(arguments.dir)
     root = Path(__file__).parent.parent  # for the worker, which lies outside the package

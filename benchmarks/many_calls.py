@@ -31,9 +31,9 @@ from replay.rows.row_files import write_jsonl
 from replay.timing.machine import describe
 from replay.timing.statistics import summarize
 from replay.workers.execution import Assignment
-from replay.workloads.random_calls import Spec, workload
-from replay.workloads.recorded import Workload
+from replay.workloads.random_calls import Spec
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload, random_workload
 
 ROWS = (100, 1000, 10000)
 DEVICES = (1, 2, 8)
@@ -86,7 +86,7 @@ def main() -> None:
 
 def call(number: int, form: int) -> Workload:
     spec = replace(Spec(1, 2, 2, 64, 64, 32, 32), head_dim=32 + form)
-    return workload(f"call-{number:06d}", "random", spec, number)
+    return random_workload(f"call-{number:06d}", "random", spec, number)
 
 
 def cpu_seconds(calls: list[Workload], kernels: int, devices: int) -> float:

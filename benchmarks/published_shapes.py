@@ -8,7 +8,8 @@ Writes `benchmarks/results/published_shapes.csv`.
 from __future__ import annotations
 
 from benchmarks.sweep import cold, parser, sweep
-from replay.workloads.random_calls import Spec, suite, workloads
+from replay.workloads.random_calls import Spec, suite
+from replay.workloads.workload import random_workloads
 
 LONGEST = 80_000
 
@@ -20,9 +21,9 @@ def main() -> None:
     calls = [
         call
         for name in ("flux", "cogvideo", "llama", "aiter")
-        for call in workloads(name, suite(name, "bfloat16", LONGEST), seed=0)
+        for call in random_workloads(name, suite(name, "bfloat16", LONGEST), seed=0)
     ]
-    calls += workloads("random", [Spec(4, 24, 24, 4250, 4250, 64, 64)], seed=0)
+    calls += random_workloads("random", [Spec(4, 24, 24, 4250, 4250, 64, 64)], seed=0)
     sweep(cold(calls), arguments.kernels, arguments, [])
 
 

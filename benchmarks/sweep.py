@@ -23,8 +23,9 @@ from replay.workers.environment_options import interpreters
 from replay.workers.execution import execution
 from replay.workers.process import first_processes
 from replay.workloads.random_calls import Spec
-from replay.workloads.recorded import Workload, recorded_call
+from replay.workloads.recorded import recorded_call
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload
 
 Sweeps = dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]]
 """Calls by name, each with fields of `AttentionCall` that a `Spec` has none for, under the kernels

@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks import results
 from benchmarks.sweep import cold, parser, sweep
-from replay.workloads.random_calls import Spec, workloads
+from replay.workloads.random_calls import Spec
+from replay.workloads.workload import random_workloads
 
 PREFILL = (
     Spec(1, 24, 24, 4608, 4608, 128, 128),
@@ -72,12 +73,15 @@ def main() -> None:
         "decode": (
             DECODE_KERNELS,
             [
-                *cold(workloads("decode-cold", list(DECODE), seed=0)),
-                *((call, "warm") for call in workloads("decode-warm", list(DECODE), seed=0)),
+                *cold(random_workloads("decode-cold", list(DECODE), seed=0)),
+                *((call, "warm") for call in random_workloads("decode-warm", list(DECODE), seed=0)),
             ],
         ),
-        "prefill": (PREFILL_KERNELS, cold(workloads("prefill", list(PREFILL), seed=0))),
-        "head-dims": (HEAD_DIMS_KERNELS, cold(workloads("head-dims", list(HEAD_DIMS), seed=0))),
+        "prefill": (PREFILL_KERNELS, cold(random_workloads("prefill", list(PREFILL), seed=0))),
+        "head-dims": (
+            HEAD_DIMS_KERNELS,
+            cold(random_workloads("head-dims", list(HEAD_DIMS), seed=0)),
+        ),
     }
     rows: list[dict[str, Any]] = []
     for phase in phases:

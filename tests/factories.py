@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from replay.rows.row import (
     Status,
 )
 from replay.timing.statistics import speed_verdict, summarize
+from replay.workloads.sources import Source
+from replay.workloads.workload import Workload
 
 
 def normal(
@@ -86,6 +88,29 @@ def random_call(
         return call
     with sdpa_kernel(SDPBackend.MATH):
         return call.with_tensors({"output": scaled_dot_product_attention(**call.arguments())})
+
+
+@dataclass(frozen=True)
+class FunctionSource(Source):
+    """Source of a call that a function makes."""
+
+    given_name: str
+    function: Callable[[torch.device], AttentionCall]
+
+    @property
+    def name(self) -> str:
+        return self.given_name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return self.function(device)
+
+    def to_json(self) -> dict[str, Any]:
+        return {}
+
+
+def made_workload(name: str, function: Callable[[torch.device], AttentionCall]) -> Workload:
+    """A workload whose call a function makes."""
+    return Workload.of(FunctionSource(name, function))
 
 
 def store_part(

@@ -393,7 +393,7 @@ def use(directory: Path) -> None:
 
     attempt(opened)
     for workload in workloads_of(directory):
-        json.dumps(workload.source)
+        json.dumps(workload.source.to_json())
         attempt(lambda workload=workload: workload.load(torch.device("cpu")))
     attempt(lambda: repair(directory))
     assert all("\n" not in error for error in errors), f"more than a line: {errors}"

@@ -6,17 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from capture.call.shape import Shape
-from capture.storage.call_file import FileEntry
-from capture.storage.joined_calls import JoinedCall
 from replay.bench.settings import Settings
 from replay.bench.stages import NO_ENERGY
 from replay.kernels.registry import Kernel
-from replay.rows.row import HERE, CallFacts, Machine, Row
+from replay.rows.row import HERE, Machine, Row
 from replay.rows.row_files import RowsError, read_jsonl
 from replay.timing.timer import TIMERS
-from replay.workloads.random_calls import random_weights
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 
 def finished_rows(
@@ -46,7 +42,7 @@ def finished_rows(
     for row in _read(path):
         label = label_of(row, machines)
         workload = known.get(label)
-        if workload is None or (row.kernel and not _is_about(row.call, workload)):
+        if workload is None or (row.kernel and not workload.source.is_about(row.call)):
             raise RowsError(
                 f"{path} has rows of another {row.call.name}: resume what it was written for, "
                 "or name another file"
@@ -138,28 +134,3 @@ def _was_energy_wanted(row: Row) -> bool:
 
 def _said(value: object) -> str:
     return "none" if value in ("", None) else str(value)
-
-
-def _is_about(facts: CallFacts, workload: Workload) -> bool:
-    """Whether a row's call is the one to replay, and not another of the same name."""
-    source = workload.source
-    if source.get("kind") == "synthetic":
-        spec = source["spec"]
-        sizes = Shape(*(spec[name] for name in Shape._fields))
-        here = (source["model"], sizes, spec["dtype"], spec["is_causal"], spec["mask"] == "none")
-        shown = (facts.model, facts.shape, facts.dtype, facts.is_causal, facts.mask is None)
-        return here == shown and facts.weights == random_weights(spec["distribution"])
-    if source.get("kind") == "joined":
-        entries = [
-            FileEntry.from_json(Path(source["directory"]), each) for each in source["entries"]
-        ]
-        whole = JoinedCall(tuple(entries)).origin
-        place = (whole.model, whole.module, whole.step, whole.call_index)
-        return place == (facts.model, facts.module, facts.step, facts.call_index)
-    if source.get("kind") != "recorded":
-        return True
-    header = FileEntry.from_json(Path(source["directory"]), source["entry"]).header
-    told = (facts.model, facts.module, facts.step, facts.call_index, facts.shape, facts.dtype)
-    origin = header.origin
-    place = (origin.model, origin.module, origin.step, origin.call_index)
-    return told == (*place, header.shape, header.dtype)

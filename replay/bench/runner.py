@@ -33,7 +33,7 @@ from replay.timing.gpu_state import gpu_is_lost
 from replay.timing.machine import describe
 from replay.timing.roof import measure_roof
 from replay.timing.rounds import measure
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 DEFAULT_BASELINE = "torch-default"
 BEYOND_SDPA = ("torch-masked", "eager")

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from replay.kernels.registry import Kernel
     from replay.workers.environments import Found
     from replay.workers.execution import Progress
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 CALLS = 20
 """Number of calls to record of a model."""

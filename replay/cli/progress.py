@@ -21,7 +21,7 @@ from replay.bench.runner import DONE
 
 if TYPE_CHECKING:
     from replay.workers.execution import Progress
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 

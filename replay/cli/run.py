@@ -28,9 +28,9 @@ from replay.rows.row import Machine, Row
 from replay.rows.row_files import plain, save_jsonl, write_csv, write_jsonl
 from replay.workers.execution import Assignment, Execution
 from replay.workers.process import Stopped
-from replay.workloads.recorded import Workload
 from replay.workloads.representative import tiers
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 

@@ -13,16 +13,15 @@ if TYPE_CHECKING:
 
     from capture.storage.dataset import Dataset
     from replay.kernels.registry import Kernel
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 
 def opened_dataset(arguments: argparse.Namespace) -> Dataset | None:
-    """Open what `--dir` names; None without it, and for the older recordings."""
+    """Open what `--dir` names; None without it."""
     from capture.cli.arrivals import shown_arrivals
     from capture.storage.dataset import Dataset
-    from replay.workloads.recorded import pickled_calls
 
-    if not arguments.dir or pickled_calls(arguments.dir):
+    if not arguments.dir:
         return None
     with shown_arrivals(quiet=arguments.quiet) as report:
         return Dataset.open(arguments.dir, report=report)
@@ -42,20 +41,16 @@ def workloads_of(
     from capture.cli.arrivals import shown_arrivals
     from replay.bench.feasibility import check_size
     from replay.workloads import random_calls
-    from replay.workloads.recorded import from_dataset, from_directory
-    from replay.workloads.synthetic_counterparts import with_twins
+    from replay.workloads.recorded import from_dataset
+    from replay.workloads.workload import random_workloads, with_counterparts
 
-    if arguments.dir:
-        joined = arguments.join_ranks
-        if dataset is None:
-            recorded, note = from_directory(arguments.dir, arguments.call, join_ranks=joined)
-        else:
-            with shown_arrivals(quiet=arguments.quiet) as report:
-                recorded, note = from_dataset(
-                    dataset, arguments.call, join_ranks=joined, report=report
-                )
+    if dataset is not None:
+        with shown_arrivals(quiet=arguments.quiet) as report:
+            recorded, note = from_dataset(
+                dataset, arguments.call, join_ranks=arguments.join_ranks, report=report
+            )
         if arguments.versus_random:
-            return with_twins(recorded, arguments.seed), note
+            return with_counterparts(recorded, arguments.seed), note
         return recorded, note
     values: dict[str, Any] = {
         "distribution": arguments.distribution,
@@ -70,7 +65,7 @@ def workloads_of(
         ]
         if arguments.ray is None:
             check_size(specs, device, len(able_kernels(kernels, device)))
-        return random_calls.workloads(arguments.suite, specs, arguments.seed), ""
+        return random_workloads(arguments.suite, specs, arguments.seed), ""
     spec = random_calls.Spec(
         batch=arguments.b,
         q_heads=arguments.hq,
@@ -85,4 +80,4 @@ def workloads_of(
     )
     if arguments.ray is None:
         check_size([spec], device, len(able_kernels(kernels, device)))
-    return random_calls.workloads("random", [spec], arguments.seed), ""
+    return random_workloads("random", [spec], arguments.seed), ""

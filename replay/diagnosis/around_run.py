@@ -17,7 +17,8 @@ from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.examinations import Diagnoses, diagnose
 from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.recorded import from_directory
+from replay.workloads.workload import Workload
 
 Attention = Callable[..., Tensor]
 

@@ -24,7 +24,7 @@ from replay.isolation.process_state import Guard
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import rebuilt
 from replay.workers.process import Died, Process
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
 """What is tried as another kernel to use, after those that were asked for."""
@@ -239,7 +239,7 @@ class _Processes:
         self, process: Process, do: str, workload: Workload, **request: object
     ) -> Iterator[dict[str, Any]]:
         settings = self._settings.to_json()
-        source = workload.source
+        source = workload.source.to_json()
         for message in process.ask(do=do, workload=source, settings=settings, **request):
             if "failed" in message:
                 raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])

@@ -20,8 +20,9 @@ from replay.isolation.inputs import Inputs
 from replay.isolation.judge import LocalReferee
 from replay.isolation.process_state import Guard
 from replay.kernels.registry import find
-from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
+from replay.workloads.sources import source_from_json
+from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
@@ -34,7 +35,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         guard = _guard()
         settings = Settings.from_json(request["settings"])
         try:
-            call = workload_of(request["workload"]).load_to_judge(settings.device)
+            call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         except DatasetError as error:
             say(unreadable=str(error))
             return

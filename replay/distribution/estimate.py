@@ -17,8 +17,8 @@ from replay.rows.row import Machine
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.machine import cpu_flops_per_second
 from replay.timing.rounds import MAXIMUM_WARM_UP_MS, MINIMUM_WARM_UP_MS
-from replay.workloads.call_metadata import Outline, outline
-from replay.workloads.recorded import Workload
+from replay.workloads.call_metadata import CallMetadata
+from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15
 """Of a kernel on a call: to check it, to warm up, to check it again."""
@@ -61,21 +61,21 @@ def expected_seconds(
     A call whose sizes are not known counts as the mean of those that are.
     """
     kernels = sum(len(those) for those in assigned.values())
-    outlines = {call.label: outline(call) for call in calls}
+    metadata = {call.label: call.source.metadata() for call in calls}
     found = {
-        name: call_seconds(flops(each), kernels, settings, rates)
-        for name, each in outlines.items()
-        if each.shape is not None
+        name: call_seconds(flops(facts), kernels, settings, rates)
+        for name, facts in metadata.items()
+        if facts.shape is not None
     }
     mean = sum(found.values()) / len(found) if found else 1.0
-    return {name: found.get(name, mean) for name in outlines}
+    return {name: found.get(name, mean) for name in metadata}
 
 
-def flops(told: Outline) -> float:
-    """Operations of a call, of which no mask but the causal one is known."""
-    shape = told.shape or Shape(0, 0, 0, 0, 0, 0, 0)
+def flops(metadata: CallMetadata) -> float:
+    """Return the operations of a call; of masks, only the causal one is counted."""
+    shape = metadata.shape or Shape(0, 0, 0, 0, 0, 0, 0)
     pairs = shape.batch * shape.q_heads * shape.q_len * shape.kv_len
-    return 2 * pairs * (shape.head_dim + shape.v_head_dim) / (2 if told.is_causal else 1)
+    return 2 * pairs * (shape.head_dim + shape.v_head_dim) / (2 if metadata.is_causal else 1)
 
 
 def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -> float:

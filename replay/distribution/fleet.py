@@ -24,8 +24,8 @@ from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
 from replay.workers.process import First, Placement, first_processes
-from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 

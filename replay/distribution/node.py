@@ -28,8 +28,9 @@ from replay.timing.machine import describe
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Findings, Workers
 from replay.workers.process import Placement, first_processes
-from replay.workers.sources import workload_of
 from replay.workloads.schedule import Schedule
+from replay.workloads.sources import source_from_json
+from replay.workloads.workload import Workload
 
 Names = Mapping[str, Sequence[str]]
 """Kernels by environment."""
@@ -146,7 +147,7 @@ class Node:
         Raises:
             WorkerError: an environment does not work.
         """
-        workload = workload_of(source)
+        workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 
         def work(say: Callable[[str], None]) -> list[Row]:
@@ -164,7 +165,7 @@ class Node:
         Raises:
             WorkerError: an environment does not work.
         """
-        workload = workload_of(source)
+        workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 
         def work(say: Callable[[str], None]) -> dict[KernelId, float]:

@@ -32,14 +32,15 @@ from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
 from replay.distribution.fleet import Fleet, Seat, seated
 from replay.distribution.node import Introduction, Node
-from replay.distribution.transfer import FileFacts, files_of, relocated
+from replay.distribution.transfer import FileFacts
 from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Findings, Progress
 from replay.workers.process import Stopped
-from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
+from replay.workloads.sources import Source
+from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +312,7 @@ class RemoteWorkers:
         """Have the node work on a call, and report the stages that it says."""
         if self._stopped.is_set():
             raise Stopped
-        source = self._sent(workload.source)
+        source = self._sent(workload.source).to_json()
         names = {name: _names(kernels) for name, kernels in assigned.items()}
         answers = method.options(num_returns="streaming").remote(source, names, settings.to_json())
         while True:
@@ -321,10 +322,10 @@ class RemoteWorkers:
                 return found
             report(workload, found)
 
-    def _sent(self, source: dict[str, Any]) -> dict[str, Any]:
-        """The source of a call on the node, to which its files are sent if they are not there."""
+    def _sent(self, source: Source) -> Source:
+        """Return the source of a call on the node; files that are not there are sent to it."""
         files = []
-        for path in files_of(source):
+        for path in source.files():
             with contextlib.suppress(OSError):  # the node will say that it cannot be read
                 files.append(FileFacts.of(path))
         if not files:
@@ -334,7 +335,7 @@ class RemoteWorkers:
             for facts in missing:
                 content = facts.path.read_bytes()
                 self.get(self._actor.receive.remote(facts, content, directory))
-        return relocated(source, directory)
+        return source.moved_to(directory)
 
 
 @contextlib.contextmanager

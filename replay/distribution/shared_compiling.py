@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 from replay.kernels.registry import Kernel
 from replay.workers.execution import Assignment
-from replay.workloads.call_metadata import outline
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 PIECES_PER_DEVICE = 2
 """At least, as some kernels compile for minutes and others not at all."""
@@ -35,7 +34,7 @@ def compilations(
     """
     firsts: dict[tuple[object, ...], Workload] = {}
     for workload in calls:
-        firsts.setdefault(outline(workload).form, workload)
+        firsts.setdefault(workload.source.metadata().form, workload)
     if not firsts:
         return []
     pieces = math.ceil(PIECES_PER_DEVICE * devices / len(firsts))

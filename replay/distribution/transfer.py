@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from capture.storage import cache
 
@@ -45,26 +44,6 @@ class FileFacts:
             return FileFacts.of(path) == FileFacts(path, self.nbytes, self.digest)
         except OSError:
             return False
-
-
-def files_of(source: dict[str, Any]) -> list[Path]:
-    """The files that loading a workload reads, by its `source`; all are in one directory."""
-    if source["kind"] == "twin":
-        return files_of(source["of"])
-    if source["kind"] == "pickled":
-        return [Path(source["path"])]
-    entries = {"recorded": lambda: [source["entry"]], "joined": lambda: source["entries"]}
-    found = entries.get(source["kind"], list)()
-    return [Path(source["directory"]) / entry["file"] for entry in found]
-
-
-def relocated(source: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The `source` of the same workload, with its files in another directory."""
-    if source["kind"] == "twin":
-        return {**source, "of": relocated(source["of"], directory)}
-    if source["kind"] == "pickled":
-        return {**source, "path": str(directory / Path(source["path"]).name)}
-    return {**source, "directory": str(directory)} if "directory" in source else source
 
 
 def directory_here(files: Sequence[FileFacts]) -> Path:

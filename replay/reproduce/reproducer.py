@@ -35,7 +35,8 @@ from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown
 from replay.reproduce.trials import Outcome, Trials, trials
 from replay.timing.machine import describe
 from replay.workers.process import STARTING_SECONDS, CannotStart, Died, Process
-from replay.workloads.recorded import Workload, recorded_call
+from replay.workloads.recorded import recorded_call
+from replay.workloads.workload import Workload
 
 
 class ReproduceError(Error):
@@ -209,7 +210,7 @@ def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> Kerne
     try:
         for message in process.ask(
             kernel=request.kernel,
-            workload=recorded_call(entry).source,
+            workload=recorded_call(entry).source.to_json(),
             device=str(request.settings.device),
             stored=str(stored),
         ):

@@ -18,7 +18,8 @@ from replay.rows.row import Row, Status
 from replay.rows.row_files import rebuilt
 from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process, judge_process
-from replay.workloads.recorded import Workload, recorded_call
+from replay.workloads.recorded import recorded_call
+from replay.workloads.workload import Workload
 
 FAILURES = ("inaccurate", "error", "crash", "timeout")
 """Statuses that are failures of a kernel."""
@@ -92,7 +93,7 @@ class Trials:
             options = WorkerOptions(in_worker=True, shared_file=self._judge.shared_file)
             for message in self._worker.ask(
                 do="replay",
-                workload=workload.source,
+                workload=workload.source.to_json(),
                 kernels=[self._kernel],
                 settings=self._settings.to_json(),
                 options=options.to_json(),

@@ -16,7 +16,8 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
 from replay.selftest.result import Result
-from replay.workloads.random_calls import Spec, workload
+from replay.workloads.random_calls import Spec
+from replay.workloads.workload import random_workload
 
 Attention = Callable[..., Tensor]
 
@@ -235,6 +236,6 @@ def outcome(name: str, attention: Attention, device: torch.device) -> Row:
         rounds=ROUNDS,
         max_seconds=SECONDS,
     )
-    call = workload("selftest", "selftest", CALL, seed=0)
+    call = random_workload("selftest", "selftest", CALL, seed=0)
     alone = WorkerOptions(excluded=(DEFAULT_BASELINE,))
     return next(replay([call], [Kernel(name, attention)], settings, options=alone))

@@ -22,7 +22,7 @@ from replay.rows.row_files import rebuilt
 from replay.workers.environment_options import WorkerError
 from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import CannotStart, Died, Process
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 COMMON_LIBRARIES = ("torch", "triton")
 """What PyTorch's kernels and ours need, which most environments have: they run in one of them."""
@@ -182,7 +182,7 @@ class Environment:
     ) -> dict[str, float]:
         waiting, found, disturbing = [kernel.name for kernel in kernels], {}, set(self._disturbing)
         while waiting:
-            request = {"workload": workload.source, "settings": settings.to_json()}
+            request = {"workload": workload.source.to_json(), "settings": settings.to_json()}
             try:
                 for message in self._process.ask(do="call", kernels=waiting, **request):
                     if "at" in message:
@@ -312,7 +312,7 @@ class Environment:
         heard: _Heard,
     ) -> None:
         request = {
-            "workload": workload.source,
+            "workload": workload.source.to_json(),
             "kernels": names,
             "settings": settings.to_json(),
             "options": options.to_json(),

@@ -21,8 +21,8 @@ from replay.timing.machine import describe
 from replay.workers.environments import Environment, Found, assign, replay_in_workers
 from replay.workers.judge_process import Judge
 from replay.workers.process import First, Placement, Process
-from replay.workloads.recorded import Workload
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from replay.rows.row import Row
 from replay.timing.timer import calls_of_cpu_sample
 from replay.workers.process import Process
 from replay.workers.shared_memory import SharedFile
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 
 class Judge:
@@ -43,7 +43,7 @@ class Judge:
         """
         self._finish_expecting()
         self._expecting = self._process.ask(
-            do="expect", workload=workload.source, settings=settings.to_json()
+            do="expect", workload=workload.source.to_json(), settings=settings.to_json()
         )
         next(self._expecting)
 
@@ -57,7 +57,7 @@ class Judge:
         """
         self._finish_expecting()
         if question["do"] == "open":
-            question = {**question, "workload": workload.source}
+            question = {**question, "workload": workload.source.to_json()}
         return self._process.answer(**question, settings=settings.to_json())
 
     def _finish_expecting(self) -> None:

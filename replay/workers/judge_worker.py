@@ -15,8 +15,9 @@ from replay.kernels.failures import CannotJudge
 from replay.timing.machine import usual_device
 from replay.workers.device_memory import give_back
 from replay.workers.shared_memory import Inbox
-from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
+from replay.workloads.sources import source_from_json
+from replay.workloads.workload import Workload
 
 _referees: dict[str, LocalReferee] = {}
 """The last call's referee, or the next one's: a worker that died and begins again asks for the
@@ -101,7 +102,7 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
 
 
 def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
-    call = workload_of(request["workload"]).load_to_judge(settings.device)
+    call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
     with torch.no_grad():
         return LocalReferee(
             call,

@@ -24,9 +24,9 @@ from replay.timing.machine import available_bytes, usual_device
 from replay.workers.device_memory import give_back
 from replay.workers.remote_judge import RemoteReferee
 from replay.workers.shared_memory import Outbox
-from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
-from replay.workloads.recorded import Workload
+from replay.workloads.sources import source_from_json
+from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
@@ -106,7 +106,7 @@ def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
     with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
         kernels = [find(name) for name in request["kernels"]]
         _warm_up(kernels, guard)
-        call = workload_of(request["workload"]).load_to_judge(settings.device)
+        call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         for kernel, milliseconds in first_calls(
             call, kernels, settings, guard, lambda name: say(at=name)
         ):
@@ -129,7 +129,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
         if settings.device.type == "cpu":
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
-        wanted = workload_of(request["workload"])
+        wanted = Workload.of(source_from_json(request["workload"]))
         referees = None
         if options.shared_file:
             outbox = _outbox(options.shared_file, settings.device)

@@ -1,4 +1,4 @@
-"""Which calls are chosen, by their names. Imports no torch."""
+"""Choice of calls by name. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from capture.errors import DatasetError
 
 
 def chosen_names(names: Sequence[str], patterns: str, others: Collection[str] = ()) -> set[str]:
-    """The names that any of some comma-separated names or globs matches.
+    """Return the names that any of the comma-separated names or globs matches.
 
     Args:
-        others: further names that a pattern may match, of which none is returned or suggested.
+        others: further names that a pattern may match; they are neither returned nor suggested.
 
     Raises:
-        DatasetError: a pattern matches none.
+        DatasetError: a pattern matches no name.
     """
     found: set[str] = set()
     for pattern in [patterns] if patterns in names else patterns.split(","):

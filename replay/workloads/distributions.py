@@ -1,7 +1,6 @@
-"""Values of synthetic calls: what real ones are known to do to kernels, and normal ones do not.
+"""Values of synthetic calls that strain kernels as real values do and normal values do not.
 
-Each starts from standard normal values, so that a seed decides all of them. `L` below is a score
-before the softmax, and u a direction, of length 1, that a key/value head's queries have in common.
+Each distribution starts from standard normal values, so a seed decides all of them.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ class Values(NamedTuple):
         return self.query.shape[1] // self.key.shape[1]
 
     def directed(self, scores: Tensor, scale: float) -> Values:
-        """Add `scores` (Sk,), in expectation, to what every query scores against each key.
+        """Add `scores` (Sk,), in expectation, to the scores of every query.
 
-        Queries get a common part, keys a multiple of its direction. One of √(most / scale) for
-        both keeps the two equally far from the rest of the values.
+        Queries get a common part, keys a multiple of its direction. Both have the length
+        √(most / scale), so that neither stands out more than the other.
         """
         most = scores.abs().max()
         length = (most / scale).sqrt()
@@ -42,12 +41,12 @@ class Values(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """A kind of values."""
+    """Kind of values, with the reason to test it."""
 
     apply: Callable[[Values, float], Values]
-    """From standard normal values and the softmax's scale."""
+    """Function of standard normal values and the softmax's scale."""
     provokes: str
-    """What it does to a kernel, and where it was seen."""
+    """Effect on kernels, and where it was seen."""
 
 
 OUTLIERS = 4
@@ -60,7 +59,7 @@ NEGLIGIBLE = 1e-6
 
 
 def _without(values: Tensor, direction: Tensor) -> Tensor:
-    """The part of values (…, S, D) that is at right angles to a direction (…, 1, D)."""
+    """Return the part of values (…, S, D) that is orthogonal to a direction (…, 1, D)."""
     return values - (values * direction).sum(-1, keepdim=True) * direction
 
 
@@ -69,12 +68,12 @@ def _normal(values: Values, scale: float) -> Values:
 
 
 def _uniform(values: Values, scale: float) -> Values:
-    """On [0, 1): each value's place in the normal distribution."""
-    return Values(*(torch.special.ndtr(each) for each in values))
+    """Map each value to its quantile, in [0, 1)."""
+    return Values(*map(torch.special.ndtr, values))
 
 
 def _outlier_channels(values: Values, scale: float) -> Values:
-    """The same few channels of K are far from 0 for every token; Q's are small there."""
+    """Move a few channels of K far from 0 for every token, and make Q small there."""
     channels = torch.linspace(0, values.key.shape[-1] - 1, OUTLIERS).round().long()
     key, query = values.key.clone(), values.query.clone()
     key[..., channels] = key[..., channels] + OUTLIER_SIZE
@@ -105,7 +104,7 @@ def _staircase(values: Values, scale: float) -> Values:
 
 
 def _underflow(values: Values, scale: float) -> Values:
-    """Key 0 weighs as much as all others together, L = ln(Sk - 1) above them."""
+    """Raise the score of key 0 by ln(Sk - 1), so that it weighs as much as all other keys."""
     count = values.key.shape[2]
     small = values._replace(query=values.query / 4, key=values.key / 4)
     scores = torch.zeros(count, device=values.key.device)
@@ -114,8 +113,8 @@ def _underflow(values: Values, scale: float) -> Values:
 
 
 def _model_like(values: Values, scale: float) -> Values:
-    """Neighbouring tokens are alike, channels differ in size, K has a mean, token 0 is a sink."""
-    query, key, value = (_smooth(each) for each in values)
+    """Make neighbouring tokens alike, channels unequal, K's mean not 0, and token 0 a sink."""
+    query, key, value = map(_smooth, values)
     dim = key.shape[-1]
     sizes = torch.exp(torch.linspace(-1.0, 1.0, dim, device=key.device))
     offset = torch.linspace(-2.0, 2.0, dim, device=key.device)
@@ -126,9 +125,9 @@ def _model_like(values: Values, scale: float) -> Values:
 
 
 def _smooth(values: Tensor) -> Tensor:
-    """An autoregressive sequence of order 1 over tokens, of variance 1.
+    """Return an autoregressive sequence of order 1 over tokens, of variance 1.
 
-    Summed by doubling: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is the series of all powers of az.
+    The sum doubles its reach at each step: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is Σ (az)ⁿ.
     """
     found = values * math.sqrt(1 - SMOOTHNESS**2)
     found[:, :, 0] = values[:, :, 0]
@@ -142,7 +141,7 @@ def _smooth(values: Tensor) -> Tensor:
 DISTRIBUTIONS: dict[str, Distribution] = {
     "normal": Distribution(
         _normal,
-        "standard normal, independent: what most microbenchmarks use; nothing stands out, which "
+        "standard normal, independent, as most microbenchmarks use; nothing stands out, which "
         "flatters 8-bit kernels",
     ),
     "uniform": Distribution(
@@ -158,12 +157,12 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "sink": Distribution(
         _sink,
         "the first key draws most of the weight and has a small value, as in language "
-        "models (StreamingLLM): what is left to the others lies in the last bits",
+        "models (StreamingLLM): the weight of all other keys lies in the last bits",
     ),
     "late-sink": Distribution(
         _late_sink,
-        "the same at the last key: the largest score comes in the last tile, and a kernel that "
-        "rescales wrongly loses all that came before; it turned videos black",
+        "a sink at the last key: the largest score comes in the last tile, and a kernel that "
+        "rescales wrongly loses all earlier tiles; it turned videos black",
     ),
     "staircase": Distribution(
         _staircase,
@@ -181,4 +180,4 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         "structure that trained models have and normal values lack (docs/accuracy.md)",
     ),
 }
-"""By the name that `--distribution` takes."""
+"""Distributions by the name that `--distribution` takes."""

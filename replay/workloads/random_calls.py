@@ -1,33 +1,34 @@
-"""Calls with random values: any shape, and the lists of shapes that published comparisons use."""
+"""Calls with random values: any shape, and the suites of shapes in published comparisons."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
 from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall, Origin
+from capture.call.shape import Shape
 from capture.storage.header import dtype_name
 from replay.workloads.distributions import DISTRIBUTIONS, Values
 from replay.workloads.random_masks import MASKS
-from replay.workloads.recorded import Workload
 
 
 def random_weights(distribution: str) -> str:
-    """What rows say of the weights that values of a distribution come from."""
+    """Return the weights that rows name for values of a distribution."""
     drawn = "standard normal" if distribution == "normal" else distribution
     return f"none: random values, {drawn}"
 
 
 class ShapeError(Error):
-    """The sizes are not those of an attention call; the message names the remedy."""
+    """Sizes that no attention call can have; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The sizes of a synthetic call; letters as in `capture.call.attention_call`."""
+    """Sizes and values of a synthetic call; letters as in `capture.call.shape`."""
 
     batch: int
     q_heads: int
@@ -41,7 +42,7 @@ class Spec:
     distribution: str = "normal"
     """One of `replay.workloads.distributions.DISTRIBUTIONS`."""
     mask: str = "none"
-    """One of `replay.workloads.random_masks.MASKS`, beside `is_causal`."""
+    """One of `replay.workloads.random_masks.MASKS`; combines with `is_causal`."""
     scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -82,7 +83,7 @@ class Spec:
         values = DISTRIBUTIONS[self.distribution].apply(values, scale)
         mask = MASKS[self.mask]
         sizes = (self.batch, self.q_len, self.kv_len)
-        query, key, value = (each.to(self.dtype) for each in values)
+        query, key, value = (tensor.to(self.dtype) for tensor in values)
         return AttentionCall(
             query,
             key,
@@ -97,8 +98,8 @@ class Spec:
     def without_values(self) -> AttentionCall:
         """Make a call of these sizes on the `meta` device, without its mask.
 
-        Random numbers are not drawn there: that imports much of PyTorch's compiler first, for a
-        second and a half.
+        Its values are not drawn: random numbers on `meta` first import much of PyTorch's compiler,
+        which takes a second and a half.
         """
 
         def empty(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -114,28 +115,19 @@ class Spec:
         )
 
     @property
+    def shape(self) -> Shape:
+        return Shape(*(getattr(self, name) for name in Shape._fields))
+
+    @property
     def longest(self) -> int:
         return max(self.q_len, self.kv_len)
 
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "dtype": dtype_name(self.dtype)}
 
-def workloads(name: str, specs: list[Spec], seed: int) -> list[Workload]:
-    """Make a workload of each spec; a seed always gives the same values on the same device."""
-    return [
-        workload(f"{name}-{number:02d}", name, spec, seed + number)
-        for number, spec in enumerate(specs)
-    ]
-
-
-def workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
-    """Make a workload of one synthetic call; `model` is the suite, or `random`."""
-
-    def load(device: torch.device) -> AttentionCall:
-        return spec.call(device, torch.Generator(device).manual_seed(seed), model)
-
-    sizes = {**asdict(spec), "dtype": dtype_name(spec.dtype)}
-    return Workload(
-        name, load, {"kind": "synthetic", "name": name, "model": model, "seed": seed, "spec": sizes}
-    )
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Spec:
+        return cls(**{**data, "dtype": dtype(data["dtype"])})
 
 
 def _square(
@@ -186,7 +178,7 @@ SUITES: dict[str, tuple[str, list[Spec]]] = {
         ],
     ),
 }
-"""The description and the shapes of each suite, in bfloat16 by default."""
+"""Description and shapes of each suite, in bfloat16."""
 
 
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:

@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 
 Mask = Callable[[int, int, int, torch.device, "torch.Generator | None"], Tensor]
-"""From batch, query and key length; broadcasts over heads."""
+"""Function of batch size, query and key length, device and generator; the mask broadcasts over
+heads."""
 
 WINDOW = 1 / 8
-"""Of the keys, to each side of a query."""
+"""Share of the keys that a query sees to each side."""
 
 
 def _padding(
     batch: int, q_len: int, kv_len: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Lengths of at least half the keys, one for each sequence: (B, 1, 1, Sk)."""
+    """Draw a length of at least half the keys for each sequence: (B, 1, 1, Sk)."""
     drawn = torch.rand(batch, 1, 1, 1, generator=generator, device=device)
     lengths = ((1 + drawn) / 2 * kv_len).ceil()
     return torch.arange(kv_len, device=device) < lengths
@@ -26,17 +27,17 @@ def _padding(
 def _window(
     batch: int, q_len: int, kv_len: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Keys around each query, the last query beside the last key: (1, 1, Sq, Sk)."""
+    """Show each query the keys around it; the last query is beside the last key: (1, 1, Sq, Sk)."""
     query = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     distance = (query - torch.arange(kv_len, device=device)).abs()
-    nearest = distance == distance.amin(dim=1, keepdim=True)  # of queries before the first key
+    nearest = distance == distance.amin(dim=1, keepdim=True)  # for queries before the first key
     return ((distance <= max(int(WINDOW * kv_len), 1)) | nearest)[None, None]
 
 
 def _random(
     batch: int, q_len: int, kv_len: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Half of all pairs, of no structure: (1, 1, Sq, Sk)."""
+    """Draw half of all pairs, without structure: (1, 1, Sq, Sk)."""
     kept = torch.rand(1, 1, q_len, kv_len, generator=generator, device=device) < 0.5
     kept[..., 0] = True
     return kept
@@ -48,4 +49,4 @@ MASKS: dict[str, Mask | None] = {
     "window": _window,
     "random": _random,
 }
-"""By the name that `--mask` takes; `causal` is not a mask but `is_causal`."""
+"""Masks by the name that `--mask` takes; `causal` sets `is_causal` instead."""

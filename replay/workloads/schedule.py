@@ -1,4 +1,4 @@
-"""The order in which calls are replayed, whoever replays them."""
+"""The order in which one or several takers replay calls."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ import bisect
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
-from replay.workloads.call_metadata import outline
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 Form = tuple[object, ...]
-"""That of `replay.workloads.call_metadata.Outline`, behind the type of device."""
+"""Type of device, followed by `CallMetadata.form`."""
 
 
 class Schedule:
     """Gives out calls one at a time.
 
-    Whoever has had a call of some form gets the others of that form, as long as there are some: its
-    kernels are compiled for it. Else it gets one of a form that nobody has had, or of the form of
-    which most is left. Long calls come before short ones, so that all takers end at about the same
-    time; so whoever has less left than another gets a call of any form that is longer than its own.
+    A taker that has had a call of some form gets the other calls of that form first, because its
+    kernels are compiled for it. Then it gets a call of a form that no taker has had, or of the form
+    with the most work left. Long calls come before short ones, so that all takers end at about the
+    same time. For the same reason, a taker with less work left than another gets a call of any
+    form that is longer than its own.
 
     Args:
-        calls: the first of which are given out first, where that is all the same.
-        tiers: of each call; none is given out before those of a lower tier.
-        is_in_time: whether a call may still begin; one that may not is left out.
-        seconds: that each call may take; all the same if not given.
+        calls: the calls; earlier ones come first where all else is equal.
+        tiers: a tier for each call; lower tiers come first.
+        is_in_time: returns whether a call may still begin; otherwise it is left out.
+        seconds: expected duration of each call; equal by default.
     """
 
     def __init__(
@@ -37,26 +37,26 @@ class Schedule:
     ) -> None:
         self.calls = list(calls)
         self.left_out: list[Workload] = []
-        """Those that could not begin in time."""
+        """Calls that could not begin in time."""
         self._is_in_time = is_in_time
         self._forms = [_form(call) for call in calls]
         self._tiers = [0] * len(calls) if tiers is None else list(tiers)
         self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
-        """Places among the calls, by tier and form; nothing is empty."""
+        """Places among the calls, by tier and form; without empty entries."""
         self._left: dict[tuple[int, Form], float] = defaultdict(float)
-        """Seconds that these take together."""
+        """Seconds of waiting work, by tier and form."""
         for place in range(len(calls)):
             self._add(place)
         self._had: dict[Hashable, set[Form]] = {}
-        """The forms that each taker has had a call of."""
+        """Forms of the calls that each taker has had."""
         self._begun: set[Form] = set()
-        """Those that anybody has."""
+        """Forms that at least one taker has had."""
         self._refused: dict[int, set[Hashable]] = {}
-        """Who shall not have a call again."""
+        """Takers that failed at a call, by its place."""
 
     def __iter__(self) -> Iterator[Workload]:
-        """Give out all in the order of their tiers and then their own, to one who takes all."""
+        """Give out all calls to one taker, by tier and then in their own order."""
         for place in sorted(range(len(self.calls)), key=self._tiers.__getitem__):
             self._remove(place)
             if self._may_begin(place):
@@ -71,10 +71,10 @@ class Schedule:
         return sum(len(places) for forms in self._waiting.values() for places in forms.values())
 
     def take(self, taker: Hashable, kind: str = "") -> Workload | None:
-        """The next call for one of several takers; None where there is none that it may have.
+        """Take the next call for one of several takers; None if it may have no other.
 
         Args:
-            kind: the type of device that the taker is.
+            kind: type of the taker's device.
         """
         while (place := self._next(taker, kind)) is not None:
             self._remove(place)
@@ -84,38 +84,39 @@ class Schedule:
         return None
 
     def prefer(self, call: Workload, taker: Hashable) -> None:
-        """Note that somebody is ready for calls of this form, as if it had had one."""
+        """Note that a taker is ready for calls of this form, as if it had had one."""
         self._note(_form(call), taker)
 
     def give_back(self, call: Workload, taker: Hashable) -> None:
-        """Let another have a call that this taker failed at."""
-        place = next(place for place, each in enumerate(self.calls) if each is call)
+        """Put a call back for other takers, because this one failed at it."""
+        place = next(place for place, member in enumerate(self.calls) if member is call)
         self._refused.setdefault(place, set()).add(taker)
         self._add(place)
 
     def _next(self, taker: Hashable, kind: str) -> int | None:
-        """The place of what a taker gets next."""
+        """Return the place of the call that a taker gets next."""
         own = self._had.get(taker, set())
 
         def first(form: Form) -> int | None:
             if form[0] not in ("", kind):
                 return None
-            able = (each for each in forms[form] if taker not in self._refused.get(each, ()))
+            able = (place for place in forms[form] if taker not in self._refused.get(place, ()))
             return next(able, None)
 
         def longest(forms: Iterable[Form]) -> int | None:
-            """Of the calls that come first in their forms."""
+            """Return the longest of the calls that come first in their forms."""
             able = (place for form in forms if (place := first(form)) is not None)
             return min(able, key=lambda place: (-self._seconds[place], place), default=None)
 
         def left(had: set[Form]) -> float:
-            """Seconds of these forms that wait, for takers of this kind."""
-            there = (form for form in had & forms.keys() if form[0] in ("", kind))
-            return sum(self._left[tier, form] for form in there)
+            """Return the seconds of waiting calls of these forms, for devices of this kind."""
+            waiting = (form for form in had & forms.keys() if form[0] in ("", kind))
+            return sum(self._left[tier, form] for form in waiting)
 
         for tier, forms in sorted(self._waiting.items()):
             place, other = longest(own & forms.keys()), longest(forms.keys() - own)
             if place is not None and other is not None:
+                # Another taker has more left: help it with a long call while there is time.
                 is_longer = self._seconds[other] > self._seconds[place]
                 if is_longer and left(own) < max(map(left, self._had.values())):
                     return other
@@ -123,6 +124,7 @@ class Schedule:
                 place = longest(forms.keys() - self._begun)
             if place is not None:
                 return place
+            # Every form has a taker: help with the one that would take longest.
             for form in sorted(forms, key=lambda form: self._left[tier, form], reverse=True):
                 if (place := first(form)) is not None:
                     return place
@@ -154,4 +156,4 @@ class Schedule:
 
 
 def _form(call: Workload) -> Form:
-    return (call.on, *outline(call).form)
+    return (call.on, *call.source.metadata().form)

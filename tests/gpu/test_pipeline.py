@@ -78,7 +78,8 @@ def test_an_unwritten_output_is_seen() -> None:
     from replay.bench.runner import replay as run
     from replay.bench.settings import Settings
     from replay.kernels import registry
-    from replay.workloads.random_calls import Spec, workloads
+    from replay.workloads.random_calls import Spec
+    from replay.workloads.workload import random_workloads
 
     @registry.register_kernel("lazy")
     def lazy(query, key, value, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -89,7 +90,7 @@ def test_an_unwritten_output_is_seen() -> None:
         device = torch.device("cuda")
         settings = Settings(device, "cold", rounds=3)
         kernels = [registry.catalogue()["lazy"]]
-        rows = list(run(workloads("random", [spec], 0), kernels, settings))
+        rows = list(run(random_workloads("random", [spec], 0), kernels, settings))
     finally:
         registry._kernels.pop("lazy")
     row = next(row for row in rows if row.kernel == "lazy")

@@ -14,8 +14,8 @@ from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels import registry
 from replay.kernels.registry import Kernel
-from replay.workloads.recorded import Workload
-from tests.factories import random_call, settings
+from replay.workloads.workload import Workload
+from tests.factories import made_workload, random_call, settings
 from tests.in_this_process import RunCli, runner
 
 
@@ -45,7 +45,7 @@ def workload() -> Callable[..., Workload]:
     """`workload(call, name=…)`: the call itself, so that a test sees what happens to it."""
 
     def make(call: AttentionCall, name: str = "call") -> Workload:
-        return Workload(name, lambda device: call)
+        return made_workload(name, lambda device: call)
 
     return make
 

@@ -20,7 +20,7 @@ from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
 from replay.rows.row_files import row_from_json, row_to_json
-from replay.workloads.recorded import Workload
+from tests.factories import made_workload
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -79,7 +79,7 @@ def sparse(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: 
 
 
 def row_of(kernel: Kernel, call: AttentionCall, quick: Settings) -> Row:
-    found = replay([Workload("call", lambda device: call)], [kernel], quick)
+    found = replay([made_workload("call", lambda device: call)], [kernel], quick)
     return next(row for row in found if row.kernel == kernel.name)
 
 

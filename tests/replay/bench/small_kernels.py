@@ -13,7 +13,7 @@ from replay.bench.runner import replay
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 
 MakeCall = Callable[..., AttentionCall]
 

@@ -37,8 +37,9 @@ from replay.rows.row import (
 )
 from replay.rows.row_files import RowsError, row_from_json, row_to_json, write_jsonl
 from replay.timing.statistics import summarize
-from replay.workloads.random_calls import Spec, random_weights, workloads
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.random_calls import Spec, random_weights
+from replay.workloads.recorded import from_directory
+from replay.workloads.workload import Workload, random_workloads
 from tests import factories
 from tests.factories import kernel, random_call, store_part
 
@@ -164,7 +165,7 @@ def test_no_field_of_a_row_is_forgotten_here() -> None:
     assert [name for name in Row.__dataclass_fields__ if f"{name}=" not in built] == []
 
 
-CALLS = workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
+CALLS = random_workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for length in (4, 5, 6)], 0)
 ASSIGNED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
 TIMED: dict[str, Any] = {"cache": "warm", "calls_before": 0, "timer": "perf_counter"}

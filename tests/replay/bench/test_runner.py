@@ -20,8 +20,8 @@ from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import Mask, Roof, Row
 from replay.timing.flops import gb_per_s, tflops
 from replay.timing.rounds import Samples, measure
-from replay.workloads.recorded import Workload, from_directory
-from tests.factories import random_call, settings
+from replay.workloads.recorded import from_directory
+from tests.factories import made_workload, random_call, settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 from tests.variant_calls import CALLS, paged_call
 
@@ -210,8 +210,8 @@ def test_a_broken_file_is_one_row_and_the_others_run(
 
     workloads = [
         workload(make_call(), "a"),
-        Workload("b", broken),
-        Workload("c", huge),
+        made_workload("b", broken),
+        made_workload("c", huge),
         workload(make_call(), "d"),
     ]
     produced: Iterator[Row] = replay(workloads, [catalogue()["torch-math"]], quick)
@@ -237,7 +237,7 @@ def test_facts_of_the_call(make_call: MakeCall, workload: MakeWorkload, quick: S
 
 def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
     call = CALLS["window"]
-    workload = Workload("call", lambda device: call, {})
+    workload = made_workload("call", lambda device: call)
     kernels = [find(name) for name in ("torch-flash", "torch-masked", "eager")]
     rows = {row.kernel: row for row in replay([workload], kernels, settings())}
     assert rows["torch-flash"].status == "unsupported"
@@ -273,7 +273,7 @@ def test_a_kernel_that_reads_another_page_is_found_out() -> None:
 
     call = paged_call([40, 40], 16)
     kernel = Kernel("shifted", shifted, features=frozenset({"paged"}))
-    rows = replay([Workload("call", lambda device: call, {})], [kernel], settings())
+    rows = replay([made_workload("call", lambda device: call)], [kernel], settings())
     assert {row.kernel: row.status for row in rows}["shifted"] == "inaccurate"
 
 

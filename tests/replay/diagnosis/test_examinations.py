@@ -23,7 +23,8 @@ from replay.diagnosis.diagnosis_text import paragraphs
 from replay.diagnosis.examinations import Diagnoses, _Here, _Processes, diagnose
 from replay.kernels.registry import Kernel, find
 from replay.workers.process import Process
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.recorded import from_directory
+from replay.workloads.workload import Workload
 from tests.factories import random_call, settings
 from tests.replay.diagnosis import faulty
 

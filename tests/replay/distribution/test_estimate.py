@@ -23,9 +23,9 @@ from replay.distribution.estimate import (
 from replay.kernels.registry import find
 from replay.rows.row import Machine, Row, Status
 from replay.timing.flops import flops as exact_flops
-from replay.workloads.call_metadata import outline
-from replay.workloads.random_calls import Spec, workload
-from replay.workloads.recorded import Workload
+from replay.workloads.random_calls import Spec
+from replay.workloads.workload import random_workload
+from tests.factories import made_workload
 
 RATES = Rates(flops=1e12, reference_flops=1e11, sample_seconds=1e-4, kernel_seconds=0.1)
 
@@ -33,7 +33,7 @@ RATES = Rates(flops=1e12, reference_flops=1e11, sample_seconds=1e-4, kernel_seco
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_operations_are_known_before_a_call_is_read(is_causal: bool) -> None:
     spec = Spec(2, 4, 2, 512, 512, 64, 32, is_causal)
-    found = flops(outline(workload("a", "b", spec, 0)))
+    found = flops(random_workload("a", "b", spec, 0).source.metadata())
     assert found == pytest.approx(exact_flops(spec.without_values()), rel=0.01)
 
 
@@ -41,10 +41,10 @@ def test_calls_with_more_to_do_take_longer(quick: Settings) -> None:
     settings = replace(quick, rounds=30, max_seconds=5.0)
     kernels = {"this": [find("torch-math"), find("torch-flash")], "other": [find("torch-math")]}
     calls = [
-        workload(str(length), "b", Spec(1, 8, 8, length, length, 128, 128), 0)
+        random_workload(str(length), "b", Spec(1, 8, 8, length, length, 128, 128), 0)
         for length in (1024, 4096)
     ]
-    unknown = Workload("unknown", lambda device: pytest.fail("loaded"))
+    unknown = made_workload("unknown", lambda device: pytest.fail("loaded"))
     found = expected_seconds([*calls, unknown], kernels, settings, RATES)
     assert list(found) == ["1024", "4096", "unknown"]
     assert found["4096"] > found["1024"] > 3 * RATES.kernel_seconds

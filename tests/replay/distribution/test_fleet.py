@@ -32,9 +32,9 @@ from replay.workers.environment_options import WorkerError
 from replay.workers.environments import Found
 from replay.workers.execution import Assignment
 from replay.workers.process import First, Placement, Process, judge_process
-from replay.workloads.random_calls import Spec, workload
-from replay.workloads.recorded import Workload
+from replay.workloads.random_calls import Spec
 from replay.workloads.schedule import Schedule
+from replay.workloads.workload import Workload, random_workload
 from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -45,7 +45,7 @@ QUICK = ("--rounds", "3")
 
 def calls(count: int) -> list[Workload]:
     return [
-        workload(f"random-{number:02d}", "random", Spec(1, 2, 2, 64, 64, 32, 32), number)
+        random_workload(f"random-{number:02d}", "random", Spec(1, 2, 2, 64, 64, 32, 32), number)
         for number in range(count)
     ]
 
@@ -412,7 +412,7 @@ def test_what_compiles_is_shared_out(
     lengths: Sequence[int], devices: int, pieces: list[list[str]]
 ) -> None:
     some = [
-        workload(str(place), "random", Spec(1, 2, 2, length, length, 32, 32), 0)
+        random_workload(str(place), "random", Spec(1, 2, 2, length, length, 32, 32), 0)
         for place, length in enumerate(lengths)
     ]
     assigned: dict[str, list[Kernel]] = {

@@ -15,9 +15,10 @@ from capture.storage.dataset import Dataset
 from replay.distribution.node import Node
 from replay.distribution.ray_cluster import RemoteWorkers
 from replay.distribution.transfer import FileFacts, directory_here, lacking, receive
-from replay.workers.sources import workload_of
+from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
-from replay.workloads.synthetic_counterparts import with_twins
+from replay.workloads.sources import RandomSource, Source
+from replay.workloads.workload import with_counterparts
 
 
 class Usage(NamedTuple):
@@ -60,15 +61,15 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Direct:
     return Direct(Node((0, 1), os.getcwd(), {}, 60.0))
 
 
-def loaded(source: dict[str, Any]) -> torch.Tensor:
-    return workload_of(source).load(torch.device("cpu")).query
+def loaded(source: Source) -> torch.Tensor:
+    return source.load(torch.device("cpu")).query
 
 
 def test_a_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Direct) -> None:
     workloads, _ = from_directory(recorded)
     for workload in (*workloads, *workloads):
         there = elsewhere._sent(workload.source)
-        assert there["directory"] != str(recorded)
+        assert there.files()[0].parent != recorded
         assert loaded(there).equal(loaded(workload.source))
     assert elsewhere.sent == [f"model-{index:06d}.safetensors" for index in range(3)]
 
@@ -87,7 +88,7 @@ def test_another_file_of_the_same_name_is_not_taken_for_it(
     recorded: Path, elsewhere: Direct
 ) -> None:
     (workload, *_), _ = from_directory(recorded)
-    there = Path(elsewhere._sent(workload.source)["directory"]) / "model-000000.safetensors"
+    (there,) = elsewhere._sent(workload.source).files()
     there.write_bytes(there.read_bytes()[:-1] + b"?")
     assert loaded(elsewhere._sent(workload.source)).equal(loaded(workload.source))
     assert len(elsewhere.sent) == 2
@@ -95,9 +96,9 @@ def test_another_file_of_the_same_name_is_not_taken_for_it(
 
 def test_twins_and_calls_without_files(recorded: Path, elsewhere: Direct) -> None:
     workloads, _ = from_directory(recorded)
-    (twin,) = [each for each in with_twins(workloads[:1], 0) if each.source["kind"] == "twin"][:1]
+    _, twin, _ = with_counterparts(workloads[:1], 0)
     assert loaded(elsewhere._sent(twin.source)).equal(loaded(twin.source))
-    random = {"kind": "synthetic", "name": "random"}
+    random = RandomSource("random", "random", Spec(1, 1, 1, 4, 4, 8, 8), 0)
     assert elsewhere._sent(random) == random
 
 

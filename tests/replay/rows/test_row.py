@@ -22,7 +22,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.fields import FIELDS, leaf
 from replay.rows.row import Roof, Row
 from replay.rows.row_files import row_to_json, write_csv, write_jsonl
-from replay.workloads.recorded import Workload
+from replay.workloads.workload import Workload
 from tests import factories
 
 SAMPLES = {"time_ms.samples", "core_time_ms.samples", "layer_host_ms.samples"}

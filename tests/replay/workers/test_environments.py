@@ -28,8 +28,7 @@ from replay.workers.environments import (
     replay_in_workers,
 )
 from replay.workers.process import CannotStart, Died
-from replay.workloads.recorded import Workload
-from tests.factories import call_facts, kernel, row, speedup_over, unreadable
+from tests.factories import call_facts, kernel, made_workload, row, speedup_over, unreadable
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 QUICK = ("--rounds", "3", "--device", "cpu")
@@ -393,7 +392,7 @@ def ask(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess]]:
         environment = environment or Environment("other", "python", 5)
         environment._process = process  # type: ignore[assignment]
         rows = environment.replay(
-            Workload("call", lambda device: pytest.fail("loaded here")),
+            made_workload("call", lambda device: pytest.fail("loaded here")),
             [kernel(name) for name in ASKED],
             replace(quick, device=torch.device(device), **settings),
             lambda stage: None,
@@ -496,7 +495,7 @@ def test_kernels_after_one_that_dies_are_called_first_too(quick: Settings) -> No
     environment._process = process  # type: ignore[assignment]
     stages: list[str] = []
     found = environment.first_calls(
-        Workload("call", lambda device: pytest.fail("loaded here")),
+        made_workload("call", lambda device: pytest.fail("loaded here")),
         [kernel(name) for name in ASKED],
         quick,
         stages.append,
@@ -511,7 +510,7 @@ def test_kernels_after_one_that_dies_are_called_first_too(quick: Settings) -> No
 def test_without_a_kernel_to_blame_no_more_are_called_first(quick: Settings, stage: str) -> None:
     environment = Environment("other", "python", 5)
     environment._process = FakeProcess([[died(stage)]])  # type: ignore[assignment]
-    nobody = Workload("call", lambda device: pytest.fail("loaded here"))
+    nobody = made_workload("call", lambda device: pytest.fail("loaded here"))
     assert environment.first_calls(nobody, [kernel("a")], quick, lambda stage: None) == {}
 
 
@@ -527,7 +526,7 @@ def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeP
         processes = [FakeProcess(common), FakeProcess(alone)]
         environment._process, own._process = processes  # type: ignore[assignment]
         rows = environment.replay(
-            Workload("call", lambda device: pytest.fail("loaded here")),
+            made_workload("call", lambda device: pytest.fail("loaded here")),
             [replace(kernel(name), own_process=name == "b") for name in ASKED],
             replace(quick, **settings),
             lambda stage: None,
@@ -602,7 +601,7 @@ def disturbed(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess, Fa
     ) -> tuple[list[Row], FakeProcess, FakeProcess]:
         shared, apart = FakeProcess(common), FakeProcess(alone)
         environment._process, own._process = shared, apart  # type: ignore[assignment]
-        workload = Workload("call", lambda device: pytest.fail("loaded here"))
+        workload = made_workload("call", lambda device: pytest.fail("loaded here"))
         kernels = [kernel(name, library=library) for name in ASKED]
         rows = environment.replay(workload, kernels, replace(quick, **settings), print)
         assert not common
@@ -712,7 +711,7 @@ def test_only_an_unreadable_file_is_left_out_elsewhere(quick: Settings) -> None:
             return [self.row]
 
     kernels = {"one": [kernel("a")], "two": [kernel("a")], "three": []}
-    workload = Workload("call", lambda device: pytest.fail("loaded here"))
+    workload = made_workload("call", lambda device: pytest.fail("loaded here"))
     ok = row("a")
     for first, count in (
         (unreadable(), 1),

@@ -15,7 +15,7 @@ from replay.workers.environments import Environment
 from replay.workers.judge_process import Hearing, Judge
 from replay.workers.process import judge_process
 from replay.workloads.random_calls import Spec
-from replay.workloads.random_calls import workload as synthetic_workload
+from replay.workloads.workload import random_workload as synthetic_workload
 
 FAILED = {"failed": "OutOfMemoryError: CUDA out of memory", "traceback": "of the judge"}
 

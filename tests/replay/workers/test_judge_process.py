@@ -28,9 +28,9 @@ from replay.workers.remote_judge import RemoteReferee
 from replay.workers.shared_memory import Outbox, SharedFile
 from replay.workers.worker import Say, line_of
 from replay.workloads.random_calls import Spec
-from replay.workloads.random_calls import workload as synthetic_workload
-from replay.workloads.recorded import Workload
-from tests.factories import row, settings
+from replay.workloads.sources import Source
+from replay.workloads.workload import random_workload as synthetic_workload
+from tests.factories import made_workload, row, settings
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def judged(status: str) -> dict[str, Any]:
 
 
 def hearing_of(*answers: dict[str, Any]) -> Hearing:
-    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
     hearing = Hearing(cast("Judge", Pretended(*answers)), workload, settings())
     for answer in answers:
         do = "samples" if "wrong" in answer else "judge"
@@ -114,7 +114,7 @@ def test_a_worker_does_not_choose_the_rule(
     file.write_text("raise SystemExit('imported in the parent')")
     kernel = kernel.replace("FILE", str(file))
     pretended = Pretended(*[judged("ok")] * len(declared))
-    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
     hearing = Hearing(cast("Judge", pretended), workload, settings())
     for each in declared:
         question = {"do": "judge", "kernel": kernel, "of_core": False, "accuracy_class": each}
@@ -150,7 +150,7 @@ def test_a_row_without_enough_judged_samples_is_not_believed(
     timed: int, walked: int, rounds: int, believed: bool
 ) -> None:
     """Those of an energy block are others."""
-    workload = Workload("call", lambda device: pytest.fail("not loaded here"))
+    workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
     hearing = Hearing(cast("Judge", Pretended(judged("ok"))), workload, settings())
     question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
     hearing.answer(question)
@@ -251,7 +251,7 @@ def court() -> Iterator[Callable[..., RemoteReferee]]:
         answers: list[dict[str, Any]] = []
 
         def say(*, judge: dict[str, Any]) -> None:
-            request = {**judge, "workload": CALL.source, "settings": settings.to_json()}
+            request = {**judge, "workload": CALL.source.to_json(), "settings": settings.to_json()}
             judge_worker.handle(request, into(answers), answers.pop)
 
         factory = RemoteReferee.factory(say, answers.pop, Outbox(shared.path, CPU))
@@ -295,13 +295,13 @@ def test_a_call_that_is_expected_is_loaded_once(
 ) -> None:
     loaded: list[str] = []
 
-    def workload_of(source: dict[str, Any]) -> Workload:
+    def source_from_json(source: dict[str, Any]) -> Source:
         loaded.append(source["name"])
-        return CALL
+        return CALL.source
 
-    monkeypatch.setattr(judge_worker, "workload_of", workload_of)
+    monkeypatch.setattr(judge_worker, "source_from_json", source_from_json)
     monkeypatch.setattr(judge_worker, "_referees", {})
-    request = {"do": "expect", "workload": CALL.source, "settings": settings().to_json()}
+    request = {"do": "expect", "workload": CALL.source.to_json(), "settings": settings().to_json()}
     answers: list[dict[str, Any]] = []
     for _ in range(2):  # its worker dies and begins again
         judge_worker.handle(request, into(answers), answers.pop)
@@ -316,10 +316,10 @@ def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
     monkeypatch: pytest.MonkeyPatch, roofline: bool
 ) -> None:
     """Of the device's own peak, which a worker measures as it loads a call."""
-    monkeypatch.setattr(judge_worker, "workload_of", lambda source: CALL)
+    monkeypatch.setattr(judge_worker, "source_from_json", lambda source: CALL.source)
     monkeypatch.setattr(judge_worker, "_referees", {})
     wanted = replace(settings(), roofline=roofline).to_json()
-    request = {"do": "expect", "workload": CALL.source, "settings": wanted}
+    request = {"do": "expect", "workload": CALL.source.to_json(), "settings": wanted}
     judge_worker.handle(request, lambda **answer: None, dict)
     assert len(judge_worker._referees) == (not roofline)
 

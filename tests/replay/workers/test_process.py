@@ -33,7 +33,7 @@ from replay.workers.process import (
     judge_process,
 )
 from replay.workloads.random_calls import Spec
-from replay.workloads.random_calls import workload as synthetic_workload
+from replay.workloads.workload import random_workload as synthetic_workload
 from tests import factories
 
 pytestmark = pytest.mark.skipif(
@@ -308,7 +308,7 @@ def test_kernels_that_compile_with_torch_say_so() -> None:
 def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
     process = Process(sys.executable, 60)
     request = {
-        "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+        "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source.to_json(),
         "kernels": [f"{BAD}:segfault"],
         "settings": Settings(torch.device("cpu"), "warm").to_json(),
     }
@@ -329,7 +329,7 @@ def test_what_waits_for_a_worker_can_be_stopped() -> None:
 
     def ask() -> None:
         request = {
-            "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source,
+            "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source.to_json(),
             "kernels": [f"{BAD}:hang"],
             "settings": Settings(torch.device("cpu"), "warm").to_json(),
         }

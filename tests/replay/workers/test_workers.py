@@ -26,7 +26,7 @@ from replay.workers.process import (
     LOG_BYTES,
 )
 from replay.workloads.random_calls import Spec
-from replay.workloads.random_calls import workload as synthetic_workload
+from replay.workloads.workload import random_workload as synthetic_workload
 
 REPOSITORY = Path(replay_package.__file__).resolve().parent.parent
 BAD = Path(__file__).with_name("bad_kernels.py")

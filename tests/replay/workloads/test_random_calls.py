@@ -9,7 +9,8 @@ import torch
 
 from replay.cli.arguments import SUITES as SUITE_NAMES
 from replay.timing.flops import bytes_moved, flops
-from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite, workloads
+from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite
+from replay.workloads.workload import random_workloads
 
 CPU = torch.device("cpu")
 SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
@@ -94,10 +95,10 @@ def test_values_are_standard_normal() -> None:
 
 
 def test_a_seed_reproduces_and_every_call_differs() -> None:
-    first, second = workloads("random", [SMALL, SMALL], seed=5)
+    first, second = random_workloads("random", [SMALL, SMALL], seed=5)
     assert (first.name, second.name) == ("random-00", "random-01")
-    again = workloads("random", [SMALL, SMALL], seed=5)[0]
-    other = workloads("random", [SMALL, SMALL], seed=7)[0]
+    again = random_workloads("random", [SMALL, SMALL], seed=5)[0]
+    other = random_workloads("random", [SMALL, SMALL], seed=7)[0]
     values = first.load(CPU).query
     assert torch.equal(values, again.load(CPU).query)
     assert torch.equal(values, first.load(CPU).query)

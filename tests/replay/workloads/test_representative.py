@@ -10,10 +10,10 @@ import pytest
 
 from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
-from replay.workloads.random_calls import Spec, workload
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.random_calls import Spec
+from replay.workloads.recorded import from_directory
 from replay.workloads.representative import halving, tiers
-from replay.workloads.synthetic_counterparts import with_twins
+from replay.workloads.workload import Workload, random_workload, with_counterparts
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def test_halving() -> None:
 
 def test_another_length_is_in_the_first_tier_too() -> None:
     calls = [
-        workload(str(place), "suite", Spec(1, 2, 2, length, length, 32, 32), 0)
+        random_workload(str(place), "suite", Spec(1, 2, 2, length, length, 32, 32), 0)
         for place, length in enumerate([64, 64, 4096])
     ]
     assert tiers(calls) == [0, 1, 0]
 
 
 def test_twins_stay_with_their_call(layers: list[Workload]) -> None:
-    found = tiers(with_twins(layers, 0))
+    found = tiers(with_counterparts(layers, 0))
     assert found[::3] == found[1::3] == found[2::3] == tiers(layers)

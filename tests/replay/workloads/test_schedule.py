@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from replay.workloads.call_metadata import outline
-from replay.workloads.random_calls import Spec, workload
-from replay.workloads.recorded import Workload, from_directory
+from replay.workloads.random_calls import Spec
+from replay.workloads.recorded import from_directory
 from replay.workloads.schedule import Schedule
-from replay.workloads.synthetic_counterparts import twin
+from replay.workloads.workload import Workload, counterpart_of, random_workload
+from tests.factories import made_workload
 
 
 def calls(lengths: Sequence[int]) -> list[Workload]:
     """Calls of these lengths, named by their place and length: each length is a form."""
     return [
-        workload(f"{place}:{length}", "random", Spec(1, 2, 2, length, length, 32, 32), 0)
+        random_workload(f"{place}:{length}", "random", Spec(1, 2, 2, length, length, 32, 32), 0)
         for place, length in enumerate(lengths)
     ]
 
@@ -132,7 +132,7 @@ def test_a_call_that_came_back_goes_to_another() -> None:
 def test_calls_of_a_form_compile_alike(change: dict[str, object], is_alike: bool) -> None:
     spec = Spec(1, 2, 2, 64, 64, 32, 32)
     one, other = (
-        outline(workload("call", "random", each, 0))
+        random_workload("call", "random", each, 0).source.metadata()
         for each in (spec, replace(spec, **change))  # type: ignore[arg-type]
     )
     assert (one.form == other.form) == is_alike
@@ -140,17 +140,17 @@ def test_calls_of_a_form_compile_alike(change: dict[str, object], is_alike: bool
 
 def test_a_recorded_call_is_outlined_by_its_header(recorded: object) -> None:
     found, _ = from_directory(str(recorded))
-    first, second = (outline(each) for each in found[:2])
+    first, second = (each.source.metadata() for each in found[:2])
     assert first.form == second.form
     assert (first.shape, first.module, second.module) == (
         found[0].load(torch.device("cpu")).shape,
         "layers.0",
         "layers.1",
     )
-    assert outline(twin(found[0], "random", 0)) == first
+    assert counterpart_of(found[0], "random", 0).source.metadata() == first
 
 
 def test_a_call_that_nothing_is_known_of_is_like_no_other() -> None:
-    one, other = (Workload(name, lambda device: pytest.fail("loaded")) for name in ("a", "b"))
-    assert outline(one).shape is None
-    assert outline(one).form != outline(other).form
+    one, other = (made_workload(name, lambda device: pytest.fail("loaded")) for name in ("a", "b"))
+    assert one.source.metadata().shape is None
+    assert one.source.metadata().form != other.source.metadata().form

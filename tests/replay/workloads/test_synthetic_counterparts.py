@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall, Origin
-from replay.workloads.recorded import Workload
-from replay.workloads.synthetic_counterparts import twin, with_twins
-from tests.factories import random_call
+from replay.workloads.workload import counterpart_of, with_counterparts
+from tests.factories import made_workload, random_call
 
 CPU = torch.device("cpu")
 
@@ -24,8 +23,8 @@ def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
         model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
     )
     call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
-    recorded = Workload("call", lambda device: call)
-    found = twin(recorded, "random", 5).load(CPU)
+    recorded = made_workload("call", lambda device: call)
+    found = counterpart_of(recorded, "random", 5).load(CPU)
     for name in ("query", "key", "value"):
         one, other = getattr(call, name), getattr(found, name)
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
@@ -34,16 +33,16 @@ def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
     assert found.attn_mask is mask
     assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
     assert found.origin == replace(origin, weights="none: random values, standard normal")
-    assert torch.equal(found.query, twin(recorded, "random", 5).load(CPU).query)
-    assert not torch.equal(found.query, twin(recorded, "random", 6).load(CPU).query)
-    assert twin(recorded, "random", 5).name == "call-random"
+    assert torch.equal(found.query, counterpart_of(recorded, "random", 5).load(CPU).query)
+    assert not torch.equal(found.query, counterpart_of(recorded, "random", 6).load(CPU).query)
+    assert counterpart_of(recorded, "random", 5).name == "call-random"
 
 
 def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400)
     key = call.key * torch.arange(1, 33) + torch.linspace(-50, 50, 32)
-    recorded = Workload("call", lambda device: replace(call, key=key))
-    found = twin(recorded, "matched", 5).load(CPU)
+    recorded = made_workload("call", lambda device: replace(call, key=key))
+    found = counterpart_of(recorded, "matched", 5).load(CPU)
     for own, theirs in ((key, found.key), (call.value, found.value)):
         assert not torch.equal(own, theirs)
         deviation, mean = torch.std_mean(own, dim=(0, 2))
@@ -56,13 +55,13 @@ def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kv_len", [0, 1, 2])
 def test_a_matched_twin_of_hardly_any_keys(kv_len: int) -> None:
-    recorded = Workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
-    assert bool(twin(recorded, "matched", 0).load(CPU).key.isfinite().all())
+    recorded = made_workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
+    assert bool(counterpart_of(recorded, "matched", 0).load(CPU).key.isfinite().all())
 
 
 def test_each_call_is_followed_by_its_twins() -> None:
-    calls = [Workload(name, lambda device: random_call()) for name in ("a", "b")]
-    names = [each.name for each in with_twins(calls, seed=0)]
+    calls = [made_workload(name, lambda device: random_call()) for name in ("a", "b")]
+    names = [each.name for each in with_counterparts(calls, seed=0)]
     assert names == ["a", "a-random", "a-matched", "b", "b-random", "b-matched"]
 
 
@@ -70,7 +69,7 @@ def test_each_call_is_followed_by_its_twins() -> None:
 def test_a_twin_s_value_is_part_of_the_key_where_the_call_s_is(kind: str) -> None:
     key = torch.randn(1, 1, 9, 24)
     call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
-    found = twin(Workload("call", lambda device: call), kind, 5).load(CPU)
+    found = counterpart_of(made_workload("call", lambda device: call), kind, 5).load(CPU)
     assert found.value_is_in_key
     assert found.value.shape == call.value.shape
     assert not torch.equal(found.key, call.key)

@@ -1,0 +1,298 @@
+"""Sources of calls: a recorded file, joined parts, random values, or memory.
+
+A source describes itself in JSON, so that a worker process can load the same call.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from capture.call.attention_call import AttentionCall, Origin
+from capture.errors import DatasetError
+from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.header import dtype_name
+from capture.storage.joined_calls import JoinedCall
+from replay.rows.row import CallFacts
+from replay.workloads.call_metadata import CallMetadata, length_classes
+from replay.workloads.random_calls import Spec, random_weights
+from replay.workloads.synthetic_counterparts import counterpart
+
+
+class Source(ABC):
+    """Source of one call. Its paths are absolute, because kernels may change the directory."""
+
+    is_counterpart = False
+    """Whether the call has random values in place of the recorded ones."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the call in the rows."""
+
+    @abstractmethod
+    def load(self, device: torch.device) -> AttentionCall:
+        """Load the call to a device, into memory that the caller owns.
+
+        Raises:
+            DatasetError: the call cannot be read.
+        """
+
+    @abstractmethod
+    def to_json(self) -> dict[str, Any]:
+        """Return what `source_from_json` needs to make this source in another process."""
+
+    def metadata(self) -> CallMetadata:
+        """Return what is known of the call before it is loaded."""
+        return CallMetadata((self.name,))
+
+    def files(self) -> tuple[Path, ...]:
+        """Return the files that loading reads; all are in one directory."""
+        return ()
+
+    def moved_to(self, directory: Path) -> Source:
+        """Return the same source with its files in another directory."""
+        return self
+
+    def is_about(self, facts: CallFacts) -> bool:
+        """Return whether a row's call is this one and not another of the same name."""
+        return True
+
+
+@dataclass(frozen=True)
+class RecordedSource(Source):
+    """File of one recorded call; loading it verifies its checksum."""
+
+    entry: FileEntry
+
+    @classmethod
+    def of(cls, entry: FileEntry) -> RecordedSource:
+        """Make the source of a file that may be named relative to the current directory."""
+        return cls(_resolved(entry))
+
+    @property
+    def name(self) -> str:
+        return self.entry.path.stem
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return self.entry.load(device)
+
+    def to_json(self) -> dict[str, Any]:
+        directory = str(self.entry.path.parent)
+        return {"kind": "recorded", "directory": directory, "entry": self.entry.to_json()}
+
+    def metadata(self) -> CallMetadata:
+        header, origin = self.entry.header, self.entry.origin
+        form = (
+            *sorted(header.dtypes.items()),
+            header.is_causal,
+            header.mask_structure,
+            *sorted(header.variant.arguments().items()),
+            *length_classes(header.shape),
+        )
+        shape, is_causal = header.shape, header.is_causal
+        return CallMetadata(form, shape, is_causal, origin.model, origin.phase, origin.module)
+
+    def files(self) -> tuple[Path, ...]:
+        return (self.entry.path,)
+
+    def moved_to(self, directory: Path) -> RecordedSource:
+        return RecordedSource(_moved(self.entry, directory))
+
+    def is_about(self, facts: CallFacts) -> bool:
+        header = self.entry.header
+        sizes = (facts.shape, facts.dtype) == (header.shape, header.dtype)
+        return sizes and _is_at(header.origin, facts)
+
+
+@dataclass(frozen=True)
+class JoinedSource(Source):
+    """Files of the parts that ranks recorded of one call, joined when they are loaded."""
+
+    call: JoinedCall
+
+    @classmethod
+    def of(cls, call: JoinedCall) -> JoinedSource:
+        """Make the source of files that may be named relative to the current directory."""
+        return cls(JoinedCall(tuple(map(_resolved, call.entries))))
+
+    @property
+    def name(self) -> str:
+        return self.call.name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return self.call.load(device)
+
+    def to_json(self) -> dict[str, Any]:
+        directory = str(self.call.entries[0].path.parent)
+        entries = [entry.to_json() for entry in self.call.entries]
+        return {"kind": "joined", "directory": directory, "entries": entries}
+
+    def metadata(self) -> CallMetadata:
+        part, count = RecordedSource(self.call.entries[0]).metadata(), len(self.call.entries)
+        assert part.shape is not None
+        # The parts are alike: the whole is that many times the work of one, however it was split.
+        shape = part.shape._replace(q_heads=part.shape.q_heads * count)
+        return part._replace(form=(*part.form, count), shape=shape)
+
+    def files(self) -> tuple[Path, ...]:
+        return tuple(entry.path for entry in self.call.entries)
+
+    def moved_to(self, directory: Path) -> JoinedSource:
+        return JoinedSource(JoinedCall(tuple(_moved(e, directory) for e in self.call.entries)))
+
+    def is_about(self, facts: CallFacts) -> bool:
+        return _is_at(self.call.origin, facts)
+
+
+@dataclass(frozen=True)
+class DamagedSource(Source):
+    """File that is not a readable call, so that it has its row."""
+
+    path: Path
+    reason: str
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        raise DatasetError(self.reason)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": "damaged", "path": str(self.path), "reason": self.reason}
+
+
+@dataclass(frozen=True)
+class RandomSource(Source):
+    """Synthetic call; a seed always gives the same values on the same device."""
+
+    given_name: str
+    model: str
+    """The suite, or `random`."""
+    spec: Spec
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return self.given_name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return self.spec.call(device, torch.Generator(device).manual_seed(self.seed), self.model)
+
+    def to_json(self) -> dict[str, Any]:
+        spec, seed = self.spec.to_json(), self.seed
+        return {
+            "kind": "synthetic",
+            "name": self.name,
+            "model": self.model,
+            "seed": seed,
+            "spec": spec,
+        }
+
+    def metadata(self) -> CallMetadata:
+        spec, shape = self.spec, self.spec.shape
+        form = (dtype_name(spec.dtype), spec.is_causal, spec.mask, *length_classes(shape))
+        return CallMetadata(form, shape, spec.is_causal, self.model)
+
+    def is_about(self, facts: CallFacts) -> bool:
+        spec = self.spec
+        dtype, is_unmasked = dtype_name(spec.dtype), spec.mask == "none"
+        expected = (self.model, spec.shape, dtype, spec.is_causal, is_unmasked)
+        shown = (facts.model, facts.shape, facts.dtype, facts.is_causal, facts.mask is None)
+        return expected == shown and facts.weights == random_weights(spec.distribution)
+
+
+@dataclass(frozen=True)
+class CounterpartSource(Source):
+    """Recorded call with random values, of a kind in `synthetic_counterparts.KINDS`."""
+
+    recorded: Source
+    values: str
+    seed: int
+
+    is_counterpart = True
+
+    @property
+    def name(self) -> str:
+        return f"{self.recorded.name}-{self.values}"
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return counterpart(self.recorded.load(device), self.values, self.seed)
+
+    def to_json(self) -> dict[str, Any]:
+        recorded = self.recorded.to_json()
+        return {"kind": "twin", "of": recorded, "values": self.values, "seed": self.seed}
+
+    def metadata(self) -> CallMetadata:
+        return self.recorded.metadata()
+
+    def files(self) -> tuple[Path, ...]:
+        return self.recorded.files()
+
+    def moved_to(self, directory: Path) -> CounterpartSource:
+        return replace(self, recorded=self.recorded.moved_to(directory))
+
+
+@dataclass(frozen=True)
+class MemorySource(Source):
+    """Call that exists only in this process; `stored_in` makes it readable by others."""
+
+    given_name: str
+    call: AttentionCall
+
+    @property
+    def name(self) -> str:
+        return self.given_name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        return self.call.to(device)
+
+    def stored_in(self, directory: Path) -> RecordedSource:
+        """Write the call to a file of a directory, and return the file's source."""
+        path = directory / f"{self.name}.safetensors"
+        return RecordedSource.of(PackedCall.of(self.call).write(path))
+
+    def to_json(self) -> dict[str, Any]:
+        raise TypeError(f"call {self.name} is only in memory: write it with workload.stored()")
+
+
+def source_from_json(data: Mapping[str, Any]) -> Source:
+    """Make the source that `Source.to_json` described, without reading the call."""
+    match data["kind"]:
+        case "recorded":
+            entry = FileEntry.from_json(Path(data["directory"]), data["entry"])
+            return RecordedSource(entry)
+        case "joined":
+            directory = Path(data["directory"])
+            entries = [FileEntry.from_json(directory, entry) for entry in data["entries"]]
+            return JoinedSource(JoinedCall(tuple(entries)))
+        case "damaged":
+            return DamagedSource(Path(data["path"]), data["reason"])
+        case "twin":
+            recorded = source_from_json(data["of"])
+            return CounterpartSource(recorded, data["values"], data["seed"])
+        case "synthetic":
+            spec = Spec.from_json(data["spec"])
+            return RandomSource(data["name"], data["model"], spec, data["seed"])
+        case kind:
+            raise ValueError(f"unknown kind of source: {kind!r}")
+
+
+def _resolved(entry: FileEntry) -> FileEntry:
+    """Return an entry with an absolute directory; a link in the last place stays a link."""
+    return _moved(entry, entry.path.parent.resolve())
+
+
+def _moved(entry: FileEntry, directory: Path) -> FileEntry:
+    return replace(entry, path=directory / entry.path.name)
+
+
+def _is_at(origin: Origin, facts: CallFacts) -> bool:
+    place = (origin.model, origin.module, origin.step, origin.call_index)
+    return place == (facts.model, facts.module, facts.step, facts.call_index)

@@ -1,0 +1,112 @@
+"""Workloads: named calls that are loaded one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from capture.call.attention_call import AttentionCall
+from capture.errors import DatasetError
+from replay.workloads.random_calls import Spec
+from replay.workloads.sources import CounterpartSource, MemorySource, RandomSource, Source
+from replay.workloads.synthetic_counterparts import KINDS
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A call to replay."""
+
+    name: str
+    source: Source
+    on: str = ""
+    """Type of device to replay the call on, where calls are replayed on several."""
+
+    @classmethod
+    def of(cls, source: Source) -> Workload:
+        """Make a workload that is named by its source."""
+        return cls(source.name, source)
+
+    @property
+    def label(self) -> str:
+        """Name that no other workload of a replay has."""
+        return f"{self.name} on {self.on}" if self.on else self.name
+
+    def load(self, device: torch.device) -> AttentionCall:
+        """Load the call.
+
+        Raises:
+            DatasetError: the call cannot be read.
+        """
+        return self.source.load(device)
+
+    def load_to_judge(self, device: torch.device) -> AttentionCall:
+        """Load the call for kernels whose outputs are compared with a reference.
+
+        Raises:
+            DatasetError: the call cannot be read, or its output is empty and cannot be judged.
+        """
+        call = self.load(device)
+        if not call.query.numel():
+            sizes = "×".join(map(str, call.query.shape))
+            raise DatasetError(f"a query of {sizes} has no output that could be judged", self.name)
+        return call
+
+
+def random_workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
+    """Make the workload of one synthetic call; `model` is the suite, or `random`."""
+    return Workload.of(RandomSource(name, model, spec, seed))
+
+
+def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Workload]:
+    """Make a workload of each spec, with consecutive seeds."""
+    return [
+        random_workload(f"{name}-{number:02d}", name, spec, seed + number)
+        for number, spec in enumerate(specs)
+    ]
+
+
+def counterpart_of(recorded: Workload, kind: str, seed: int) -> Workload:
+    """Make the workload of a recorded call with random values of one of `KINDS`."""
+    return Workload.of(CounterpartSource(recorded.source, kind, seed))
+
+
+def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]:
+    """Return the calls, each followed by a synthetic counterpart of each kind."""
+    return [
+        member
+        for number, workload in enumerate(recorded)
+        for member in (
+            workload,
+            *(counterpart_of(workload, kind, seed + number) for kind in KINDS),
+        )
+    ]
+
+
+def from_calls(calls: Sequence[AttentionCall]) -> list[Workload]:
+    """Make workloads of calls in memory, named by their models and call indices."""
+    found: list[Workload] = []
+    taken: set[str] = set()
+    for number, call in enumerate(calls):
+        name = f"{call.origin.model or 'call'}-{call.origin.call_index:06d}".replace("/", "-")
+        if name in taken:
+            name = f"{name}.{number}"
+        taken.add(name)
+        found.append(Workload.of(MemorySource(name, call)))
+    return found
+
+
+def stored(workloads: Sequence[Workload], directory: Path) -> list[Workload]:
+    """Return workloads that every process can load: calls in memory are written to files.
+
+    Args:
+        directory: for the files; it must last as long as the replay.
+    """
+    return [
+        replace(workload, source=workload.source.stored_in(directory))
+        if isinstance(workload.source, MemorySource)
+        else workload
+        for workload in workloads
+    ]
