@@ -23,8 +23,8 @@ from replay.bench.forms import Forms
 from replay.isolation.inputs import aliases
 from replay.kernels.kernel_names import ENTRY_POINTS
 from replay.kernels.registry import Kernel, find, registered
-from replay.workers.sources import workload_of
 from replay.workers.worker import Hear, Say
+from replay.workloads.sources import source_from_json
 
 ADAPTERS = "replay.kernels.adapters"
 
@@ -54,7 +54,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     # The first adapter to register the name tells where it comes from: none was imported before.
     adapter = "" if function else _adapter_of(name)
     kernel = find(name).loaded()
-    call = workload_of(request["workload"]).load(device)
+    call = source_from_json(request["workload"]).load(device)
     form = Forms.of(call).form(kernel, device).call
     stored: dict[str, Tensor] = {}
     recorded = call.tensors()

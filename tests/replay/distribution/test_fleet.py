@@ -536,7 +536,7 @@ def stall(query, key, value, *others, **options):
 COMMAND = f"""
 import sys
 sys.path.insert(0, {str(REPOSITORY)!r})
-from replay.distribution import devices
+from replay.distribution import device_slots as devices
 devices.gpus = lambda asked: [devices.Device(f"CPU {{index}}", "") for index in range(2)]
 from replay.cli.main import main
 main()
