@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from capture.command_line.parser import OneSentenceParser
-from replay.cli.compare import read_run
+from replay.api.compare_rows import run_of
 from replay.cli.files import UsageError, check_place, opened, output_file
 from replay.comparison.device_types import across_devices
 from replay.report.device_tables import devices_markdown, print_devices
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Merge, print and write.
+    """Merge runs, and print and write the tables.
 
     Raises:
         UsageError: a file cannot be used.
@@ -51,12 +51,12 @@ def run(argv: Sequence[str]) -> int:
     if written not in (None, "-") and Path(written).resolve() in map(_resolved, arguments.rows):
         raise UsageError(f"--markdown would overwrite {written}: name another file")
     check_place(written)
-    merged = across_devices([read_run(name) for name in arguments.rows])
+    merged = across_devices([run_of(name) for name in arguments.rows])
     try:
         with opened(written) as file:
             if file is not None:
                 file.write(devices_markdown(merged))
-    finally:  # also where there is no room for the file
+    finally:  # the tables are shown even if the file cannot be written
         print_devices(merged, Console(highlight=False, stderr=written == "-"))
     return 0
 

@@ -1,0 +1,131 @@
+"""`compare`: what became faster, slower or wrong between two runs."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from replay.comparison.baselines import as_run, is_file, load, machine_of
+from replay.comparison.comparison import Comparison, basis_of, to_json
+from replay.comparison.comparison import compare as compare_runs
+from replay.comparison.row_matching import ComparisonError, Run
+from replay.comparison.speed_change import Basis
+from replay.comparison.spread import read_spread
+from replay.report.comparison.markdown import to_markdown
+from replay.report.comparison.plain_text import print_comparison
+from replay.report.comparison.sections import sections
+from replay.rows.row import Row
+from replay.rows.row_files import RowsError, read_jsonl
+
+Rowlike = str | os.PathLike[str] | Iterable[Row] | Run
+"""Rows, the path of a file of them, or a run that was read from one."""
+
+WIDTH = 100
+"""Columns of a printed comparison."""
+
+
+@dataclass(frozen=True)
+class ComparedRuns(Comparison):
+    """Two runs side by side; `print` shows what changed, and so does a notebook."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the comparison as plain JSON, as `replay compare --json` writes it."""
+        return to_json(self)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        print_comparison(sections(self), Console(file=text, width=WIDTH, highlight=False))
+        return text.getvalue().rstrip()
+
+    def _repr_markdown_(self) -> str:
+        return to_markdown([sections(self)])
+
+
+def compare(
+    before: Rowlike,
+    after: Rowlike,
+    *,
+    of: Basis | None = None,
+    spread: str | os.PathLike[str] | float | None = None,
+) -> ComparedRuns:
+    """Compare two runs: speed and accuracy of the same kernel on the same call.
+
+    Args:
+        before: rows of the earlier run, the file of them, or the name of a kept baseline of the
+            type of machine that `after` was measured on.
+        after: rows of the later run, or the file of them.
+        of: `speed-up` or `time`. By default speed-ups over the baseline, which do not change when
+            the whole machine drifts; times if the baseline's own version changed.
+        spread: how far two equal runs differ: a share such as 0.015 or `1.5%`, the JSON file of a
+            self-test, or a file with the rows of a second run of what `before` ran.
+
+    Returns:
+        A comparison with a verdict for every row; `kernels` has one for each kernel.
+
+    Raises:
+        ComparisonError: the runs have nothing in common, or an argument cannot be used.
+        RowsError: a file cannot be read.
+
+    Example:
+        >>> print(compare("before.jsonl", "after.jsonl", spread="1.5%"))
+    """
+    if of not in (None, "speed-up", "time"):
+        raise ComparisonError(f"invalid basis {of!r}: choose speed-up or time")
+    later = run_of(after, "after")
+    earlier = earlier_run(before, later)
+    basis = of or basis_of(earlier, later)
+    found = compare_runs(earlier, later, read_spread(_spread(spread), earlier, basis), basis)
+    return ComparedRuns(**{field.name: getattr(found, field.name) for field in fields(found)})
+
+
+def earlier_run(before: Rowlike, after: Run) -> Run:
+    """Return a run, or the kept baseline of that name for the machine of `after`.
+
+    Raises:
+        ComparisonError: there is no such baseline.
+        RowsError: a file cannot be read.
+    """
+    if isinstance(before, str) and not is_file(before) and not Path(before).exists():
+        return load(before, machine_of(after.rows))
+    return run_of(before, "before")
+
+
+def run_of(given: Rowlike, name: str = "rows") -> Run:
+    """Return rows, or those of a file, as a run.
+
+    Args:
+        given: rows, or the path of a file of them.
+        name: what to call rows that come from no file.
+
+    Raises:
+        ComparisonError: there are no rows.
+        RowsError: the file cannot be read, or something else than rows is given.
+    """
+    if isinstance(given, Run):
+        return given
+    if isinstance(given, str | os.PathLike):
+        try:
+            return as_run(os.fspath(given), read_jsonl(Path(given)))
+        except FileNotFoundError:
+            raise RowsError(
+                f"{os.fspath(given)}: no such file; write one with `replay --json`"
+            ) from None
+    rows = list(given) if isinstance(given, Iterable) else None
+    if rows is None or not all(isinstance(row, Row) for row in rows):
+        raise RowsError(f"expected rows or the path of a file of them, got {type(given).__name__}")
+    if not rows:
+        raise ComparisonError(f"{name} holds no rows: replay a call first")
+    return Run(name, rows)
+
+
+def _spread(given: str | os.PathLike[str] | float | None) -> str | None:
+    """Return a spread as the command line has it."""
+    if given is None or isinstance(given, str):
+        return given
+    return os.fspath(given) if isinstance(given, os.PathLike) else f"{given * 100:g}%"
