@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from replay.api.measured_rows import Rowlike, rows_of
 from replay.comparison.baselines import as_run, is_file, load, machine_of
 from replay.comparison.comparison import Comparison, basis_of, to_json
 from replay.comparison.comparison import compare as compare_runs
@@ -20,11 +20,7 @@ from replay.comparison.spread import read_spread
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import sections
-from replay.rows.row import Row
 from replay.rows.row_files import RowsError, read_jsonl
-
-Rowlike = str | os.PathLike[str] | Iterable[Row] | Run
-"""Rows, the path of a file of them, or a run that was read from one."""
 
 WIDTH = 100
 """Columns of a printed comparison."""
@@ -48,8 +44,8 @@ class ComparedRuns(Comparison):
 
 
 def compare(
-    before: Rowlike,
-    after: Rowlike,
+    before: Rowlike | Run,
+    after: Rowlike | Run,
     *,
     of: Basis | None = None,
     spread: str | os.PathLike[str] | float | None = None,
@@ -84,7 +80,7 @@ def compare(
     return ComparedRuns(**{field.name: getattr(found, field.name) for field in fields(found)})
 
 
-def earlier_run(before: Rowlike, after: Run) -> Run:
+def earlier_run(before: Rowlike | Run, after: Run) -> Run:
     """Return a run, or the kept baseline of that name for the machine of `after`.
 
     Raises:
@@ -96,7 +92,7 @@ def earlier_run(before: Rowlike, after: Run) -> Run:
     return run_of(before, "before")
 
 
-def run_of(given: Rowlike, name: str = "rows") -> Run:
+def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
     """Return rows, or those of a file, as a run.
 
     Args:
@@ -116,9 +112,7 @@ def run_of(given: Rowlike, name: str = "rows") -> Run:
             raise RowsError(
                 f"{os.fspath(given)}: no such file; write one with `replay --json`"
             ) from None
-    rows = list(given) if isinstance(given, Iterable) else None
-    if rows is None or not all(isinstance(row, Row) for row in rows):
-        raise RowsError(f"expected rows or the path of a file of them, got {type(given).__name__}")
+    rows = rows_of(given)
     if not rows:
         raise ComparisonError(f"{name} holds no rows: replay a call first")
     return Run(name, rows)

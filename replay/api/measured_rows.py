@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,9 @@ from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.frames import Library, to_dataframe
 from replay.rows.row import KernelId, Row
 from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
+
+Rowlike = str | os.PathLike[str] | Iterable[Row]
+"""Rows, or the path of a file of them."""
 
 HEADINGS = (
     *("kernel", "model", "call", "B×H×S×D", "time ms", "speed-up", "TFLOPS"),
@@ -152,6 +155,20 @@ def _best_of(group: Group, accuracy_class: AccuracyClass) -> Iterator[Row]:
 
 def _is_faster(found: Fastest) -> bool:
     return found.speedup is not None and found.speedup.verdict == "fast"
+
+
+def rows_of(given: Rowlike) -> Sequence[Row]:
+    """Return rows, those of a file if its path is given.
+
+    Raises:
+        RowsError: the file cannot be read, or something else than rows is given.
+    """
+    if isinstance(given, str | os.PathLike):
+        return Rows.read(given)
+    rows = list(given) if isinstance(given, Iterable) else None
+    if rows is None or not all(isinstance(row, Row) for row in rows):
+        raise RowsError(f"expected rows or the path of a file of them, got {type(given).__name__}")
+    return rows
 
 
 def _path_of_rows(path: str | os.PathLike[str]) -> Path:

@@ -1,6 +1,6 @@
-"""`replay report`: one HTML file, or charts, from the rows of an earlier replay.
+"""`replay report`: one HTML page, or charts, from the rows of an earlier replay.
 
-Imports torch only once the arguments and the files that they name can be used.
+PyTorch is imported only once the arguments and the files that they name can be used.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.command_line.parser import OneSentenceParser
-from capture.storage.json_data import parsed
-from capture.storage.plain_files import given_text
 from capture.text.printable import printable
+from replay.api.write_report import read_checks, report
 from replay.cli.files import (
     UsageError,
     check_place,
@@ -30,14 +29,12 @@ if TYPE_CHECKING:
     from replay.plan.plan import Budget
     from replay.rows.row import Row
 
-CHECK_FIELDS = {"kernel", "model", "status", "measured", "prediction", "drift"}
-
 
 def parser() -> OneSentenceParser:
     """Build the parser of `replay report`."""
     command = OneSentenceParser(
         prog="replay report",
-        description="Write one HTML file, which needs no network, or charts for papers, from the "
+        description="Write one HTML page, which needs no network, or charts for papers, from the "
         "rows of a replay.",
     )
     command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")
@@ -59,33 +56,21 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the report that the arguments ask for.
+    """Write the page and the charts that the arguments ask for.
 
     Raises:
         Error: an argument, or a file that it names, cannot be used.
     """
+    arguments = parser().parse_args(argv)
+    if wrong := _misuse(arguments):
+        raise UsageError(wrong)
     from replay.plan.plan import parse_budget
 
-    arguments = parser().parse_args(argv)
-    if arguments.out is None and arguments.plot is None:
-        raise UsageError("nothing to write: give -o FILE for a report, --plot DIR for charts")
-    if wrong := shared_file(arguments, (), ("out", "plot")):
-        raise UsageError(wrong)
+    budget = None if arguments.budget is None else parse_budget(arguments.budget)
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None:
-        if out.resolve() in [path.resolve() for path in _read_files(arguments)]:
-            raise UsageError(f"-o would overwrite {out}: name another file")
         check_report(out)
-    for name in ("e2e_json", "outputs", "budget"):
-        if out is None and getattr(arguments, name) is not None:
-            option = name.replace("_", "-")
-            raise UsageError(f"--{option} is shown in a report: give -o FILE too")
-    if arguments.outputs is not None and arguments.e2e_json is None:
-        raise UsageError("--outputs are those of an end-to-end check: give --e2e-json FILE too")
-    if arguments.outputs is not None and not arguments.outputs.is_dir():
-        raise UsageError(f"there is no directory {arguments.outputs}: name that of --save-output")
-    budget = None if arguments.budget is None else parse_budget(arguments.budget)
-    plots = None if arguments.plot is None else check_directory(arguments.plot)
+    charts = None if arguments.plot is None else check_directory(arguments.plot)
     try:
         rows, is_cut_off = read_jsonl(arguments.rows)
     except FileNotFoundError as error:
@@ -93,29 +78,46 @@ def run(argv: Sequence[str]) -> int:
             f"there is no file {arguments.rows}: write one with "
             f"{shlex.join(['replay', '--json', str(arguments.rows)])}"
         ) from error
-    checks = [] if arguments.e2e_json is None else _read_checks(arguments.e2e_json)
+    checks = [] if arguments.e2e_json is None else read_checks(arguments.e2e_json)
     unwritten: list[str] = []
     if out is not None:
         with noted(unwritten):
             write(rows, checks, out, arguments.outputs, budget)
-    if plots is not None:
+    if charts is not None:
         with noted(unwritten):
-            draw(rows, plots)
+            draw(rows, charts)
     if is_cut_off:
         sentence = "ends within a row: its replay was interrupted"
         print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
     return say_unwritten(unwritten)
 
 
-def _read_files(arguments: argparse.Namespace) -> list[Path]:
-    return [path for path in (arguments.rows, arguments.e2e_json) if path is not None]
+def _misuse(arguments: argparse.Namespace) -> str:
+    """Return a sentence about arguments that do not go together; empty if all do."""
+    outputs = arguments.outputs
+    out = None if arguments.out is None else Path(arguments.out)
+    if out is None and arguments.plot is None:
+        return "nothing to write: give -o FILE for a report, --plot DIR for charts"
+    if wrong := shared_file(arguments, (), ("out", "plot")):
+        return wrong
+    read = [path.resolve() for path in (arguments.rows, arguments.e2e_json) if path is not None]
+    if out is not None and out.resolve() in read:
+        return f"-o would overwrite {out}: name another file"
+    for name in ("e2e_json", "outputs", "budget"):
+        if out is None and getattr(arguments, name) is not None:
+            return f"--{name.replace('_', '-')} is shown in a report: give -o FILE too"
+    if outputs is not None and arguments.e2e_json is None:
+        return "--outputs are those of an end-to-end check: give --e2e-json FILE too"
+    if outputs is not None and not outputs.is_dir():
+        return f"there is no directory {outputs}: name that of --save-output"
+    return ""
 
 
 def check_report(out: Path) -> None:
-    """Find out before anything is measured that a report can be written.
+    """Check before anything is measured that a report can be written.
 
     Raises:
-        Error: it cannot.
+        Error: it cannot be written.
     """
     from replay.report.html import chart_library
 
@@ -130,20 +132,18 @@ def write(
     outputs: Path | None,
     budget: Budget | None,
 ) -> None:
-    """Write a report and say where it is.
+    """Write a report and print where it is.
 
     Raises:
         Error: there is nothing to report, or the file cannot be written.
     """
-    from replay.report.html.page_writer import write_html
-
-    write_html(rows, out, checks=checks, outputs=outputs, budget=budget)
+    report(rows, out, checks=checks, outputs=outputs, budget=budget)
     if out.is_file():
         print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 
 
 def check_directory(given: str) -> Path:
-    """Make the directory of `--plot`; kernels may change the current one.
+    """Make the directory of `--plot`, and return its absolute path: kernels may change the current.
 
     Raises:
         Error: it cannot be made, or charts cannot be drawn.
@@ -156,26 +156,11 @@ def check_directory(given: str) -> Path:
 
 
 def draw(rows: Sequence[Row], directory: Path) -> None:
-    """Write charts and say which.
+    """Write charts and print their names.
 
     Raises:
         Error: a file cannot be written.
     """
-    from replay.report.charts.chart_files import write_plots
-
-    names = [path.name for path in write_plots(rows, directory) if path.suffix == ".svg"]
+    names = [path.name for path in report(rows, charts=directory) if path.suffix == ".svg"]
     found = ", ".join(names) or "none: no correct kernel was timed on two lengths, or on a model"
     print(f"charts in {printable(str(directory))}: {found}", file=sys.stderr)
-
-
-def _read_checks(path: Path) -> list[dict[str, Any]]:
-    try:
-        lines = given_text(path).splitlines()
-        checks = [parsed(line) for line in lines]
-    except OSError as error:
-        raise RowsError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RowsError(f"{path} was not written by `replay --e2e-json`") from error
-    if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in checks):
-        raise RowsError(f"{path} was not written by `replay --e2e-json` of this version")
-    return checks

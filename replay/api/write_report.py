@@ -1,0 +1,96 @@
+"""`report`: one HTML page, and charts for papers, from the rows of a replay."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from capture.storage.json_data import parsed
+from capture.storage.plain_files import given_text
+from replay.api.measured_rows import Rowlike, rows_of
+from replay.rows.row_files import RowsError
+
+if TYPE_CHECKING:
+    from replay.plan.plan import Budget
+
+CHECK_FIELDS = {"kernel", "model", "status", "measured", "prediction", "drift"}
+
+Checks = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
+"""Checks of models as JSON objects, or the file of them."""
+
+
+def report(
+    rows: Rowlike,
+    out: str | os.PathLike[str] | None = None,
+    *,
+    charts: str | os.PathLike[str] | None = None,
+    checks: Checks = (),
+    outputs: str | os.PathLike[str] | None = None,
+    budget: str | Budget | None = None,
+) -> list[Path]:
+    """Write one HTML page, which needs no network, or charts for papers.
+
+    Args:
+        rows: rows of one type of device, or the file of them.
+        out: the page to write.
+        charts: a directory for charts, as SVG, PNG and Vega-Lite.
+        checks: checks of models, which the page shows too: JSON objects, or the file of them.
+        outputs: directory of the outputs that these checks saved.
+        budget: limit of errors to draw on the page, such as `cosine=0.998`.
+
+    Returns:
+        The files that were written; no charts where the rows have no figures to draw.
+
+    Raises:
+        ReportError: there is nothing to report, or the page cannot be written.
+        PlotError: the charts cannot be written.
+        PlanError: the budget is invalid.
+        RowsError: the rows or checks cannot be read.
+        MissingPackage: the chart library is not installed.
+
+    Example:
+        >>> report("rows.jsonl", "report.html", budget="cosine=0.998")
+    """
+    from replay.plan.plan import parse_budget
+    from replay.report.charts.chart_files import write_plots
+    from replay.report.html.page_writer import ReportError, write_html
+
+    if out is None and charts is None:
+        raise ReportError("nothing to write: give out= for a page, or charts= for charts")
+    limit = parse_budget(budget) if isinstance(budget, str) else budget
+    found = rows_of(rows)
+    written: list[Path] = []
+    if out is not None:
+        write_html(
+            found,
+            Path(out),
+            checks=read_checks(checks),
+            outputs=None if outputs is None else Path(outputs),
+            budget=limit,
+        )
+        written.append(Path(out))
+    if charts is not None:
+        written += write_plots(found, Path(charts))
+    return written
+
+
+def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
+    """Return checks of models, those of a file if its path is given.
+
+    Raises:
+        RowsError: the file cannot be read, or something else wrote it.
+    """
+    if not isinstance(checks, str | os.PathLike):
+        return [dict(check) for check in checks]
+    path = Path(checks)
+    try:
+        found = [parsed(line) for line in given_text(path).splitlines()]
+    except OSError as error:
+        raise RowsError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RowsError(f"{path} was not written by `replay --e2e-json`") from error
+    if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in found):
+        raise RowsError(f"{path} was not written by `replay --e2e-json` of this version")
+    return found
