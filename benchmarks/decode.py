@@ -38,7 +38,7 @@ from attention_kernels.decode.split_kv_plan import Tiling
 from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import find
 from replay.timing.machine import describe
@@ -118,7 +118,7 @@ def _queries() -> Iterator[Case]:
             value,
             is_causal=True,
             enable_gqa=True,
-            variant=Variant(bottom_right=True),
+            variant=AttentionVariant(bottom_right=True),
         )
         caches = ("16 bits", "16 bits paged", "fp8")
         yield Case(f"queries {q_len}", call, [32768] * 8, caches, ("fa2", "fa3", "fa2-kvcache"))

@@ -34,7 +34,7 @@ from torch import Tensor
 from benchmarks import results
 from benchmarks.gpu import gpu
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -209,7 +209,7 @@ def _with_form(
     call: AttentionCall, form: str, rng: random.Random, generator: torch.Generator
 ) -> AttentionCall:
     device, shape = call.device, call.shape
-    window = Variant(window=(rng.randint(0, shape.kv_len), None), bottom_right=True)
+    window = AttentionVariant(window=(rng.randint(0, shape.kv_len), None), bottom_right=True)
     if form in ("float mask", "mask by head"):
         heads = shape.q_heads if form == "mask by head" else 1
         size = (1, heads, shape.q_len, shape.kv_len)
@@ -219,14 +219,14 @@ def _with_form(
             mask[..., 0] = True
         return call.with_tensors({"attn_mask": mask})
     if form == "bottom right":
-        return replace(call, is_causal=True, variant=Variant(bottom_right=True))
+        return replace(call, is_causal=True, variant=AttentionVariant(bottom_right=True))
     if form == "window":
         return replace(call, is_causal=True, variant=window)
     if form == "window both ways":
         sides = (rng.randint(0, shape.kv_len), rng.randint(0, shape.kv_len))
-        return replace(call, variant=Variant(window=sides, bottom_right=True))
+        return replace(call, variant=AttentionVariant(window=sides, bottom_right=True))
     if form == "soft cap":
-        return replace(call, variant=Variant(softcap=rng.choice((0.5, 5.0, 50.0))))
+        return replace(call, variant=AttentionVariant(softcap=rng.choice((0.5, 5.0, 50.0))))
     if form == "sinks":
         sinks = torch.randn(shape.q_heads, generator=generator, device=device)
         return replace(call, sinks=3 * sinks)
@@ -238,7 +238,9 @@ def _with_form(
     return call
 
 
-def _packed(call: AttentionCall, form: str, rng: random.Random, window: Variant) -> AttentionCall:
+def _packed(
+    call: AttentionCall, form: str, rng: random.Random, window: AttentionVariant
+) -> AttentionCall:
     """Several sequences in a row, some of them empty; none of fewer keys than queries."""
     q_len, kv_len = call.shape.q_len, call.shape.kv_len
     cuts = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 4)))
@@ -251,7 +253,7 @@ def _packed(call: AttentionCall, form: str, rng: random.Random, window: Variant)
     )
     packed = replace(call, cu_seqlens_q=q, cu_seqlens_k=k)
     if form == "packed, bottom right":
-        return replace(packed, is_causal=True, variant=Variant(bottom_right=True))
+        return replace(packed, is_causal=True, variant=AttentionVariant(bottom_right=True))
     return replace(packed, is_causal=True, variant=window) if form == "packed, window" else packed
 
 

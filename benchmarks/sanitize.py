@@ -23,7 +23,7 @@ os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import Kernel, catalogue
 from replay.workloads.random_calls import Spec
 
@@ -48,7 +48,9 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
             keys = torch.arange(kv_len, device=device) < lengths[:, None]
             yield plain.with_tensors({"attn_mask": keys[:, None, None]})
             yield replace(plain, seqused_k=lengths.int())
-            yield replace(plain, variant=Variant(True, (5, 3), 20.0), sinks=keys.new_ones(4) * 0.5)
+            yield replace(
+                plain, variant=AttentionVariant(True, (5, 3), 20.0), sinks=keys.new_ones(4) * 0.5
+            )
             yield packed(head_dim, q_len, kv_len, generator)
             yield in_pages(head_dim, q_len, kv_len, generator)
     # Long enough for decode to read it through tensor descriptors.
@@ -64,7 +66,7 @@ def packed(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -
 
     spec = Spec(1, 4, 2, 2 * q_len + 1, 2 * kv_len + 1, head_dim, head_dim)
     call = spec.call(generator.device, generator)
-    variant = Variant(max_seqlen_q=q_len, max_seqlen_k=kv_len)
+    variant = AttentionVariant(max_seqlen_q=q_len, max_seqlen_k=kv_len)
     return replace(call, cu_seqlens_q=starts(q_len), cu_seqlens_k=starts(kv_len), variant=variant)
 
 

@@ -17,15 +17,15 @@ import torch
 from benchmarks.gpu import gpu
 from benchmarks.sweep import Sweeps, parser, sweep_all
 from benchmarks.tables.speed import by_call
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.workloads.random_calls import Spec
 
-LONG_WINDOW = {"variant": Variant(bottom_right=True, window=(4095, None))}
+LONG_WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(4095, None))}
 """Mistral's and Gemma 2's."""
-WINDOW = {"variant": Variant(bottom_right=True, window=(1023, None))}
-SHORT_WINDOW = {"variant": Variant(bottom_right=True, window=(127, None))}
-SOFT_CAP = {"variant": Variant(softcap=50.0)}
-BOTTOM_RIGHT = {"is_causal": True, "variant": Variant(bottom_right=True)}
+WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(1023, None))}
+SHORT_WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(127, None))}
+SOFT_CAP = {"variant": AttentionVariant(softcap=50.0)}
+BOTTOM_RIGHT = {"is_causal": True, "variant": AttentionVariant(bottom_right=True)}
 LENGTHS = (2048, 1300, 700, 2000, 77, 1900, 160, 7)
 
 LLAMA_8K = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
@@ -51,7 +51,7 @@ def packed(lengths: Sequence[int]) -> dict[str, Any]:
     """Return the offsets at which sequences of these lengths begin and end."""
     offsets = torch.tensor((0, *lengths)).cumsum(0).int()
     longest = max(lengths)
-    variant = Variant(bottom_right=True, max_seqlen_q=longest, max_seqlen_k=longest)
+    variant = AttentionVariant(bottom_right=True, max_seqlen_q=longest, max_seqlen_k=longest)
     return {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets, "variant": variant}
 
 
@@ -85,7 +85,7 @@ SWEEPS: Sweeps = {
         "packed": (PACKED, packed(LENGTHS)),
         "packed-window-128": (
             PACKED,
-            {**packed(LENGTHS), "variant": Variant(True, (127, None), None, 2048, 2048)},
+            {**packed(LENGTHS), "variant": AttentionVariant(True, (127, None), None, 2048, 2048)},
         ),
     },
 }

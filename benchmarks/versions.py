@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
     "4096 head_dim 192/128 causal": ((1, 128, 128, 4096, 4096, 192, 128), True, {}),
     "8192 head_dim 256": ((1, 16, 8, 8192, 8192, 256, 256), False, {}),
 }
-"""Sizes, whether causal, and fields of `Variant`."""
+"""Sizes, whether causal, and fields of `AttentionVariant`."""
 SERVE = "--serve"
 
 
@@ -164,7 +164,7 @@ def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float
 
     import torch
 
-    from capture.call.attention_variant import Variant
+    from capture.call.attention_variant import AttentionVariant
     from replay.kernels.registry import find
     from replay.workloads.random_calls import Spec
 
@@ -172,7 +172,7 @@ def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float
     device = torch.device(question["device"])
     spec = Spec(*sizes, is_causal=is_causal)
     call = spec.call(device, torch.Generator(device).manual_seed(0))
-    call = replace(call, variant=Variant(**variant))
+    call = replace(call, variant=AttentionVariant(**variant))
     kernel = find(question["kernel"])
     arguments = call.arguments()
 

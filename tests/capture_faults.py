@@ -326,7 +326,7 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
             [read(path) for path in directory.glob("*.journal")] if directory.exists() else []
         )
         left = [
-            (Dataset.journalled(directory, each, over=True), each)
+            (Dataset.from_journal(directory, each, over=True), each)
             for each in journals
             if each is not None
         ]

@@ -26,7 +26,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,8 @@ from rich.console import Console
 from attention_replay.errors import Error
 from capture import load
 from capture.call.attention_call import AttentionCall, Origin
-from capture.call.attention_variant import Variant
-from capture.cli.check import verify
+from capture.call.attention_variant import AttentionVariant
+from capture.cli.check import check_files
 from capture.cli.show import show, show_findings
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -92,8 +92,10 @@ def make(directory: Path) -> None:
             cu_seqlens_q=torch.tensor([0, 4, 9], dtype=torch.int32),
             cu_seqlens_k=torch.tensor([0, 6, 13], dtype=torch.int32),
             seqused_k=torch.tensor([5, 7], dtype=torch.int32),
-            variant=Variant(bottom_right=True, window=(3, None), softcap=2.0, max_seqlen_q=5),
-            origin={"module": "a.3", "road": "flash_attn", "call_index": 6},
+            variant=AttentionVariant(
+                bottom_right=True, window=(3, None), softcap=2.0, max_seqlen_q=5
+            ),
+            origin={"module": "a.3", "entry_point": "flash_attn", "call_index": 6},
         ),
         in_pages(),
     ]
@@ -109,7 +111,7 @@ def make(directory: Path) -> None:
     )
     Dataset(directory, entries, [record]).save_manifest()
     killed = CaptureRecord(model="other", weights="random")
-    journal = Journal.begin(directory / "other.journal", asdict(killed), replaces=False)
+    journal = Journal.begin(directory / "other.journal", killed.to_json(), replaces=False)
     for index in (3, 4):
         call = random_call(origin={"module": "a.3", "call_index": index})
         call = replace(call, origin=replace(call.origin, model="other"))
@@ -242,7 +244,7 @@ def signed(directory: Path, path: Path, chance: Random) -> None:
         values = entry._read(check=False)
     except Error:
         return
-    header = json.loads(json.dumps(asdict(entry.header)))
+    header = json.loads(json.dumps(entry.header.to_json()))
     if chance.random() < 0.5:
         change(header, chance)
     else:
@@ -255,7 +257,7 @@ def signed(directory: Path, path: Path, chance: Random) -> None:
 def reshaped(directory: Path, path: Path, chance: Random) -> None:
     """Make all sizes, strides and dtypes anew, the file's tensors with them."""
     try:
-        header = json.loads(json.dumps(asdict(FileEntry.read(path).header)))
+        header = json.loads(json.dumps(FileEntry.read(path).header.to_json()))
     except Error:
         return
     batch, heads, dim, v_dim = (chance.choice([0, 1, 1, 2, 3, 2**20]) for _ in range(4))
@@ -384,12 +386,12 @@ def use(directory: Path) -> None:
     def opened() -> None:
         dataset = load(directory)
         show(dataset, console)
-        show_findings(verify(dataset), console)
+        show_findings(check_files(dataset), console)
         for entry in dataset.entries:
             attempt(lambda entry=entry: attention(entry.load(), torch.float32))
         for record in dataset.captures:
             attempt(lambda record=record: match(record.census, []))
-            json.dumps(asdict(record))
+            json.dumps(record.to_json())
 
     attempt(opened)
     for workload in workloads_of(directory):

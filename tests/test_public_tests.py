@@ -23,7 +23,7 @@ from benchmarks.public_tests.flash_attn_shim import FlashAttn
 from benchmarks.public_tests.flashinfer_shim import FlashInfer, lengths, page_table
 from benchmarks.public_tests.running import Outcome, draw
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import FEATURES, VARIANT_TENSORS, Variant
+from capture.call.attention_variant import FEATURES, VARIANT_TENSORS, AttentionVariant
 from replay.accuracy import reference
 from replay.kernels.registry import Kernel
 from tests import flash_attn_stand_in as stand_in
@@ -42,7 +42,9 @@ OPTIONS = (
 
 def _attention(**given: Any) -> Tensor:
     """Attention by the formula, of any call."""
-    variant = Variant(**{name: given.pop(name) for name in vars(Variant()) if name in given})
+    variant = AttentionVariant(
+        **{name: given.pop(name) for name in vars(AttentionVariant()) if name in given}
+    )
     tensors = {name: given.pop(name, None) for name in VARIANT_TENSORS}
     call = AttentionCall(**given, **tensors, variant=variant)
     return reference.attention(call).to(call.dtype)

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import cold_cache, decode, narrow_heads, per_pair, results, triton_kernels
 from benchmarks.tables import speed
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import Kernel
 from tests.factories import random_call
 
@@ -154,8 +154,8 @@ def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.Monke
     plain = random_call(q_len=8, kv_len=8, is_causal=True)
     # In a window of two keys a query sees 15 of the 36 pairs that causality leaves.
     calls = {
-        "plain-window": replace(plain, variant=Variant(True, (1, None))),
-        "plain-cap": replace(plain, variant=Variant(softcap=5.0)),
+        "plain-window": replace(plain, variant=AttentionVariant(True, (1, None))),
+        "plain-cap": replace(plain, variant=AttentionVariant(softcap=5.0)),
     }
     kernel = Kernel(
         "one",

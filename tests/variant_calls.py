@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from tests.factories import normal, random_call
 
 
@@ -75,19 +75,27 @@ def sequences(call: AttentionCall) -> list[AttentionCall]:
 LENGTHS_Q, LENGTHS_K = torch.tensor([0, 5, 16]).int(), torch.tensor([0, 9, 24]).int()
 
 CALLS: dict[str, AttentionCall] = {
-    "bottom-right": random_call(is_causal=True, variant=Variant(bottom_right=True)),
+    "bottom-right": random_call(is_causal=True, variant=AttentionVariant(bottom_right=True)),
     "bottom-right, square": random_call(
-        q_len=13, kv_len=13, is_causal=True, variant=Variant(bottom_right=True)
+        q_len=13, kv_len=13, is_causal=True, variant=AttentionVariant(bottom_right=True)
     ),
-    "window": random_call(q_len=16, kv_len=16, is_causal=True, variant=Variant(window=(3, None))),
+    "window": random_call(
+        q_len=16, kv_len=16, is_causal=True, variant=AttentionVariant(window=(3, None))
+    ),
     "window both ways": random_call(
-        q_len=9, kv_len=16, variant=Variant(window=(4, 2), bottom_right=True)
+        q_len=9, kv_len=16, variant=AttentionVariant(window=(4, 2), bottom_right=True)
     ),
-    "softcap": random_call(variant=Variant(softcap=0.5)),
-    "softcap and mask": random_call(variant=Variant(softcap=0.5), attn_mask=normal(9, 13) > 0),
+    "softcap": random_call(variant=AttentionVariant(softcap=0.5)),
+    "softcap and mask": random_call(
+        variant=AttentionVariant(softcap=0.5), attn_mask=normal(9, 13) > 0
+    ),
     "sinks": random_call(q_heads=4, kv_heads=2, sinks=normal(4, seed=7)),
     "sinks and window": random_call(
-        q_len=16, kv_len=16, is_causal=True, sinks=normal(2, seed=7), variant=Variant(window=(2, 0))
+        q_len=16,
+        kv_len=16,
+        is_causal=True,
+        sinks=normal(2, seed=7),
+        variant=AttentionVariant(window=(2, 0)),
     ),
     "packed": random_call(q_len=16, kv_len=24, cu_seqlens_q=LENGTHS_Q, cu_seqlens_k=LENGTHS_K),
     "packed, causal bottom right": random_call(
@@ -96,7 +104,7 @@ CALLS: dict[str, AttentionCall] = {
         is_causal=True,
         cu_seqlens_q=LENGTHS_Q,
         cu_seqlens_k=LENGTHS_K,
-        variant=Variant(bottom_right=True, max_seqlen_q=11, max_seqlen_k=15),
+        variant=AttentionVariant(bottom_right=True, max_seqlen_q=11, max_seqlen_k=15),
     ),
     "packed, causal top left": random_call(
         q_len=16,
@@ -104,7 +112,7 @@ CALLS: dict[str, AttentionCall] = {
         is_causal=True,
         cu_seqlens_q=LENGTHS_Q,
         cu_seqlens_k=LENGTHS_K,
-        variant=Variant(window=(2, None)),
+        variant=AttentionVariant(window=(2, None)),
     ),
     "key-lengths": random_call(batch=2, seqused_k=torch.tensor([4, 13]).int()),
     "key-lengths, bottom right": random_call(
@@ -112,7 +120,7 @@ CALLS: dict[str, AttentionCall] = {
         q_len=3,
         is_causal=True,
         seqused_k=torch.tensor([4, 13]).int(),
-        variant=Variant(bottom_right=True),
+        variant=AttentionVariant(bottom_right=True),
     ),
     "paged": paged_call([9, 0, 5], 4, q_heads=4, kv_heads=2),
     "paged, packed, bottom right, window": paged_call(
@@ -121,7 +129,7 @@ CALLS: dict[str, AttentionCall] = {
         q_len=16,
         is_causal=True,
         cu_seqlens_q=LENGTHS_Q,
-        variant=Variant(bottom_right=True, window=(2, None)),
+        variant=AttentionVariant(bottom_right=True, window=(2, None)),
     ),
 }
 
@@ -134,26 +142,32 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
     lengths = {"batch": 2, "kv_len": 40, "seqused_k": torch.tensor([17, 40]).int()}
     mask = torch.arange(16) < torch.tensor([[5], [16]])
     padded = {"batch": 2, "kv_len": 16, "attn_mask": mask[:, None, None]}
-    bottom_right = Variant(bottom_right=True)
-    left = Variant(window=(4, None), bottom_right=True)
+    bottom_right = AttentionVariant(bottom_right=True)
+    left = AttentionVariant(window=(4, None), bottom_right=True)
     sinks = {"sinks": normal(4, seed=7, dtype=torch.bfloat16)}
     asked: dict[str, dict[str, Any]] = {
         "bottom right": {"q_len": 9, "kv_len": 21, "is_causal": True, "variant": bottom_right},
         "bottom right, batch": {"batch": 2, "is_causal": True, "variant": bottom_right},
         "bottom right, decode": {"q_len": 1, "is_causal": True, "variant": bottom_right},
-        "top left": {"is_causal": True, "variant": Variant(softcap=2.0)},
+        "top left": {"is_causal": True, "variant": AttentionVariant(softcap=2.0)},
         "window, causal": {"q_len": 16, "kv_len": 16, "is_causal": True, "variant": left},
         "window, causal, longer keys": {"is_causal": True, "variant": left},
         "window, decode": {"q_len": 1, "kv_len": 21, "is_causal": True, "variant": left},
         "window, left": {"variant": left},
-        "window, both ways": {"variant": Variant(window=(3, 2), bottom_right=True)},
-        "window, left and none after": {"variant": Variant(window=(3, 0), bottom_right=True)},
-        "window, top left": {"variant": Variant(window=(3, 2))},
+        "window, both ways": {"variant": AttentionVariant(window=(3, 2), bottom_right=True)},
+        "window, left and none after": {
+            "variant": AttentionVariant(window=(3, 0), bottom_right=True)
+        },
+        "window, top left": {"variant": AttentionVariant(window=(3, 2))},
         "window, padded": {**padded, "variant": left},
-        "soft cap, padded": {**padded, "variant": Variant(softcap=0.5)},
-        "soft cap": {"variant": Variant(softcap=0.5)},
-        "soft cap, scale, batch": {"batch": 2, "scale": 0.3, "variant": Variant(softcap=2.0)},
-        "soft cap, decode": {"q_len": 1, "variant": Variant(softcap=0.5)},
+        "soft cap, padded": {**padded, "variant": AttentionVariant(softcap=0.5)},
+        "soft cap": {"variant": AttentionVariant(softcap=0.5)},
+        "soft cap, scale, batch": {
+            "batch": 2,
+            "scale": 0.3,
+            "variant": AttentionVariant(softcap=2.0),
+        },
+        "soft cap, decode": {"q_len": 1, "variant": AttentionVariant(softcap=0.5)},
         "sinks": sinks,
         "sinks, window": {**sinks, "is_causal": True, "variant": left},
         "packed": packed,
@@ -161,7 +175,7 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
         "packed, top left": {**packed, "is_causal": True},
         "packed, even": {**same, "is_causal": True},
         "packed, window": {**packed, "is_causal": True, "variant": left},
-        "packed, soft cap": {**packed, "variant": Variant(softcap=0.5, max_seqlen_q=11)},
+        "packed, soft cap": {**packed, "variant": AttentionVariant(softcap=0.5, max_seqlen_q=11)},
         "packed, key lengths": {**packed, "seqused_k": torch.tensor([7, 15]).int()},
         "key lengths": lengths,
         "key lengths, decode": {**lengths, "q_len": 1},

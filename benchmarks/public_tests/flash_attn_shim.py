@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.public_tests.answers import Answers
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 
 NOT_DONE = {
     "alibi_slopes": "ALiBi",
@@ -196,7 +196,7 @@ def _call(
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
         page_table=page_table,
-        variant=Variant(
+        variant=AttentionVariant(
             bottom_right=True,
             window=(left, right),
             softcap=softcap or None,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from benchmarks.public_tests.answers import Answers
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 
 Pages = Tensor | tuple[Tensor, Tensor]
 
@@ -327,7 +327,7 @@ def call_of(
         cu_seqlens_k=cu_seqlens_k,
         seqused_k=seqused_k,
         page_table=page_table,
-        variant=Variant(
+        variant=AttentionVariant(
             bottom_right=True,
             window=(window_left if window_left >= 0 else None, None),
             softcap=logits_soft_cap or None,

@@ -12,11 +12,11 @@ from capture.call import pages
 from capture.call.attention_variant import (
     PLAIN,
     VARIANT_TENSORS,
-    Span,
-    Variant,
+    AttentionVariant,
+    KeyRanges,
     beyond_arguments,
     features,
-    spans,
+    key_ranges,
 )
 from capture.call.shape import Shape
 from capture.call.strides import copy_with_strides, is_leading_part
@@ -44,7 +44,7 @@ class Origin:
     seed: int | None = None
     rank: int | None = None
     """Of the process that made the call, where there were several."""
-    road: str = "sdpa"
+    entry_point: str = "sdpa"
     """How the model called attention: `sdpa`, or a library's function or registry."""
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
@@ -111,7 +111,7 @@ class AttentionCall:
     page_table: Tensor | None = None
     """(B, n) or, packed, (N, n) int32: the pages that each sequence's keys lie in
     (`capture.call.pages`). Then `seqused_k` is there too, and `cu_seqlens_k` is not."""
-    variant: Variant = PLAIN
+    variant: AttentionVariant = PLAIN
     origin: Origin = field(default_factory=Origin)
 
     def __repr__(self) -> str:
@@ -133,12 +133,12 @@ class AttentionCall:
         return features(self)
 
     @property
-    def spans(self) -> Span:
+    def key_ranges(self) -> KeyRanges:
         """Which keys each query sees, before any `attn_mask`; of all that pages have room for."""
         starts_k, kv_len = self.cu_seqlens_k, self.shape.kv_len
         if self.page_table is not None and self.cu_seqlens_q is not None:
             starts_k = _even_starts(self.page_table.shape[0], kv_len, self.device)
-        return spans(
+        return key_ranges(
             self.query.shape[2],
             kv_len,
             self.device,

@@ -43,7 +43,7 @@ VARIANT_TENSORS = {
 
 
 @dataclass(frozen=True)
-class Variant:
+class AttentionVariant:
     """The plain options of a call beyond SDPA's arguments; the default asks for nothing.
 
     Raises:
@@ -86,7 +86,7 @@ class Variant:
         )
 
     @classmethod
-    def from_json(cls, data: Any) -> Variant:
+    def from_json(cls, data: Any) -> AttentionVariant:
         """Read what `arguments` gave.
 
         Raises:
@@ -110,13 +110,13 @@ class Variant:
         return cls(**{**data, "window": tuple(window)})
 
 
-_DEFAULTS = vars(Variant())
+_DEFAULTS = vars(AttentionVariant())
 
-PLAIN = Variant()
+PLAIN = AttentionVariant()
 """SDPA itself."""
 
 
-class Asking(Protocol):
+class CallOptions(Protocol):
     """A call, made or recorded."""
 
     @property
@@ -134,10 +134,10 @@ class Asking(Protocol):
     @property
     def page_table(self) -> Tensor | None: ...
     @property
-    def variant(self) -> Variant: ...
+    def variant(self) -> AttentionVariant: ...
 
 
-def features(call: Asking) -> tuple[str, ...]:
+def features(call: CallOptions) -> tuple[str, ...]:
     """What a kernel must know beyond SDPA to answer a call, of `FEATURES`."""
     variant, packed, asked = call.variant, call.cu_seqlens_q is not None, []
     if variant is not PLAIN:
@@ -161,7 +161,7 @@ def features(call: Asking) -> tuple[str, ...]:
     return tuple(asked)
 
 
-def beyond(call: Asking) -> str:
+def beyond(call: CallOptions) -> str:
     """What a call asks beyond SDPA, in a phrase: `window 1023/0, sinks`; empty for nothing."""
     packed, is_paged = call.cu_seqlens_q, call.page_table is not None
     parts = [
@@ -174,7 +174,7 @@ def beyond(call: Asking) -> str:
     return ", ".join(filter(None, parts))
 
 
-def beyond_arguments(call: Asking) -> dict[str, Any]:
+def beyond_arguments(call: CallOptions) -> dict[str, Any]:
     """What a call asks beyond SDPA as keyword arguments: those that change what is computed."""
     asked = features(call)
     given = call.variant.arguments() if asked else {}
@@ -184,7 +184,7 @@ def beyond_arguments(call: Asking) -> dict[str, Any]:
     return {**{name: each for name, each in tensors.items() if each is not None}, **given}
 
 
-class Span(NamedTuple):
+class KeyRanges(NamedTuple):
     """The keys that causality, window and sequences leave each query: those from first to end."""
 
     first: Tensor
@@ -198,7 +198,7 @@ class Span(NamedTuple):
         return self.first[row], self.end[row]
 
 
-class Frame(NamedTuple):
+class QueryPositions(NamedTuple):
     """What causality and window are relative to, for each query."""
 
     begin: Tensor
@@ -209,7 +209,7 @@ class Frame(NamedTuple):
     """The key, counted from `begin`, that it lies beside; maybe none."""
 
 
-def frame(
+def query_positions(
     q_len: int,
     kv_len: int,
     device: torch.device,
@@ -218,8 +218,8 @@ def frame(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
-) -> Frame:
-    """Where each query stands in its sequence; arguments as of `spans`."""
+) -> QueryPositions:
+    """Where each query stands in its sequence; arguments as of `key_ranges`."""
     rows = torch.arange(q_len, device=device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
@@ -238,20 +238,20 @@ def frame(
             lengths_k = seqused_k.to(device, torch.int64)[:, None]
         lengths_q, begin = torch.full_like(lengths_k, q_len), torch.zeros_like(lengths_k)
     diagonal = position + (lengths_k - lengths_q if bottom_right else 0)
-    return Frame(*torch.broadcast_tensors(begin, lengths_k, diagonal))
+    return QueryPositions(*torch.broadcast_tensors(begin, lengths_k, diagonal))
 
 
-def spans(
+def key_ranges(
     q_len: int,
     kv_len: int,
     device: torch.device,
     *,
     is_causal: bool = False,
-    variant: Variant = PLAIN,
+    variant: AttentionVariant = PLAIN,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
-) -> Span:
+) -> KeyRanges:
     """Which keys each query sees, before any `attn_mask`.
 
     Args:
@@ -259,7 +259,7 @@ def spans(
         cu_seqlens_q: (N + 1,) where each of N packed sequences begins; `cu_seqlens_k` its keys.
         seqused_k: (B,), or (N,) if packed: keys of each sequence that count, from the first.
     """
-    begin, end, diagonal = frame(
+    begin, end, diagonal = query_positions(
         q_len,
         kv_len,
         device,
@@ -276,4 +276,4 @@ def spans(
         first = (diagonal - left).clamp(min=0)
     if right is not None:
         end = torch.minimum(end, diagonal + right + 1)
-    return Span(begin + first, begin + torch.maximum(end, first))
+    return KeyRanges(begin + first, begin + torch.maximum(end, first))

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Span, Variant, Window, frame, spans
+from capture.call.attention_variant import (
+    AttentionVariant,
+    KeyRanges,
+    Window,
+    key_ranges,
+    query_positions,
+)
 from capture.call.strides import narrow_expanded
 
 BLOCK_ELEMENTS = 2**20
@@ -85,19 +91,21 @@ class MaskStructure:
             seqused_k=used,
         )
 
-    def spans(self, q_len: int, kv_len: int, device: torch.device) -> Span:
+    def key_ranges(self, q_len: int, kv_len: int, device: torch.device) -> KeyRanges:
         """The keys that it leaves each query."""
-        first, end = spans(
+        first, end = key_ranges(
             q_len,
             kv_len,
             device,
             is_causal=self.is_causal,
-            variant=Variant(self.bottom_right, self.window),
+            variant=AttentionVariant(self.bottom_right, self.window),
             cu_seqlens_q=self.cu_seqlens_q,
             cu_seqlens_k=self.cu_seqlens_k,
             seqused_k=self.seqused_k,
         )
-        return Span(first if self.starts_k is None else first.maximum(self.starts_k[:, None]), end)
+        return KeyRanges(
+            first if self.starts_k is None else first.maximum(self.starts_k[:, None]), end
+        )
 
 
 def structure_of(call: AttentionCall) -> MaskStructure | None:
@@ -108,10 +116,10 @@ def structure_of(call: AttentionCall) -> MaskStructure | None:
     """
     if call.attn_mask is None or call.cu_seqlens_q is not None or call.seqused_k is not None:
         return None
-    return found_in(call.attn_mask, call.spans, call.shape.q_len, call.shape.kv_len)
+    return found_in(call.attn_mask, call.key_ranges, call.shape.q_len, call.shape.kv_len)
 
 
-def found_in(attn_mask: Tensor, within: Span, q_len: int, kv_len: int) -> MaskStructure | None:
+def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> MaskStructure | None:
     """What a mask (broadcasts to (B, Hq, Sq, Sk)) amounts to, of the keys that spans leave.
 
     It counts if it is bool, or its values are 0 and -inf or the lowest of its dtype. A query to
@@ -141,7 +149,7 @@ def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
     )
 
 
-def _seen(attn_mask: Tensor, within: Span, kv_len: int) -> Span | None:
+def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None:
     """The keys that each query sees; None if they are no span, or differ between heads."""
     mask = narrow_expanded(attn_mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
@@ -168,7 +176,7 @@ def _seen(attn_mask: Tensor, within: Span, kv_len: int) -> Span | None:
     is_empty = end <= first
     if has_lowest and bool(is_empty.any()):
         return None
-    return Span(first, torch.where(is_empty, first, end))
+    return KeyRanges(first, torch.where(is_empty, first, end))
 
 
 def _unbroken(visible: Tensor) -> Tensor | None:
@@ -192,7 +200,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
     return torch.stack([first, end]).view(2, *visible.shape[:3])
 
 
-def _candidates(seen: Span, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
+def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
     """Lengths and alignments to try, without causality and window."""
     first, end = seen
     is_empty = end <= first
@@ -231,10 +239,12 @@ def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | No
     return [structure, replace(structure, seqused_k=used)]
 
 
-def _fitted(structure: MaskStructure, seen: Span, q_len: int, kv_len: int) -> MaskStructure | None:
+def _fitted(
+    structure: MaskStructure, seen: KeyRanges, q_len: int, kv_len: int
+) -> MaskStructure | None:
     """The structure with the causality and window that make its spans those seen, if any do."""
     device = seen.first.device
-    begin, length, diagonal = frame(
+    begin, length, diagonal = query_positions(
         q_len,
         kv_len,
         device,
@@ -243,7 +253,7 @@ def _fitted(structure: MaskStructure, seen: Span, q_len: int, kv_len: int) -> Ma
         cu_seqlens_k=structure.cu_seqlens_k,
         seqused_k=structure.seqused_k,
     )
-    unrestricted, diagonal = structure.spans(q_len, kv_len, device), begin + diagonal
+    unrestricted, diagonal = structure.key_ranges(q_len, kv_len, device), begin + diagonal
     sees = seen.end > seen.first
     left = _one_of(diagonal - seen.first, sees & (seen.first > unrestricted.first))
     right = _one_of(seen.end - 1 - diagonal, sees & (seen.end < begin + length))
@@ -258,7 +268,7 @@ def _fitted(structure: MaskStructure, seen: Span, q_len: int, kv_len: int) -> Ma
         if is_causal and left is None:
             window = (None, None)
         fitted = replace(structure, is_causal=is_causal, window=window)
-        if _same(fitted.spans(q_len, kv_len, device), seen):
+        if _same(fitted.key_ranges(q_len, kv_len, device), seen):
             return fitted
     return None
 
@@ -270,7 +280,7 @@ def _one_of(distances: Tensor, where: Tensor) -> int | None:
     return int(distances.flatten()[place]) if bool(where.flatten()[place]) else None
 
 
-def _same(one: Span, other: Span) -> bool:
+def _same(one: KeyRanges, other: KeyRanges) -> bool:
     """Whether both leave every query the same keys."""
     neither = (one.end <= one.first) & (other.end <= other.first)
     alike = (one.first == other.first) & (one.end == other.end)

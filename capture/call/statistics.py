@@ -105,7 +105,7 @@ def _of_weights(
             scores = scores.masked_fill(~mask, -math.inf)
         else:
             scores = scores + mask.float()
-    first, end = (each[rows, None] for each in call.spans.of(batch))
+    first, end = (each[rows, None] for each in call.key_ranges.of(batch))
     position = torch.arange(key.shape[0], device=key.device)
     scores = scores.masked_fill((position < first) | (position >= end), -math.inf)
     seen = (scores > -math.inf).sum(-1)

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from capture.storage.origins import Report
+    from capture.storage.cached_copy import ProgressReport
 
 
 @contextlib.contextmanager
-def shown_arrivals(*, quiet: bool) -> Iterator[Report]:
+def shown_arrivals(*, quiet: bool) -> Iterator[ProgressReport]:
     """Yield what `Dataset.open` and `Dataset.fetch` report to: a bar, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn

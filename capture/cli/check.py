@@ -27,7 +27,7 @@ _BACKENDS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class FileCheck:
     """The result of verifying one file."""
 
     path: Path
@@ -35,7 +35,7 @@ class Finding:
     text: str
 
 
-def verify(dataset: Dataset) -> list[Finding]:
+def check_files(dataset: Dataset) -> list[FileCheck]:
     """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
 
     Outputs of calls that ask what SDPA has no argument for are not recomputed.
@@ -44,40 +44,40 @@ def verify(dataset: Dataset) -> list[Finding]:
     the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
     relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
     """
-    damaged = [Finding(each.path, False, each.error.reason) for each in dataset.damaged]
+    damaged = [FileCheck(each.path, False, each.error.reason) for each in dataset.damaged]
     return [*map(_verify_entry, dataset.entries), *damaged]
 
 
-def _verify_entry(entry: FileEntry) -> Finding:
+def _verify_entry(entry: FileEntry) -> FileCheck:
     found = _recomputed(entry)
     if not entry.origin.derived:
         return found
     return replace(found, text=f"{found.text}; derived: {entry.origin.derived}")
 
 
-def _recomputed(entry: FileEntry) -> Finding:
+def _recomputed(entry: FileEntry) -> FileCheck:
     recorded_on = entry.origin.device_type
     device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
     try:
         call = entry.load(device)
     except DatasetError as error:
-        return Finding(entry.path, False, error.reason)
+        return FileCheck(entry.path, False, error.reason)
     except RuntimeError as error:  # the device has no memory for it
-        return Finding(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
+        return FileCheck(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
     if call.output is None:
-        return Finding(entry.path, True, "intact; no output recorded")
+        return FileCheck(entry.path, True, "intact; no output recorded")
     if call.features:
         text = f"intact; cannot be recomputed, as SDPA has no {beyond(call)}"
-        return Finding(entry.path, True, text)
+        return FileCheck(entry.path, True, text)
     if call.dropout_p > 0:
-        return Finding(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
+        return FileCheck(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
     note = "" if recorded_on == device else f" (recomputed on cpu, recorded on {recorded_on})"
     try:
         good, text = _compare_output(call, call.output)
     except (RuntimeError, TypeError, ValueError) as error:
         text = f"output cannot be recomputed here: {_first_line(error)}"
-        return Finding(entry.path, False, text)
-    return Finding(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
+        return FileCheck(entry.path, False, text)
+    return FileCheck(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
 
 
 def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:

@@ -234,14 +234,14 @@ def _capture(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     from capture.errors import CaptureError, RecordingWarning
     from capture.recording.parts import declared
     from capture.recording.record import record
-    from capture.storage.target import Target, current_rank, rank_name
+    from capture.storage.target import CaptureTarget, current_rank, rank_name
 
     name = _capture_name(arguments.model)
     progress, notices = Console(stderr=True, quiet=arguments.quiet), Console(stderr=True)
     # A full-size model takes minutes to load, so fail early.
     rank = current_rank() if arguments.rank is None else arguments.rank
     declared(arguments.split, None, rank, arguments.heads)
-    Target.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
+    CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
     with progress.status(Text(f"loading {arguments.model} …")), interruptible():
         runnable = import_models().load(
             arguments.model,
@@ -304,7 +304,7 @@ def _capture(arguments: argparse.Namespace, begun: list[Recording]) -> int:
         progress.print(Text(recording.summary))
     if recording.audit:
         notices.print(Text(str(recording.audit)))
-    for each in recording.gone_past:
+    for each in recording.missed_attention:
         print(f"note: not seen, and not in the census: {printable(str(each))}", file=sys.stderr)
     for problem in untold:
         print(f"capture: {_with_flags(problem)}", file=sys.stderr)
@@ -399,13 +399,13 @@ def _verify(where: str, *, quiet: bool) -> int:
     dataset = _opened(where, quiet=quiet, whole=True)
     from rich.console import Console
 
-    from capture.cli.check import verify
+    from capture.cli.check import check_files
     from capture.cli.show import show_findings
 
     if dataset.note:
         print(f"note: {printable(dataset.note)}", file=sys.stderr)
     with Console(stderr=True, quiet=quiet).status("checking files and recomputing outputs …"):
-        findings = verify(dataset)
+        findings = check_files(dataset)
     show_findings(findings, Console())
     bad = sum(not finding.good for finding in findings)
     print(f"{len(findings) - bad:,} of {counted(len(findings), 'file')} passed")

@@ -15,12 +15,12 @@ from capture.call.attention_variant import VARIANT_TENSORS
 from capture.call.head_ranges import ranges
 from capture.call.statistics import CallStatistics, call_statistics, mean
 from capture.call.strides import Layout
-from capture.cli.check import Finding
+from capture.cli.check import FileCheck
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.header import Header
+from capture.storage.header import CallHeader
 from capture.text.counted import counted
 from capture.text.printable import printable
 
@@ -123,7 +123,7 @@ def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
     return groups
 
 
-def show_findings(findings: list[Finding], console: Console) -> None:
+def show_findings(findings: list[FileCheck], console: Console) -> None:
     """Print the findings of `verify`, one line per file."""
     for finding in findings:
         mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
@@ -174,7 +174,7 @@ def _part(origin: Origin) -> str:
     return f"{of_whole}, split over ranks {ranges(tuple(sorted(origin.split_ranks)))}"
 
 
-def _mask(header: Header) -> str:
+def _mask(header: CallHeader) -> str:
     asked = [str(header.variant), *(name for name in VARIANT_TENSORS if name in header.layouts)]
     if header.is_paged:
         pool, _, page_size, _ = header.layouts["key"].size
@@ -190,7 +190,7 @@ def _mask(header: Header) -> str:
     return ", ".join(filter(None, [f"{kind} mask {size}{structure}", *asked]))
 
 
-def _strides(header: Header) -> str:
+def _strides(header: CallHeader) -> str:
     """Describe each tensor's memory layout: `query BSHD, key and value BHSD`."""
     tensors: dict[str, list[str]] = {}
     for name in ("query", "key", "value"):

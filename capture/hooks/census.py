@@ -18,11 +18,12 @@ from capture.call.attention_variant import beyond
 from capture.call.pages import kv_len
 from capture.hooks.autocast import cast
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import Site
+from capture.hooks.modules import CallSite
 from capture.storage.header import dtype_name
+from capture.storage.json_data import with_names
 
 
-class Signature(NamedTuple):
+class CallSignature(NamedTuple):
     """What two calls must have in common to cost the same."""
 
     query: tuple[int, ...]
@@ -36,12 +37,12 @@ class Signature(NamedTuple):
     enable_gqa: bool
     beyond: str = ""
     """What the call asks beyond SDPA, in a phrase (`capture.call.attention_variant.beyond`)."""
-    road: str = "sdpa"
+    entry_point: str = "sdpa"
     refusal: str = ""
     """Why calls like this cannot be stored."""
 
     @classmethod
-    def of(cls, arguments: Arguments) -> Signature:
+    def of(cls, arguments: Arguments) -> CallSignature:
         mask = arguments.attn_mask
         return cls(
             query=_sizes(arguments.query),
@@ -54,15 +55,15 @@ class Signature(NamedTuple):
             scale=_alike(arguments.scale),
             enable_gqa=bool(arguments.enable_gqa),
             beyond=beyond(arguments),
-            road=arguments.road,
+            entry_point=arguments.entry_point,
             refusal=arguments.refusal,
         )
 
     def to_json(self) -> dict[str, Any]:
-        if self.scale is None or math.isfinite(self.scale):
-            return self._asdict()
-        refusal = self.refusal or f"scale {self.scale}"
-        return self._replace(scale=None, refusal=refusal)._asdict()
+        plain = self
+        if self.scale is not None and not math.isfinite(self.scale):
+            plain = self._replace(scale=None, refusal=self.refusal or f"scale {self.scale}")
+        return with_names(plain._asdict(), {"entry_point": "road"})
 
     @property
     def stratum(self) -> tuple[object, ...]:
@@ -76,15 +77,15 @@ class Signature(NamedTuple):
             self.mask is None,
             self.is_causal,
             self.beyond,
-            self.road,
+            self.entry_point,
         )
 
 
 @dataclass(eq=False, slots=True)
-class Count:
+class CallCount:
     """Calls of one module, phase and signature."""
 
-    signature: Signature
+    signature: CallSignature
     first_step: int
     last_step: int
     calls: int = 0
@@ -95,32 +96,32 @@ class Count:
 class Census:
     """Call counts by module × phase × signature."""
 
-    _counts: dict[tuple[str, str, Signature], Count] = field(default_factory=dict)
+    _counts: dict[tuple[str, str, CallSignature], CallCount] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
         """Calls counted so far."""
         return sum(count.calls for count in [*self._counts.values()])  # threads may add others
 
-    def add(self, site: Site, arguments: Arguments) -> None:
+    def add(self, site: CallSite, arguments: Arguments) -> None:
         """Count a call."""
         count = self.count_of(site, arguments)
         count.calls += 1
         count.last_step = site.step
 
     def count_of(
-        self, site: Site, arguments: Arguments, cast_to: torch.dtype | None = None
-    ) -> Count:
+        self, site: CallSite, arguments: Arguments, cast_to: torch.dtype | None = None
+    ) -> CallCount:
         """Return the count of calls like this one, which itself is not counted yet.
 
         Args:
             cast_to: the dtype that autocast casts the arguments to.
         """
-        signature = Signature.of(cast(arguments, cast_to))
+        signature = CallSignature.of(cast(arguments, cast_to))
         key = site.module, site.phase, signature
-        return self._counts.setdefault(key, Count(signature, site.step, site.step))
+        return self._counts.setdefault(key, CallCount(signature, site.step, site.step))
 
-    def items(self) -> list[tuple[tuple[str, str, Signature], Count]]:
+    def items(self) -> list[tuple[tuple[str, str, CallSignature], CallCount]]:
         """Every count, with its module, phase and signature."""
         return [*self._counts.items()]
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from capture.call.attention_variant import PLAIN, Variant, features
+from capture.call.attention_variant import PLAIN, AttentionVariant, features
 
 TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 """PyTorch's own function, saved at import, before it is replaced."""
@@ -45,8 +45,8 @@ class Arguments(NamedTuple):
     cu_seqlens_k: Tensor | None = None
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
-    variant: Variant = PLAIN
-    road: str = "sdpa"
+    variant: AttentionVariant = PLAIN
+    entry_point: str = "sdpa"
     """How the model made the call."""
     backend: str = ""
     """What computed it, as a kernel's name, where it was not SDPA."""
@@ -63,7 +63,7 @@ class Arguments(NamedTuple):
     def fields(self) -> dict[str, Any]:
         """By name, those that an `AttentionCall` has too."""
         fields = self._asdict()
-        for name in ("road", "backend", "refusal", "returns"):
+        for name in ("entry_point", "backend", "refusal", "returns"):
             del fields[name]
         return fields
 
@@ -96,7 +96,7 @@ def _without_bias(arguments: Arguments) -> Arguments:
         return arguments
     lower_right = mask.variant == bias.CausalVariant.LOWER_RIGHT
     unequal = arguments.query.shape[-2] != arguments.key.shape[-2]
-    variant = Variant(bottom_right=True) if lower_right and unequal else PLAIN
+    variant = AttentionVariant(bottom_right=True) if lower_right and unequal else PLAIN
     return arguments._replace(attn_mask=None, is_causal=True, variant=variant)
 
 

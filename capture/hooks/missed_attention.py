@@ -22,7 +22,7 @@ _FUSED = "_transformer_encoder_layer_fwd"
 
 
 @dataclass(frozen=True)
-class GonePast:
+class MissedAttention:
     """Forward passes of one class of attention modules in which no call was seen."""
 
     kind: str
@@ -67,9 +67,9 @@ class FusedLayers:
             setattr(torch, _FUSED, fused)
 
 
-def gone_past(
+def find_missed_attention(
     tracker: ModuleTracker, fused: FusedLayers, audit: Audit | None = None
-) -> list[GonePast]:
+) -> list[MissedAttention]:
     """Return what went past all roads so far, by class."""
     ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
     ran_paths = [watched.path for watched in ran]
@@ -88,6 +88,6 @@ def gone_past(
         if path not in modules and not any(path.startswith(f"{each}.") for each in modules):
             found.setdefault(name, []).append((path or "outside", calls))
     return [
-        GonePast(kind, sum(runs for _, runs in each), len(each), each[0][0])
+        MissedAttention(kind, sum(runs for _, runs in each), len(each), each[0][0])
         for kind, each in found.items()
     ]

@@ -16,11 +16,11 @@ from torch.jit._trace import TopLevelTracedModule
 
 from capture.hooks.attention_modules import is_attention
 from capture.hooks.interceptor import calls_handled
-from capture.hooks.phases import RECOMPUTE, Role, in_backward, roles, takes_time_step
+from capture.hooks.phases import RECOMPUTE, ModuleRole, in_backward, roles, takes_time_step
 from capture.hooks.signals import is_meant_for_program
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """Where in the model a call was made."""
 
     module: str = ""
@@ -30,17 +30,17 @@ class Site(NamedTuple):
     phase: str = "encode"
 
 
-OUTSIDE = Site()
+OUTSIDE = CallSite()
 """Outside all watched modules."""
 
 
 @dataclass(eq=False, slots=True)
-class Watched:
+class WatchedModule:
     """A module whose forward passes are tracked."""
 
     path: str
     module: nn.Module
-    role: Role | None
+    role: ModuleRole | None
     """None if its phase is always its caller's."""
     forwards: int = 0
     """Forward passes so far, without those that a backward pass repeated."""
@@ -53,11 +53,11 @@ class Watched:
     """Forward passes of an attention module that ended without an attention call."""
 
 
-class Running(threading.local):
+class RunningModules(threading.local):
     """The modules that the calling thread is in, from the outermost."""
 
     def __init__(self) -> None:
-        self.stack: list[tuple[nn.Module, Site, int]] = []
+        self.stack: list[tuple[nn.Module, CallSite, int]] = []
         """With the number of attention calls before an attention module."""
 
 
@@ -66,7 +66,7 @@ class _Hook:
 
     __slots__ = ("_running", "_watched")
 
-    def __init__(self, running: Running, watched: Watched) -> None:
+    def __init__(self, running: RunningModules, watched: WatchedModule) -> None:
         self._running, self._watched = running, watched
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ class _Enter(_Hook):
         watched, stack = self._watched, self._running.stack
         outer = stack[-1][1] if stack else None
         if in_backward():
-            site = Site(watched.path, watched.step, RECOMPUTE)
+            site = CallSite(watched.path, watched.step, RECOMPUTE)
         else:
             forwards = watched.forwards
             watched.forwards = forwards + 1
@@ -95,9 +95,9 @@ class _Enter(_Hook):
                     if is_meant_for_program(error):
                         raise
             if phase is None and outer is not None:
-                site = Site(watched.path, outer.step, outer.phase)
+                site = CallSite(watched.path, outer.step, outer.phase)
             else:
-                site = Site(watched.path, forwards, phase or "encode")
+                site = CallSite(watched.path, forwards, phase or "encode")
             watched.step = site.step
         stack.append((module, site, calls_handled() if watched.is_attention else 0))
 
@@ -132,7 +132,7 @@ class ModuleTracker:
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
-        self._watched: dict[nn.Module, Watched] = {}
+        self._watched: dict[nn.Module, WatchedModule] = {}
         for name, root in roots.items():
             root = _uncompiled(root)
             known = roles(root)
@@ -142,7 +142,7 @@ class ModuleTracker:
                         part for part in (name, *path.split(".")) if part not in ("", "_orig_mod")
                     ]
                     role = known[module] if known[module].decides else None
-                    self._watched[module] = Watched(
+                    self._watched[module] = WatchedModule(
                         ".".join(parts) or type(module).__name__,
                         module,
                         role,
@@ -159,7 +159,7 @@ class ModuleTracker:
                 self._unhooked.update(inner for inner in module.modules() if inner is not module)
                 watched.is_script = not isinstance(module, TopLevelTracedModule)
         self._components = frozenset(roots)
-        self.running = Running()
+        self.running = RunningModules()
 
     def component(self, path: str) -> str:
         """The name of the root that a path begins with; empty if there is none."""
@@ -167,7 +167,7 @@ class ModuleTracker:
         return name if name in self._components else ""
 
     @property
-    def watched(self) -> list[Watched]:
+    def watched(self) -> list[WatchedModule]:
         return list(self._watched.values())
 
     @property
@@ -176,7 +176,7 @@ class ModuleTracker:
         return [watched.path for watched in self._watched.values()]
 
     @property
-    def site(self) -> Site:
+    def site(self) -> CallSite:
         """The current position of the calling thread."""
         stack = self.running.stack
         return stack[-1][1] if stack else outside()
@@ -218,7 +218,7 @@ class ModuleTracker:
                 handle.remove()
 
 
-def outside() -> Site:
+def outside() -> CallSite:
     """The position of a thread that is in no watched module."""
     return OUTSIDE._replace(phase=RECOMPUTE) if in_backward() else OUTSIDE
 

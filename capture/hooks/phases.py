@@ -38,7 +38,7 @@ _TOKENS = (
 """Names of what a language model or one of its layers reads, (B, S) or (B, S, width)."""
 
 
-class Role:
+class ModuleRole:
     """What a module is, as far as that decides phases."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -110,9 +110,9 @@ class Role:
         return 1
 
 
-def roles(root: nn.Module) -> dict[nn.Module, Role]:
+def roles(root: nn.Module) -> dict[nn.Module, ModuleRole]:
     """Return the role of a module and of every module below it."""
-    found = {module: Role(module) for module in root.modules()}
+    found = {module: ModuleRole(module) for module in root.modules()}
     for module, role in found.items():
         if role.generates and role.caches:
             for inner in module.modules():
@@ -123,12 +123,12 @@ def roles(root: nn.Module) -> dict[nn.Module, Role]:
     return found
 
 
-def deciding(root: nn.Module) -> dict[nn.Module, Role]:
+def deciding(root: nn.Module) -> dict[nn.Module, ModuleRole]:
     """Return the modules where the phase may change, and the root itself first."""
     known = roles(root)
     found = {root: known[root]}
 
-    def look(module: nn.Module, around: Role) -> None:
+    def look(module: nn.Module, around: ModuleRole) -> None:
         if around.time_steps:  # nothing in a denoiser is anything else
             return
         for inner in module.children():
@@ -144,7 +144,7 @@ def deciding(root: nn.Module) -> dict[nn.Module, Role]:
     return found
 
 
-def stepping(root: nn.Module) -> dict[nn.Module, Role]:
+def stepping(root: nn.Module) -> dict[nn.Module, ModuleRole]:
     """Return the modules whose forward passes are a model's steps: itself, or those it wraps."""
     found = deciding(root)
     wrapped = {module: role for module, role in found.items() if module is not root}

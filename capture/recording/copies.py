@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from capture.call.strides import Layout, as_stored, narrow_expanded
-from capture.recording.memory import Buffer
+from capture.recording.memory import HostBuffer
 
 _ALIGNMENT = 64
 _ROOM = 2
@@ -29,7 +29,7 @@ class HostCopy:
     values: dict[str, Tensor]
     """As a file stores them (`capture.call.strides`); views of the buffer."""
     layouts: dict[str, Layout]
-    buffer: Buffer
+    buffer: HostBuffer
 
     def wait(self) -> None:
         """Wait until the values have arrived."""
@@ -54,7 +54,7 @@ class HostCopier:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
-    def copy(self, tensors: Mapping[str, Tensor], buffer: Buffer) -> HostCopy:
+    def copy(self, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> HostCopy:
         """Start copying; the tensors may change as soon as this returns.
 
         Args:
@@ -83,7 +83,7 @@ class HostCopier:
         return HostCopy(values, {name: layout for name, (_, layout) in stored.items()}, buffer)
 
     def _from_gpu(
-        self, gpu: torch.device, pairs: list[tuple[Tensor, Tensor]], buffer: Buffer
+        self, gpu: torch.device, pairs: list[tuple[Tensor, Tensor]], buffer: HostBuffer
     ) -> None:
         with torch.cuda.device(gpu):
             stream = model = torch.cuda.current_stream()

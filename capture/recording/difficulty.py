@@ -88,7 +88,8 @@ def _attention(
         scores = scores + mask.float() if hidden is None else scores.masked_fill(hidden, -math.inf)
     if call.is_causal or call.features:
         first, end = (
-            each.expand(call.query.shape[0], -1)[batch][:, None, rows, None] for each in call.spans
+            each.expand(call.query.shape[0], -1)[batch][:, None, rows, None]
+            for each in call.key_ranges
         )
         scores = scores.masked_fill((columns < first) | (columns >= end), -math.inf)
     if call.sinks is not None:

@@ -12,24 +12,24 @@ from torch import Tensor
 
 from capture.call.attention_call import Origin
 from capture.hooks.backends import disabled_backends, function_or_backend
-from capture.hooks.census import Count
+from capture.hooks.census import CallCount
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import ModuleTracker, Site
+from capture.hooks.modules import CallSite, ModuleTracker
 from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_builder import as_call, can_be_copied
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
-from capture.recording.parts import WHOLE, Part, as_local, is_distributed, of_weights
-from capture.recording.sampling import Place, Sampler
-from capture.recording.seen_calls import CallsSeen
-from capture.recording.writer import Waiting, Writer
+from capture.recording.parts import WHOLE, RankPart, as_local, is_distributed, of_weights
+from capture.recording.sampling import SamplePlace, Sampler
+from capture.recording.seen_calls import SeenCalls
+from capture.recording.writer import WaitingCall, Writer
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.header import Header, stored_tensors
+from capture.storage.header import CallHeader, stored_tensors
 from capture.text.counted import counted
 
 
-class CallsKept:
+class KeptCalls:
     """The calls of a recording that are stored, or in memory and to be stored.
 
     Args:
@@ -39,7 +39,7 @@ class CallsKept:
 
     def __init__(
         self,
-        seen: CallsSeen,
+        seen: SeenCalls,
         tracker: ModuleTracker,
         sampler: Sampler,
         capture: CaptureRecord,
@@ -48,7 +48,7 @@ class CallsKept:
         *,
         seed: int | None,
         rank: int | None,
-        part: Part | None,
+        part: RankPart | None,
         keeps_output: bool,
         heads: Sequence[int] | None,
     ) -> None:
@@ -65,7 +65,7 @@ class CallsKept:
         self._seed, self._rank, self._part = seed, rank, part
         self._keeps_output, self._heads = keeps_output, heads
         self._copier = HostCopier()
-        self._counts: dict[int, Count] = {}
+        self._counts: dict[int, CallCount] = {}
         """By index, of each call that is kept, those like it."""
         self._sizes: dict[int, int] = {}
         self._failed: deque[int] = deque()
@@ -82,9 +82,9 @@ class CallsKept:
     def store(
         self,
         index: int,
-        site: Site,
-        place: Place,
-        count: Count,
+        site: CallSite,
+        place: SamplePlace,
+        count: CallCount,
         arguments: Arguments,
         result: Tensor,
         sdpa: Callable[..., Tensor],
@@ -121,7 +121,7 @@ class CallsKept:
             call = pick(call, self._heads, kv_heads)
         if self._sampler.by_difficulty:
             call = with_difficulty(call)
-        tensors, header = stored_tensors(call), Header.of(call)
+        tensors, header = stored_tensors(call), CallHeader.of(call)
         nbytes = stored_bytes(tensors)
         if fault := header.fault() or header.excess(nbytes):  # nobody could load it
             self._tell(f"a call cannot be stored: {fault}")
@@ -140,7 +140,7 @@ class CallsKept:
                 raise
             self._counts[index], self._sizes[index] = count, nbytes
             count.kept += 1
-            waiting = Waiting(replace(header, layouts=copy.layouts), copy)
+            waiting = WaitingCall(replace(header, layouts=copy.layouts), copy)
             for dropped in writer.put(waiting, decision.drop):
                 self._forget(dropped)
         except Exception as error:
@@ -180,10 +180,10 @@ class CallsKept:
     def _origin(
         self,
         index: int,
-        site: Site,
+        site: CallSite,
         arguments: Arguments,
         sdpa: Callable[..., Tensor],
-        part: Part,
+        part: RankPart,
     ) -> Origin:
         device = arguments.query.device
         described = device.type
@@ -200,7 +200,7 @@ class CallsKept:
             device=described,
             seed=self._seed,
             rank=self._rank,
-            road=arguments.road,
+            entry_point=arguments.entry_point,
             backend=arguments.backend or function_or_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
             heads=self._capture.heads or part.heads,

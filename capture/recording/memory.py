@@ -49,7 +49,7 @@ def available_bytes() -> int:
 
 
 @dataclass(eq=False)
-class Buffer:
+class HostBuffer:
     """Host memory for the tensors of one call."""
 
     memory: Tensor
@@ -73,10 +73,12 @@ class BufferPool:
     """Time that allocating and pinning took."""
     nbytes: int = 0
     """Memory held, in use or not."""
-    _taken: set[Buffer] = field(default_factory=set)
-    _free: dict[tuple[int, bool], list[Buffer]] = field(default_factory=lambda: defaultdict(list))
+    _taken: set[HostBuffer] = field(default_factory=set)
+    _free: dict[tuple[int, bool], list[HostBuffer]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
-    def take(self, nbytes: int, *, pinned: bool, limit: int) -> Buffer:
+    def take(self, nbytes: int, *, pinned: bool, limit: int) -> HostBuffer:
         """Return a free buffer of exactly this size, or allocate one.
 
         If that would hold more than `limit` bytes, free buffers of other sizes are released. Memory
@@ -94,17 +96,17 @@ class BufferPool:
         began = time.perf_counter()
         with torch.inference_mode(False):  # else it could not be written to outside of one
             try:
-                buffer = Buffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
+                buffer = HostBuffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
             except (RuntimeError, OSError):
                 if not pinned:
                     raise
-                buffer = Buffer(_allocate(nbytes, pinned=False), False, for_pinned=True)
+                buffer = HostBuffer(_allocate(nbytes, pinned=False), False, for_pinned=True)
         self.allocation_seconds += time.perf_counter() - began
         self.nbytes += nbytes
         self._taken.add(buffer)
         return buffer
 
-    def give_back(self, buffer: Buffer) -> None:
+    def give_back(self, buffer: HostBuffer) -> None:
         """Make a buffer free again; small ones are not worth keeping."""
         self._taken.discard(buffer)
         if buffer.nbytes >= _LARGE:

@@ -48,7 +48,7 @@ def nothing_kept(recording: Recording) -> str:
 
 def _other_attention(recording: Recording) -> str:
     """What the model did instead, as far as one can tell, and whether anything can be done."""
-    past = recording.gone_past
+    past = recording.missed_attention
     if any(each.kind in _OF_PYTORCH for each in past):
         return (
             "PyTorch's own modules computed it, by their fast path or with need_weights=True; they "

@@ -23,7 +23,7 @@ _HEADS = 1
 """The dimension of a query."""
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """One rank's part of a call."""
 
     split: str = ""
@@ -34,7 +34,7 @@ class Part(NamedTuple):
     """The query heads of the whole call that are this part's, where that is known."""
 
 
-WHOLE = Part()
+WHOLE = RankPart()
 
 
 def declared(
@@ -42,7 +42,7 @@ def declared(
     ranks: Sequence[int] | None,
     rank: int | None,
     heads: Sequence[int] | None = None,
-) -> Part | None:
+) -> RankPart | None:
     """Return the part that a user says this rank has; None if nothing is said.
 
     Args:
@@ -74,10 +74,10 @@ def declared(
         raise ValueError(f"rank {rank} is not in split_ranks, {ranges(tuple(sorted(sharing)))}")
     if len(set(sharing)) < len(sharing):
         raise ValueError("split_ranks names a rank twice")
-    return Part(split, sharing) if len(sharing) > 1 else WHOLE
+    return RankPart(split, sharing) if len(sharing) > 1 else WHOLE
 
 
-def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> Part:
+def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
     """Return the part that an attention module's distributed weights tell of.
 
     A weight whose rows here are those that make the query, alone or fused with key and value, and
@@ -107,7 +107,7 @@ def _distributed(module: nn.Module) -> Iterator[DTensor]:
     return (each for each in module.parameters() if isinstance(each, DTensor))
 
 
-def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> Part:
+def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> RankPart:
     """Return the part of a rank.
 
     Args:
@@ -119,7 +119,7 @@ def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> Part:
     ranks = tuple(get_process_group_ranks(mesh.get_group(mesh_dim)))
     first = mesh.get_local_rank(mesh_dim) * heads
     is_known = ways == len(ranks)
-    return Part("heads", ranks, f"{first}-{first + heads - 1}" if is_known else "")
+    return RankPart("heads", ranks, f"{first}-{first + heads - 1}" if is_known else "")
 
 
 def is_distributed(arguments: Arguments) -> bool:
@@ -127,7 +127,7 @@ def is_distributed(arguments: Arguments) -> bool:
     return type(arguments.query) is not Tensor and hasattr(arguments.query, "to_local")
 
 
-def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, Part] | None:
+def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPart] | None:
     """Return what this rank has of a call with distributed tensors, and which part that is.
 
     None if it is neither a whole call nor some heads of one.

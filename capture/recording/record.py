@@ -11,7 +11,7 @@ from typing import Any
 from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.audit import Audit
-from capture.hooks.entry_points import on_all_roads
+from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import observe
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
@@ -22,7 +22,7 @@ from capture.recording.recording import Recording
 from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.target import Target, current_rank, no_empty_directory, rank_name
+from capture.storage.target import CaptureTarget, current_rank, no_empty_directory, rank_name
 from capture.text.limits import natural, positive
 
 
@@ -148,7 +148,7 @@ def record(
     complete = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_empty_directory(Path(out)))
-        target = Target.check(out, capture.model, overwrite=overwrite)
+        target = CaptureTarget.check(out, capture.model, overwrite=overwrite)
         recording = Recording(
             tracker,
             sampler,
@@ -165,7 +165,7 @@ def record(
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
         stack.enter_context(observe(recording.observer()))
-        stack.enter_context(on_all_roads(recording.handle))
+        stack.enter_context(follow_entry_points(recording.handle))
         stack.enter_context(recording.fused.counted())
         if audit:
             recording.audit = Audit(tracker)

@@ -22,18 +22,18 @@ from capture.hooks.audit import Audit
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.census import Census
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
-from capture.hooks.missed_attention import FusedLayers, GonePast, gone_past
+from capture.hooks.missed_attention import FusedLayers, MissedAttention, find_missed_attention
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import ModuleTracker, outside
 from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_builder import has_symbolic_sizes
-from capture.recording.kept_calls import CallsKept, reason_of
-from capture.recording.parts import Part
+from capture.recording.kept_calls import KeptCalls, reason_of
+from capture.recording.parts import RankPart
 from capture.recording.sampling import Sampler
-from capture.recording.seen_calls import CallsSeen
+from capture.recording.seen_calls import SeenCalls
 from capture.recording.writer import Writer
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.target import Target
+from capture.storage.target import CaptureTarget
 from capture.text.printable import quoted
 
 _live: weakref.WeakSet[Recording] = weakref.WeakSet()
@@ -69,12 +69,12 @@ class Recording:
         self,
         tracker: ModuleTracker,
         sampler: Sampler,
-        target: Target,
+        target: CaptureTarget,
         capture: CaptureRecord,
         *,
         seed: int | None,
         rank: int | None,
-        part: Part | None,
+        part: RankPart | None,
         keeps_output: bool,
         heads: Sequence[int] | None,
         buffer_bytes: int,
@@ -95,7 +95,7 @@ class Recording:
         self._writer: Writer | None = None
         self.may_have_run = True
         """False after the end, where no watched module ran."""
-        self._gone_past: list[GonePast] | None = None
+        self._missed_attention: list[MissedAttention] | None = None
         """None until the end: then nothing holds the model any more."""
         self.fused = FusedLayers(tracker)
         self.audit: Audit | None = None
@@ -103,8 +103,8 @@ class Recording:
         self._next_index = itertools.count().__next__
         self._told = itertools.count()
         self._lock = threading.RLock()
-        self._calls_seen = CallsSeen(tracker, sampler, capture, self._lock)
-        self._calls_kept = CallsKept(
+        self._calls_seen = SeenCalls(tracker, sampler, capture, self._lock)
+        self._calls_kept = KeptCalls(
             self._calls_seen,
             tracker,
             sampler,
@@ -157,11 +157,11 @@ class Recording:
         return self._calls_kept.without_heads
 
     @property
-    def gone_past(self) -> list[GonePast]:
+    def missed_attention(self) -> list[MissedAttention]:
         """Attention that ran without a call being seen: the census lacks it."""
-        if self._gone_past is not None:
-            return self._gone_past
-        return gone_past(self._tracker, self.fused, self.audit)
+        if self._missed_attention is not None:
+            return self._missed_attention
+        return find_missed_attention(self._tracker, self.fused, self.audit)
 
     @property
     def summary(self) -> str:
@@ -228,7 +228,7 @@ class Recording:
         in a dictionary. They take no lock: the GIL is not released within `+= 1`, and what the
         sampler refused stays refused until it changes.
         """
-        alike, running, sampler = self._calls_seen.alike, self._tracker.running, self._sampler
+        alike, running, sampler = self._calls_seen.groups, self._tracker.running, self._sampler
         wants, lock, next_index = sampler.wants, self._lock, self._next_index
         visit = self._calls_seen.visit if self._has_ranks else None
         is_tracing = torch._C._is_tracing
@@ -367,7 +367,7 @@ class Recording:
                 arguments[5:8],
                 *arguments[-5:],
             )
-            known = self._calls_seen.alike.get(like) or self._calls_seen.find(
+            known = self._calls_seen.groups.get(like) or self._calls_seen.find(
                 like, site, arguments, None
             )
             index = self._next_index()
@@ -441,10 +441,10 @@ class Recording:
             self.capture.complete = complete and not self.lost
             self.capture.census = self.census.to_json()
             self.capture.calls_seen = self.census.calls
-            self._gone_past = self.gone_past
+            self._missed_attention = self.missed_attention
             self.may_have_run = self._tracker.may_have_run
             self._tracker.forget()
-            self.capture.gone_past = [each.to_json() for each in self._gone_past]
+            self.capture.missed_attention = [each.to_json() for each in self._missed_attention]
             for problem in self._target.end(self.capture, writer.completed):
                 self.tell(problem)
         except Exception as error:

@@ -46,14 +46,14 @@ PHASES = ("denoise", "prefill", "decode", "encode")
 """What a forward pass whose calls are stored may be; see `capture.hooks.phases`."""
 
 
-class Decision(NamedTuple):
+class SamplingDecision(NamedTuple):
     """Whether to keep the offered call, and the indices of the calls to drop for it."""
 
     keep: bool
     drop: tuple[int, ...] = ()
 
 
-REJECTED = Decision(keep=False)
+REJECTED = SamplingDecision(keep=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -63,15 +63,15 @@ class Stratum:
     number: int
     layers: dict[str, int] = field(default_factory=dict)
     """Modules in order of first appearance; their positions are coordinates."""
-    calls: dict[int, Kept] = field(default_factory=dict)
+    calls: dict[int, SpreadCall] = field(default_factory=dict)
     """The kept ones, by index."""
-    worst: _Worst | None = None
+    worst: _DropCandidates | None = None
     worst_at: int = -1
     """The sampler's `changes` when that was found."""
 
 
 @dataclass(eq=False, slots=True)
-class Place:
+class SamplePlace:
     """A module's calls of one stratum."""
 
     stratum: Stratum
@@ -93,10 +93,10 @@ class Sampler(Protocol):
     nbytes: int
     refused_for_bytes: int
 
-    def place(self, stratum: Hashable, module: str) -> Place:
+    def place(self, stratum: Hashable, module: str) -> SamplePlace:
         """Return the place of a module's calls of one stratum: phase and shape."""
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         """Whether to offer the next call.
 
         Asked for each call, except those of a place and step of which it did not want one while
@@ -106,11 +106,11 @@ class Sampler(Protocol):
     def offer(
         self,
         call_index: int,
-        place: Place,
+        place: SamplePlace,
         step: int,
         nbytes: int,
         difficulty: float | None = None,
-    ) -> Decision:
+    ) -> SamplingDecision:
         """Decide whether to keep a wanted call; the caller deletes the dropped ones.
 
         Args:
@@ -135,10 +135,10 @@ class _Limited:
     refused_for_bytes: int = 0
     strata: dict[Hashable, Stratum] = field(default_factory=dict)
 
-    def place(self, stratum: Hashable, module: str) -> Place:
+    def place(self, stratum: Hashable, module: str) -> SamplePlace:
         found = self.strata.setdefault(stratum, Stratum(len(self.strata)))
         layer = found.layers.setdefault(module, len(found.layers))
-        return Place(found, module, layer / _PLASTIC + found.number / _GOLDEN)
+        return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
 
     def fits(self, nbytes: int) -> bool:
         """Whether a call of that size can be kept beside the others."""
@@ -148,25 +148,25 @@ class _Limited:
     def offer(
         self,
         call_index: int,
-        place: Place,
+        place: SamplePlace,
         step: int,
         nbytes: int,
         difficulty: float | None = None,
-    ) -> Decision:
+    ) -> SamplingDecision:
         """Keep it if it fits; samplers that weigh calls against each other decide otherwise."""
         if not self.fits(nbytes):
             self.refused_for_bytes += 1
             return REJECTED
         self.kept += 1
         self.nbytes += nbytes
-        return Decision(keep=True)
+        return SamplingDecision(keep=True)
 
 
 @dataclass
 class FirstSampler(_Limited):
     """Keeps the first calls."""
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         return self.kept < self.max_calls
 
 
@@ -177,7 +177,7 @@ class EverySampler(_Limited):
     every: int = 1
     _seen: int = 0
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         self._seen += 1
         self.changes += 1  # every call is to be asked for
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
@@ -201,7 +201,7 @@ class ReservoirSampler(_Limited):
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         self._seen += 1
         self.changes += 1  # every call is to be asked for
         self._drawn = int(self._random.random() * self._seen)
@@ -210,11 +210,11 @@ class ReservoirSampler(_Limited):
     def offer(
         self,
         call_index: int,
-        place: Place,
+        place: SamplePlace,
         step: int,
         nbytes: int,
         difficulty: float | None = None,
-    ) -> Decision:
+    ) -> SamplingDecision:
         if self.kept < self.max_calls:
             decision = super().offer(call_index, place, step, nbytes)
             if decision.keep:
@@ -226,10 +226,10 @@ class ReservoirSampler(_Limited):
             return REJECTED
         self._calls[self._drawn] = (call_index, nbytes)
         self.nbytes += nbytes - freed
-        return Decision(keep=True, drop=(dropped,))
+        return SamplingDecision(keep=True, drop=(dropped,))
 
 
-class Ranked(NamedTuple):
+class HardCall(NamedTuple):
     """A call kept by `HardSampler`; the lowest is dropped."""
 
     difficulty: float
@@ -245,22 +245,22 @@ class HardSampler(_Limited):
     is_final: ClassVar[bool] = False
     by_difficulty: ClassVar[bool] = True
 
-    _calls: list[Ranked] = field(default_factory=list)
+    _calls: list[HardCall] = field(default_factory=list)
     """A heap."""
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         return True
 
     def offer(
         self,
         call_index: int,
-        place: Place,
+        place: SamplePlace,
         step: int,
         nbytes: int,
         difficulty: float | None = None,
-    ) -> Decision:
-        new = Ranked(-math.inf if difficulty is None else difficulty, -call_index, nbytes)
-        dropped: list[Ranked] = []
+    ) -> SamplingDecision:
+        new = HardCall(-math.inf if difficulty is None else difficulty, -call_index, nbytes)
+        dropped: list[HardCall] = []
         while not self.fits(nbytes):
             if not self._calls or new < self._calls[0]:
                 if self.kept + len(dropped) < self.max_calls:
@@ -273,26 +273,26 @@ class HardSampler(_Limited):
             self.nbytes -= easiest.nbytes
             dropped.append(easiest)
         self._add(new)
-        return Decision(keep=True, drop=tuple(-call.earliness for call in dropped))
+        return SamplingDecision(keep=True, drop=tuple(-call.earliness for call in dropped))
 
-    def _add(self, call: Ranked) -> None:
+    def _add(self, call: HardCall) -> None:
         heapq.heappush(self._calls, call)
         self.kept += 1
         self.nbytes += call.nbytes
 
 
-class Kept(NamedTuple):
+class SpreadCall(NamedTuple):
     """A call kept by `SpreadSampler`."""
 
     call_index: int
-    place: Place
+    place: SamplePlace
     step: int
     nbytes: int
     priority: float
     """Breaks ties; the highest is dropped."""
 
 
-class _Rank(NamedTuple):
+class _DropRank(NamedTuple):
     """Orders calls: the highest is dropped."""
 
     crowd: int
@@ -303,22 +303,22 @@ class _Rank(NamedTuple):
     call_index: int
 
 
-_LOWEST = _Rank(-1, False, 0.0, -1)
+_LOWEST = _DropRank(-1, False, 0.0, -1)
 
 
-class _Worst:
+class _DropCandidates:
     """The highest ranks among some kept calls, for any new call to be compared with.
 
     A new call adds one to the crowd of calls of its module, and one to that of calls of its step.
     """
 
-    def __init__(self, ranks: Iterable[tuple[Kept, _Rank]], *, or_new: bool) -> None:
+    def __init__(self, ranks: Iterable[tuple[SpreadCall, _DropRank]], *, or_new: bool) -> None:
         self.or_new = or_new
         """Whether the new call itself may be the one to drop."""
         self.overall = _LOWEST
-        self.of_module: dict[str, _Rank] = {}
-        self.of_step: dict[int, _Rank] = {}
-        self.of_both: dict[tuple[str, int], _Rank] = {}
+        self.of_module: dict[str, _DropRank] = {}
+        self.of_step: dict[int, _DropRank] = {}
+        self.of_both: dict[tuple[str, int], _DropRank] = {}
         for call, rank in ranks:
             module, step = call.place.module, call.step
             # On the grid, priority only decides among the calls of a step.
@@ -332,7 +332,7 @@ class _Worst:
             both = module, step
             self.of_both[both] = max(self.of_both.get(both, _LOWEST), rank)
 
-    def beside(self, module: str, step: int) -> _Rank:
+    def beside(self, module: str, step: int) -> _DropRank:
         """Return the highest rank once there is another call of `module` in `step`."""
         rank = self.overall
         of_module, of_step = self.of_module.get(module), self.of_step.get(step)
@@ -351,7 +351,7 @@ class SpreadSampler(_Limited):
 
     is_final: ClassVar[bool] = False
 
-    _calls: dict[int, Kept] = field(default_factory=dict)
+    _calls: dict[int, SpreadCall] = field(default_factory=dict)
     _modules: Counter[str] = field(default_factory=Counter)
     _steps: Counter[int] = field(default_factory=Counter)
     """Those with kept calls only, as in `_modules`."""
@@ -359,7 +359,7 @@ class SpreadSampler(_Limited):
     _grid: float = 1.0
     """Share of the steps so far that have a kept call."""
 
-    def wants(self, place: Place, step: int) -> bool:
+    def wants(self, place: SamplePlace, step: int) -> bool:
         if step > self._last_step:
             self._last_step = step
             self._changed()
@@ -368,12 +368,12 @@ class SpreadSampler(_Limited):
     def offer(
         self,
         call_index: int,
-        place: Place,
+        place: SamplePlace,
         step: int,
         nbytes: int,
         difficulty: float | None = None,
-    ) -> Decision:
-        dropped: list[Kept] = []
+    ) -> SamplingDecision:
+        dropped: list[SpreadCall] = []
         while not self.fits(nbytes):
             victim = self._victim(place, step)
             if victim is None:
@@ -384,10 +384,10 @@ class SpreadSampler(_Limited):
                 return REJECTED
             dropped.append(self._calls[victim])
             self._remove(self._calls[victim])
-        self._add(Kept(call_index, place, step, nbytes, _priority(place, step)))
-        return Decision(keep=True, drop=tuple(call.call_index for call in dropped))
+        self._add(SpreadCall(call_index, place, step, nbytes, _priority(place, step)))
+        return SamplingDecision(keep=True, drop=tuple(call.call_index for call in dropped))
 
-    def _victim(self, place: Place, step: int) -> int | None:
+    def _victim(self, place: SamplePlace, step: int) -> int | None:
         """Return the call to drop for a new one; None if that would be the new one itself."""
         stratum = place.stratum
         worst = stratum.worst
@@ -404,7 +404,7 @@ class SpreadSampler(_Limited):
         own = (crowd, self._off_grid(step), _priority(place, step), math.inf)
         return None if own > rank else rank.call_index
 
-    def _worst(self, stratum: Stratum) -> _Worst:
+    def _worst(self, stratum: Stratum) -> _DropCandidates:
         """Return the highest ranks in the largest strata, were there one more call of `stratum`."""
         size = len(stratum.calls) + 1
         kept = {call.place.stratum for call in self._calls.values()}  # there may be many more
@@ -415,16 +415,16 @@ class SpreadSampler(_Limited):
             if len(other.calls) == largest or (other is stratum and size == largest)
             for call in other.calls.values()
         ]
-        return _Worst(((call, self._rank(call)) for call in calls), or_new=size == largest)
+        return _DropCandidates(((call, self._rank(call)) for call in calls), or_new=size == largest)
 
-    def _rank(self, call: Kept) -> _Rank:
+    def _rank(self, call: SpreadCall) -> _DropRank:
         crowd = self._modules[call.place.module] + self._steps[call.step]
-        return _Rank(crowd, self._off_grid(call.step), call.priority, call.call_index)
+        return _DropRank(crowd, self._off_grid(call.step), call.priority, call.call_index)
 
     def _off_grid(self, step: int) -> bool:
         return step / _GOLDEN % 1.0 >= self._grid
 
-    def _add(self, call: Kept) -> None:
+    def _add(self, call: SpreadCall) -> None:
         self._modules[call.place.module] += 1
         self._steps[call.step] += 1
         self.kept += 1
@@ -432,7 +432,7 @@ class SpreadSampler(_Limited):
         self._calls[call.call_index] = call.place.stratum.calls[call.call_index] = call
         self._changed()
 
-    def _remove(self, call: Kept) -> None:
+    def _remove(self, call: SpreadCall) -> None:
         self._modules -= Counter([call.place.module])  # without those at zero
         self._steps -= Counter([call.step])
         self.kept -= 1
@@ -445,7 +445,7 @@ class SpreadSampler(_Limited):
         self._grid = len(self._steps) / (self._last_step + 1)
 
 
-def _priority(place: Place, step: int) -> float:
+def _priority(place: SamplePlace, step: int) -> float:
     return (place.origin + step / _PLASTIC**2) % 1.0
 
 

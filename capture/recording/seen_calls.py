@@ -11,21 +11,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from capture.hooks.census import Census, Count
+from capture.hooks.census import CallCount, Census
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modes import outside_of_modes
-from capture.hooks.modules import ModuleTracker, Site, matches
+from capture.hooks.modules import CallSite, ModuleTracker, matches
 from capture.hooks.phases import RECOMPUTE
-from capture.recording.sampling import Place, Sampler
+from capture.recording.sampling import SamplePlace, Sampler
 from capture.storage.capture_record import CaptureRecord
 
 
 @dataclass(eq=False, slots=True)
-class Alike:
+class SimilarCalls:
     """Calls that are counted together, and among which the sampler chooses."""
 
-    count: Count
-    place: Place | None
+    count: CallCount
+    place: SamplePlace | None
     """None where calls are not to be stored."""
     refused_step: int = -1
     """The step in which the sampler last wanted none of them."""
@@ -33,7 +33,7 @@ class Alike:
     """Its `changes` then."""
 
 
-class CallsSeen:
+class SeenCalls:
     """All calls of a recording, stored or not.
 
     Args:
@@ -49,31 +49,31 @@ class CallsSeen:
         lock: threading.RLock,
     ) -> None:
         self.census = Census()
-        self.alike: dict[tuple[object, ...], Alike] = {}
+        self.groups: dict[tuple[object, ...], SimilarCalls] = {}
         """By what is quickly read from a call."""
-        self._places: dict[Count, Place | None] = {}
+        self._places: dict[CallCount, SamplePlace | None] = {}
         self._tracker, self._sampler, self._capture = tracker, sampler, capture
         self._lock = lock
         self._visits: dict[str, list[int]] = {}
         """By module: the step of its latest call, and that call's position in the step."""
 
-    def visit(self, site: Site) -> None:
+    def visit(self, site: CallSite) -> None:
         """Count a call of a module in its step, by which ranks' calls are matched."""
         latest = self._visits.setdefault(site.module, [-1, 0])
         latest[1] = latest[1] + 1 if latest[0] == site.step else 0
         latest[0] = site.step
 
-    def position(self, site: Site) -> int:
+    def position(self, site: CallSite) -> int:
         """The position of a module's latest call in its step, from 0; it was visited."""
         return self._visits[site.module][1]
 
     def find(
         self,
         like: tuple[object, ...] | None,
-        site: Site,
+        site: CallSite,
         arguments: Arguments,
         dtype: torch.dtype | None,
-    ) -> Alike:
+    ) -> SimilarCalls:
         """Find out about calls like one that is met for the first time.
 
         Args:
@@ -85,7 +85,7 @@ class CallsSeen:
                 count = self.census.count_of(site, arguments, dtype)
             if count not in self._places:
                 self._places[count] = self._place(site, count)
-            found = Alike(count, self._places[count])
+            found = SimilarCalls(count, self._places[count])
             # A nested tensor is unlike any other, and so is NaN; of a tensor as an option, only its
             # identity is.
             has_nan = count.signature.scale is math.nan
@@ -93,7 +93,7 @@ class CallsSeen:
                 has_nan or arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)
             ):
                 with contextlib.suppress(TypeError):  # symbolic sizes have no hash
-                    found = self.alike.setdefault(like, found)
+                    found = self.groups.setdefault(like, found)
             return found
 
     @property
@@ -124,7 +124,7 @@ class CallsSeen:
             line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
         return line
 
-    def _place(self, site: Site, count: Count) -> Place | None:
+    def _place(self, site: CallSite, count: CallCount) -> SamplePlace | None:
         """Return where calls like these are sampled; None if they are not to be stored."""
         if (
             count.signature.refusal

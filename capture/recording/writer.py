@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.recording.copies import HostCopy
-from capture.recording.memory import Buffer, BufferPool
+from capture.recording.memory import BufferPool, HostBuffer
 from capture.recording.termination import started
 from capture.storage import plain_files
 from capture.storage.call_file import PackedCall
-from capture.storage.header import Header
+from capture.storage.header import CallHeader
 from capture.storage.journal import Journal
 
 _POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Waiting:
+class WaitingCall:
     """A call in memory: its header, and its tensors, which may still be arriving."""
 
-    header: Header
+    header: CallHeader
     copy: HostCopy
 
     @property
@@ -76,7 +76,7 @@ class Writer:
         self._at_once = final or durable
         self._durable = durable
         self._failed = failed
-        self._waiting: dict[int, Waiting] = {}
+        self._waiting: dict[int, WaitingCall] = {}
         self._writing: int | None = None
         self._dropped = False
         """The call that is being written was dropped meanwhile."""
@@ -89,7 +89,7 @@ class Writer:
         self._changed = threading.Condition()
         self._thread = started(self._work, "capture-writer")
 
-    def reserve(self, nbytes: int, *, pinned: bool) -> Buffer:
+    def reserve(self, nbytes: int, *, pinned: bool) -> HostBuffer:
         """Return a buffer, after waiting for calls to be written if there is no memory for it.
 
         Raises:
@@ -109,14 +109,14 @@ class Writer:
             self._reserved += buffer.nbytes
             return buffer
 
-    def release(self, buffer: Buffer) -> None:
+    def release(self, buffer: HostBuffer) -> None:
         """Give back a buffer of `reserve`."""
         with self._changed:
             self._reserved -= buffer.nbytes
             self.pool.give_back(buffer)
             self._changed.notify_all()
 
-    def put(self, call: Waiting, drop: Iterable[int]) -> list[int]:
+    def put(self, call: WaitingCall, drop: Iterable[int]) -> list[int]:
         """Take a call, and give up those in `drop`, whether they are in memory or in files.
 
         Returns:
@@ -206,7 +206,7 @@ class Writer:
                 self._require_directory()
                 self.path(index).unlink()
 
-    def _next(self) -> Waiting | None:
+    def _next(self) -> WaitingCall | None:
         """Wait until a call is due and take it; None when nothing is left to do."""
         with self._changed:
             while True:
@@ -235,7 +235,7 @@ class Writer:
         with self._changed:
             self.pool.close()
 
-    def _write(self, call: Waiting) -> None:
+    def _write(self, call: WaitingCall) -> None:
         call.copy.wait()
         path = self.path(call.index)
         self._require_directory()

@@ -55,7 +55,7 @@ class _Readable(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class ArchiveMember:
     """A file in an archive."""
 
     name: str
@@ -73,7 +73,7 @@ def is_archive(name: str) -> bool:
 
 
 class Archive:
-    """The files of the dataset in an archive (see `capture.storage.origins.Files`)."""
+    """The files of the dataset in an archive (see `DatasetFiles`)."""
 
     def __init__(self, path: Path, address: str, cache_directory: Path) -> None:
         """List an archive's members.
@@ -126,7 +126,7 @@ def _limit(path: Path) -> int:
     return max(EXPANSION * path.stat().st_size, EXPANSION_AT_LEAST)
 
 
-def _zip_members(path: Path) -> Iterator[Member]:
+def _zip_members(path: Path) -> Iterator[ArchiveMember]:
     archive = zipfile.ZipFile(path)
     for info in archive.infolist():
         kind = stat.S_IFMT(info.external_attr >> 16)
@@ -141,10 +141,10 @@ def _zip_members(path: Path) -> Iterator[Member]:
             obstacle = "is compressed in an unusual way: unpack the archive, and give the directory"
         # Some programs for Windows pack other separators.
         name = info.filename if "/" in info.filename else info.filename.replace("\\", "/")
-        yield Member(name, info.file_size, obstacle, partial(archive.open, info))
+        yield ArchiveMember(name, info.file_size, obstacle, partial(archive.open, info))
 
 
-def _tar_members(path: Path) -> Iterator[Member]:
+def _tar_members(path: Path) -> Iterator[ArchiveMember]:
     with _Cautious(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
         for info in archive:
             if info.isdir():
@@ -152,10 +152,10 @@ def _tar_members(path: Path) -> Iterator[Member]:
             regular = info.isreg() and not info.issparse()
             obstacle = "" if regular else "is no regular file"
             opened = partial(_Part, path, info.offset_data, info.size)
-            yield Member(info.name, info.size, obstacle, opened)
+            yield ArchiveMember(info.name, info.size, obstacle, opened)
 
 
-def _dataset_among(members: Iterable[Member], address: str) -> dict[str, Member]:
+def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, ArchiveMember]:
     """The files of the one dataset among members, by their names without folders.
 
     That is the folder nearest to the top that has a manifest or, where none has, recorded calls.
@@ -163,7 +163,7 @@ def _dataset_among(members: Iterable[Member], address: str) -> dict[str, Member]
     Raises:
         DatasetError: there is none or more than one, or a name leads out of the archive.
     """
-    folders: dict[str, dict[str, Member]] = defaultdict(dict)
+    folders: dict[str, dict[str, ArchiveMember]] = defaultdict(dict)
     others = 0
     for number, member in enumerate(members):
         if number == MEMBERS:

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall, Origin
-from capture.call.attention_variant import VARIANT_TENSORS, spans
+from capture.call.attention_variant import VARIANT_TENSORS, key_ranges
 from capture.call.mask_structure import found_in
 from capture.call.strides import pack, unpack
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.header import GAPS, GAPS_AT_LEAST, Header, dtype_name, stored_tensors
+from capture.storage.cached_copy import CachedCopy, WantedFile
+from capture.storage.header import GAPS, GAPS_AT_LEAST, CallHeader, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
-from capture.storage.origins import Source, Wanted
 from capture.storage.tensor_file import TensorFile, write_safetensors
 
 FORMAT = "attention-replay/2"
@@ -31,7 +31,7 @@ _HEADER_KEY = "attention-replay"
 class PackedCall:
     """A call ready to be written: header and contiguous CPU tensors."""
 
-    header: Header
+    header: CallHeader
     values: dict[str, Tensor]
 
     @classmethod
@@ -41,12 +41,12 @@ class PackedCall:
         packed = {name: pack(tensor) for name, tensor in tensors.items()}
         layouts = {name: layout for name, (_, layout) in packed.items()}
         return cls.with_values(
-            replace(Header.of(call), layouts=layouts),
+            replace(CallHeader.of(call), layouts=layouts),
             {name: values for name, (values, _) in packed.items()},
         )
 
     @classmethod
-    def with_values(cls, header: Header, values: dict[str, Tensor]) -> PackedCall:
+    def with_values(cls, header: CallHeader, values: dict[str, Tensor]) -> PackedCall:
         """Complete `header` by what only the values on the CPU tell."""
         return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
@@ -71,11 +71,11 @@ class FileEntry:
     """One recorded call on disk; `load` reads its tensors."""
 
     path: Path
-    header: Header
+    header: CallHeader
     nbytes: int
     checksum: str | None
     """From the manifest (see `checksums`); None if the manifest does not list the file."""
-    source: Source | None = field(default=None, compare=False, repr=False)
+    cached_copy: CachedCopy | None = field(default=None, compare=False, repr=False)
     """What the file is copied from when it is first read, unless it was written here."""
 
     @property
@@ -103,7 +103,7 @@ class FileEntry:
         """
         return cls(
             file_path(directory, data),
-            Header.from_json(required(data, "call", dict[str, Any])),
+            CallHeader.from_json(required(data, "call", dict[str, Any])),
             required(data, "bytes", int),
             _recorded_checksum(data),
         )
@@ -172,12 +172,12 @@ class FileEntry:
         return call
 
     @property
-    def wanted(self) -> Wanted:
-        return Wanted(self.path, self.nbytes, self.checksum)
+    def wanted(self) -> WantedFile:
+        return WantedFile(self.path, self.nbytes, self.checksum)
 
     def _read(self, *, check: bool) -> dict[str, Tensor]:
-        if self.source is not None:
-            self.source.fetch(self.wanted)
+        if self.cached_copy is not None:
+            self.cached_copy.fetch(self.wanted)
         with TensorFile.opened(self.path, self.nbytes) as file:
             self._compare(file)
             return file.read(self.checksum if check else None)
@@ -209,11 +209,11 @@ def file_path(directory: Path, data: Any) -> Path:
     return directory / name
 
 
-def _header(file: TensorFile) -> Header:
+def _header(file: TensorFile) -> CallHeader:
     if _HEADER_KEY not in file.metadata:
         raise DatasetError("not a call recorded by attention-replay", file.path)
     try:
-        return Header.from_json(parsed(file.metadata[_HEADER_KEY]))
+        return CallHeader.from_json(parsed(file.metadata[_HEADER_KEY]))
     except ValueError as error:
         raise DatasetError(f"its header is damaged ({error})", file.path) from error
 
@@ -272,11 +272,13 @@ def _pages_fault(call: AttentionCall, nbytes: int) -> str:
     return ""
 
 
-def _mask_structure(header: Header, values: dict[str, Tensor]) -> str:
+def _mask_structure(header: CallHeader, values: dict[str, Tensor]) -> str:
     """What the mask of a call that is not yet restored amounts to, in words."""
     if "attn_mask" not in values or values.keys() & {"cu_seqlens_q", "seqused_k"}:
         return ""
     q_len, kv_len = header.shape.q_len, header.shape.kv_len
     mask = header.layouts["attn_mask"].logical(values["attn_mask"])
-    within = spans(q_len, kv_len, mask.device, is_causal=header.is_causal, variant=header.variant)
+    within = key_ranges(
+        q_len, kv_len, mask.device, is_causal=header.is_causal, variant=header.variant
+    )
     return str(found_in(mask, within, q_len, kv_len) or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from capture.storage.json_data import fields_of, required, typed
+from capture.storage.json_data import fields_of, required, typed, with_names
 
 
 @dataclass
@@ -33,7 +33,7 @@ class CaptureRecord:
     census: dict[str, Any] = field(default_factory=dict)
     """Counts of all calls, stored or not: see `capture.hooks.census`. Empty after a rebuild."""
 
-    gone_past: list[dict[str, Any]] = field(default_factory=list)
+    missed_attention: list[dict[str, Any]] = field(default_factory=list)
     """Attention that ran and is not in the census: see `capture.hooks.missed_attention`."""
 
     def is_same(self, other: CaptureRecord) -> bool:
@@ -46,10 +46,10 @@ class CaptureRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says of the capture."""
-        said = dict(vars(self))
-        if not self.gone_past:  # earlier versions do not know the field
-            del said["gone_past"]
-        return said
+        fields = with_names(vars(self), {"missed_attention": "gone_past"})
+        if not self.missed_attention:
+            del fields["gone_past"]
+        return fields
 
     @classmethod
     def from_json(cls, data: Any) -> CaptureRecord:
@@ -58,10 +58,12 @@ class CaptureRecord:
         Raises:
             ValueError: something is missing, unknown or of another type.
         """
+        if isinstance(data, dict):
+            data = with_names(data, {"gone_past": "missed_attention"})
         record = cls(**fields_of(cls, data))
         if record.census:
             _check_census(record.census)
-        for past in record.gone_past:
+        for past in record.missed_attention:
             required(past, "kind", str)
             required(past, "example", str)
             if min(required(past, "forwards", int), required(past, "modules", int)) < 0:

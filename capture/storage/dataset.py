@@ -28,15 +28,15 @@ from typing import Any, overload
 from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage import plain_files
+from capture.storage.cached_copy import CachedCopy, ProgressReport, no_report
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import Journalled, call_files, index_of, is_call_file, journals
+from capture.storage.journal import JournalContents, call_files, index_of, is_call_file, journals
 from capture.storage.json_data import parsed, required, shown
-from capture.storage.locations import source_of
+from capture.storage.locations import cached_copy_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
-from capture.storage.origins import Report, Source, unheard
 from capture.text.counted import counted
 from capture.text.printable import quoted
 
@@ -71,7 +71,7 @@ class Dataset(Sequence[AttentionCall]):
         damaged: Sequence[DamagedFile] = (),
     ) -> None:
         self.directory = directory
-        self.source: Source | None = None
+        self.cached_copy: CachedCopy | None = None
         """What the files are copied from, to a directory of the cache; None if they are its own."""
         self.entries = entries
         self.captures = captures
@@ -83,7 +83,9 @@ class Dataset(Sequence[AttentionCall]):
         """Whether indexing and iterating compare checksums."""
 
     @classmethod
-    def open(cls, where: str | Path, *, check: bool = True, report: Report = unheard) -> Dataset:
+    def open(
+        cls, where: str | Path, *, check: bool = True, report: ProgressReport = no_report
+    ) -> Dataset:
         """Read the manifest of a dataset, or its files if it has none.
 
         Args:
@@ -95,24 +97,24 @@ class Dataset(Sequence[AttentionCall]):
             DatasetError: the dataset is missing, cannot be reached, contains no recorded calls, or
                 its manifest has another format.
         """
-        source = source_of(where, report)
-        directory = Path(where) if source is None else source.directory
+        cached_copy = cached_copy_of(where, report)
+        directory = Path(where) if cached_copy is None else cached_copy.directory
         # First: a capture that ends meanwhile is in the manifest before its journal goes.
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
-        dataset.source = source
+        dataset.cached_copy = cached_copy
         dataset._add_journals(unfinished)
         dataset.checks = check
-        if source is not None:
-            dataset.entries = [replace(entry, source=source) for entry in dataset.entries]
-            dataset._name_as_given(source.address)
+        if cached_copy is not None:
+            dataset.entries = [replace(entry, cached_copy=cached_copy) for entry in dataset.entries]
+            dataset._name_as_given(cached_copy.address)
         if not dataset.entries:
             reasons = [str(each.error) for each in dataset.damaged[:3]]
             why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
             remedy = f"; record some with `capture --model NAME --out {quoted(directory)}`"
             raise DatasetError(
                 f"{dataset.address}: holds no recorded calls{why and f' ({why})'}"
-                f"{remedy if source is None else ''}"
+                f"{remedy if cached_copy is None else ''}"
             )
         return dataset
 
@@ -125,7 +127,9 @@ class Dataset(Sequence[AttentionCall]):
         return dataset
 
     @classmethod
-    def listed(cls, directory: Path, unfinished: Sequence[Journalled] | None = None) -> Dataset:
+    def listed(
+        cls, directory: Path, unfinished: Sequence[JournalContents] | None = None
+    ) -> Dataset:
         """Read the manifest alone, without the journals of captures that have not ended.
 
         Args:
@@ -151,10 +155,10 @@ class Dataset(Sequence[AttentionCall]):
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
     @classmethod
-    def journalled(
+    def from_journal(
         cls,
         directory: Path,
-        journalled: Journalled,
+        journalled: JournalContents,
         *,
         over: bool,
         record: CaptureRecord | None = None,
@@ -218,7 +222,7 @@ class Dataset(Sequence[AttentionCall]):
         listed = {each.path for each in self.entries}
         self.entries += [each for each in other.entries if each.path not in listed]
 
-    def lacks(self, journalled: Journalled) -> int:
+    def lacks(self, journalled: JournalContents) -> int:
         """How many calls of a capture were only in memory; 0 if its journal cannot tell."""
         there = {entry.origin.call_index for entry in self.entries}
         return 0 if journalled.damaged else len(journalled.sampled - there)
@@ -242,10 +246,10 @@ class Dataset(Sequence[AttentionCall]):
     @property
     def address(self) -> str:
         """Where the dataset is, as the user gave it."""
-        return str(self.directory) if self.source is None else self.source.address
+        return str(self.directory) if self.cached_copy is None else self.cached_copy.address
 
     def fetch(
-        self, entries: Sequence[FileEntry] | None = None, report: Report = unheard
+        self, entries: Sequence[FileEntry] | None = None, report: ProgressReport = no_report
     ) -> list[DamagedFile]:
         """Copy files of a dataset that is elsewhere, by default all; loading them does so too.
 
@@ -255,13 +259,13 @@ class Dataset(Sequence[AttentionCall]):
         Raises:
             DatasetError: there is no room for them, or the dataset cannot be reached.
         """
-        if self.source is None:
+        if self.cached_copy is None:
             return []
         wanted = [entry.wanted for entry in (self.entries if entries is None else entries)]
-        errors = self.source.fetch_all(wanted, report)
+        errors = self.cached_copy.fetch_all(wanted, report)
         return [DamagedFile(path, error) for path, error in errors.items()]
 
-    def _add_journals(self, unfinished: Iterable[Journalled]) -> None:
+    def _add_journals(self, unfinished: Iterable[JournalContents]) -> None:
         for journalled in unfinished:
             self._add_unfinished(journalled)
 
@@ -273,10 +277,10 @@ class Dataset(Sequence[AttentionCall]):
             for each in self.damaged
         ]
 
-    def _add_unfinished(self, journalled: Journalled) -> None:
+    def _add_unfinished(self, journalled: JournalContents) -> None:
         try:
-            over = journalled.active is False and self.source is None
-            found = Dataset.journalled(self.directory, journalled, over=over)
+            over = journalled.active is False and self.cached_copy is None
+            found = Dataset.from_journal(self.directory, journalled, over=over)
             [capture] = found.captures
             model, listed = capture.model, self.capture_of(capture.model)
             if listed is not None and listed.supersedes(capture):
@@ -289,7 +293,7 @@ class Dataset(Sequence[AttentionCall]):
         except ValueError as error:
             self._add_note(f"{journalled.path} is damaged ({error})")
             return
-        if self.source is not None:
+        if self.cached_copy is not None:
             done = counted(len(found), "complete call")
             damage = ", and its journal is damaged" if journalled.damaged else ""
             self._add_note(f"the capture of {model} had not ended: {done}{damage}")
@@ -321,7 +325,7 @@ class Dataset(Sequence[AttentionCall]):
 
     @classmethod
     def _rebuilt(
-        cls, directory: Path, why: str, unfinished: Sequence[Journalled] | None
+        cls, directory: Path, why: str, unfinished: Sequence[JournalContents] | None
     ) -> Dataset:
         entries, damaged = [], []
         # Listed once, before journals are read: captures write files meanwhile.

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from capture.call import pages
 from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin
-from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, Variant
+from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, AttentionVariant
 from capture.call.mask_structure import NO_MASK
 from capture.call.shape import Shape
 from capture.call.strides import Layout
-from capture.storage.json_data import fields_of, required
+from capture.storage.json_data import fields_of, required, with_names
 
 SCORES_PER_BYTE = 1 << 14
 """Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
@@ -38,7 +38,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True)
-class Header:
+class CallHeader:
     """Everything about a call except its tensors; stored in its file and in the manifest."""
 
     origin: Origin
@@ -50,7 +50,7 @@ class Header:
     layouts: dict[str, Layout]
     mask_structure: str = ""
     """The mask's structure in words (`capture.call.mask_structure`); empty without one."""
-    variant: Variant = PLAIN
+    variant: AttentionVariant = PLAIN
     value_in_key: int = 0
     """How many columns of the key, from the first, are the value, which is then not stored again;
     0 where it has its own memory."""
@@ -76,7 +76,7 @@ class Header:
         return self.dtypes["query"]
 
     @classmethod
-    def of(cls, call: AttentionCall) -> Header:
+    def of(cls, call: AttentionCall) -> CallHeader:
         """Describe a call in memory.
 
         The layouts are those of the tensors, in the tensors' own order of dimensions.
@@ -95,17 +95,16 @@ class Header:
         )
 
     @classmethod
-    def from_json(cls, data: Any) -> Header:
+    def from_json(cls, data: Any) -> CallHeader:
         """Read what `to_json` made of a header, perhaps of a later version.
 
         Raises:
             ValueError: something is missing, of another type, or no call of attention.
         """
         layouts = required(data, "layouts", dict[str, Any])
+        origin = with_names(required(data, "origin", dict[str, Any]), {"road": "entry_point"})
         header = cls(
-            origin=Origin(
-                **fields_of(Origin, required(data, "origin", dict[str, Any]), ignore_unknown=True)
-            ),
+            origin=Origin(**fields_of(Origin, origin, ignore_unknown=True)),
             is_causal=required(data, "is_causal", bool),
             scale=required(data, "scale", float | None),
             enable_gqa=required(data, "enable_gqa", bool),
@@ -113,7 +112,7 @@ class Header:
             dtypes=required(data, "dtypes", dict[str, str]),
             layouts={name: Layout.from_json(layout) for name, layout in layouts.items()},
             mask_structure=_mask_structure(data),
-            variant=Variant.from_json(data.get("variant", {})),
+            variant=AttentionVariant.from_json(data.get("variant", {})),
             value_in_key=required({"value_in_key": 0, **data}, "value_in_key", int),
         )
         if fault := header.fault():
@@ -128,7 +127,7 @@ class Header:
         layouts = {name: vars(layout) for name, layout in self.layouts.items()}
         return {
             **vars(self),
-            "origin": vars(self.origin),
+            "origin": with_names(vars(self.origin), {"entry_point": "road"}),
             "layouts": layouts,
             "variant": self.variant.arguments(),
         }

@@ -15,9 +15,9 @@ the journal when the capture ends, and then the journal is deleted. One that is 
 that no process holds a lock on, is of a capture that was killed. A line that could not be written
 whole, because the disk was full, is skipped, and so is one that was damaged since.
 
-The file of a killed capture's call may be complete and its line not written, or lost. It is read
-(`Journalled.may_be_complete`) if the system has not restarted since: until then a file has what was
-written to it, and its header was written last.
+The file of a killed capture's call may be complete although its line was never written, or is lost.
+Such a file is read (`JournalContents.may_be_complete`) if the system has not restarted since: until
+then it holds what was written to it, and its header was written last.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Journal:
 
 
 @dataclass
-class Journalled:
+class JournalContents:
     """What a journal says; everything as it was read, nothing believed yet."""
 
     path: Path
@@ -199,13 +199,13 @@ class Journalled:
             self.sampled.update(chosen)
 
 
-def read(path: Path) -> Journalled | None:
+def read(path: Path) -> JournalContents | None:
     """Read a journal; None if nothing has been written to it yet.
 
     Raises:
         DatasetError: it is no regular file, or cannot be read.
     """
-    found = Journalled(path, is_locked(path))
+    found = JournalContents(path, is_locked(path))
     for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
         if line.endswith(_TORN) or not line.strip():
             continue
@@ -269,7 +269,7 @@ def stems(directory: Path, slug: str) -> list[str]:
     return sorted({match[1] for match in found if match})
 
 
-def journals(directory: Path) -> list[Journalled]:
+def journals(directory: Path) -> list[JournalContents]:
     """Read the journals of a directory, those of killed captures and those still written."""
     found = []
     for path in sorted(directory.glob(f"*{JOURNAL}")):

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -33,6 +34,11 @@ def parsed(text: str | bytes) -> Any:
         if _is_shallow(data):
             return data
     raise ValueError("nested too deeply")
+
+
+def with_names(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return an object with some of its fields renamed, in the same order."""
+    return {names.get(name, name): value for name, value in data.items()}
 
 
 def fields_of(kind: type, data: Any, *, ignore_unknown: bool = False) -> dict[str, Any]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from capture.errors import DatasetError
 from capture.storage import cache, remote
 from capture.storage.archives import ENDINGS, Archive, is_archive
-from capture.storage.origins import Report, Source, unheard
+from capture.storage.cached_copy import CachedCopy, ProgressReport, no_report
 from capture.text.printable import quoted
 
 
-def source_of(where: str | Path, report: Report = unheard) -> Source | None:
+def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> CachedCopy | None:
     """What to copy a dataset from; None for a directory of this machine.
 
     Raises:
@@ -21,14 +21,14 @@ def source_of(where: str | Path, report: Report = unheard) -> Source | None:
     where = os.fspath(where)
     if remote.is_address(where):
         if not is_archive(remote.path_of(where)):
-            return Source(remote.directory(where), report)
+            return CachedCopy(remote.directory(where), report)
         path, copies = remote.archive(where, report)
-        return Source(Archive(path, remote.without_secrets(where), copies), report)
+        return CachedCopy(Archive(path, remote.without_secrets(where), copies), report)
     if directory_of(where) is not None:
         return None
     path = Path(where)
     copies = cache.directory_of(str(path.resolve()), cache.user_cache())
-    return Source(Archive(path, where, copies), report)
+    return CachedCopy(Archive(path, where, copies), report)
 
 
 def directory_of(where: str | Path) -> Path | None:

@@ -22,8 +22,8 @@ from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from capture.errors import DatasetError
 from capture.storage import cache
+from capture.storage.cached_copy import ProgressReport, Unreachable
 from capture.storage.names import MANIFEST
-from capture.storage.origins import Report, Unreachable
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _HUB = re.compile(
@@ -65,8 +65,8 @@ def path_of(address: str) -> str:
     return next(filter(None, paths), "")
 
 
-class Directory:
-    """The files of a directory that fsspec reads (see `capture.storage.origins.Files`)."""
+class FsspecDirectory:
+    """The files of a directory that fsspec reads (see `DatasetFiles`)."""
 
     def __init__(self, address: str) -> None:
         """Connect to a file system.
@@ -99,7 +99,7 @@ class Directory:
 
 
 class HubDirectory:
-    """The files of a folder in a dataset of the Hub (see `capture.storage.origins.Files`).
+    """The files of a folder in a dataset of the Hub (see `DatasetFiles`).
 
     Where the Hub cannot be reached, what its cache has is read.
     """
@@ -193,16 +193,16 @@ class HubDirectory:
                 shutil.copyfile(blob, to)
 
 
-def directory(address: str) -> Directory | HubDirectory:
+def directory(address: str) -> FsspecDirectory | HubDirectory:
     """The files of a directory at an address.
 
     Raises:
         DatasetError: it cannot be looked up.
     """
-    return HubDirectory(address) if _is_of_hub(address) else Directory(address)
+    return HubDirectory(address) if _is_of_hub(address) else FsspecDirectory(address)
 
 
-def archive(address: str, report: Report) -> tuple[Path, Path]:
+def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     """Download a file, unless this version is here; return it, and the directory of its copies.
 
     Raises:

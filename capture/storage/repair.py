@@ -13,14 +13,14 @@ from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.journal import Journalled, call_files, index_of, journals, stems
+from capture.storage.journal import JournalContents, call_files, index_of, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import is_locked, locked
 from capture.storage.names import JOURNAL, MANIFEST
 from capture.text.counted import counted
 
 
-class Ended(NamedTuple):
+class EndedCapture(NamedTuple):
     """What the process that made a capture knows of it at its end, whatever its journal says."""
 
     stem: str
@@ -77,7 +77,7 @@ def _where(error: OSError, directory: Path) -> str:
 def finish(
     directory: Path,
     *,
-    ended: Ended | None = None,
+    ended: EndedCapture | None = None,
     certain: bool = False,
 ) -> dict[str, str]:
     """Move what journals say that nobody writes any more into the manifest.
@@ -105,15 +105,15 @@ def finish(
     ]
     writing = {each.stem for each in found if each not in over}
     dataset = Dataset.listed(directory, found)
-    added: list[Journalled] = []
-    over_without_calls: list[Journalled] = []
+    added: list[JournalContents] = []
+    over_without_calls: list[JournalContents] = []
     for journalled in over:
         is_own = _is_of(journalled, ended)
         known = (ended.capture, ended.completed) if ended is not None and is_own else (None, None)
         if ended is not None and is_own:
             journalled.replaces = ended.replaces
         try:
-            listing = Dataset.journalled(
+            listing = Dataset.from_journal(
                 directory, journalled, over=True, record=known[0], completed=known[1]
             )
         except ValueError as error:
@@ -163,11 +163,11 @@ def finish(
     return done
 
 
-def _is_of(journalled: Journalled, ended: Ended | None) -> bool:
+def _is_of(journalled: JournalContents, ended: EndedCapture | None) -> bool:
     return ended is not None and journalled.stem == ended.stem
 
 
-def _damage(listing: Dataset, journalled: Journalled, *, is_own: bool) -> str:
+def _damage(listing: Dataset, journalled: JournalContents, *, is_own: bool) -> str:
     """What is said of a journal that does not list all there is, unless a kill explains that."""
     unlisted = sum(entry.checksum is None for entry in listing.entries)
     if not journalled.damaged and not (is_own and unlisted):
@@ -199,7 +199,7 @@ def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
     return done
 
 
-def _delete_unlisted(journalled: Journalled, listed: set[Path]) -> None:
+def _delete_unlisted(journalled: JournalContents, listed: set[Path]) -> None:
     """Delete a journal and the files of its calls that were dropped, or never complete."""
     for path in call_files(journalled.path.parent, journalled.stem):
         # A damaged journal may be wrong about what is no call of its capture.
@@ -222,7 +222,7 @@ def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _set_aside(listing: Dataset, journalled: Journalled, listed: set[Path]) -> str:
+def _set_aside(listing: Dataset, journalled: JournalContents, listed: set[Path]) -> str:
     """Move a capture beside which the manifest lists another of the same model to a directory."""
     directory, [capture] = listing.directory, listing.captures
     aside, number = directory / f"unfinished-{journalled.stem}", 1

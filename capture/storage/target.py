@@ -21,7 +21,7 @@ from capture.storage.journal import Journal, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
-from capture.storage.repair import Ended, finish
+from capture.storage.repair import EndedCapture, finish
 from capture.text.printable import quoted
 
 _LONGEST = 100
@@ -29,7 +29,7 @@ _LONGEST = 100
 
 
 @dataclass
-class Target:
+class CaptureTarget:
     """A dataset's directory, and the capture that is to be added to it."""
 
     directory: Path
@@ -42,7 +42,7 @@ class Target:
     """The directory and the journal, which the model may replace with others."""
 
     @classmethod
-    def check(cls, out: str | Path, model: str, *, overwrite: bool) -> Target:
+    def check(cls, out: str | Path, model: str, *, overwrite: bool) -> CaptureTarget:
         """Make sure that a capture can begin, without deleting anything.
 
         Raises:
@@ -135,7 +135,7 @@ class Target:
                         return problems
                 told = finish(
                     self.directory,
-                    ended=Ended(self._journal.stem, capture, self._replaced, completed),
+                    ended=EndedCapture(self._journal.stem, capture, self._replaced, completed),
                 )
                 if self._journal.path.exists():
                     problems.append(

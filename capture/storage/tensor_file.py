@@ -104,7 +104,7 @@ def _parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator[
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file."""
 
     dtype: torch.dtype
@@ -200,7 +200,7 @@ class TensorFile:
                 piece, offset = piece[count:], offset + count
 
 
-def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, Stored]]:
+def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
     """Return the metadata and tensors, in the order of the file, that a header describes.
 
     Raises:
@@ -217,7 +217,7 @@ def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, Stored
         shape, offsets = (_counts(entry, each) for each in ("shape", "data_offsets"))
         if dtype is None or len(offsets) != 2:
             raise ValueError(f"tensor of dtype {entry['dtype']!r:.40}, offsets {offsets[:3]}")
-        found.append((*offsets, name, Stored(dtype, shape)))
+        found.append((*offsets, name, StoredTensor(dtype, shape)))
     found.sort(key=lambda item: item[:2])
     end = 0
     for begin, this_end, _, stored in found:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Span
+from capture.call.attention_variant import KeyRanges
 
 CPU_BLOCK = 2**20
 """Scores held at a time on a CPU: 8 MiB in float64, which its cache may hold, and about three times
@@ -177,7 +177,7 @@ def weights(
         )
     if shape.kv_len == 0:
         return
-    span = call.spans if call.is_causal or call.features else None
+    span = call.key_ranges if call.is_causal or call.features else None
     most = scores_at_a_time(call.device) if block_elements is None else block_elements
     at_once = 1
     if shape.q_heads == shape.kv_heads:  # else keys would have to be copied
@@ -200,7 +200,7 @@ def _empty_output(call: AttentionCall, dtype: torch.dtype) -> Tensor:
 
 def _weights_of_heads(
     call: AttentionCall,
-    span: Span | None,
+    span: KeyRanges | None,
     batch: int,
     kv_heads: slice,
     dtype: torch.dtype,

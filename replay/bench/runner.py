@@ -364,5 +364,5 @@ def _facts(workload: Workload, forms: Forms) -> CallFacts:
         mask=described,
         mask_structure=str(forms.structure or ""),
         beyond=beyond(call),
-        road=origin.road,
+        road=origin.entry_point,
     )

@@ -55,7 +55,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
     )
     evidence = misread(subject) or zeroed(subject)
     if evidence is None:
-        kernel = call.origin.backend or call.origin.road
+        kernel = call.origin.backend or call.origin.entry_point
         evidence = Evidence(
             "unknown",
             f"what the model's own attention ({kernel}) returned is wrong: {verdict.sentence}; "
@@ -70,4 +70,4 @@ def _class_of(call: AttentionCall) -> AccuracyClass:
     kernel = catalogue().get(call.origin.backend)
     if kernel is not None and kernel.accuracy_class != "sparse":
         return kernel.accuracy_class
-    return "exact" if call.origin.road == "sdpa" else "quantised"
+    return "exact" if call.origin.entry_point == "sdpa" else "quantised"

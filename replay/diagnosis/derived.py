@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.call.strides import narrow_expanded, picked
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
@@ -98,7 +98,7 @@ def part(call: AttentionCall, place: OutputRows) -> AttentionCall:
         attn_mask=None if mask is None else mask[None, None],
         scale=call.scale,
         sinks=None if call.sinks is None else call.sinks[head : head + 1],
-        variant=Variant(softcap=call.variant.softcap),
+        variant=AttentionVariant(softcap=call.variant.softcap),
     )
 
 
@@ -113,7 +113,7 @@ def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor 
 
 def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
     """(R, Sk) bool: the keys that some rows see before any `attn_mask`."""
-    firsts, ends = (each[rows, None] for each in call.spans.of(batch))
+    firsts, ends = (each[rows, None] for each in call.key_ranges.of(batch))
     position = torch.arange(call.shape.kv_len, device=call.device)
     return (position >= firsts) & (position < ends)
 

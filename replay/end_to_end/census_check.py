@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from capture.hooks.census import Census
-from capture.hooks.entry_points import on_all_roads
+from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import Arguments, intercept
 from capture.hooks.modules import ModuleTracker
 from capture.storage.capture_record import CaptureRecord
@@ -31,7 +31,7 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
         census.add(tracker.site, arguments)
         return proceed()
 
-    with tracker.watch(), intercept(handle, keeps_fast_path=True), on_all_roads(handle):
+    with tracker.watch(), intercept(handle, keeps_fast_path=True), follow_entry_points(handle):
         yield census
 
 
@@ -57,7 +57,7 @@ def shortfall(capture: CaptureRecord) -> str:
     """Say what attention of the recorded run is in no prediction; empty if all is counted."""
     past = [
         f"{each['forwards'] or 'unknown'} runs of {each['kind']} (such as {each['example']})"
-        for each in capture.gone_past
+        for each in capture.missed_attention
     ]
     if not past:
         return ""

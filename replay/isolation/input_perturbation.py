@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.call.shape import Shape
 from capture.call.strides import narrow_expanded
 
@@ -313,7 +313,7 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
         places = (each.clamp(max=size - 1) for each, size in zip(at, whole.shape[:3], strict=True))
         mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
     if call.is_causal or call.features:
-        first, end = (each[at[2], None] for each in call.spans.of(batch))
+        first, end = (each[at[2], None] for each in call.key_ranges.of(batch))
         position = torch.arange(shape.kv_len, device=call.device)
         visible = ((position >= first) & (position < end))[None, None]
         if mask is None:
@@ -334,7 +334,7 @@ def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
         cu_seqlens_q=None,
         cu_seqlens_k=None,
         seqused_k=None,
-        variant=Variant(softcap=call.variant.softcap),
+        variant=AttentionVariant(softcap=call.variant.softcap),
         output=None,
     )
 

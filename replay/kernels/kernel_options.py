@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 
 if TYPE_CHECKING:
     from attention_kernels.options import AttentionOptions
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 MOST_KEPT = 1024
 
 
-def kernel_options(variant: Variant) -> AttentionOptions:
+def kernel_options(variant: AttentionVariant) -> AttentionOptions:
     """Return a variant as options of our kernels, the object `PLAIN` where it asks for nothing.
 
     Kernels recognise that object without hashing it. Conversions are kept by identity, because to
@@ -27,10 +27,10 @@ def kernel_options(variant: Variant) -> AttentionOptions:
     return found[1]
 
 
-_converted: dict[int, tuple[Variant, AttentionOptions]] = {}
+_converted: dict[int, tuple[AttentionVariant, AttentionOptions]] = {}
 
 
-def _convert(variant: Variant) -> AttentionOptions:
+def _convert(variant: AttentionVariant) -> AttentionOptions:
     from attention_kernels.options import PLAIN, AttentionOptions
 
     options = AttentionOptions(variant.bottom_right, variant.window, variant.softcap)

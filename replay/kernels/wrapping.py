@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import FEATURES, PLAIN, VARIANT_TENSORS, Variant
+from capture.call.attention_variant import FEATURES, PLAIN, VARIANT_TENSORS, AttentionVariant
 from capture.hooks.interceptor import Arguments, bind
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.libraries import Library
@@ -80,7 +80,7 @@ def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
             arguments[place] = each
     if options:  # beside what a `CausalBias` may have said
         is_plain = call.variant is PLAIN
-        variant = Variant(**options) if is_plain else replace(call.variant, **options)
+        variant = AttentionVariant(**options) if is_plain else replace(call.variant, **options)
         arguments[_PLACE_OF_VARIANT] = variant
     return Arguments._make(arguments)
 

@@ -26,7 +26,7 @@ from torch import nn
 from attention_replay.errors import Error
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import ModuleTracker, roots_of
-from capture.hooks.phases import Role, deciding
+from capture.hooks.phases import ModuleRole, deciding
 
 Choices = Mapping[str, str]
 """The kernel of each phase at one module."""
@@ -148,7 +148,7 @@ def _choosing(choices: Choices, forward: Callable[..., Any]) -> Callable[..., An
     return choosing
 
 
-def _in_phase(role: Role, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., Any]:
     steps = itertools.count()
     when_traced = _traced_phase(role)
 
@@ -167,7 +167,7 @@ def _in_phase(role: Role, forward: Callable[..., Any]) -> Callable[..., Any]:
     return in_phase
 
 
-def _traced_phase(role: Role) -> str:
+def _traced_phase(role: ModuleRole) -> str:
     """The phase of a forward pass whose arguments cannot be asked."""
     if role.time_steps:
         return "denoise"

@@ -20,7 +20,7 @@ from attention_replay.errors import Error
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import beyond_arguments
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
-from capture.hooks.entry_points import on_all_roads
+from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.entry_points.wrapper import tracing_reported
 from capture.hooks.interceptor import Arguments, answer, intercept
 from capture.text.counted import counted
@@ -298,7 +298,7 @@ def _in_place(
     dispatcher = _Dispatcher(swap, kernels, choose, around)
     with (
         intercept(dispatcher.handle, calling_operator(choose)),
-        on_all_roads(dispatcher.handle),
+        follow_entry_points(dispatcher.handle),
         tracing_reported(dispatcher.traced),
         answering(dispatcher),
         _raised_recompile_limit(kernels),
@@ -348,7 +348,7 @@ class _Dispatcher:
             arguments = cast(arguments, autocast_dtype(arguments.query))
         output, known = self._attend(name, arguments, proceed)
         if known.costs_reshape:
-            self._count_copy(name, arguments.road)
+            self._count_copy(name, arguments.entry_point)
         return output
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
@@ -360,7 +360,7 @@ class _Dispatcher:
         ) -> Tensor:
             output, is_copy = laid_out(self._attend(name, arguments, proceed)[0], arguments.query)
             if is_copy:
-                self._count_copy(name, arguments.road)
+                self._count_copy(name, arguments.entry_point)
             return output
 
         def proceed() -> Tensor:
@@ -390,7 +390,7 @@ class _Dispatcher:
     ) -> tuple[Tensor, _Known]:
         known = self._known_of(name, arguments)
         if known.reason is not None:
-            self._count_fallback(name, known.reason, arguments.road)
+            self._count_fallback(name, known.reason, arguments.entry_point)
             return proceed(), known
         output = self._attentions[name](**_keywords(arguments))
         form: object = None
@@ -402,7 +402,7 @@ class _Dispatcher:
                 raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
             known.output, known.costs_reshape = form, costs_reshape(output, arguments.query)
         with self._counting:
-            for tally in self._tallies(name, arguments.road):
+            for tally in self._tallies(name, arguments.entry_point):
                 tally.hits += 1
         return output, known
 
@@ -477,7 +477,7 @@ def _keywords(arguments: Arguments) -> dict[str, Any]:
     keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
     if not arguments.enable_gqa:
         del keywords["enable_gqa"]
-    if arguments.road != "sdpa":
+    if arguments.entry_point != "sdpa":
         keywords.update(beyond_arguments(arguments))
     return keywords
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import narrow_expanded
 from capture.recording.paging import with_pages_read
-from capture.storage.header import Header, stored_tensors
+from capture.storage.header import CallHeader, stored_tensors
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
     if call.seqused_k is not None:  # a diagonal for each sequence
         stays = end == call.shape.q_len if call.variant.bottom_right else first == 0
         return part if stays else None
-    seen_first, seen_end = (each[0, first:end] for each in call.spans)
+    seen_first, seen_end = (each[0, first:end] for each in call.key_ranges)
     sees = seen_end > seen_first
     if not bool(sees.all()):
         return part if first == 0 and end == call.shape.q_len else None
@@ -190,7 +190,7 @@ def storable(call: AttentionCall) -> AttentionCall:
     A head of a model with many leaves gaps of all the others, and files of others are not believed
     to need as much (`capture.storage.header`).
     """
-    header = Header.of(call)
+    header = CallHeader.of(call)
     nbytes = sum(narrow_expanded(each).nbytes for each in stored_tensors(call).values())
     if not header.excess(nbytes):
         return call

@@ -21,7 +21,7 @@ def valid_pairs(call: AttentionCall) -> int:
     """(query, key) pairs that take part in the softmax, over batch and query heads.
 
     Causal masks, windows and packed sequences leave each query a span of keys
-    (`capture.call.attention_variant.spans`). A bool mask counts its True entries, a float mask
+    (`capture.call.attention_variant.key_ranges`). A bool mask counts its True entries, a float mask
     those that are not -inf. With both, a pair must be allowed by both: torch's math backend refuses
     a mask with `is_causal`, its CPU flash backend computes it.
     """
@@ -37,7 +37,7 @@ def valid_pairs(call: AttentionCall) -> int:
     if call.is_causal and not call.features:
         return heads * _causal_pairs(shape.q_len, shape.kv_len)
     if restricts:
-        first, end = call.spans
+        first, end = call.key_ranges
         return heads * int((end - first).sum()) // first.shape[0]
     return heads * shape.q_len * shape.kv_len
 
@@ -103,7 +103,7 @@ def _pairs_in_mask(call: AttentionCall, attn_mask: Tensor) -> int:
 
 
 def _pairs_in_mask_and_spans(call: AttentionCall, attn_mask: Tensor) -> int:
-    shape, (first, end) = call.shape, call.spans
+    shape, (first, end) = call.shape, call.key_ranges
     mask = narrow_expanded(attn_mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     position = torch.arange(shape.kv_len, device=mask.device)

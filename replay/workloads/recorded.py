@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from capture.errors import DatasetError
+from capture.storage.cached_copy import ProgressReport, no_report
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile, Dataset
 from capture.storage.joined_calls import is_part
-from capture.storage.origins import Report, unheard
 from replay.workloads.call_names import chosen_names
 from replay.workloads.sources import DamagedSource, JoinedSource, RecordedSource
 from replay.workloads.workload import Workload
@@ -29,7 +29,7 @@ def from_directory(
     patterns: str | None = None,
     *,
     join_ranks: bool = False,
-    report: Report = unheard,
+    report: ProgressReport = no_report,
 ) -> RecordedWorkloads:
     """Return the recorded calls of a dataset.
 
@@ -54,7 +54,7 @@ def from_dataset(
     patterns: str | None = None,
     *,
     join_ranks: bool = False,
-    report: Report = unheard,
+    report: ProgressReport = no_report,
 ) -> RecordedWorkloads:
     """Return the recorded calls of an open dataset, like `from_directory`.
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from attention_kernels.portable.prefill import prefill
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant, Window
+from capture.call.attention_variant import AttentionVariant, Window
 from replay.accuracy.errors import compare
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -54,17 +54,17 @@ def verify(name: str, call: AttentionCall) -> None:
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
 def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> None:
     """tanh x as 1 - 2 / (e^2x + 1) has the rounding of 1, however small x is."""
-    variant = Variant(softcap=softcap)
+    variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
 
 @pytest.mark.parametrize("name", ["triton-fa2", "triton-decode", "triton-fp8"])
 def test_in_16_bits_such_soft_caps_are_refused(name: str) -> None:
-    call = call_of(4, 9, variant=Variant(softcap=2.0**15))
+    call = call_of(4, 9, variant=AttentionVariant(softcap=2.0**15))
     assert find(name).refuses(call) == "soft cap 32768: at most 16384 in 16 bits"
     with pytest.raises(NotImplementedError, match="soft cap"):
         find(name).attention(**call.arguments())
-    assert find(name).refuses(replace(call, variant=Variant(softcap=2.0**14))) is None
+    assert find(name).refuses(replace(call, variant=AttentionVariant(softcap=2.0**14))) is None
 
 
 WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
@@ -79,27 +79,29 @@ SIZES = [(300, 300), (100, 420), (420, 100), (1, 200)]
 )
 def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> None:
     is_causal = window[1] is None
-    variant = Variant(bottom_right, window)
+    variant = AttentionVariant(bottom_right, window)
     verify("triton-fa2", call_of(*sizes, is_causal=is_causal, variant=variant))
 
 
 @pytest.mark.parametrize("sizes", [(100, 420), (420, 100), (7, 7)])
 def test_bottom_right(sizes: tuple[int, int]) -> None:
-    verify("triton-fa2", call_of(*sizes, is_causal=True, variant=Variant(bottom_right=True)))
+    verify(
+        "triton-fa2", call_of(*sizes, is_causal=True, variant=AttentionVariant(bottom_right=True))
+    )
 
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize("softcap", [0.3, 30.0])
 @pytest.mark.parametrize("scale", [None, -4.0])
 def test_soft_caps(softcap: float, scale: float | None) -> None:
-    variant = Variant(softcap=softcap)
+    variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(100, 200, scale=scale, is_causal=True, variant=variant))
 
 
 def test_a_soft_cap_stands_before_the_mask() -> None:
     bias = normal(2, 100, 200, dtype=torch.float16, seed=3) * 4
     for mask in (bias, bias > 0):
-        variant = Variant(True, (50, 50), 2.0)
+        variant = AttentionVariant(True, (50, 50), 2.0)
         verify("triton-fa2", call_of(100, 200, attn_mask=mask, variant=variant))
 
 
@@ -110,7 +112,7 @@ def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
     sinks = normal(4, seed=7)[::2]  # apart in memory
     call = call_of(70, 140, head_dim, dtype=dtype, is_causal=True, sinks=sinks)
     verify("triton-fa2", call)
-    verify("triton-fa2", replace(call, variant=Variant(True, (20, None), 5.0)))
+    verify("triton-fa2", replace(call, variant=AttentionVariant(True, (20, None), 5.0)))
 
 
 def test_a_sink_is_part_of_the_log_sum_exp() -> None:
@@ -141,7 +143,7 @@ def test_a_large_sink_leaves_the_keys_their_digits(name: str, q_len: int) -> Non
 def test_queries_that_see_only_their_sink_get_zeros() -> None:
     call = call_of(300, 100, is_causal=True, sinks=normal(2, seed=7))
     output = find("triton-fa2").attention(
-        **replace(call, variant=Variant(bottom_right=True)).arguments()
+        **replace(call, variant=AttentionVariant(bottom_right=True)).arguments()
     )
     assert not output[:, :, :200].any()
     assert output[:, :, 200:].any()
@@ -150,7 +152,7 @@ def test_queries_that_see_only_their_sink_get_zeros() -> None:
 @pytest.mark.usefixtures("size")
 def test_keys_outside_the_window_are_not_read() -> None:
     """Not masked: a NaN would reach the output, since 0 · NaN is NaN."""
-    call = call_of(700, 700, is_causal=True, variant=Variant(window=(100, None)))
+    call = call_of(700, 700, is_causal=True, variant=AttentionVariant(window=(100, None)))
     expected = find("triton-fa2").attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, :200] = math.nan
@@ -164,11 +166,11 @@ PACKED = {"cu_seqlens_q": offsets(70, 1, 200), "cu_seqlens_k": offsets(130, 40, 
 
 
 PACKED_VARIANTS = [
-    Variant(),
-    Variant(bottom_right=True),
-    Variant(window=(30, None)),
-    Variant(True, (30, 140), 3.0),
-    Variant(True, max_seqlen_q=512),
+    AttentionVariant(),
+    AttentionVariant(bottom_right=True),
+    AttentionVariant(window=(30, None)),
+    AttentionVariant(True, (30, 140), 3.0),
+    AttentionVariant(True, max_seqlen_q=512),
 ]
 
 
@@ -177,7 +179,7 @@ PACKED_VARIANTS = [
     ("variant", "is_causal", "head_dim"),
     pairwise(product(PACKED_VARIANTS, [False, True], [64, 80])),
 )
-def test_packed(variant: Variant, is_causal: bool, head_dim: int) -> None:
+def test_packed(variant: AttentionVariant, is_causal: bool, head_dim: int) -> None:
     verify(
         "triton-varlen",
         call_of(271, 320, head_dim, is_causal=is_causal, variant=variant, **PACKED),
@@ -187,14 +189,14 @@ def test_packed(variant: Variant, is_causal: bool, head_dim: int) -> None:
 def test_packed_with_sinks_and_lengths_of_keys() -> None:
     lengths = torch.tensor([100, 0, 77], device=DEVICE).int()
     sinks = normal(2, seed=7)
-    for variant in (Variant(), Variant(bottom_right=True)):
+    for variant in (AttentionVariant(), AttentionVariant(bottom_right=True)):
         call = call_of(271, 320, is_causal=True, variant=variant, seqused_k=lengths, **PACKED)
         verify("triton-varlen", call)
         verify("triton-varlen", replace(call, sinks=sinks))
 
 
 def test_another_sequences_keys_reach_nothing() -> None:
-    call = call_of(271, 320, variant=Variant(True, (30, 20)), **PACKED)
+    call = call_of(271, 320, variant=AttentionVariant(True, (30, 20)), **PACKED)
     expected = find("triton-varlen").attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, 130:170] = math.nan
@@ -204,8 +206,10 @@ def test_another_sequences_keys_reach_nothing() -> None:
     assert torch.equal(output[:, :, 71:], expected[:, :, 71:])
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(True), Variant(True, (40, None), 2.0)])
-def test_lengths_of_keys(variant: Variant) -> None:
+@pytest.mark.parametrize(
+    "variant", [AttentionVariant(), AttentionVariant(True), AttentionVariant(True, (40, None), 2.0)]
+)
+def test_lengths_of_keys(variant: AttentionVariant) -> None:
     lengths = torch.tensor([70, 300, 5], device=DEVICE).int()
     call = call_of(20, 300, batch=3, is_causal=True, variant=variant, seqused_k=lengths)
     verify("triton-varlen", call)
@@ -214,27 +218,33 @@ def test_lengths_of_keys(variant: Variant) -> None:
 def test_padding_leaves_the_diagonal_where_it_was() -> None:
     keys = torch.arange(200, device=DEVICE) >= torch.tensor([[0], [90]], device=DEVICE)
     call = call_of(200, 200, batch=2, is_causal=True, attn_mask=keys[:, None, None])
-    for variant in (Variant(), Variant(bottom_right=True), Variant(True, (50, None))):
+    for variant in (
+        AttentionVariant(),
+        AttentionVariant(bottom_right=True),
+        AttentionVariant(True, (50, None)),
+    ):
         verify("triton-varlen", replace(call, variant=variant))
-    longer = replace(call, query=call.query[:, :, :50], variant=Variant(bottom_right=True))
+    longer = replace(call, query=call.query[:, :, :50], variant=AttentionVariant(bottom_right=True))
     reason = "attn_mask beside lengths of sequences or a bottom-right diagonal"
     assert find("triton-varlen").refuses(longer) == reason
     with pytest.raises(NotImplementedError, match=reason):
         find("triton-varlen").attention(**longer.arguments())
 
 
-DECODED: list[Variant] = [
-    Variant(bottom_right=True),
-    Variant(True, (100, None)),
-    Variant(True, (700, 2)),
-    Variant(False, (1, 300)),
-    Variant(softcap=3.0),
-    Variant(True, (5000, None), 0.5),
+DECODED: list[AttentionVariant] = [
+    AttentionVariant(bottom_right=True),
+    AttentionVariant(True, (100, None)),
+    AttentionVariant(True, (700, 2)),
+    AttentionVariant(False, (1, 300)),
+    AttentionVariant(softcap=3.0),
+    AttentionVariant(True, (5000, None), 0.5),
 ]
 
 
-@pytest.mark.parametrize("variant", [Variant(), Variant(True, (40, None), 2.0)], ids=str)
-def test_recorded_pages_are_read_as_they_lie(variant: Variant) -> None:
+@pytest.mark.parametrize(
+    "variant", [AttentionVariant(), AttentionVariant(True, (40, None), 2.0)], ids=str
+)
+def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     sizes = {"q_len": 3, "q_heads": 6, "kv_heads": 2, "dtype": torch.float16, "device": DEVICE}
     call = paged_call([200, 70], 16, **sizes, is_causal=True, variant=variant).to(DEVICE)
     verify("triton-paged-decode", call)
@@ -249,7 +259,7 @@ def test_recorded_pages_are_read_as_they_lie(variant: Variant) -> None:
 @pytest.mark.parametrize(
     ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
 )
-def test_decode(q_len: int, is_causal: bool, variant: Variant) -> None:
+def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
     """Over more than one part of the keys, and some rows a program."""
     call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
@@ -267,7 +277,7 @@ def test_decode_with_sinks_and_a_mask() -> None:
     mask[:, :, 1] = False
     call = call_of(3, 1500, sinks=normal(4, seed=7)[::2], attn_mask=mask)
     verify("triton-decode", call)
-    verify("triton-decode", replace(call, variant=Variant(True, (200, None), 2.0)))
+    verify("triton-decode", replace(call, variant=AttentionVariant(True, (200, None), 2.0)))
 
 
 def test_pages_hold_no_padding_beside_a_diagonal() -> None:
@@ -275,14 +285,17 @@ def test_pages_hold_no_padding_beside_a_diagonal() -> None:
     call = call_of(3, 100, batch=2, attn_mask=keys[:, None, None])
     verify("triton-paged-decode", call)
     reason = "attn_mask beside is_causal, a window or lengths of keys"
-    for changed in (replace(call, is_causal=True), replace(call, variant=Variant(True, (5, None)))):
+    for changed in (
+        replace(call, is_causal=True),
+        replace(call, variant=AttentionVariant(True, (5, None))),
+    ):
         assert find("triton-paged-decode").refuses(changed) == reason
         with pytest.raises(NotImplementedError, match=reason):
             find("triton-paged-decode").attention(**changed.arguments())
 
 
 def test_decode_reads_no_keys_before_the_window() -> None:
-    call = call_of(1, 1500, is_causal=True, variant=Variant(True, (300, None)))
+    call = call_of(1, 1500, is_causal=True, variant=AttentionVariant(True, (300, None)))
     expected = find("triton-decode").attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, : 1500 - 301] = math.nan
@@ -295,7 +308,7 @@ def test_decode_reads_no_keys_before_the_window() -> None:
 def test_any_call(data: st.DataObject) -> None:
     draw = data.draw
     side = st.none() | st.integers(0, 300)
-    variant = Variant(
+    variant = AttentionVariant(
         draw(st.booleans(), "bottom right"),
         (draw(side, "left"), draw(side, "right")),
         draw(st.none() | st.floats(0.1, 50), "soft cap"),

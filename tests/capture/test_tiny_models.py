@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from capture import load
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.storage.dataset import Dataset
 from models import pretrained_weights
 
@@ -149,7 +149,7 @@ def test_sdpa_repeats_every_output_bit_for_bit(data: Dataset) -> None:
             again = F.scaled_dot_product_attention(**call.arguments())
             assert call.output is not None
             assert torch.equal(again, call.output)
-    assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
+    assert {finding.text for finding in check_files(data)} == {"intact; output bit-identical"}
 
 
 def test_what_is_kept_is_what_matters(recorded: Recorded, data: Dataset) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.recording import copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -74,7 +74,7 @@ def test_what_is_recorded_is_what_the_call_had(
     assert recording.kept == 5
     assert all(torch.equal(a.cpu(), b) for a, b in zip(outputs, expected, strict=True))
     data = load(tmp_path)
-    assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
+    assert {finding.text for finding in check_files(data)} == {"intact; output bit-identical"}
     for call in data:
         assert call.output is not None
         assert torch.equal(call.output, expected[call.origin.call_index])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture import load, record
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from replay.cli import main as replay_main
 from replay.kernels.registry import find
 
@@ -96,7 +96,7 @@ def test_a_prompt_and_tokens_are_recorded_and_replayed(
     data = load(tmp_path / "calls")
     assert len(data) == 4
     assert {call.origin.backend for call in data} == {BACKENDS[implementation]}
-    assert all(finding.good for finding in verify(data))
+    assert all(finding.good for finding in check_files(data))
     backend = BACKENDS[implementation]
     rows = _replayed(tmp_path / "calls", tmp_path, backend)
     _right_by_several(rows, {"triton-fa2", "eager", backend})

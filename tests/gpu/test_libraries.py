@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import ScaledCore, find
 from replay.workloads.random_calls import Spec
@@ -64,7 +64,7 @@ def calls() -> dict[str, AttentionCall]:
         {name: each.contiguous().transpose(1, 2) for name, each in packed.items()}
     )
     found["scale"] = replace(plain, scale=0.05)
-    bottom_right = {"is_causal": True, "variant": Variant(bottom_right=True)}
+    bottom_right = {"is_causal": True, "variant": AttentionVariant(bottom_right=True)}
     latent = {
         "absorbed MLA, decode": mla_call(q_len=1, q_heads=128),
         "absorbed MLA, scale, float16": mla_call(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import replay.cli.main as cli
 from capture import load
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from tests.distributed_model import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
@@ -67,7 +67,7 @@ def test_each_rank_names_its_heads_and_its_gpu(recordings: Path) -> None:
     entries = load(recordings / "parts" / "medium").entries
     assert {(each.origin.rank, each.origin.heads) for each in entries} == {(0, "0-7"), (1, "8-15")}
     assert all(each.origin.device.startswith("cuda (") for each in entries)
-    assert all(finding.good for finding in verify(load(recordings / "parts" / "medium")))
+    assert all(finding.good for finding in check_files(load(recordings / "parts" / "medium")))
 
 
 def test_joined_calls_are_replayed(recordings: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue, find
 from tests.factories import normal, random_call
@@ -19,7 +19,7 @@ from tests.variant_calls import paged_call
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 HALF, BRAIN = torch.float16, torch.bfloat16
-BOTTOM_RIGHT = Variant(bottom_right=True)
+BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
 
 
 def _offsets(*lengths: int) -> torch.Tensor:
@@ -62,45 +62,45 @@ CALLS: dict[str, dict[str, Any]] = {
     "window": {
         **_sizes(2, 8, 2, 2100, 2100, 128),
         "is_causal": True,
-        "variant": Variant(True, (1023, None)),
+        "variant": AttentionVariant(True, (1023, None)),
     },
     "window, longer keys": {
         **_sizes(1, 8, 8, 500, 2100, 64),
         "dtype": HALF,
         "is_causal": True,
-        "variant": Variant(True, (255, None)),
+        "variant": AttentionVariant(True, (255, None)),
     },
     "window, top left": {
         **_sizes(1, 4, 4, 500, 2100, 64),
         "dtype": HALF,
-        "variant": Variant(window=(300, 200)),
+        "variant": AttentionVariant(window=(300, 200)),
     },
     "window both ways": {
         **_sizes(1, 8, 8, 2100, 2100, 64),
         "dtype": HALF,
-        "variant": Variant(True, (200, 100)),
+        "variant": AttentionVariant(True, (200, 100)),
     },
     "window both ways, head_dim 128": {
         **_sizes(1, 8, 8, 2100, 2100, 128),
-        "variant": Variant(True, (512, 512)),
+        "variant": AttentionVariant(True, (512, 512)),
     },
     "soft cap": {
         **_sizes(1, 8, 4, 1100, 1100, 128),
         "is_causal": True,
         "scale": 1.0,
-        "variant": Variant(softcap=50.0),
+        "variant": AttentionVariant(softcap=50.0),
     },
     "soft cap and window, head_dim 256": {
         **_sizes(1, 8, 4, 2100, 2100, 256),
         "is_causal": True,
-        "variant": Variant(True, (1023, None), 5.0),
+        "variant": AttentionVariant(True, (1023, None), 5.0),
     },
     "sinks": {**_sizes(1, 64, 8, 1100, 1100, 64), "is_causal": True, "sinks": SINKS},
     "sinks and window": {
         **_sizes(1, 64, 8, 1100, 1100, 64),
         "is_causal": True,
         "sinks": SINKS,
-        "variant": Variant(True, (127, None)),
+        "variant": AttentionVariant(True, (127, None)),
     },
     "sinks in float32": {
         **_sizes(1, 8, 8, 700, 700, 128),
@@ -112,7 +112,7 @@ CALLS: dict[str, dict[str, Any]] = {
         **_sizes(1, 8, 2, 2100, 2100, 128),
         **PACKED,
         "is_causal": True,
-        "variant": Variant(bottom_right=True, max_seqlen_q=1300, max_seqlen_k=1300),
+        "variant": AttentionVariant(bottom_right=True, max_seqlen_q=1300, max_seqlen_k=1300),
     },
     "packed, longer keys": {
         **_sizes(1, 8, 2, 300, 2100, 64),
@@ -125,14 +125,14 @@ CALLS: dict[str, dict[str, Any]] = {
         **_sizes(1, 8, 8, 2100, 2100, 128),
         **PACKED,
         "is_causal": True,
-        "variant": Variant(True, (255, None)),
+        "variant": AttentionVariant(True, (255, None)),
     },
     "packed, window, sinks": {
         **_sizes(1, 64, 8, 2100, 2100, 64),
         **PACKED,
         "is_causal": True,
         "sinks": SINKS,
-        "variant": Variant(True, (127, None)),
+        "variant": AttentionVariant(True, (127, None)),
     },
     "packed, key lengths": {
         **_sizes(1, 8, 2, 300, 2100, 128),
@@ -145,19 +145,19 @@ CALLS: dict[str, dict[str, Any]] = {
     "decode, window": {
         **_sizes(4, 32, 8, 1, 4250, 128),
         "is_causal": True,
-        "variant": Variant(True, (1023, None)),
+        "variant": AttentionVariant(True, (1023, None)),
     },
     "decode, window, sinks": {
         **_sizes(4, 64, 8, 1, 4250, 64),
         "sinks": SINKS,
         "is_causal": True,
-        "variant": Variant(True, (127, None)),
+        "variant": AttentionVariant(True, (127, None)),
     },
     "decode, sinks": {**_sizes(4, 64, 8, 1, 4250, 64), "sinks": SINKS},
     "decode, soft cap": {
         **_sizes(4, 8, 4, 1, 4250, 256),
         "dtype": HALF,
-        "variant": Variant(softcap=5.0),
+        "variant": AttentionVariant(softcap=5.0),
     },
     "decode, key lengths": {
         **_sizes(4, 32, 8, 1, 4250, 128),
@@ -170,7 +170,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "dtype": HALF,
         "seqused_k": _lengths(4250, 4, 345, 2000),
         "is_causal": True,
-        "variant": Variant(True, (511, None)),
+        "variant": AttentionVariant(True, (511, None)),
     },
 }
 
@@ -181,7 +181,7 @@ PAGED: dict[str, dict[str, Any]] = {
         "q_len": 4,
         "head_dim": 64,
         "is_causal": True,
-        "variant": Variant(True, (511, None)),
+        "variant": AttentionVariant(True, (511, None)),
     },
     "pages of 256, packed": {
         "page_size": 256,

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from capture.hooks.entry_points import comfyui, diffusers, flex_attention, libraries, transformers
 from capture.hooks.interceptor import Handler
 
-ROADS = (transformers, diffusers, comfyui, flex_attention, libraries)
+ENTRY_POINTS = (transformers, diffusers, comfyui, flex_attention, libraries)
 
 
 @contextlib.contextmanager
-def on_all_roads(handler: Handler) -> Iterator[None]:
+def follow_entry_points(handler: Handler) -> Iterator[None]:
     """Pass every attention call that does not begin as one of SDPA to `handler`, until the exit.
 
     Libraries that are not imported yet are not followed: importing them takes seconds.
     """
     with contextlib.ExitStack() as stack:
-        for road in ROADS:
-            stack.enter_context(road.followed(handler))
+        for entry_point in ENTRY_POINTS:
+            stack.enter_context(entry_point.follow(handler))
         yield

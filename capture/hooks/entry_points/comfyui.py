@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.hooks.entry_points.wrapper import BHSD, Form, Translate, following
+from capture.hooks.entry_points.wrapper import BHSD, OutputLayout, Translate, wrapped_everywhere
 from capture.hooks.interceptor import Arguments, Handler
 
-ROAD = "comfyui"
+ENTRY_POINT = "comfyui"
 _ATTENTION = "comfy.ldm.modules.attention"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
 
@@ -32,7 +32,7 @@ _ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
 
 
 @contextlib.contextmanager
-def followed(handler: Handler) -> Iterator[None]:
+def follow(handler: Handler) -> Iterator[None]:
     """Follow the road until the exit."""
     translations: dict[types.FunctionType, Translate] = {
         **{each: _translation(each) for each in _functions()},
@@ -40,7 +40,7 @@ def followed(handler: Handler) -> Iterator[None]:
     }
     with contextlib.ExitStack() as stack:
         for function, translate in translations.items():
-            stack.enter_context(following(function, translate, handler))
+            stack.enter_context(wrapped_everywhere(function, translate, handler))
         yield
 
 
@@ -79,7 +79,7 @@ def _translated(
     skip_reshape: bool = False,
     skip_output_reshape: bool = False,
     **others: Any,
-) -> tuple[Arguments, Form] | None:
+) -> tuple[Arguments, OutputLayout] | None:
     override = (others.get("transformer_options") or {}).get("optimized_attention_override")
     refusal = ""
     if override is not None and "_inside_attn_wrapper" not in others:
@@ -105,7 +105,7 @@ def _translated(
         False,
         None if scale is None else float(scale),
         query.shape[1] != key.shape[1],
-        road=ROAD,
+        entry_point=ENTRY_POINT,
         backend=KERNELS.get(name, f"comfyui.{name.removeprefix('attention_')}"),
         refusal=refusal,
     ), BHSD if skip_output_reshape else _merged(heads)
@@ -123,16 +123,18 @@ def _mask(mask: Tensor | None, *, of_keys: bool) -> Tensor | None:
 
 
 @functools.cache
-def _merged(heads: int) -> Form:
+def _merged(heads: int) -> OutputLayout:
     """Outputs (B, S, H·Dv)."""
 
     def to_sdpa(output: Tensor) -> Tensor:
         return output.unflatten(-1, (heads, -1)).transpose(1, 2)
 
-    return Form(to_sdpa, lambda output: output.transpose(1, 2).flatten(2))
+    return OutputLayout(to_sdpa, lambda output: output.transpose(1, 2).flatten(2))
 
 
-def _of_images(function: str, query: Tensor, key: Tensor, value: Tensor) -> tuple[Arguments, Form]:
+def _of_images(
+    function: str, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Arguments, OutputLayout]:
     """Of a VAE's function, which takes (B, C, height, width) as one head."""
 
     def to_sdpa(image: Tensor) -> Tensor:
@@ -152,6 +154,6 @@ def _of_images(function: str, query: Tensor, key: Tensor, value: Tensor) -> tupl
         False,
         None,
         False,
-        road=ROAD,
+        entry_point=ENTRY_POINT,
         backend=KERNELS.get(f"attention_{name}", f"comfyui.{name}"),
-    ), Form(to_sdpa, from_sdpa)
+    ), OutputLayout(to_sdpa, from_sdpa)

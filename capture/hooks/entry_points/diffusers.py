@@ -14,13 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from capture.call.attention_variant import PLAIN, Variant
+from capture.call.attention_variant import PLAIN, AttentionVariant
 from capture.hooks.entry_points import flex_attention
-from capture.hooks.entry_points.wrapper import BSHD, Form
-from capture.hooks.entry_points.wrapper import followed as on_road
+from capture.hooks.entry_points.wrapper import BSHD, OutputLayout, wrapped
 from capture.hooks.interceptor import Arguments, Handler
 
-ROAD = "diffusers"
+ENTRY_POINT = "diffusers"
 _DISPATCH = "diffusers.models.attention_dispatch"
 
 KERNELS = {
@@ -40,7 +39,7 @@ _BOTTOM_RIGHT = ("flash", "_flash", "aiter")
 
 
 @contextlib.contextmanager
-def followed(handler: Handler) -> Iterator[None]:
+def follow(handler: Handler) -> Iterator[None]:
     """Follow the road until the exit."""
     registry = getattr(sys.modules.get(_DISPATCH), "_AttentionBackendRegistry", None)
     if registry is None:
@@ -51,7 +50,7 @@ def followed(handler: Handler) -> Iterator[None]:
         name = str(getattr(backend, "value", backend))
         if "native" not in name:
             translate = functools.partial(_translated, name)
-            registry._backends[backend] = on_road(function, translate, handler)
+            registry._backends[backend] = wrapped(function, translate, handler)
     try:
         yield
     finally:
@@ -72,7 +71,7 @@ def _translated(
     return_lse: bool = False,
     _parallel_config: Any = None,
     **others: Any,
-) -> tuple[Arguments, Form]:
+) -> tuple[Arguments, OutputLayout]:
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     refusal = "context parallel" if _parallel_config is not None else ""
     if name == "flex":
@@ -82,7 +81,9 @@ def _translated(
         attn_mask = attn_mask[:, None, None]
     left, right = (None if side < 0 else side for side in window_size)
     bottom_right = name.startswith(_BOTTOM_RIGHT) and (is_causal or (left, right) != (None, None))
-    variant = Variant(bottom_right=bottom_right, window=(left, right)) if bottom_right else PLAIN
+    variant = (
+        AttentionVariant(bottom_right=bottom_right, window=(left, right)) if bottom_right else PLAIN
+    )
     return Arguments(
         query,
         key,
@@ -93,7 +94,7 @@ def _translated(
         None if scale is None else float(scale),
         query.shape[1] != key.shape[1],
         variant=variant,
-        road=ROAD,
+        entry_point=ENTRY_POINT,
         backend=KERNELS.get(name, f"diffusers.{name}"),
         refusal=refusal,
         returns="the log-sum-exp" if return_lse else "",

@@ -15,24 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.hooks.entry_points.wrapper import BHSD, Form, following
+from capture.hooks.entry_points.wrapper import BHSD, OutputLayout, wrapped_everywhere
 from capture.hooks.interceptor import Arguments, Handler
 from capture.hooks.modes import outside_of_modes
 
-ROAD = "flex_attention"
+ENTRY_POINT = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
 MOST_PAIRS = 2**28
 """(query, key) pairs of a block mask that are written out: a quarter of a gigabyte."""
 
 
 @contextlib.contextmanager
-def followed(handler: Handler) -> Iterator[None]:
+def follow(handler: Handler) -> Iterator[None]:
     """Follow the road until the exit."""
     function = getattr(sys.modules.get(_MODULE), "flex_attention", None)
     if function is None:
         yield
         return
-    with following(function, _translated, handler):
+    with wrapped_everywhere(function, _translated, handler):
         try:
             yield
         finally:
@@ -51,7 +51,7 @@ def _translated(
     *others: Any,
     return_aux: Any = None,
     **options: Any,
-) -> tuple[Arguments, Form]:
+) -> tuple[Arguments, OutputLayout]:
     mask, refusal = mask_of(block_mask, query, key)
     if score_mod is not None:
         refusal = f"score_mod {getattr(score_mod, '__qualname__', score_mod)}"
@@ -65,7 +65,7 @@ def _translated(
         False,
         scale,
         bool(enable_gqa),
-        road=ROAD,
+        entry_point=ENTRY_POINT,
         backend="flex",
         refusal=refusal,
         returns="the log-sum-exp" if return_lse or return_aux is not None else "",

@@ -19,8 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call.attention_variant import Variant
-from capture.hooks.entry_points.wrapper import BHSD, BSHD, THD, Form, Translate, following
+from capture.call.attention_variant import AttentionVariant
+from capture.hooks.entry_points.wrapper import (
+    BHSD,
+    BSHD,
+    THD,
+    OutputLayout,
+    Translate,
+    wrapped_everywhere,
+)
 from capture.hooks.interceptor import Arguments, Handler
 
 FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -91,19 +98,19 @@ _RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return
 
 
 @contextlib.contextmanager
-def followed(handler: Handler) -> Iterator[None]:
-    """Follow the road until the exit."""
+def follow(handler: Handler) -> Iterator[None]:
+    """Follow the entry_point until the exit."""
     with contextlib.ExitStack() as stack:
         for module, (kernel, names) in FOLLOWED.items():
             for function in _functions(module, names):
                 translate = _translation(function, module, kernel)
-                stack.enter_context(following(function, translate, handler))
+                stack.enter_context(wrapped_everywhere(function, translate, handler))
         for module, names in COUNTED.items():
             for function in _functions(module, names):
                 translate = functools.partial(
                     _counted, f"{module.partition('.')[0]}.{function.__name__}"
                 )
-                stack.enter_context(following(function, translate, handler))
+                stack.enter_context(wrapped_everywhere(function, translate, handler))
         yield
 
 
@@ -116,9 +123,9 @@ def _functions(module: str, names: tuple[str, ...]) -> list[Callable[..., Any]]:
 def _translation(function: Callable[..., Any], module: str, kernel: str) -> Translate:
     signature = inspect.signature(function)
     defaults = {name: each.default for name, each in signature.parameters.items()}
-    road = f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}"
+    entry_point = f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}"
 
-    def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, Form]:
+    def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, OutputLayout]:
         given = signature.bind(*args, **kwargs).arguments
         named: dict[str, Any] = {}
         refused, scales, returns, out = [], [], "", None
@@ -142,13 +149,13 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
                 refused.append(name)
         if 1 in (named["query"].element_size(), named["key"].element_size()):
             refused += scales
-        arguments, form = _arguments(named, road, kernel, refused, returns)
+        arguments, form = _arguments(named, entry_point, kernel, refused, returns)
         return arguments, form if out is None else _written_to(out, form)
 
     return translate
 
 
-def _written_to(out: Tensor, form: Form) -> Form:
+def _written_to(out: Tensor, form: OutputLayout) -> OutputLayout:
     """The form of a function that writes to memory of the caller's, and returns it."""
     return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
@@ -158,8 +165,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _arguments(
-    named: dict[str, Any], road: str, kernel: str, refused: list[str], returns: str
-) -> tuple[Arguments, Form]:
+    named: dict[str, Any], entry_point: str, kernel: str, refused: list[str], returns: str
+) -> tuple[Arguments, OutputLayout]:
     starts = {name: named.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k")}
     used, table = named.get("seqused_k"), named.get("page_table")
     is_packed = starts["cu_seqlens_q"] is not None
@@ -197,14 +204,14 @@ def _arguments(
         **starts,
         seqused_k=used,
         page_table=table,
-        variant=Variant(
+        variant=AttentionVariant(
             bottom_right=is_causal or (left, right) != (None, None),
             window=(left, right),
             softcap=softcap if softcap > 0 else None,
             max_seqlen_q=_whole(named.get("max_seqlen_q")) if is_packed else None,
             max_seqlen_k=_whole(named.get("max_seqlen_k")) if is_packed else None,
         ),
-        road=road,
+        entry_point=entry_point,
         backend=kernel,
         refusal=f"takes {', '.join(refused)}" if refused else "",
         returns=returns,
@@ -221,11 +228,11 @@ def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, ta
 
 
 def _counted(
-    road: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> tuple[Arguments, Form]:
-    reason = f"{road} is counted, not recorded"
+    entry_point: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
+) -> tuple[Arguments, OutputLayout]:
+    reason = f"{entry_point} is counted, not recorded"
     sdpas = (query, key, value, None, 0.0, False, None, False)
-    return Arguments(*sdpas, road=road, backend=road, refusal=reason), BHSD
+    return Arguments(*sdpas, entry_point=entry_point, backend=entry_point, refusal=reason), BHSD
 
 
 def _whole(value: Any) -> int | None:

@@ -16,13 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from capture.call.attention_variant import PLAIN, Variant, Window
+from capture.call.attention_variant import PLAIN, AttentionVariant, Window
 from capture.hooks.entry_points import flex_attention
-from capture.hooks.entry_points.wrapper import BSHD_AND_WEIGHTS, Form, Translate
-from capture.hooks.entry_points.wrapper import followed as on_road
+from capture.hooks.entry_points.wrapper import (
+    BSHD_AND_WEIGHTS,
+    OutputLayout,
+    Translate,
+    wrapped,
+)
 from capture.hooks.interceptor import Arguments, Handler
 
-ROAD = "transformers"
+ENTRY_POINT = "transformers"
 _MODELING = "transformers.modeling_utils"
 
 _HARMLESS = {
@@ -33,7 +37,7 @@ _HARMLESS = {
 
 
 @contextlib.contextmanager
-def followed(handler: Handler) -> Iterator[None]:
+def follow(handler: Handler) -> Iterator[None]:
     """Follow the road until the exit."""
     modeling = sys.modules.get(_MODELING)
     interface = getattr(modeling, "AttentionInterface", None)
@@ -42,22 +46,22 @@ def followed(handler: Handler) -> Iterator[None]:
         return
     wrappers: dict[tuple[str | None, object], Callable[..., Any]] = {}
 
-    def wrapped(name: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_handler(name: str | None, function: Callable[..., Any]) -> Callable[..., Any]:
         translate = _translation(name, function)
         if translate is None or function in wrappers.values():
             return function
         if (name, function) not in wrappers:
             called = flex_attention.as_compiled(function) if translate is _flex else function
-            wrappers[name, function] = on_road(called, translate, handler)
+            wrappers[name, function] = wrapped(called, translate, handler)
         return wrappers[name, function]
 
     def get_interface(self: Any, attn_implementation: str, default: Callable[..., Any]) -> Any:
-        return wrapped(
+        return with_handler(
             attn_implementation, originals["get_interface"](self, attn_implementation, default)
         )
 
     def getitem(self: Any, key: str) -> Any:
-        return wrapped(key, looked_up(self, key))
+        return with_handler(key, looked_up(self, key))
 
     looked_up = interface.__getitem__
     replacements = {"get_interface": get_interface, "__getitem__": getitem}
@@ -106,7 +110,7 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
         scaling: float | None = None,
         dropout: float = 0.0,
         **others: Any,
-    ) -> tuple[Arguments, Form]:
+    ) -> tuple[Arguments, OutputLayout]:
         mask = attention_mask
         if mask is not None:
             mask = mask[..., : key.shape[-2]]
@@ -129,7 +133,7 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
             (query, key, value, mask, dropout if module.training else 0.0, is_causal, scaling),
             backend="eager" if is_own else f"transformers.{name}",
             sinks=sinks,
-            variant=Variant(softcap=softcap) if softcap else PLAIN,
+            variant=AttentionVariant(softcap=softcap) if softcap else PLAIN,
             refusal=_refusal(others, names - _HARMLESS),
             returns=_returns(module, others),
         )
@@ -151,7 +155,7 @@ def _flash(name: str) -> Translate:
         is_causal: bool | None = None,
         s_aux: Tensor | None = None,
         **others: Any,
-    ) -> tuple[Arguments, Form]:
+    ) -> tuple[Arguments, OutputLayout]:
         causal = bool(module.is_causal if is_causal is None else is_causal) and query.shape[2] > 1
         window: Window = (None, None)
         if sliding_window is not None and key.shape[2] > sliding_window:
@@ -165,7 +169,7 @@ def _flash(name: str) -> Translate:
             (query, key, value, mask, dropout, causal, scaling),
             backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
             sinks=s_aux,
-            variant=Variant(
+            variant=AttentionVariant(
                 bottom_right=causal or window != (None, None),
                 window=window,
                 softcap=softcap or None,
@@ -232,7 +236,7 @@ def _flex(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     **others: Any,
-) -> tuple[Arguments, Form]:
+) -> tuple[Arguments, OutputLayout]:
     mask, refusal = flex_attention.mask_of(attention_mask, query, key)
     if position_bias is not None:
         mask, refusal = None, refusal or "a position bias with FlexAttention"
@@ -240,7 +244,7 @@ def _flex(
         (query, key, value, mask, 0.0, False, scaling),
         backend="flex",
         sinks=s_aux,
-        variant=Variant(softcap=softcap) if softcap else PLAIN,
+        variant=AttentionVariant(softcap=softcap) if softcap else PLAIN,
         refusal=refusal or _refusal(others, {"indices", "block_indices"}),
         returns=_returns(module, others),
     )
@@ -248,7 +252,7 @@ def _flex(
 
 def _arguments(
     sdpas: tuple[Any, ...], *, sinks: Tensor | None, refusal: str, **beyond: Any
-) -> tuple[Arguments, Form]:
+) -> tuple[Arguments, OutputLayout]:
     query, key, value, mask, dropout, is_causal, scale = sdpas
     if sinks is not None and sinks.numel() != query.shape[1]:
         sinks, refusal = None, refusal or "takes a sink for each query"
@@ -262,7 +266,7 @@ def _arguments(
         None if scale is None else float(scale),
         query.shape[1] != key.shape[1],
         None if sinks is None else sinks.detach().flatten(),
-        road=ROAD,
+        entry_point=ENTRY_POINT,
         refusal=refusal,
         **beyond,
     ), BSHD_AND_WEIGHTS

@@ -19,7 +19,7 @@ from capture.hooks.signals import is_meant_for_program
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputLayout:
     """How what a function returns becomes SDPA's output (B, Hq, Sq, Dv), and the reverse."""
 
     to_sdpa: Callable[[Any], Any]
@@ -40,13 +40,15 @@ def _packed_to_bhsd(result: Any) -> Any:
     return output.transpose(0, 1)[None] if isinstance(output, Tensor) else output
 
 
-BHSD = Form(_first, lambda output: output)
-BSHD = Form(_to_bhsd, lambda output: output.transpose(1, 2))
-THD = Form(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
-BSHD_AND_WEIGHTS = Form(_to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None))
+BHSD = OutputLayout(_first, lambda output: output)
+BSHD = OutputLayout(_to_bhsd, lambda output: output.transpose(1, 2))
+THD = OutputLayout(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
+BSHD_AND_WEIGHTS = OutputLayout(
+    _to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None)
+)
 """What transformers' attention functions return; no kernel returns the weights."""
 
-Translate = Callable[..., "tuple[Arguments, Form] | None"]
+Translate = Callable[..., "tuple[Arguments, OutputLayout] | None"]
 """The arguments of one call in SDPA's terms; None if the road leaves it to another."""
 
 
@@ -95,7 +97,7 @@ def _tell(name: str) -> None:
             traced(name)
 
 
-def _converted(form: Form, result: Any) -> Any:
+def _converted(form: OutputLayout, result: Any) -> Any:
     """What a function returned as SDPA's output; None where it has another form than is known."""
     try:
         return form.to_sdpa(result)
@@ -105,7 +107,7 @@ def _converted(form: Form, result: Any) -> Any:
         return None
 
 
-def followed(
+def wrapped(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> Callable[..., Any]:
     """`function`, whose calls pass through `handler`.
@@ -156,8 +158,8 @@ def followed(
     return wrapper
 
 
-def following(
+def wrapped_everywhere(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> contextlib.AbstractContextManager[None]:
     """Have the calls of a function pass through `handler` until the exit, whoever holds it."""
-    return replaced(function, lambda original: followed(original, translate, handler))
+    return replaced(function, lambda original: wrapped(original, translate, handler))

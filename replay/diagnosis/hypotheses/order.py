@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.diagnosis.derived import OutputRows, can_be_gathered, mask_of, part, scores
 from replay.diagnosis.subject import Evidence, Subject
 
@@ -111,5 +111,5 @@ def _alone(call: AttentionCall, place: OutputRows, keys: Tensor) -> AttentionCal
         attn_mask=added,
         output=None,
         is_causal=False,
-        variant=Variant(softcap=call.variant.softcap),
+        variant=AttentionVariant(softcap=call.variant.softcap),
     )

@@ -21,7 +21,7 @@ from attention_kernels.decode.split_kv_assignment import Deal
 from attention_kernels.decode.split_kv_plan import MOST_SHARES, Tiling, merging, plan
 from attention_kernels.launch import descriptors
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import catalogue
 from tests import factories
 from tests.attention_kernels.decode.page_pools import watched_rooms
@@ -169,7 +169,7 @@ def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_cau
             Cache(key, value, lengths=lengths),
             is_causal=is_causal,
             sinks=sinks,
-            variant=Variant(bottom_right=True, window=window),
+            variant=AttentionVariant(bottom_right=True, window=window),
             tiles=Tiling(16, 4, 1, 1, deal),
         )
         for deal in (None, Deal(shares=30, resident=30, least=1, worth=MANY))

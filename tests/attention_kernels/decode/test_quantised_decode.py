@@ -19,7 +19,7 @@ from attention_kernels.decode.split_kv_assignment import Deal
 from attention_kernels.decode.split_kv_plan import Tiling
 from attention_kernels.options import PLAIN, AttentionOptions
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -161,11 +161,11 @@ def test_the_judge_calls_it_right(distribution: str, dtype: torch.dtype) -> None
 
 
 VARIANTS = [
-    Variant(),
-    Variant(bottom_right=True),
-    Variant(True, (200, None)),
-    Variant(True, (70, 30), 2.0),
-    Variant(window=(3, 40)),
+    AttentionVariant(),
+    AttentionVariant(bottom_right=True),
+    AttentionVariant(True, (200, None)),
+    AttentionVariant(True, (70, 30), 2.0),
+    AttentionVariant(window=(3, 40)),
 ]
 
 
@@ -184,7 +184,7 @@ VARIANTS = [
     ids=str,
 )
 def test_beyond_plain_attention(
-    variant: Variant,
+    variant: AttentionVariant,
     q_len: int,
     is_causal: bool,
     extra: str,
@@ -240,7 +240,10 @@ def test_keys_dealt_by_length(
     ("fields", "lengths"),
     [
         ({}, None),
-        ({"q_len": 5, "is_causal": True, "variant": Variant(True, (150, None))}, [300, 130]),
+        (
+            {"q_len": 5, "is_causal": True, "variant": AttentionVariant(True, (150, None))},
+            [300, 130],
+        ),
         ({"head_dim": 40, "v_head_dim": 72, "dtype": torch.bfloat16}, [1, 257]),
     ],
     ids=["plain", "window", "odd"],

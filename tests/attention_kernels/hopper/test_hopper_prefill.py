@@ -54,16 +54,16 @@ with as_if_on("9.0"), torch.no_grad():
 
 PACKED = (
     "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
-    "variant=Variant(max_seqlen_q=4096, max_seqlen_k=4096)"
+    "variant=AttentionAttentionVariant(max_seqlen_q=4096, max_seqlen_k=4096)"
 )
 COMPILED = [
-    (64, 64, 4, 1024, "triton-fa3", "variant=Variant(True, (127, None))"),
+    (64, 64, 4, 1024, "triton-fa3", "variant=AttentionAttentionVariant(True, (127, None))"),
     (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
     (128, 128, 1, 4096, "triton-fa3", ""),
     (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
     (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
     (192, 128, 1, 4096, "triton-fa3", ""),
-    (256, 256, 1, 4096, "triton-fa3", "variant=Variant(softcap=50.0)"),
+    (256, 256, 1, 4096, "triton-fa3", "variant=AttentionAttentionVariant(softcap=50.0)"),
     (128, 128, 1, 4096, "triton-varlen", PACKED),
 ]
 

@@ -18,7 +18,7 @@ from attention_kernels.portable.forward import Lengths
 from attention_kernels.quantised.quantise import GROUP, first_group, quantise_key_value
 from attention_kernels.quantised.quantised_prefill import attend, quantised_prefill, visits_of
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.errors import compare
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -126,10 +126,14 @@ def test_of_padded_batches_only_keys_that_count_are_quantised() -> None:
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
-    "bottom right": {"is_causal": True, "variant": Variant(bottom_right=True)},
-    "window": {"variant": Variant(window=(30, 20))},
-    "longest stated": {"is_causal": True, "variant": Variant(True, max_seqlen_q=512)},
-    "all": {"is_causal": True, "variant": Variant(True, (30, None), 5.0), "sinks": normal(4)},
+    "bottom right": {"is_causal": True, "variant": AttentionVariant(bottom_right=True)},
+    "window": {"variant": AttentionVariant(window=(30, 20))},
+    "longest stated": {"is_causal": True, "variant": AttentionVariant(True, max_seqlen_q=512)},
+    "all": {
+        "is_causal": True,
+        "variant": AttentionVariant(True, (30, None), 5.0),
+        "sinks": normal(4),
+    },
     "key lengths": {"seqused_k": lengths(100, 0, 77)},
     "key lengths, sinks": {"seqused_k": lengths(1, 40, 129), "is_causal": True, "sinks": normal(4)},
 }
@@ -163,7 +167,7 @@ def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_another_sequences_keys_reach_nothing(name: str) -> None:
-    call = call_of(271, 320, **PACKED, variant=Variant(softcap=5.0))
+    call = call_of(271, 320, **PACKED, variant=AttentionVariant(softcap=5.0))
     expected = find(name).attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, 130:170] = math.nan
@@ -259,7 +263,9 @@ def test_masks(mask: str, name: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [80, 256])
 def test_a_mask_beside_a_soft_cap_and_sinks(head_dim: int) -> None:
-    call = masked_call(band(150, 300, 40), head_dim, variant=Variant(softcap=3.0), sinks=normal(4))
+    call = masked_call(
+        band(150, 300, 40), head_dim, variant=AttentionVariant(softcap=3.0), sinks=normal(4)
+    )
     for name in NAMES:
         verify(name, call)
 
@@ -298,7 +304,7 @@ def test_calls_that_they_refuse(name: str) -> None:
     beside = "attn_mask beside a window or lengths of sequences"
     for call, reason in (
         (masked_call(mask, is_causal=True), "attn_mask and is_causal together"),
-        (masked_call(mask, variant=Variant(window=(5, 5))), beside),
+        (masked_call(mask, variant=AttentionVariant(window=(5, 5))), beside),
         (masked_call(mask, seqused_k=lengths(70)), beside),
         (masked_call(mask.half()), "takes a bool attn_mask only, not float16"),
     ):

@@ -26,7 +26,7 @@ from attention_kernels.quantised import quantised_prefill as quantised_prefill_m
 from attention_kernels.quantised.quantise import quantise_key_value
 from attention_kernels.quantised.quantised_prefill import attend, describable, quantised_prefill
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
 from replay.kernels.kernel_options import kernel_options
@@ -51,20 +51,45 @@ of neighbouring e4m3 numbers, which a single key of weight can cost."""
 
 
 BEYOND = {
-    "window": ((1, 2, 1, 200, 200, 64), True, Variant(window=(50, 0)), False),
-    "window of both sides": ((2, 2, 2, 140, 300, 40), False, Variant(window=(30, 70)), False),
-    "window of several blocks": ((1, 1, 1, 500, 500, 64), True, Variant(window=(200, 0)), False),
-    "window of one key": ((1, 1, 1, 70, 70, 64), False, Variant(window=(0, 0)), False),
-    "bottom right": ((1, 2, 2, 100, 260, 64), True, Variant(bottom_right=True), False),
-    "rows without keys": ((1, 2, 2, 260, 100, 64), True, Variant(bottom_right=True), False),
-    "both": ((1, 2, 2, 70, 400, 96), True, Variant(bottom_right=True, window=(16, 0)), False),
-    "soft cap": ((1, 2, 2, 90, 150, 64), True, Variant(softcap=5.0), False),
-    "sinks": ((1, 4, 2, 150, 200, 64), True, Variant(), True),
-    "sinks, rows without keys": ((1, 2, 2, 90, 40, 64), True, Variant(bottom_right=True), True),
+    "window": ((1, 2, 1, 200, 200, 64), True, AttentionVariant(window=(50, 0)), False),
+    "window of both sides": (
+        (2, 2, 2, 140, 300, 40),
+        False,
+        AttentionVariant(window=(30, 70)),
+        False,
+    ),
+    "window of several blocks": (
+        (1, 1, 1, 500, 500, 64),
+        True,
+        AttentionVariant(window=(200, 0)),
+        False,
+    ),
+    "window of one key": ((1, 1, 1, 70, 70, 64), False, AttentionVariant(window=(0, 0)), False),
+    "bottom right": ((1, 2, 2, 100, 260, 64), True, AttentionVariant(bottom_right=True), False),
+    "rows without keys": (
+        (1, 2, 2, 260, 100, 64),
+        True,
+        AttentionVariant(bottom_right=True),
+        False,
+    ),
+    "both": (
+        (1, 2, 2, 70, 400, 96),
+        True,
+        AttentionVariant(bottom_right=True, window=(16, 0)),
+        False,
+    ),
+    "soft cap": ((1, 2, 2, 90, 150, 64), True, AttentionVariant(softcap=5.0), False),
+    "sinks": ((1, 4, 2, 150, 200, 64), True, AttentionVariant(), True),
+    "sinks, rows without keys": (
+        (1, 2, 2, 90, 40, 64),
+        True,
+        AttentionVariant(bottom_right=True),
+        True,
+    ),
     "all": (
         (2, 4, 2, 150, 290, 80),
         True,
-        Variant(bottom_right=True, window=(100, 0), softcap=8.0),
+        AttentionVariant(bottom_right=True, window=(100, 0), softcap=8.0),
         True,
     ),
 }
@@ -432,7 +457,10 @@ def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
         for _ in range(3):
             check(replace(call, value=value), "sage")
     assert not quantised_prefill_module._repetitions._plans
-    for sinks, variant in ((torch.zeros(2), Variant()), (None, Variant(softcap=5.0))):
+    for sinks, variant in (
+        (torch.zeros(2), AttentionVariant()),
+        (None, AttentionVariant(softcap=5.0)),
+    ):
         asked = replace(call, sinks=sinks, variant=variant)
         once, again = run(asked, "sage"), run(asked, "sage")
         torch.testing.assert_close(once, again, rtol=0, atol=0)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.call.joining import JoinError, join
 from capture.call.strides import concatenated
 from capture.recording.heads import pick
@@ -68,7 +68,7 @@ HALVES = [([0, 1], [0, 1]), ([2, 3], [2, 3])]
         (random_call(q_heads=4, attn_mask=normal(1, 4, 9, 13)), HALVES),
         (random_call(q_heads=4, attn_mask=normal(1, 1, 9, 13)), HALVES),
         (random_call(q_heads=2, attn_mask=normal(1, 2, 9, 13)), [([0], [0]), ([1], [1])]),
-        (random_call(q_heads=4, sinks=normal(4), variant=Variant(softcap=3.0)), HALVES),
+        (random_call(q_heads=4, sinks=normal(4), variant=AttentionVariant(softcap=3.0)), HALVES),
         (random_call(q_heads=4, seqused_k=torch.tensor([7], dtype=torch.int32)), HALVES),
     ],
     ids=str,
@@ -139,7 +139,7 @@ def test_queries_need_the_same_keys() -> None:
 
 @pytest.mark.parametrize(
     "asked",
-    [{"is_causal": True}, {"variant": Variant(window=(4, 0))}, {"sinks": normal(2)}],
+    [{"is_causal": True}, {"variant": AttentionVariant(window=(4, 0))}, {"sinks": normal(2)}],
     ids=str,
 )
 def test_what_counts_from_the_ends_of_a_part_is_refused(asked: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import PLAIN, Variant
+from capture.call.attention_variant import PLAIN, AttentionVariant
 from capture.call.mask_structure import BLOCK_ELEMENTS, MaskStructure, structure_of
 from replay.accuracy.reference import attention
 from tests.factories import normal, random_call
@@ -98,7 +98,7 @@ def test_heads_and_batches_may_share_a_mask_or_have_their_own(name: str) -> None
 
 @pytest.mark.parametrize("name", [name for name in WORDS if "left padding" not in name])
 def test_the_restated_call_has_the_same_output_and_tensors(name: str) -> None:
-    call = masked(WORDS[name][0], sinks=normal(2), variant=Variant(softcap=1.5))
+    call = masked(WORDS[name][0], sinks=normal(2), variant=AttentionVariant(softcap=1.5))
     structure = structure_of(call)
     assert structure is not None
     restated = structure.restated(call)
@@ -120,7 +120,7 @@ def test_what_no_option_says_is_not_restated() -> None:
 
 def test_the_call_s_own_causality_counts() -> None:
     assert str(structure_of(masked(PADDED, is_causal=True))) == "causal, padding"
-    within = masked(PADDED, variant=Variant(window=(2, 1)))
+    within = masked(PADDED, variant=AttentionVariant(window=(2, 1)))
     assert str(structure_of(within)) == "window 2/1, padding"
     # With is_causal the lowest value hides all that the first query could see.
     lowest = as_numbers(ALL.triu(1), torch.finfo(torch.float32).min)
@@ -169,7 +169,7 @@ def calls(draw: st.DrawFn) -> AttentionCall:
     side = st.none() | st.integers(0, 4)
     fields: dict[str, Any] = {
         "is_causal": draw(st.booleans()),
-        "variant": Variant(draw(st.booleans()), (draw(side), draw(side))),
+        "variant": AttentionVariant(draw(st.booleans()), (draw(side), draw(side))),
     }
     sequences = batch
     if batch == 1 and draw(st.booleans()):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.call.statistics import call_statistics, mean
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call
@@ -56,7 +56,7 @@ def test_a_window_a_float_mask_and_a_bool_mask_of_the_same_keys_are_one() -> Non
     position = torch.arange(200)
     inside = (position - torch.arange(200)[:, None]).abs() <= 20
     square = random_call(q_heads=2, q_len=200, kv_len=200)
-    windowed = replace(square, variant=Variant(window=(20, 20)))
+    windowed = replace(square, variant=AttentionVariant(window=(20, 20)))
     masked = replace(square, attn_mask=inside)
     added = replace(square, attn_mask=torch.zeros(200, 200).masked_fill(~inside, -math.inf))
     assert call_statistics(windowed) == call_statistics(masked) == call_statistics(added)
@@ -85,7 +85,7 @@ def test_one_key_takes_all() -> None:
 
 def test_a_soft_cap_flattens_and_a_sink_takes_its_share() -> None:
     sharp = replace(CALL, scale=5.0)
-    capped = replace(sharp, variant=Variant(softcap=1.0))
+    capped = replace(sharp, variant=AttentionVariant(softcap=1.0))
     assert call_statistics(capped).entropy > call_statistics(sharp).entropy + 0.1
     level = torch.full((4,), math.log(200.0))
     found = call_statistics(replace(CALL, query=torch.zeros_like(CALL.query), sinks=level))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from capture import load
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.errors import RecordingWarning
 
 Run = Callable[..., tuple[int, str, str]]
@@ -527,7 +527,7 @@ def assert_whole_but_not_complete(out: Path) -> None:
     assert len(data) == 10
     assert not data.captures[0].complete
     assert data.captures[0].calls_seen >= 51
-    assert all(finding.good for finding in verify(data))
+    assert all(finding.good for finding in check_files(data))
     assert len(list(out.glob("*.safetensors"))) == 10
 
 
@@ -540,7 +540,7 @@ def test_a_killed_capture_leaves_a_readable_dataset(stopped: Stop) -> None:
     # With --durable at most the newest call was not yet on the disk.
     assert 9 <= len(data) <= 10
     assert not data.captures[0].complete
-    assert all(finding.good for finding in verify(data))
+    assert all(finding.good for finding in check_files(data))
 
 
 # A user's project with a `models` package of its own.

@@ -103,14 +103,14 @@ def test_every_call_has_its_phase_step_and_road(
 ) -> None:
     calls = recorded(name).calls
     assert Counter((call.origin.phase, call.origin.step) for call in calls) == MODELS[name].calls
-    assert {call.origin.road for call in calls} == (MODELS[name].roads if calls else set())
+    assert {call.origin.entry_point for call in calls} == (MODELS[name].roads if calls else set())
     assert all(call.origin.module for call in calls)
 
 
 @every_model
 def test_what_no_road_sees_is_told(name: str, recorded: Callable[[str], Recorded]) -> None:
     recording, calls, _ = recorded(name)
-    assert {past.kind: past.forwards for past in recording.gone_past} == MODELS[name].unseen
+    assert {past.kind: past.forwards for past in recording.missed_attention} == MODELS[name].unseen
     if calls:
         assert recording.problems == []
     else:

@@ -42,7 +42,7 @@ def test_a_held_reference_is_counted_once_on_any_backend(tmp_path: Path) -> None
     assert recording.seen == 1
     assert recording.audit is not None
     assert recording.audit.calls == {("scaled_dot_product_attention", "Caller"): 2}
-    [past] = recording.gone_past
+    [past] = recording.missed_attention
     assert (past.kind, past.forwards, past.example) == (
         "scaled_dot_product_attention",
         2,
@@ -84,5 +84,5 @@ def test_a_traced_layer_is_counted_where_it_ran(
         layers(states)
     assert recording.audit is not None
     assert [path for _, path in recording.audit.calls] == ["layers.1"]
-    [past] = recording.gone_past  # once, by its module
+    [past] = recording.missed_attention  # once, by its module
     assert past.kind == "Attention"

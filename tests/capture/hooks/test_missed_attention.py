@@ -33,7 +33,7 @@ def told(model: nn.Module, out: Path, run: Callable[[], Any]) -> tuple[int, list
     """Calls seen, and what went past."""
     with record(model, out) as recording:
         run()
-    return recording.seen, [str(each) for each in recording.gone_past]
+    return recording.seen, [str(each) for each in recording.missed_attention]
 
 
 def test_a_function_held_since_before_goes_past_and_is_told(
@@ -44,11 +44,11 @@ def test_a_function_held_since_before_goes_past_and_is_told(
         layers(states)
         layers(states)
     assert (recording.seen, recording.problems) == (2, [])
-    [past] = recording.gone_past
+    [past] = recording.missed_attention
     assert str(past) == "2 runs of 1 module of class HoldingAttention (such as layers.1)"
     data = load(tmp_path)
     assert_good(data)
-    assert data.captures[0].gone_past == [past.to_json()]
+    assert data.captures[0].missed_attention == [past.to_json()]
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_a_function_held_since_before_goes_past_and_is_told(
 )
 def test_a_manifest_that_tells_it_wrongly_is_refused(wrong: dict[str, Any]) -> None:
     past = {"kind": "Attention", "forwards": 1, "modules": 1, "example": "a"}
-    good = CaptureRecord("model", "none", gone_past=[past]).to_json()
-    assert CaptureRecord.from_json(good).gone_past == [past]
+    good = CaptureRecord("model", "none", missed_attention=[past]).to_json()
+    assert CaptureRecord.from_json(good).missed_attention == [past]
     with pytest.raises(ValueError):  # noqa: PT011 - which one is json_data's matter
         CaptureRecord.from_json({**good, "gone_past": [{**past, **wrong}]})
 
@@ -66,7 +66,7 @@ def test_nothing_goes_past_a_model_that_calls_sdpa(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     assert told(layers, tmp_path, lambda: layers(states)) == (2, [])
-    assert load(tmp_path).captures[0].gone_past == []
+    assert load(tmp_path).captures[0].missed_attention == []
     assert "gone_past" not in (tmp_path / "manifest.json").read_text()
 
 
@@ -104,7 +104,7 @@ def test_a_scripted_layer_goes_past_and_the_others_are_recorded(
     with record(layers, tmp_path) as recording:
         assert torch.equal(layers(states), expected)
     assert (recording.seen, recording.kept) == (2, 2)
-    assert [str(each) for each in recording.gone_past] == [
+    assert [str(each) for each in recording.missed_attention] == [
         "1 module of class Sequential (such as layers.2)"
     ]
 
@@ -130,7 +130,7 @@ def test_pytorch_s_fused_encoder_keeps_its_bits_and_goes_past(
         with record(model, tmp_path) as recording:
             assert torch.equal(model(states), expected)
     assert recording.seen == 2
-    assert [str(each) for each in recording.gone_past] == [
+    assert [str(each) for each in recording.missed_attention] == [
         "3 runs of 1 module of class TransformerEncoderLayer (such as encoder)"
     ]
 

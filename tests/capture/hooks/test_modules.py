@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from capture.hooks.interceptor import intercept
-from capture.hooks.modules import ModuleTracker, Site, roots_of
+from capture.hooks.modules import CallSite, ModuleTracker, roots_of
 from tests.factories import tiny_llama
 
 
-def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[Site]:
+def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[CallSite]:
     """The site of every SDPA call of `run`."""
     tracker = ModuleTracker(roots)
-    sites: list[Site] = []
+    sites: list[CallSite] = []
 
     def handler(arguments: Any, proceed: Callable[[], Tensor], sdpa: Any) -> Tensor:
         sites.append(tracker.site)
@@ -27,7 +27,7 @@ def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[Site]:
 
     with tracker.watch(), intercept(handler), torch.no_grad():
         run()
-    assert tracker.site == Site()
+    assert tracker.site == CallSite()
     for root in roots.values():
         for module in root.modules():
             assert not module._forward_hooks
@@ -47,10 +47,10 @@ class Denoiser(nn.Module):
 def test_paths_and_steps(layers: nn.Module, states: Tensor) -> None:
     sites = sites_of({"": layers}, lambda: [layers(states) for _ in range(2)])
     assert sites == [
-        Site("layers.0", 0, "encode"),
-        Site("layers.1", 0, "encode"),
-        Site("layers.0", 1, "encode"),
-        Site("layers.1", 1, "encode"),
+        CallSite("layers.0", 0, "encode"),
+        CallSite("layers.1", 0, "encode"),
+        CallSite("layers.0", 1, "encode"),
+        CallSite("layers.1", 1, "encode"),
     ]
 
 
@@ -67,7 +67,7 @@ def test_a_root_that_calls_attention_itself_goes_by_its_class(layers: Any, state
 def test_a_call_outside_every_module_has_no_path(layers: nn.Module) -> None:
     query = torch.randn(1, 1, 2, 8)
     run = lambda: nn.functional.scaled_dot_product_attention(query, query, query)  # noqa: E731
-    assert sites_of({"": layers}, run) == [Site("", 0, "encode")]
+    assert sites_of({"": layers}, run) == [CallSite("", 0, "encode")]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_a_module_that_was_entered_before_it_was_hooked_goes_on(
 
         first.forward = begins
         assert torch.equal(layers(states), expected)
-    assert tracker.site == Site()
+    assert tracker.site == CallSite()
 
 
 def test_a_module_used_twice_keeps_its_first_path(make_layers: Any, states: Tensor) -> None:

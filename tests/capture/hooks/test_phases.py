@@ -282,9 +282,9 @@ def test_what_a_backward_pass_runs_again_is_recomputation(
     layers: nn.Module, states: Tensor, reentrant: bool
 ) -> None:
     from capture.hooks.interceptor import intercept
-    from capture.hooks.modules import ModuleTracker, Site
+    from capture.hooks.modules import CallSite, ModuleTracker
 
-    tracker, sites = ModuleTracker({"": layers}), list[Site]()
+    tracker, sites = ModuleTracker({"": layers}), list[CallSite]()
 
     def handler(arguments: Any, proceed: Any, sdpa: Any) -> Tensor:
         sites.append(tracker.site)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.storage.dataset import Dataset
 
 MakeLayers = Callable[..., Any]
@@ -36,7 +36,7 @@ def recorded(out: Path, *calls: Callable[[], Tensor], **options: Any) -> Dataset
 
 def assert_good(data: Dataset) -> None:
     """Checksums hold, SDPA repeats every output, the census agrees with the files."""
-    texts = {finding.text for finding in verify(data)}
+    texts = {finding.text for finding in check_files(data)}
     assert texts <= {"intact; output bit-identical", "intact; no output recorded"}
     for capture in data.captures:
         kept = [entry for entry in data.entries if entry.origin.model == capture.model]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture import record
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.recording.callers import Caller, assert_good, attend, recorded
@@ -37,7 +37,7 @@ def test_two_dimensions_become_four(tmp_path: Path) -> None:
     data = recorded(tmp_path, attend(flat, flat, flat))
     assert data[0].query.shape == (1, 1, 5, 8)
     # Not bit for bit: PyTorch multiplies plain matrices otherwise than batches of one.
-    assert [finding.good for finding in verify(data)] == [True]
+    assert [finding.good for finding in check_files(data)] == [True]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.emulated_8_bit import fp8, int8
 from capture import AttentionCall, load, record
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.cli.main import main
 from capture.recording.difficulty import _attention, difficulty
 from replay.accuracy import reference
@@ -79,7 +79,7 @@ def test_keys_that_no_query_sees_do_not_count() -> None:
     as_floats = torch.zeros(64, 128).masked_fill(seen, -math.inf)
     assert hardness(replace(call, key=key, attn_mask=as_floats)) == pytest.approx(hidden)
     # Query i is beside key 64 + i, and sees that and those after it.
-    window = Variant(window=(0, None), bottom_right=True)
+    window = AttentionVariant(window=(0, None), bottom_right=True)
     assert hardness(AttentionCall(query, key, value, variant=window)) < 2 * hidden
 
 

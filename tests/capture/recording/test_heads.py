@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from capture import load, record
 from capture.call.head_ranges import parse_ranges, ranges
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.errors import RecordingWarning
 from capture.recording.heads import kv_heads_of, pick
 from tests.factories import random_call
@@ -113,7 +113,7 @@ def test_recording_some_heads(tmp_path: Path) -> None:
     assert call.origin.heads == "1,3"
     assert dataset.captures[0].heads == "1,3"
     assert dataset.captures[0].census["signatures"][0]["query"] == [1, 4, 6, 8]
-    assert all(finding.good for finding in verify(dataset))
+    assert all(finding.good for finding in check_files(dataset))
 
 
 def test_no_call_has_the_heads(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from capture.recording.recording import Recording
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.names import MANIFEST
-from capture.storage.target import Target
+from capture.storage.target import CaptureTarget
 from tests.capture.recording.callers import MakeLayers, assert_good
 
 
@@ -113,7 +113,7 @@ def test_two_captures_of_a_model_do_not_write_to_one_directory_at_once(
     layers: nn.Module, tmp_path: Path
 ) -> None:
     capture = CaptureRecord("Layers", "random")
-    other = Target.check(tmp_path, "Layers", overwrite=False).begin(capture)
+    other = CaptureTarget.check(tmp_path, "Layers", overwrite=False).begin(capture)
     with pytest.raises(CaptureError, match="another capture of Layers is writing"):  # noqa: SIM117
         with record(layers, out=tmp_path):
             pytest.fail("ran")
@@ -126,7 +126,7 @@ def test_captures_of_two_models_into_one_directory_at_once(
     """Neither reads a manifest that the other is about to replace."""
     with record(layers, tmp_path, name="zebra"):
         layers(states)
-        other = Target.check(tmp_path, "antelope", overwrite=False)
+        other = CaptureTarget.check(tmp_path, "antelope", overwrite=False)
         journal = other.begin(CaptureRecord("antelope", "random"))
         call = PackedCall.of(make_call(model="antelope"))
         journal.append(**call.write(tmp_path / "antelope-000000.safetensors").to_json())

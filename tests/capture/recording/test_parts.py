@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from capture import load, record
 from capture.errors import CaptureError
-from capture.recording.parts import WHOLE, Part, declared, of_weights
+from capture.recording.parts import WHOLE, RankPart, declared, of_weights
 from tests.factories import normal
 
 
@@ -56,16 +56,16 @@ def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     ("attention", "heads", "kv_heads", "expected"),
     [
-        (Attention(), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),
-        (Attention(), 4, 1, Part("heads", (0, 1, 2, 3), "4-7")),
-        (Attention(fused=True), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),
-        (Attention(rows=256), 4, 4, Part("heads", (0, 1, 2, 3), "4-7")),  # with a gate
+        (Attention(), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(), 4, 1, RankPart("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(fused=True), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),
+        (Attention(rows=256), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),  # with a gate
         (Attention(rows=112), 4, 4, WHOLE),  # 28 rows here make no 4 heads
         (Attention(), 16, 16, WHOLE),  # gathered before attention
     ],
 )
 def test_weights_that_are_sharded_by_rows_tell(
-    attention: Attention, heads: int, kv_heads: int, expected: Part
+    attention: Attention, heads: int, kv_heads: int, expected: RankPart
 ) -> None:
     mesh = init_device_mesh("cpu", (4,))
     parallelize_module(attention, mesh, {"q_proj": ColwiseParallel(), "o_proj": RowwiseParallel()})
@@ -78,7 +78,7 @@ def test_ranks_are_those_of_the_mesh() -> None:
     attention = Attention()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     parallelize_module(attention, mesh["heads"], {"q_proj": ColwiseParallel()})
-    assert of_weights(attention, *query_and_key(8, 8)) == Part("heads", (0, 1), "8-15")
+    assert of_weights(attention, *query_and_key(8, 8)) == RankPart("heads", (0, 1), "8-15")
 
 
 @pytest.mark.parametrize(("four_ranks", "heads"), [(1, 2), (3, 1)], indirect=["four_ranks"])
@@ -88,7 +88,7 @@ def test_uneven_heads_have_no_known_range(heads: int) -> None:
     attention = Attention(rows=7 * 2)
     parallelize_module(attention, init_device_mesh("cpu", (4,)), {"q_proj": ColwiseParallel()})
     query = normal(1, heads, 3, 2)
-    assert of_weights(attention, query, query) == Part("heads", (0, 1, 2, 3))
+    assert of_weights(attention, query, query) == RankPart("heads", (0, 1, 2, 3))
 
 
 @pytest.mark.usefixtures("four_ranks")
@@ -177,8 +177,8 @@ def test_distributed_tensors_that_are_split_otherwise_are_told(
         (None, None, 1, None),
         ("heads", None, None, WHOLE),
         ("heads", [1], 1, WHOLE),
-        ("heads", [3, 1], 1, Part("heads", (3, 1))),
-        ("queries", (0, 1), 0, Part("queries", (0, 1))),
+        ("heads", [3, 1], 1, RankPart("heads", (3, 1))),
+        ("queries", (0, 1), 0, RankPart("queries", (0, 1))),
     ],
 )
 def test_what_a_user_says(split: Any, ranks: Any, rank: int | None, expected: Any) -> None:
@@ -187,7 +187,7 @@ def test_what_a_user_says(split: Any, ranks: Any, rank: int | None, expected: An
 
 def test_ranks_of_the_environment_share_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert declared("heads", None, 2) == Part("heads", (0, 1, 2))
+    assert declared("heads", None, 2) == RankPart("heads", (0, 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend
@@ -80,7 +80,7 @@ def test_outputs_can_be_left_out(layers: nn.Module, states: Tensor, tmp_path: Pa
     data = load(tmp_path)
     assert_good(data)
     assert all(call.output is None for call in data)
-    assert {finding.text for finding in verify(data)} == {"intact; no output recorded"}
+    assert {finding.text for finding in check_files(data)} == {"intact; no output recorded"}
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_the_backend_is_recorded(
     assert {call.origin.backend for call in data} == {name}
     others = {"torch-math", "torch-flash", "torch-efficient", "torch-cudnn"} - {name}
     assert [set(call.origin.disabled_backends) for call in data] == [others] * len(data)
-    assert {finding.text for finding in verify(data)} == {"intact; output bit-identical"}
+    assert {finding.text for finding in check_files(data)} == {"intact; output bit-identical"}
 
 
 def test_a_nested_recording_is_refused_and_writes_nothing(
@@ -339,7 +339,7 @@ def test_recomputed_calls_are_counted_and_never_kept(
         model(states.requires_grad_()).sum().backward()
     # The other variant stops once it has what it needs, within the last call.
     repeated = 2 if reentrant else 1
-    assert (recording.seen, recording.kept, recording.gone_past) == (2 + repeated, 2, [])
+    assert (recording.seen, recording.kept, recording.missed_attention) == (2 + repeated, 2, [])
     assert {call.origin.phase for call in load(tmp_path)} == {"encode"}
     assert recording.summary.endswith(f"2 of 2; not sampled: (recompute) {repeated}")
 

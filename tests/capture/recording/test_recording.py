@@ -211,9 +211,9 @@ def test_a_full_disk_is_told_once_and_the_model_goes_on(
         "capture.recording.kept_calls.as_call",
         "capture.recording.copies.HostCopier.copy",
         "capture.recording.writer.Writer.put",
-        "capture.hooks.phases.Role.phase",
+        "capture.hooks.phases.ModuleRole.phase",
         "capture.recording.writer.Writer.close",
-        "capture.storage.target.Target.end",
+        "capture.storage.target.CaptureTarget.end",
     ],
 )
 def test_what_a_signal_handler_of_the_program_raises_reaches_it(
@@ -300,4 +300,4 @@ def test_a_recording_that_is_over_does_not_hold_the_model(
     del model
     gc.collect()
     assert held() is None
-    assert (recording.kept, recording.summary, recording.gone_past) == (2, "", [])
+    assert (recording.kept, recording.summary, recording.missed_attention) == (2, "", [])

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from capture.recording.sampling import (
     REJECTED,
-    Decision,
     FirstSampler,
     Sampler,
+    SamplingDecision,
     SpreadSampler,
     Stratum,
     make_sampler,
@@ -31,7 +31,7 @@ class Offered:
     difficulty: float | None = None
 
 
-def offer(sampler: Sampler, index: int, call: Offered) -> Decision:
+def offer(sampler: Sampler, index: int, call: Offered) -> SamplingDecision:
     place = sampler.place(call.stratum, call.module)
     if not sampler.wants(place, call.step):
         return REJECTED

@@ -18,10 +18,10 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.recording import memory
 from capture.recording.copies import HostCopier, stored_bytes
-from capture.recording.writer import Waiting, Writer
+from capture.recording.writer import WaitingCall, Writer
 from capture.storage import call_file
 from capture.storage.call_file import FileEntry
-from capture.storage.header import Header
+from capture.storage.header import CallHeader
 from capture.storage.journal import Journal, read
 
 MakeCall = Callable[..., AttentionCall]
@@ -44,7 +44,7 @@ class Wanted:
         call = self.make_call(call_index=index)
         buffer = self.writer.reserve(stored_bytes(call.tensors()), pinned=False)
         copy = HostCopier().copy(call.tensors(), buffer)
-        self.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), drop)
+        self.writer.put(WaitingCall(replace(CallHeader.of(call), layouts=copy.layouts), copy), drop)
 
     def files(self) -> list[int]:
         return sorted(int(path.stem[-6:]) for path in self.directory.glob("*.safetensors"))
@@ -178,7 +178,7 @@ def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path:
     with torch.inference_mode():  # its buffers are used outside of it, too
         buffer = to.writer.reserve(stored_bytes(call.tensors()), pinned=False)
         copy = HostCopier().copy(call.tensors(), buffer)
-    to.writer.put(Waiting(replace(Header.of(call), layouts=copy.layouts), copy), ())
+    to.writer.put(WaitingCall(replace(CallHeader.of(call), layouts=copy.layouts), copy), ())
     for tensor in call.tensors().values():
         tensor.zero_()
     to.writer.close()

@@ -8,9 +8,9 @@ from pathlib import Path
 from capture import load
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.journal import Journal
-from capture.storage.target import Target
+from capture.storage.target import CaptureTarget
 
-Started = Callable[..., tuple[Target, Journal]]
+Started = Callable[..., tuple[CaptureTarget, Journal]]
 """The fixture `started`."""
 
 

@@ -11,19 +11,19 @@ from capture.call.attention_call import AttentionCall
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.journal import Journal
-from capture.storage.target import Target
+from capture.storage.target import CaptureTarget
 
 MakeCall = Callable[..., AttentionCall]
 
 
 @pytest.fixture
-def started(make_call: MakeCall) -> Callable[..., tuple[Target, Journal]]:
+def started(make_call: MakeCall) -> Callable[..., tuple[CaptureTarget, Journal]]:
     """`started(directory, model, indices)`: a capture with these calls, in progress."""
 
     def start(
         directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""
-    ) -> tuple[Target, Journal]:
-        target = Target.check(directory, model, overwrite=overwrite)
+    ) -> tuple[CaptureTarget, Journal]:
+        target = CaptureTarget.check(directory, model, overwrite=overwrite)
         journal = target.begin(CaptureRecord(model, "random", started=began))
         for index in indices:
             call = PackedCall.of(make_call(model=model, call_index=index))

@@ -16,7 +16,7 @@ from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.repair import repair
-from capture.storage.target import Target
+from capture.storage.target import CaptureTarget
 from capture.text.counted import counted
 from tests.capture.storage.captures import Started, calls, ended
 
@@ -167,7 +167,9 @@ def test_a_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     assert repair(tmp_path) == []
     with pytest.raises(CaptureError, match="another capture of model is writing"):
-        Target.check(tmp_path, "model", overwrite=True).begin(CaptureRecord("model", "random"))
+        CaptureTarget.check(tmp_path, "model", overwrite=True).begin(
+            CaptureRecord("model", "random")
+        )
     target.end(ended("model"), range(2))
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
 

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from capture import load
 from capture.call.attention_call import AttentionCall, Origin
-from capture.call.attention_variant import Variant
-from capture.cli.check import verify
+from capture.call.attention_variant import AttentionVariant
+from capture.cli.check import check_files
 from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
-from capture.storage.header import Header
+from capture.storage.header import CallHeader
 from tests.factories import bits
 from tests.variant_calls import paged_call
 
@@ -195,9 +195,9 @@ def test_earlier_headers_said_only_whether_a_mask_masks_nothing(make_call: MakeC
     data = PackedCall.of(make_call()).header.to_json()
     del data["mask_structure"]
     for was, words in ((True, "no mask"), (False, "")):
-        assert Header.from_json({**data, "mask_is_noop": was}).mask_structure == words
+        assert CallHeader.from_json({**data, "mask_is_noop": was}).mask_structure == words
     with pytest.raises(ValueError, match="mask_is_noop"):
-        Header.from_json(data)
+        CallHeader.from_json(data)
 
 
 def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCall) -> None:
@@ -216,7 +216,7 @@ def test_the_shape_is_known_without_loading(dataset: Dataset) -> None:
 
 def findings_of(dataset: Dataset) -> dict[str, str]:
     """What is wrong, by file."""
-    return {item.path.name: item.text for item in verify(dataset) if not item.good}
+    return {item.path.name: item.text for item in check_files(dataset) if not item.good}
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def true_dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
 
 def test_what_is_intact_verifies(true_dataset: Dataset) -> None:
     assert not findings_of(true_dataset)
-    assert {item.text for item in verify(true_dataset)} == {"intact; output bit-identical"}
+    assert {item.text for item in check_files(true_dataset)} == {"intact; output bit-identical"}
 
 
 def test_wrong_outputs_are_found(dataset: Dataset) -> None:
@@ -247,7 +247,7 @@ def test_what_a_gpu_computed_is_compared_on_the_cpu(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     call = true_dataset[0]
     origin = replace(call.origin, device="cuda (NVIDIA H200)", backend="torch-cudnn")
-    [finding] = verify(write(tmp_path / "gpu", replace(call, origin=origin)))
+    [finding] = check_files(write(tmp_path / "gpu", replace(call, origin=origin)))
     told = "intact; output bit-identical (recomputed on cpu, recorded on cuda)"
     assert (finding.good, finding.text) == (True, told)
 
@@ -280,14 +280,14 @@ def test_dropout_and_missing_outputs_are_said(tmp_path: Path, make_call: MakeCal
         make_call(call_index=0, output=None),
         make_call(call_index=1, dropout_p=0.1),
     )
-    texts = [finding.text for finding in verify(data)]
+    texts = [finding.text for finding in check_files(data)]
     assert texts == ["intact; no output recorded", "intact; dropout 0.1 cannot be recomputed"]
 
 
 def test_what_sdpa_has_no_argument_for_is_intact(tmp_path: Path) -> None:
-    call = paged_call([9, 6], 4, variant=Variant(softcap=2.0))
+    call = paged_call([9, 6], 4, variant=AttentionVariant(softcap=2.0))
     data = write(tmp_path / "data", replace(call, output=torch.zeros_like(call.query)))
-    texts = [(finding.good, finding.text) for finding in verify(data)]
+    texts = [(finding.good, finding.text) for finding in check_files(data)]
     said = "intact; cannot be recomputed, as SDPA has no soft cap 2, pages of 4"
     assert texts == [(True, said)]
 
@@ -378,7 +378,7 @@ def test_a_damaged_header_is_named(dataset: Dataset, header: str) -> None:
 
 def test_a_header_of_a_later_version_may_say_more_about_the_origin(dataset: Dataset) -> None:
     path = dataset.entries[0].path
-    header = asdict(dataset.entries[0].header)
+    header = dataset.entries[0].header.to_json()
     header["origin"]["mood"] = "sunny"
     save_header(path, json.dumps(header))
     assert FileEntry.read(path).origin == dataset.entries[0].origin
@@ -394,7 +394,7 @@ def test_tensors_that_are_not_what_the_header_says(dataset: Dataset, change: str
         tensors["key"] = tensors["key"][:, :1].contiguous()
     else:
         tensors["keys"] = tensors.pop("key")
-    save_file(tensors, entry.path, {"attention-replay": json.dumps(asdict(entry.header))})
+    save_file(tensors, entry.path, {"attention-replay": json.dumps(entry.header.to_json())})
     with pytest.raises(DatasetError, match=str(entry.path)):
         entry.load()
 
@@ -471,7 +471,7 @@ def test_a_file_of_the_first_version_is_read(tmp_path: Path, make_call: MakeCall
     """It has the values in the tensor's own order of dimensions, and says nothing of an order."""
     query = torch.randn(1, 5, 2, 8).transpose(1, 2)
     call = make_call(query=query, key=query.expand(1, 2, 5, 8))
-    header = json.loads(json.dumps(asdict(PackedCall.of(call).header)))
+    header = json.loads(json.dumps(PackedCall.of(call).header.to_json()))
     for layout in header["layouts"].values():
         del layout["order"]
     values = {name: tensor.contiguous() for name, tensor in call.tensors().items()}

@@ -6,7 +6,6 @@ import json
 import os
 import struct
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.torch import load_file
 
 from capture import load
 from capture.call.attention_call import AttentionCall
-from capture.cli.check import verify
+from capture.cli.check import check_files
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -51,7 +50,7 @@ def refused(dataset: Dataset, match: str) -> None:
         again.entries[1].load()
     assert str(told.value).startswith(f"{path}: ")
     assert "\n" not in str(told.value)
-    [finding] = [finding for finding in verify(again) if finding.path == path]
+    [finding] = [finding for finding in check_files(again) if finding.path == path]
     assert not finding.good
     (dataset.directory / MANIFEST).unlink()
     rebuilt = load(dataset.directory)
@@ -61,7 +60,7 @@ def refused(dataset: Dataset, match: str) -> None:
 
 def rewrite(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
     """Change a call's header, in its file and in the manifest: both tell the same."""
-    header = json.loads(json.dumps(asdict(entry.header)))
+    header = json.loads(json.dumps(entry.header.to_json()))
     change(header)
     metadata = {"attention-replay": json.dumps(header)}
     checksum = write_safetensors(entry.path, load_file(entry.path), metadata)
@@ -285,7 +284,7 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
     rewrite(dataset.entries[1], lambda header: header["origin"].update(device=device))
     again = load(dataset.directory)
     assert not again.damaged
-    assert len(verify(again)) == 2
+    assert len(check_files(again)) == 2
 
 
 @pytest.mark.parametrize(
@@ -336,7 +335,7 @@ def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
 def test_a_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object) -> None:
     journal = Journal.begin(
         dataset.directory / "other.journal",
-        asdict(CaptureRecord("other", "random")),
+        CaptureRecord("other", "random").to_json(),
         replaces=False,
     )
     journal.append(sampled=1)

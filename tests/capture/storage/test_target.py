@@ -22,7 +22,7 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
-from capture.storage.target import Target, current_rank, rank_name, slug
+from capture.storage.target import CaptureTarget, current_rank, rank_name, slug
 from tests.capture.storage.captures import Started, calls, ended
 
 MakeCall = Callable[..., AttentionCall]
@@ -83,7 +83,7 @@ def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started
     assert calls(tmp_path) == {"model": [0, 1], "zebra": [0]}
     assert load(tmp_path).note == ""
     with pytest.raises(CaptureError, match="already contains a capture of model"):
-        Target.check(tmp_path, "model", overwrite=False)
+        CaptureTarget.check(tmp_path, "model", overwrite=False)
 
 
 @pytest.mark.parametrize("in_memory", [0, 2])
@@ -94,7 +94,7 @@ def test_a_directory_in_which_nothing_was_recorded_may_be_used_again(
     for index in range(in_memory):
         journal.append(sampled=index)
     with pytest.raises(CaptureError, match="another capture of model is writing"):
-        Target.check(tmp_path, "model", overwrite=False)
+        CaptureTarget.check(tmp_path, "model", overwrite=False)
     journal.close()
     with pytest.raises(DatasetError, match=r"model was killed: 0 complete calls.* --repair"):
         load(tmp_path)
@@ -126,7 +126,7 @@ def test_a_repair_says_that_a_killed_capture_had_no_call(
 def test_the_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Started) -> None:
     started(tmp_path, "model", range(1))[1].close()
     with pytest.raises(CaptureError, match="already contains a capture of model"):
-        Target.check(tmp_path, "model", overwrite=False)
+        CaptureTarget.check(tmp_path, "model", overwrite=False)
     assert calls(tmp_path) == {"model": [0]}
 
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from capture.call.strides import Layout
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
-from capture.storage.header import Header
+from capture.storage.header import CallHeader
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS, paged_call
 
@@ -32,9 +32,9 @@ def test_a_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
         assert torch.equal(found.tensors()[name].view(tensor.shape), tensor), name
 
 
-def nonsense(**options: Any) -> Variant:
+def nonsense(**options: Any) -> AttentionVariant:
     """One that only a file can hold."""
-    made = Variant()
+    made = AttentionVariant()
     vars(made).update(options)
     return made
 
@@ -43,7 +43,7 @@ def nonsense(**options: Any) -> Variant:
 def test_a_soft_cap_is_positive_or_none(softcap: float) -> None:
     """FlashAttention's 0, no cap, would be divided by."""
     with pytest.raises(ValueError, match=r"^soft cap \S+: must be .* None for no cap, which in Fl"):
-        Variant(softcap=softcap)
+        AttentionVariant(softcap=softcap)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_a_soft_cap_is_positive_or_none(softcap: float) -> None:
         {"variant": nonsense(softcap=0.0)},
         {"variant": nonsense(softcap=-1.0)},
         {"variant": nonsense(softcap="1")},
-        {"variant": Variant(window=(-1, None))},
+        {"variant": AttentionVariant(window=(-1, None))},
     ],
     ids=str,
 )
@@ -76,7 +76,7 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
 def test_the_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
     """Of 3 and 6 queries: kernels would leave the last rows unwritten, and be found wrong."""
     starts = {"cu_seqlens_q": torch.tensor([0, 3, 9]), "cu_seqlens_k": torch.tensor([0, 4, 13])}
-    path = write(random_call(**starts, variant=Variant(max_seqlen_q=stated)), tmp_path)
+    path = write(random_call(**starts, variant=AttentionVariant(max_seqlen_q=stated)), tmp_path)
     if stated is None or stated >= 6:
         assert FileEntry.read(path).load().variant.max_seqlen_q == stated
         return
@@ -174,7 +174,7 @@ def test_a_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str
     header = {**PackedCall.of(MLA).header.to_json(), "value_in_key": columns}
     header["layouts"] = {name: asdict(each) for name, each in MLA_LAYOUTS.items()}
     with pytest.raises(ValueError, match=re.escape(reason)):
-        Header.from_json(header)
+        CallHeader.from_json(header)
 
 
 MLA_LAYOUTS = PackedCall.of(MLA).header.layouts
@@ -184,8 +184,8 @@ def test_a_value_beside_the_one_in_the_key_is_refused() -> None:
     data = PackedCall.of(replace(MLA, value=MLA.value.clone())).header.to_json()
     data["layouts"] = {name: asdict(Layout.of(each)) for name, each in stored(MLA).items()}
     with pytest.raises(ValueError, match="tensors"):
-        Header.from_json({**data, "value_in_key": 16})
-    assert Header.from_json(data).value_in_key == 0
+        CallHeader.from_json({**data, "value_in_key": 16})
+    assert CallHeader.from_json(data).value_in_key == 0
 
 
 def stored(call: AttentionCall) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -104,7 +104,7 @@ def test_keys_dealt_by_length(name: str, sizes: Sizes) -> None:
     batch, kv_len = sizes[0], sizes[4]
     lengths = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
     used = torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device="cuda")
-    variant = Variant(bottom_right=sizes[3] > 1)
+    variant = AttentionVariant(bottom_right=sizes[3] > 1)
     call = replace(call_of(sizes), seqused_k=used, is_causal=sizes[3] > 1, variant=variant)
     assert_kernel_right(name, call)
     first, *others = (find(name).attention(**call.arguments()) for _ in range(3))
@@ -204,11 +204,11 @@ def test_a_cache_in_8_bits(name: str, sizes: Sizes) -> None:
 @pytest.mark.parametrize("name", [*IN_8_BITS, *IN_PAGES])
 def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
     call = call_of((2, 8, 2, 5, 4250, 128, 128), is_causal=True)
-    window = Variant(True, (1000, None), 20.0)
+    window = AttentionVariant(True, (1000, None), 20.0)
     sinks = torch.randn(8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
     lengths = torch.tensor([4250, 77], device="cuda", dtype=torch.int32)
     assert_kernel_right(name, replace(call, variant=window, sinks=sinks))
-    assert_kernel_right(name, replace(call, variant=Variant(True), seqused_k=lengths))
+    assert_kernel_right(name, replace(call, variant=AttentionVariant(True), seqused_k=lengths))
     assert_kernel_right(name, padding(replace(call, is_causal=False), [500, 3]))
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from tests.attention_kernels.eager import attend
@@ -150,15 +150,15 @@ def test_the_same_bits_each_time() -> None:
             assert torch.equal(KERNEL.attention(**call.arguments()), first)
 
 
-BOTTOM_RIGHT = Variant(bottom_right=True)
+BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
 BEYOND: dict[str, dict[str, Any]] = {
     "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
-    "window, top left": {"variant": Variant(False, (30, 70))},
-    "window to the right": {"variant": Variant(True, (None, 100))},
-    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
+    "window, top left": {"variant": AttentionVariant(False, (30, 70))},
+    "window to the right": {"variant": AttentionVariant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": AttentionVariant(softcap=5.0)},
     "sinks": {"sinks": True},
-    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": True},
+    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": True},
 }
 """What calls ask beyond SDPA."""
 LONG_AND_SHORT = (
@@ -255,7 +255,7 @@ def test_masks(head_dim: int, mask: str) -> None:
         call = call_of(sizes, head_dim, is_causal=False)
         call = replace(call, attn_mask=MASKS[mask](sizes))
         check(call)
-        check(replace(call, variant=Variant(True, (200, 90), 5.0)))
+        check(replace(call, variant=AttentionVariant(True, (200, 90), 5.0)))
 
 
 def test_a_row_of_the_lowest_numbers_is_an_ordinary_row() -> None:

@@ -13,7 +13,7 @@ import torch
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Kept, Launch
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
@@ -171,18 +171,21 @@ def test_nan_portable() -> None:
     nan_stays_in_its_row_and_column("triton-sage-fp8")
 
 
-BOTTOM_RIGHT = Variant(bottom_right=True)
+BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
 BEYOND: dict[str, dict[str, Any]] = {
     "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
-    "window shorter than a block": {"is_causal": True, "variant": Variant(True, (16, None))},
-    "window of one key": {"variant": Variant(False, (0, 0))},
-    "window, top left": {"variant": Variant(False, (30, 70))},
-    "window to the left": {"variant": Variant(True, (100, None))},
-    "window to the right": {"variant": Variant(True, (None, 100))},
-    "soft cap": {"is_causal": True, "variant": Variant(softcap=5.0)},
+    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
+    "window shorter than a block": {
+        "is_causal": True,
+        "variant": AttentionVariant(True, (16, None)),
+    },
+    "window of one key": {"variant": AttentionVariant(False, (0, 0))},
+    "window, top left": {"variant": AttentionVariant(False, (30, 70))},
+    "window to the left": {"variant": AttentionVariant(True, (100, None))},
+    "window to the right": {"variant": AttentionVariant(True, (None, 100))},
+    "soft cap": {"is_causal": True, "variant": AttentionVariant(softcap=5.0)},
     "sinks": {"sinks": -math.inf},
-    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
 }
 """What calls ask beyond SDPA; `sinks` is that of a head, the others are random."""
 LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
@@ -224,7 +227,7 @@ def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
 
 def test_keys_outside_a_window_are_not_read() -> None:
     """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
-    call = replace(beyond("window", 128, 1000, 300), variant=Variant(False, (50, 0)))
+    call = replace(beyond("window", 128, 1000, 300), variant=AttentionVariant(False, (50, 0)))
     call.value[:, :, :128] = math.nan
     for name in NAMES:
         output = find(name).attention(**call.arguments())
@@ -236,9 +239,9 @@ PACKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
     "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": Variant(True, (200, None))},
+    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
     "key lengths": {"seqused_k": torch.tensor([900, 300, 5, 1, 0, 128]).int()},
-    "all": {"is_causal": True, "variant": Variant(True, (90, None), 20.0), "sinks": 9.0},
+    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
 }
 
 
@@ -347,7 +350,7 @@ def masked(mask: torch.Tensor, head_dim: int, **fields: Any) -> AttentionCall:
 def test_masks(mask: str, head_dim: int, name: str) -> None:
     call = masked(MASKS[mask](), head_dim)
     check(name, call)
-    capped = Variant(softcap=5.0)
+    capped = AttentionVariant(softcap=5.0)
     check(name, replace(call, variant=capped, sinks=normal(8, seed=7, device=DEVICE)))
 
 

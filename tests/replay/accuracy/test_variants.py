@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected
@@ -71,7 +71,7 @@ def calls(draw: Any) -> AttentionCall:
     in_pages = draw(st.booleans())
     if not in_pages and draw(st.booleans()):
         fields["attn_mask"] = normal(q_len, kv_len, seed=4) > -1
-    variant = Variant(
+    variant = AttentionVariant(
         bottom_right=draw(st.booleans()),
         window=draw(st.tuples(side, side)),
         softcap=draw(st.sampled_from([None, 0.7])),
@@ -128,7 +128,9 @@ def test_8_bit_noise_is_small_beside_the_output(call: AttentionCall) -> None:
 
 
 def test_a_key_out_of_sight_never_reaches_an_output() -> None:
-    call = random_call(q_len=8, kv_len=8, is_causal=True, variant=Variant(window=(2, None)))
+    call = random_call(
+        q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(window=(2, None))
+    )
     call.key[:, :, 7] = math.nan
     output = attention(call)
     assert output[:, :, :7].isfinite().all()
@@ -177,19 +179,21 @@ def test_what_follows_the_keys_in_a_page_never_reaches_an_output(packed: bool) -
 
 
 def test_features_are_what_a_kernel_must_know() -> None:
-    square = random_call(q_len=8, kv_len=8, is_causal=True, variant=Variant(bottom_right=True))
+    square = random_call(
+        q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(bottom_right=True)
+    )
     assert square.features == ()
-    assert random_call(is_causal=True, variant=Variant(bottom_right=True)).features == (
+    assert random_call(is_causal=True, variant=AttentionVariant(bottom_right=True)).features == (
         "bottom-right",
     )
-    assert random_call(variant=Variant(bottom_right=True)).features == ()
+    assert random_call(variant=AttentionVariant(bottom_right=True)).features == ()
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [(3, 0), (None, 2), (0, 0)])
 def test_agrees_with_flex_attention(window: tuple[int | None, int], softcap: float | None) -> None:
     left, right = window
-    variant = Variant(window=window, softcap=softcap)
+    variant = AttentionVariant(window=window, softcap=softcap)
     call = random_call(q_len=16, kv_len=16, head_dim=16, variant=variant)
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -217,7 +221,9 @@ def test_agrees_with_gemma_2_and_gpt_oss() -> None:
 
     capped, _ = modeling_gemma2.eager_attention_forward(*given, scaling=0.5, softcap=2.0)
     expected = attention(
-        AttentionCall(*(given[1:4]), is_causal=True, scale=0.5, variant=Variant(softcap=2.0))
+        AttentionCall(
+            *(given[1:4]), is_causal=True, scale=0.5, variant=AttentionVariant(softcap=2.0)
+        )
     )
     assert torch.allclose(capped.transpose(1, 2).double(), expected, atol=1e-5)
 
@@ -231,7 +237,9 @@ def test_agrees_with_gemma_2_and_gpt_oss() -> None:
 def test_agrees_with_causal_lower_right() -> None:
     from torch.nn.attention.bias import causal_lower_right
 
-    call = random_call(q_len=5, kv_len=9, is_causal=True, variant=Variant(bottom_right=True))
+    call = random_call(
+        q_len=5, kv_len=9, is_causal=True, variant=AttentionVariant(bottom_right=True)
+    )
     bias: Any = causal_lower_right(5, 9)
     found = torch.nn.functional.scaled_dot_product_attention(
         call.query, call.key, call.value, attn_mask=bias

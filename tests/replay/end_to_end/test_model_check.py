@@ -273,7 +273,7 @@ def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
 def test_attention_that_the_recording_did_not_see_is_told() -> None:
     past = {"kind": "FlexAttention", "forwards": 8, "modules": 2, "example": "layers.1"}
     for gone_past, told in ([], ""), ([past], "in 8 runs of FlexAttention (such as layers.1): "):
-        record = CaptureRecord("model", "none", census=CENSUS, gone_past=gone_past)
+        record = CaptureRecord("model", "none", census=CENSUS, missed_attention=gone_past)
         found = check(record, [], [], cast("ModelProcess", Pretended()), rounds=3)
         assert told in found[0].short_census
         assert bool(found[0].short_census) == bool(told)

@@ -19,7 +19,7 @@ import torch.nn.attention
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
@@ -484,7 +484,7 @@ def flash_mla(install: Callable[..., ModuleType]) -> None:
     "changes",
     [
         {"q_len": 1, "scale": 0.05},
-        {"q_len": 2, "is_causal": True, "variant": Variant(bottom_right=True)},
+        {"q_len": 2, "is_causal": True, "variant": AttentionVariant(bottom_right=True)},
     ],
     ids=str,
 )

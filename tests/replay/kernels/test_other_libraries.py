@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.adapters import flashinfer, hub, transformer_engine
 from replay.kernels.registry import catalogue
 from tests.factories import random_call
@@ -177,7 +177,9 @@ def test_xformers() -> None:
 @pytest.mark.usefixtures("xformers")
 def test_xformers_beyond_sdpa() -> None:
     assert verify_variants("xformers") == DENSE | PACKED
-    sideways = replace(LIBRARY_CALLS["packed"], variant=Variant(window=(3, 2), bottom_right=True))
+    sideways = replace(
+        LIBRARY_CALLS["packed"], variant=AttentionVariant(window=(3, 2), bottom_right=True)
+    )
     reason = "a window over packed sequences that is not causal"
     assert catalogue()["xformers"].refuses(sideways) == reason
     with pytest.raises(NotImplementedError, match=reason):
@@ -195,7 +197,7 @@ def test_xformers_beyond_sdpa() -> None:
 )
 def test_windows_of_xformers_are_flash_attentions(changes: dict[str, Any], reason: str) -> None:
     call = random_call(**{"dtype": torch.float16, **changes}, is_causal=True)
-    window = replace(call, variant=Variant(window=(3, None), bottom_right=True))
+    window = replace(call, variant=AttentionVariant(window=(3, None), bottom_right=True))
     kernel = catalogue()["xformers"]
     assert kernel.refuses(call) is None
     assert kernel.refuses(window) == f"a window with {reason}"
@@ -564,7 +566,7 @@ def test_flashinfer_refuses_queries_before_all_keys() -> None:
         head_dim=64,
         dtype=torch.float16,
         is_causal=True,
-        variant=Variant(bottom_right=True),
+        variant=AttentionVariant(bottom_right=True),
     )
     assert catalogue()["flashinfer-fa2"].refuses(call) == (
         "causal with more queries (21) than keys (13)"

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES as KNOWN
-from capture.call.attention_variant import VARIANT_TENSORS, Variant
+from capture.call.attention_variant import VARIANT_TENSORS, AttentionVariant
 from capture.hooks.interceptor import Arguments, bind
 from replay.kernels.constraints import (
     causal_only_square,
@@ -218,13 +218,13 @@ def test_arguments_beyond_sdpas_arrive_by_name(make_call: MakeCall) -> None:
     attention(*tensors, **beyond, window=(3, 0), softcap=2.0)
     attention(*tensors, seqused_k=beyond["seqused_k"])
     plain = bind(*tensors)
-    assert seen[0] == plain._replace(**beyond, variant=Variant(window=(3, 0), softcap=2.0))
+    assert seen[0] == plain._replace(**beyond, variant=AttentionVariant(window=(3, 0), softcap=2.0))
     assert seen[1] == plain._replace(seqused_k=beyond["seqused_k"])
     lower_right = causal_lower_right(5, 9)
     attention(call.query[..., :5, :], *tensors[1:], lower_right, sinks=beyond["sinks"])
     attention(call.query[..., :5, :], *tensors[1:], lower_right, window=(3, 0))
-    assert seen[2].variant == Variant(bottom_right=True)
-    assert seen[3].variant == Variant(bottom_right=True, window=(3, 0))
+    assert seen[2].variant == AttentionVariant(bottom_right=True)
+    assert seen[3].variant == AttentionVariant(bottom_right=True, window=(3, 0))
     for name in ("sinks", "cu_seqlens_q", "seqused_k", "page_table"):
         with pytest.raises(NotImplementedError, match="has no"):
             drop_in(attend, ())(*tensors, **{name: beyond[name]})

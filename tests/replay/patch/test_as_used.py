@@ -105,7 +105,7 @@ def test_calls_are_recorded_and_exchanged(
             assert not torch.allclose(step(denoiser), expected, atol=1e-3)
         assert torch.equal(step(denoiser), expected)
     calls = list(load(tmp_path / "calls"))
-    assert (recording.seen, recording.problems, recording.gone_past) == (2, [], [])
+    assert (recording.seen, recording.problems, recording.missed_attention) == (2, [], [])
     assert {(call.origin.module, call.origin.phase) for call in calls} == {
         (module, "denoise") for module in MODULES
     }

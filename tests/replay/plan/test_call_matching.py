@@ -10,7 +10,7 @@ import torch
 from capture.call.shape import Shape
 from capture.hooks.census import Census
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import Site
+from capture.hooks.modules import CallSite
 from replay.plan.call_matching import CensusError, match
 from replay.rows.row import CallFacts, Mask
 
@@ -31,7 +31,7 @@ def census(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
         query, key, value = (torch.empty(sizes[name]) for name in ("query", "key", "value"))
         mask = None if sizes["mask"] is None else torch.ones(sizes["mask"], dtype=torch.bool)
         arguments = Arguments(query, key, value, mask, 0.0, sizes["is_causal"], None, True)
-        made.add(Site(module, 0, phase), arguments)
+        made.add(CallSite(module, 0, phase), arguments)
     return made.to_json()
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import Variant
-from capture.storage.header import Header
+from capture.call.attention_variant import AttentionVariant
+from capture.storage.header import CallHeader
 from replay.accuracy.reference import attention
 from replay.reproduce.crop import DERIVED, EXACT, Axis, storable
 from tests.factories import normal, random_call
@@ -24,7 +24,7 @@ PLAIN = {
     "mask": random_call(batch=2, attn_mask=normal(2, 2, 9, 13)),
     "mask for all": random_call(batch=2, attn_mask=(normal(1, 1, 9, 13) > 0)),
     "padding": random_call(batch=2, attn_mask=(normal(2, 1, 1, 13) > 0)),
-    "window to the right": random_call(variant=Variant(window=(2, 3))),
+    "window to the right": random_call(variant=AttentionVariant(window=(2, 3))),
 }
 EVERY = {**PLAIN, **CALLS, **LIBRARY_CALLS}
 
@@ -44,7 +44,7 @@ def test_an_exact_part_returns_what_the_whole_did(kind: str, axis: Axis) -> None
                 continue
             assert axis.length(part) == end - first
             assert part.output is not None
-            assert not (fault := Header.of(part).fault()), fault
+            assert not (fault := CallHeader.of(part).fault()), fault
             torch.testing.assert_close(attention(part, torch.float64), part.output, equal_nan=True)
 
 
@@ -61,7 +61,7 @@ def test_which_parts_of_causal_calls_there_are() -> None:
     assert taken(PLAIN["causal"], "queries") == every
     last = BY_NAME["queries"].take(PLAIN["causal"], 6, 9)
     assert last is not None
-    assert last.variant == Variant(bottom_right=True)
+    assert last.variant == AttentionVariant(bottom_right=True)
     assert last.features == ("bottom-right",)
     one = BY_NAME["queries"].take(PLAIN["causal"], 6, 7)
     assert one is not None

@@ -116,7 +116,7 @@ def test_each_form_of_tensors_is_recorded(
     layer = Layer(getattr(comfyui, name))
     call = recorded(layer, tmp_path / "calls", *tensors(make), 3, **options)
     assert call.shape == (2, 3, 3, 5, 7, 8, 8)
-    assert call.origin.road == "comfyui"
+    assert call.origin.entry_point == "comfyui"
     assert call.origin.backend == f"comfyui.{name.removeprefix('attention_')}"
 
 
@@ -152,7 +152,7 @@ def test_what_is_pytorchs_own_is_left_to_sdpa(comfyui: Any, tmp_path: Path) -> N
     layer = Layer(comfyui.attention_pytorch)
     mask = torch.ones(5, 7, dtype=torch.bool)
     call = recorded(layer, tmp_path / "calls", *tensors(merged), 3, mask=mask)
-    assert call.origin.road == "sdpa"
+    assert call.origin.entry_point == "sdpa"
 
 
 def test_an_override_that_hands_on_is_recorded_once(comfyui: Any, tmp_path: Path) -> None:
@@ -328,7 +328,7 @@ def test_a_model_of_its_own(
     assert recording.seen == len(calls) == len(modules) == swap.hits
     assert sorted(call.origin.module for call in calls) == sorted(modules)
     road = "sdpa" if name == "attention_pytorch" else "comfyui"
-    assert {(call.origin.road, call.origin.phase) for call in calls} == {(road, "denoise")}
+    assert {(call.origin.entry_point, call.origin.phase) for call in calls} == {(road, "denoise")}
     for call in calls:
         assert call.output is not None
         assert torch.allclose(attention(call), call.output.double(), atol=1e-5)

@@ -69,7 +69,7 @@ def test_the_backend_of_a_model_stays(tmp_path: Path) -> None:
     calls = list(load(tmp_path / "calls"))
     assert recording.seen == len(calls) == 2
     for call in calls:
-        assert (call.origin.road, call.origin.backend) == ("diffusers", "diffusers.sage")
+        assert (call.origin.entry_point, call.origin.backend) == ("diffusers", "diffusers.sage")
         assert call.output is not None
         assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
 
@@ -93,5 +93,5 @@ def test_flex_runs_as_flex(tmp_path: Path) -> None:
         with record(denoiser, tmp_path / "calls") as recording:
             assert torch.equal(step(denoiser), expected)
     assert recording.seen == recording.kept == 2
-    backends = {call.origin.road: call.origin.backend for call in load(tmp_path / "calls")}
+    backends = {call.origin.entry_point: call.origin.backend for call in load(tmp_path / "calls")}
     assert backends["diffusers"] == "flex"

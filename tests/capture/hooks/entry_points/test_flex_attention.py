@@ -48,7 +48,7 @@ def test_a_block_mask_is_written_out(mask_mod: Any, tmp_path: Path) -> None:
         output = layer(query, {"block_mask": block_mask, "scale": 0.5})
     assert recording.problems == []
     (call,) = load(tmp_path / "calls")
-    assert (call.origin.road, call.origin.backend) == ("flex_attention", "flex")
+    assert (call.origin.entry_point, call.origin.backend) == ("flex_attention", "flex")
     assert call.attn_mask is not None
     assert torch.allclose(attention(call), output.double(), atol=1e-5)
 

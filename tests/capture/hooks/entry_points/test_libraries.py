@@ -85,7 +85,7 @@ def test_a_function_held_in_a_dictionary_is_recorded(
     call = recorded(layer, tmp_path / "calls", *tensors)
     assert call.shape == (2, 4, 2, 5, 9, 8, 8)
     assert call.query.stride() == tensors[0].transpose(1, 2).stride()
-    assert (call.origin.road, call.origin.backend) == ("flash_attn.flash_attn_func", "fa2")
+    assert (call.origin.entry_point, call.origin.backend) == ("flash_attn.flash_attn_func", "fa2")
     assert ("softcap" in call.features) == (options.get("softcap", 0) > 0)
     assert call.output is not None
     assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
@@ -301,7 +301,7 @@ def test_a_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> Non
     assert recording.nbytes == 4 * (query.numel() + 4 * 4 * 24 + output.numel() + 10 + 2)
     (call,) = load(tmp_path / "calls")
     assert call.shape == (2, 4, 1, 1, 20, 24, 16)
-    assert (call.origin.road, call.origin.backend, call.scale) == (
+    assert (call.origin.entry_point, call.origin.backend, call.scale) == (
         "flash_mla.flash_mla_with_kvcache",
         "flash-mla",
         0.2,

@@ -85,7 +85,7 @@ def test_a_models_own_eager_attention(
     calls, _ = recorded(model, lambda: generated(model, 3), tmp_path / "calls")
     assert len(calls) == 6
     for call in calls:
-        assert (call.origin.road, call.origin.backend) == ("transformers", "eager")
+        assert (call.origin.entry_point, call.origin.backend) == ("transformers", "eager")
         assert call.features == features
         assert call.origin.module.endswith("self_attn")
     assert [call.origin.phase for call in calls] == ["prefill"] * 2 + ["decode"] * 4
@@ -112,7 +112,7 @@ def test_flex_attention_with_a_block_mask(tmp_path: Path) -> None:
     model = language_model("Llama", "flex_attention")
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
     for call in calls:
-        assert (call.origin.road, call.origin.backend) == ("transformers", "flex")
+        assert (call.origin.entry_point, call.origin.backend) == ("transformers", "flex")
         assert call.attn_mask is not None
         assert torch.equal(call.attn_mask[0, 0], torch.ones(12, 12, dtype=torch.bool).tril())
 
@@ -293,7 +293,7 @@ def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
         calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
     finally:
         del AttentionInterface._global_mapping["mine"]
-    assert {(call.origin.road, call.origin.backend) for call in calls} == {
+    assert {(call.origin.entry_point, call.origin.backend) for call in calls} == {
         ("transformers", "transformers.mine")
     }
 
@@ -343,7 +343,7 @@ def test_what_a_road_cannot_say_is_counted_with_its_reason(
 def test_sdpa_is_recorded_as_sdpa_has_it(tmp_path: Path) -> None:
     model = language_model("Llama", "sdpa")
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
-    assert {call.origin.road for call in calls} == {"sdpa"}
+    assert {call.origin.entry_point for call in calls} == {"sdpa"}
     assert all(call.is_causal and call.attn_mask is None for call in calls)
 
 

@@ -25,22 +25,22 @@ from capture.storage.names import (
     is_of_dataset,
 )
 
-Report = Callable[[int, int], None]
+ProgressReport = Callable[[int, int], None]
 """Called with the bytes that arrived since the last time, and those that are to arrive in all."""
 
 _AT_A_TIME = 8
 """Files that are copied at the same time."""
 
 
-def unheard(arrived: int, total: int) -> None:
-    """The `Report` of those who want none."""
+def no_report(arrived: int, total: int) -> None:
+    """The `ProgressReport` of those who want none."""
 
 
 class Unreachable(DatasetError):
     """A place does not answer, or lets nobody in: no other file of it can be had either."""
 
 
-class Files(Protocol):
+class DatasetFiles(Protocol):
     """The files of a directory that is somewhere else."""
 
     address: str
@@ -69,7 +69,7 @@ class Files(Protocol):
         ...
 
 
-class Wanted(NamedTuple):
+class WantedFile(NamedTuple):
     """The file of a call."""
 
     path: Path
@@ -79,10 +79,10 @@ class Wanted(NamedTuple):
     """As the manifest has it, which may have none."""
 
 
-class Source:
+class CachedCopy:
     """A dataset somewhere else, and the directory of its copy."""
 
-    def __init__(self, files: Files, report: Report = unheard) -> None:
+    def __init__(self, files: DatasetFiles, report: ProgressReport = no_report) -> None:
         """Copy what lists the calls, manifest and journals; all files where there is none of them.
 
         Raises:
@@ -123,7 +123,9 @@ class Source:
         cache.require_room(self._files.cache, total, self.address)
         return limits, total
 
-    def fetch(self, wanted: Wanted, arrived: Callable[[int], None] = lambda count: None) -> None:
+    def fetch(
+        self, wanted: WantedFile, arrived: Callable[[int], None] = lambda count: None
+    ) -> None:
         """Copy a call's file, unless it is here, and compare its checksum.
 
         Raises:
@@ -142,7 +144,7 @@ class Source:
                 )
 
     def fetch_all(
-        self, wanted: Iterable[Wanted], report: Report = unheard
+        self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
         """Copy calls' files, several at a time; return why those that cannot be had cannot.
 
