@@ -3,7 +3,7 @@
 # make test           set up, then lint, types, the docs' tables and the quick tests
 # make test-all       the same with the slow tests too, as CI
 # make docs           the docs as a site, in site/; a dead link fails
-# make compatibility  try old, middle and new libraries, and write docs/compatibility.md
+# make compatibility  try old, middle and new libraries, and write the versions in docs/index.md
 # make dist           build a release in dist/, check it, and try the wheel in a clean environment
 # make clean          forget the environments, the recordings and the release
 

@@ -13,7 +13,7 @@ building block:
 - of kernels for any GPU, in Triton: `online_softmax.py`, `masking.py`, `matmul.py`, and for decode
   `kv_cache.py`;
 - of kernels for Hopper, in Gluon: `hopper_pipeline.py` (loads, barriers, turns), `hopper_scores.py`
-  and `persistent.py` (tiles and their order); docs/hopper-schedule.md draws how they work;
+  and `persistent.py` (tiles and their order); docs/kernel-notes.md draws how they work;
 - of 8-bit operands: `quantise.py`, `quantised_operands.py`, `quantised_cache.py`;
 - of launches: `launch.py`, `descriptors.py`, `tensor_maps.py`, `workspace.py`.
 

@@ -1,11 +1,10 @@
-"""Draws the plots of the README and the docs from committed results.
+"""Draws the plot of the README and the docs from committed results.
 
     python -m benchmarks.picture
 
-- docs/pictures/speedup_and_error.svg, one dot per kernel: the measured speed-up of a denoising step
-  of full-size CogVideoX-2b (`end_to_end.csv`) against the worst relative L1 error on calls of the
-  small trained CogVideoX (`trained_weights.csv`).
-- docs/pictures/many_calls.svg: what distributing calls costs (`many_calls.csv`).
+docs/pictures/speedup_and_error.svg has one dot per kernel: the measured speed-up of a denoising step
+of full-size CogVideoX-2b (`end_to_end.csv`) against the worst relative L1 error on calls of the small
+trained CogVideoX (`trained_weights.csv`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from pathlib import Path
 import vl_convert
 
 from benchmarks import results
-from capture.text.counted import counted
 from replay.kernels.registry import catalogue
 from replay.report.charts.chart import CLASS_COLOURS, VEGA_LITE, Chart, Spec, chart
 
@@ -118,63 +116,11 @@ def picture() -> Chart:
     return chart(["speedup_and_error"], "CogVideoX-2b, NVIDIA H200", [], spec)
 
 
-def many_calls() -> Chart:
-    """Return the plot of processor time against rows: a panel per number of devices."""
-    found = results.read(results.DIRECTORY / "many_calls.csv")
-    values = [
-        {
-            "rows": int(row["rows"]),
-            "seconds": float(row["cpu_seconds"]),
-            "case": _case(row["kernels"], row["forms"]),
-            "devices": counted(int(row["devices"]), "device"),
-        }
-        for row in found
-    ]
-    axes: dict[str, Spec] = {
-        name: {
-            "field": field,
-            "type": "quantitative",
-            "scale": {"type": "log"},
-            "axis": {"format": form, "tickCount": 3},
-            "title": title,
-        }
-        for name, field, form, title in (
-            ("x", "rows", "~s", "rows"),
-            ("y", "seconds", "~g", "processor time of the command (s)"),
-        )
-    }
-    cases = list(dict.fromkeys(value["case"] for value in values))
-    colour = {
-        "field": "case",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": cases},
-        "legend": {"orient": "bottom", "columns": 2, "labelLimit": 400},
-    }
-    devices = {"field": "devices", "type": "nominal", "title": None, "sort": None}
-    spec: Spec = {
-        "data": {"values": values},
-        "facet": {"column": devices},
-        "spec": {
-            "width": 190,
-            "height": 200,
-            "mark": {"type": "line", "point": True},
-            "encoding": {**axes, "color": colour},
-        },
-    }
-    return chart(["many_calls"], f"Distributing calls, {found[0]['machine.device']}", [], spec)
-
-
-def _case(kernels: str, forms: str) -> str:
-    own = ", every call of a form of its own" if forms == "each its own" else ""
-    return f"{counted(int(kernels), 'kernel')} per call{own}"
-
-
 def main() -> None:
     PICTURES.mkdir(exist_ok=True)
-    for drawn in (picture(), many_calls()):
-        svg = vl_convert.vegalite_to_svg(drawn.spec, vl_version=VEGA_LITE)
-        (PICTURES / f"{drawn.name}.svg").write_text(svg)
+    drawn = picture()
+    svg = vl_convert.vegalite_to_svg(drawn.spec, vl_version=VEGA_LITE)
+    (PICTURES / f"{drawn.name}.svg").write_text(svg)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the pictures in docs/report.md: the first screens of a report, in a headless Chromium.
+"""Draws the pictures in docs/replaying.md: the first screens of a report, in a headless Chromium.
 
 make demo
 python -m benchmarks.report_picture report.html docs/pictures/report.png

@@ -1,4 +1,4 @@
-"""Tests every environment and writes the results to docs/compatibility.md."""
+"""Tests every environment and writes the results to the end of docs/index.md."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from compatibility.environments import (
 )
 from compatibility.smoke import STEPS
 
-PAGE = REPOSITORY / "docs" / "compatibility.md"
+PAGE = REPOSITORY / "docs" / "index.md"
+MARK = "<!-- compatibility -->\n"
+"""Line of the page behind which the results stand."""
 SHOWN = ("torch", "triton", "transformers", "diffusers")
 WORKS = "works"
 SECONDS = 600
@@ -44,8 +46,8 @@ def main() -> None:
             failed |= bool(replaced) or any(each.startswith("FAILED") for each in found.values())
             tables.append((environment, _python(python), installed(python), replaced, found))
     answers, index_failed = _ask_index()
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(_page(tables, notes, answers), encoding="utf-8")
+    before = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
+    PAGE.write_text(before + MARK + _results(tables, notes, answers), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(REPOSITORY)}")
     sys.exit(1 if failed or index_failed else 0)
 
@@ -116,17 +118,13 @@ def _ask_index() -> tuple[list[str], bool]:
     return lines, failed
 
 
-def _page(
+def _results(
     tables: list[tuple[Environment, str, dict[str, str], list[str], dict[str, str]]],
     notes: list[str],
     answers: list[str],
 ) -> str:
     heads = [environment.name for environment, *_ in tables]
     lines = [
-        "# Compatibility",
-        "",
-        "`make compatibility` writes this page. It builds each environment, installs this",
-        "project's wheel into it, and runs the checks in the first column.",
         "",
         f"| | {' | '.join(heads)} |",
         f"|---|{'---|' * len(heads)}",
@@ -154,7 +152,7 @@ def _page(
     lines += ["", *(f"{number}. {text}" for number, text in enumerate(sentences, 1))]
     today = datetime.date.today().isoformat()
     system = f"{platform.system()} {platform.machine()}"
-    lines += ["", *notes, "", "## The package index", "", *answers, "", f"{system}, {today}.", ""]
+    lines += ["", *notes, "### The package index", "", *answers, "", f"{system}, {today}.", ""]
     return "\n".join(lines)
 
 

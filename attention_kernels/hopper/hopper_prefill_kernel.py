@@ -1,7 +1,7 @@
 """FlashAttention 3's schedule (Shah et al. 2024) for Hopper GPUs, in Gluon, Triton's lower level.
 
     Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: "FlashAttention-3: Fast and Accurate Attention
-    with Asynchrony and Low-precision". docs/hopper-schedule.md has a drawing.
+    with Asynchrony and Low-precision". docs/kernel-notes.md has a drawing.
 
 - One warp loads blocks of query, key and value, and warp groups ("consumers") of 64 queries each
   wait for them (`hopper_pipeline.py`).

@@ -24,7 +24,7 @@ OUTPUT_COLUMNS = 64
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up, as measured (docs/notes.md)."""
+    """How a call is cut up, as measured (docs/kernel-notes.md)."""
 
     consumers: int
     """Warp groups that compute, 2 to 4."""

@@ -44,7 +44,7 @@ class Tile(NamedTuple):
 
 def tile_for(head_dim: int, group: int, seen: int) -> Tile:
     """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
-    to `seen` keys, as measured on an H200 (docs/notes.md)."""
+    to `seen` keys, as measured on an H200 (docs/kernel-notes.md)."""
     if head_dim > 64:
         return Tile(2, 1, 128, 2, 240, True, Pace(1.1, 2.5))
     if seen <= SHORT:

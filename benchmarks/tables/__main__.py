@@ -36,9 +36,6 @@ def with_tables(text: str) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
 
 
-FOR_HOPPER = ("triton-fa3", "triton-sage", "triton-fp8", "triton-sage-fp8")
-"""Kernels that have tables of later runs."""
-
 TABLES: dict[str, Callable[[], str]] = {
     "distributions": declared.distributions,
     "demo": quoted.demo,
@@ -50,21 +47,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "doctor_score": trials.doctor_score,
     "capture_overhead": partial(overheads.by_figure, "capture_overhead.csv"),
     "launch_cost": overheads.launch_cost,
-    "many_gpus": partial(overheads.by_figure, "many_gpus.csv"),
-    "difficulty_overhead": partial(overheads.by_figure, "difficulty_overhead.csv"),
-    "calls_not_kept": partial(overheads.by_figure, "calls_not_kept.csv"),
-    "replay_overhead": partial(overheads.by_figure, "replay_overhead.csv"),
     "defence_overhead": overheads.defence_overhead,
-    "many_calls": overheads.many_calls,
     "public_tests": trials.public_tests,
     "glossary": declared.glossary,
     "fields": declared.fields,
     "thresholds": declared.thresholds,
     "full_size": speed.full_size,
-    "published_shapes": partial(speed.by_shape, "published_shapes.csv"),
-    "triton_prefill": partial(
-        speed.by_shape, "triton_kernels.csv", decode=False, without=FOR_HOPPER
-    ),
     "triton_decode": partial(speed.by_shape, "triton_kernels.csv", decode=True),
     "triton_head_dims": partial(speed.by_shape, "triton_head_dims.csv"),
     "hopper_16_bits": partial(speed.by_shape, "hopper_16_bits.csv"),
@@ -82,7 +70,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "trained_weights": inputs.trained_weights,
     "features": declared.features,
     "other_gpus": trials.other_gpus,
-    "variants": partial(speed.by_call, results.DIRECTORY / "variants.csv"),
     "per_pair": partial(speed.per_pair, results.DIRECTORY / "per_pair.csv"),
     "narrow_heads": partial(speed.narrow_heads, results.DIRECTORY / "narrow_heads.csv"),
     "masks": partial(speed.by_call, results.DIRECTORY / "masks.csv"),

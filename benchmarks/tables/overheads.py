@@ -55,24 +55,6 @@ def defence_overhead() -> str:
     return "\n".join(lines) + "\n"
 
 
-def many_calls() -> str:
-    """List what sharing calls out costs, by the number of rows, kernels and devices."""
-    rows = results.read(results.DIRECTORY / "many_calls.csv")
-    devices = list(dict.fromkeys(row["devices"] for row in rows))
-    found: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for row in rows:
-        case = row["kernels"], row["forms"], row["rows"]
-        found[case].append(f"{1e3 * float(row['cpu_seconds']) / int(row['rows']):.2f} ms")
-    named = [f"{count} device{'s' * (count != '1')}" for count in devices]
-    lines = [
-        f"| kernels per call | forms of call | rows | {' | '.join(named)} |",
-        f"|---:|---|---:|{'---:|' * len(named)}",
-    ]
-    for case, cells in found.items():
-        lines.append(f"| {' | '.join((*case, *cells))} |")
-    return "\n".join(lines) + f"\n\n{rows[0]['machine.device']}.\n"
-
-
 def launch_cost() -> str:
     """List what a call of each kernel costs the host, by call."""
     rows = results.read(results.DIRECTORY / "launch_cost.csv")

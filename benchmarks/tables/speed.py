@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Collection
 from pathlib import Path
 
 from benchmarks import results
@@ -52,7 +51,6 @@ def by_shape(
     decode: bool | None = None,
     cores: bool = False,
     errors: bool = False,
-    without: Collection[str] = (),
 ) -> str:
     """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
 
@@ -60,12 +58,11 @@ def by_shape(
         decode: list only decode shapes (True), only the others (False), or all (None).
         cores: list the TFLOPS of cores as well, in brackets.
         errors: list the relative L1 of the output as well.
-        without: kernels that are left out.
     """
     rows = [
         row
         for row in _each_kernel_once(results.DIRECTORY / file)
-        if decode in (None, _is_decode(row)) and row["kernel"] not in without
+        if decode in (None, _is_decode(row))
     ]
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     shapes: dict[str, dict[str, str]] = {}

@@ -160,7 +160,7 @@ def parser() -> argparse.ArgumentParser:
         choices=DISTRIBUTIONS,
         default="normal",
         metavar="NAME",
-        help=f"of the values: {', '.join(DISTRIBUTIONS)} (docs/replay.md says what each provokes)",
+        help=f"of the values: {', '.join(DISTRIBUTIONS)} (docs/replaying.md explains each)",
     )
     command.add_dtype(shape, default="bfloat16")
 

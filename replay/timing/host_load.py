@@ -3,7 +3,7 @@
 A function that is called over and over is launched from the processor's innermost caches. In a
 model the rest of a layer runs in between, some forty launches from other code, and the same call
 then takes the host half as long again. It goes the other way as well: a launcher that runs much
-Python leaves the rest of the layer with cold caches (`docs/notes.md`).
+Python leaves the rest of the layer with cold caches (`docs/whole-model.md`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@
 
 In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
 calls of the same one before each sample. That matters for launches, and on a GPU at its power
-limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/notes.md`).
+limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/whole-model.md`).
 """
 
 from __future__ import annotations

@@ -177,7 +177,7 @@ DISTRIBUTIONS: dict[str, Distribution] = {
     "model-like": Distribution(
         _model_like,
         "neighbouring tokens alike, channels of different size, K with a mean, a mild sink: the "
-        "structure that trained models have and normal values lack (docs/accuracy.md)",
+        "structure that trained models have and normal values lack (docs/method.md)",
     ),
 }
 """Distributions by the name that `--distribution` takes."""

@@ -1,4 +1,4 @@
-"""That what docs/kernels.md says of GPUs nobody tried still holds: kernels compile for them."""
+"""Kernels compile for the untried GPUs that docs/attention-kernels.md lists."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def test_the_index_can_satisfy_what_we_name(python: str) -> None:
 
 
 def test_the_page_of_what_was_tried_names_every_extra() -> None:
-    page = (REPOSITORY / "docs" / "compatibility.md").read_text()
+    page = (REPOSITORY / "docs" / "index.md").read_text()
     assert f"the core and of each extra ({', '.join(extras())})" in page
 
 

@@ -91,7 +91,7 @@ def test_help_and_the_page_name_every_model(capsys: pytest.CaptureFixture[str]) 
         capture(["--help"])
     without_line_breaks = "".join(capsys.readouterr().out.split())
     assert ",".join(models.NAMES) in without_line_breaks
-    page = Path(models.__file__).parents[1] / "docs" / "models.md"
+    page = Path(models.__file__).parents[1] / "docs" / "recording.md"
     names = ", ".join(f"`{name}`" for name in models.NAMES)
     assert names in page.read_text(encoding="utf-8")
 

@@ -82,7 +82,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def test_the_docs_name_every_model() -> None:
-    assert markdown() in (REPOSITORY / "docs" / "models.md").read_text(encoding="utf-8")
+    assert markdown() in (REPOSITORY / "docs" / "recording.md").read_text(encoding="utf-8")
 
 
 every_model = pytest.mark.parametrize("name", MODELS)

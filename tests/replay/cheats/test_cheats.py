@@ -66,7 +66,7 @@ OPEN = {
     "timers.between_calls_8_and_38": "is wrong only while it warms up",
     "outsiders.start_in_*": "changes a number in memory; found in calls of a tenth of a second",
 }
-"""What docs/trust.md says cannot be found."""
+"""Cheats that docs/method.md lists as not found."""
 OPEN_IN_ONE_PROCESS = {"manners.*": "no row outlives its process, and what is printed is shown"}
 
 pytestmark = [

@@ -21,7 +21,7 @@ from replay.accuracy.reference import attention
 from tests.capture.hooks.entry_points import comfyui_stand_in
 from tests.factories import normal
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "comfyui.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "recording.md"
 ATTENTION = "comfy.ldm.modules.attention"
 VAE = "comfy.ldm.modules.diffusionmodules.model"
 FUNCTIONS = ("attention_basic", "attention_sub_quad", "attention_split")
@@ -375,7 +375,8 @@ def test_the_nodes_of_the_page_around_its_own_sampler(
 
 
 def nodes_of_the_page() -> dict[str, Any]:
-    (code,) = re.findall(r"```python[^\n]*\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    page = PAGE.read_text(encoding="utf-8")
+    (code,) = re.findall(r'```python title="custom_nodes[^\n]*\n(.*?)```', page, re.DOTALL)
     namespace: dict[str, Any] = {}
     exec(code, namespace)
     nodes: dict[str, Any] = namespace["NODE_CLASS_MAPPINGS"]
