@@ -2,7 +2,7 @@
 
     python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
 
-Times prefill and decode at the shapes of our targets (docs/attention-kernels.md), decode with a cold and a warm
+Times prefill and decode at the shapes of docs/attention-kernels.md, decode with a cold and a warm
 L2, and writes `benchmarks/results/triton_kernels.csv`. A phase alone has a file of its own, such as
 `triton_decode.csv`; `head-dims`, prefill at other head dimensions than 64 and 128, is run only
 alone.
