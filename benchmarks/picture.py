@@ -3,8 +3,8 @@
     python -m benchmarks.picture
 
 docs/pictures/speedup_and_error.svg has one dot per kernel: the measured speed-up of a denoising
-step of full-size CogVideoX-2b (`end_to_end.csv`) against the worst relative L1 error on calls of the
-small trained CogVideoX (`trained_weights.csv`).
+step of full-size CogVideoX-2b (`end_to_end.csv`) against the worst relative L1 error on calls of
+the small trained CogVideoX (`trained_weights.csv`).
 """
 
 from __future__ import annotations
