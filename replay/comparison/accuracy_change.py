@@ -1,9 +1,9 @@
-"""Whether a kernel's outputs became worse or better from one run to another.
+"""Change of a kernel's accuracy from one run to another.
 
-Most kernels repeat exactly, and then so do their errors. Where they do not, the errors of every
-head in up to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place by place: the
-median of the ratios, with the same interval of order statistics as times. A place that went wrong
-alone does not move the median, and is looked for among the ratios.
+Most kernels repeat exactly, and so do their errors. For the others, the errors of each head in up
+to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place by place: the median of
+the ratios, with the interval of order statistics that times have. A single place that went wrong
+does not move the median, so the largest ratio is also tested on its own.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ AccuracyReason = Literal[
 ]
 
 RELEVANT = 1.1
-"""An error that is this many times larger is one to look at."""
+"""Smallest ratio of two errors that counts as a change."""
 
 DOUBLED = 2.0
-"""How many times larger the error of a single place has to be."""
+"""Smallest ratio that makes a single place stand out."""
 
 DEVIATIONS = 6.0
-"""And how far from the others' ratios, in their own deviations."""
+"""Distance from the median ratio at which a place stands out, in standard deviations."""
 
 MAD_TO_DEVIATION = 1.4826
-"""Of a normal distribution."""
+"""Standard deviation of a normal distribution over its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class AccuracyChange:
-    """How many times larger the error is than before, with a 95 % interval where there is one."""
+    """Ratio of the error after to the error before, with a 95 % interval if there is one."""
 
     ratio: float
     low: float | None
@@ -57,7 +57,7 @@ class AccuracyChange:
     verdict: AccuracyVerdict
     reason: AccuracyReason
     place: tuple[int, int] | None = None
-    """The head, counted over batches, and the range of queries that went wrong alone."""
+    """Head, counted over batches, and range of queries of a place that alone went wrong."""
 
 
 class _Place(NamedTuple):
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
 
 
 def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
-    """Compare the errors of a kernel that ran in both; None where one of them has none."""
+    """Compare the errors of a kernel on a call; None if one of the rows has none."""
     if before.accuracy is None or after.accuracy is None:
         return None
     old, new = before.accuracy.reference, after.accuracy.reference
@@ -95,7 +95,7 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
 
 
 def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
-    """What the places say; where there are too few, only a whole that doubled says something."""
+    """Judge by the places; where these are too few, by whether the whole error doubled."""
     alone = _gone_wrong_alone(places)
     finite = [each.growth for each in places if math.isfinite(each.growth)]
     within = median_interval([math.exp(each) for each in finite])
@@ -126,7 +126,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
 
 
 def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
-    """The place whose error grew most, if it doubled, stands out, and is not among the smallest."""
+    """Return the place whose error grew most, if it doubled, stands out and is not tiny."""
     if not places:
         return None
     worst = max(places, key=lambda each: each.growth)
@@ -141,7 +141,7 @@ def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
 
 
 def _places(before: Row, after: Row) -> list[_Place]:
-    """The errors of each head and range of queries in both, but for those that are not finite."""
+    """Return the finite errors of each head and range of queries that both rows have."""
     old = before.accuracy.where if before.accuracy else None
     new = after.accuracy.where if after.accuracy else None
     if old is None or new is None:
@@ -165,7 +165,7 @@ def _nonfinite(errors: Errors) -> int:
 
 
 def _same_figures(old: Errors, new: Errors) -> bool:
-    """Whether all are equal; a figure that is NaN in both is."""
+    """Compare two sets of figures, in which NaN equals NaN."""
     return repr(old) == repr(new)
 
 

@@ -1,8 +1,8 @@
-"""Runs kept under a name to compare later ones with: for each type of machine, its own.
+"""Runs kept under a name, to compare later runs with; each type of machine has its own.
 
-They lie in `$XDG_DATA_HOME/attention-replay/baselines` (by default in `~/.local/share`), in a
-directory per machine. A name with a path separator, or one that ends in `.jsonl`, is a file, as in
-a repository that keeps its baseline beside the code.
+They lie in `$XDG_DATA_HOME/attention-replay/baselines` (default: `~/.local/share`), in a directory
+per machine. A name with a path separator or with the ending `.jsonl` is a file instead, for
+repositories that keep a baseline beside their code.
 """
 
 from __future__ import annotations
@@ -22,46 +22,45 @@ SUFFIX = ".jsonl"
 
 
 def directory() -> Path:
-    """Where baselines are kept."""
+    """Return the directory of all baselines."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "attention-replay" / "baselines"
 
 
 def machine_type(machine: Machine) -> str:
-    """A directory's name for machines whose times may be compared, e.g. `nvidia-h200`.
+    """Return a directory name for machines whose times may be compared, e.g. `nvidia-h200`.
 
-    Of a processor, with the number of its threads that PyTorch used.
+    The name of a processor includes the number of threads that PyTorch used.
     """
-    told = f"{machine.device} {machine.threads} threads" if machine.threads else machine.device
-    return re.sub(r"[^a-z0-9]+", "-", told.lower()).strip("-") or "unknown"
+    text = f"{machine.device} {machine.threads} threads" if machine.threads else machine.device
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
 
 
 def is_file(name: str) -> bool:
-    """Whether a baseline's name is a path."""
+    """Tell whether a baseline's name is a path."""
     return "/" in name or os.sep in name or name.endswith(SUFFIX)
 
 
 def location(name: str, machine: Machine) -> Path:
-    """The file of a baseline.
+    """Return the file of a baseline.
 
     Raises:
-        ComparisonError: it is neither a name nor a path.
+        ComparisonError: the name is neither a valid name nor a path.
     """
     if is_file(name):
         return Path(name)
     if not NAME.fullmatch(name):
         raise ComparisonError(
-            f"{name!r} cannot be a baseline's name: use letters, digits, '-', '_' and '.', or a "
-            "path"
+            f"invalid baseline name {name!r}: use letters, digits, '-', '_' and '.', or a path"
         )
     return directory() / machine_type(machine) / f"{name}{SUFFIX}"
 
 
 def place(name: str, machine: Machine) -> Path:
-    """The file of a baseline that is to be kept; the directory of a name is made.
+    """Return the file to write a baseline to, after making the directory of named ones.
 
     Raises:
-        ComparisonError: it is neither a name nor a path, or there can be no such directory.
+        ComparisonError: the name is invalid, or the directory cannot be made.
     """
     path = location(name, machine)
     if not is_file(name):
@@ -78,7 +77,7 @@ def load(name: str, machine: Machine) -> Run:
     """Read a baseline of a machine's type, or a file.
 
     Raises:
-        ComparisonError: there is none.
+        ComparisonError: the baseline does not exist.
         RowsError: it holds something other than rows of this version.
     """
     path = location(name, machine)
@@ -93,10 +92,10 @@ def load(name: str, machine: Machine) -> Run:
 
 
 def save(name: str, rows: Sequence[Row], machine: Machine) -> Path:
-    """Keep the rows of a run; one of the same name and type of machine is replaced.
+    """Keep the rows of a run, in place of an earlier baseline of that name and machine type.
 
     Raises:
-        ComparisonError: the name cannot be used, or there are no rows.
+        ComparisonError: the name is invalid, or the run has no rows.
         RowsError: the file cannot be written.
     """
     if not rows:
@@ -107,10 +106,10 @@ def save(name: str, rows: Sequence[Row], machine: Machine) -> Path:
 
 
 def as_run(name: str, stored: StoredRows) -> Run:
-    """The rows of a file, as a run.
+    """Return the rows of a file as a run.
 
     Raises:
-        ComparisonError: there are none.
+        ComparisonError: the file has no rows.
     """
     if not stored.rows:
         raise ComparisonError(f"{name} holds no rows: write it with `replay --json`")
@@ -118,23 +117,23 @@ def as_run(name: str, stored: StoredRows) -> Run:
 
 
 def machine_of(rows: Sequence[Row]) -> Machine:
-    """What most rows of this process' own environment were measured on."""
+    """Return the machine that most of the measured rows name."""
     machines = [row.machine for row in rows if row.machine.device]
     return max(machines, key=machines.count) if machines else Machine()
 
 
 def _others(machine: Machine) -> str:
-    """What baselines there are, of a machine's type and of others."""
-    here = directory() / machine_type(machine)
-    own = sorted(path.stem for path in here.glob(f"*{SUFFIX}"))
+    """Describe the baselines of this type of machine and of others."""
+    own_directory = directory() / machine_type(machine)
+    own = sorted(path.stem for path in own_directory.glob(f"*{SUFFIX}"))
     others = sorted(
         f"{path.stem} ({path.parent.name})"
         for path in directory().glob(f"*/*{SUFFIX}")
-        if path.parent != here
+        if path.parent != own_directory
     )
-    told = [
+    described = [
         f"{whose} machine has {', '.join(names)}"
         for whose, names in (("this type of", own), ("another type of", others))
         if names
     ]
-    return " and ".join(told) or "keep one with --save-baseline"
+    return " and ".join(described) or "keep one with --save-baseline"

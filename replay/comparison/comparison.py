@@ -1,4 +1,4 @@
-"""One run beside an earlier one: every row of both, judged."""
+"""Judged comparison of a run with an earlier one, row by row."""
 
 from __future__ import annotations
 
@@ -30,24 +30,23 @@ from replay.rows.row_files import plain
 FAILED = ("error", "crash", "timeout", "out-of-memory")
 REFUSED = ("unsupported", "unavailable")
 
-Outcome = Literal["failed", "refused", "recovered", ""]
+Presence = Literal["failed", "refused", "recovered", ""]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A kernel on a call in both runs."""
+    """Two rows of a kernel on the same call."""
 
     before: Row
     after: Row
     speed: SpeedChange | None
-    """None where a time would mean nothing, and of the baseline where speed-ups over it are
-    compared."""
+    """None without comparable times, and for the baseline when speed-ups over it are compared."""
     accuracy: AccuracyChange | None
-    """None where one of them has no output that was judged."""
+    """None if one of the outputs was not judged."""
 
     @property
-    def outcome(self) -> Outcome:
-        """Whether it ran in one run alone; empty where it ran in both or in neither."""
+    def outcome(self) -> Presence:
+        """How the kernel's ability to run changed; empty if it did not."""
         ran = [each not in (*FAILED, *REFUSED) for each in (self.before.status, self.after.status)]
         if ran == [True, False]:
             return "failed" if self.after.status in FAILED else "refused"
@@ -60,7 +59,7 @@ class Pair:
 
     @property
     def is_changed(self) -> bool:
-        """Whether there is something to say of it."""
+        """True if something got better or worse."""
         return bool(
             self.outcome
             or (self.speed and self.speed.verdict in ("fast", "slow"))
@@ -70,7 +69,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class KernelChange:
-    """A kernel over all its calls."""
+    """Change of a kernel over all its calls."""
 
     kernel: KernelId
     pairs: tuple[Pair, ...]
@@ -80,19 +79,19 @@ class KernelChange:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two runs."""
+    """Two runs, their pairs of rows, and the verdicts."""
 
     before: Run
     after: Run
     basis: Basis
     baseline: str
-    """The kernel that speed-ups are over; empty where times are compared."""
+    """Kernel that speed-ups are relative to; empty if times are compared."""
     spread: Spread
     differences: tuple[Difference, ...]
     pairs: tuple[Pair, ...]
     kernels: tuple[KernelChange, ...]
     baseline_time: SpeedChange | None
-    """What became of the baseline's own time on the same device, where speed-ups are compared."""
+    """Change of the baseline's own time, if speed-ups on the same device are compared."""
     missing: tuple[Row, ...]
     new: tuple[Row, ...]
 
@@ -102,14 +101,14 @@ class Comparison:
 
 
 def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None) -> Comparison:
-    """Match two runs and judge what became of every kernel on every call.
+    """Match two runs and judge the change of every kernel on every call.
 
     Args:
-        spread: by how much two runs of the same kernels differ.
-        basis: what to compare; by default what tells most (`replay.comparison.speed_change`).
+        spread: share by which two runs of the same kernels differ.
+        basis: what to compare; by default the more precise of speed-ups and times.
 
     Raises:
-        ComparisonError: they have nothing in common, or were timed in different ways.
+        ComparisonError: the runs have nothing in common, or were timed in different ways.
     """
     matched = match(before, after)
     check_settings(matched.pairs, before, after)
@@ -148,10 +147,10 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
 
 def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:
-    """The spread that a second run of the same kernels shows.
+    """Return the spread between a run and a repetition of it.
 
     Raises:
-        ComparisonError: they have nothing in common that was timed.
+        ComparisonError: the runs have no times in common.
     """
     matched = match(run, again)
     check_settings(matched.pairs, run, again)
@@ -165,10 +164,10 @@ def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:
 
 
 def basis_of(before: Run, after: Run) -> Basis:
-    """What `compare` compares where nobody says.
+    """Return the default basis for comparing two runs.
 
     Raises:
-        ComparisonError: they have nothing in common.
+        ComparisonError: the runs have nothing in common.
     """
     pairs = match(before, after).pairs
     return choose_basis(pairs, differences(pairs))
@@ -196,7 +195,7 @@ def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: Spread) -> Spee
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """A comparison as a tree of plain JSON; what is no finite number is null."""
+    """Return a comparison as plain JSON, with null for NaN and infinity."""
     return plain(
         {
             "comparison": 1,

@@ -1,4 +1,4 @@
-"""What makes a comparison fail: `--fail-on slow:3%,inaccurate`."""
+"""Conditions under which a comparison fails: `--fail-on slow:3%,inaccurate`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from replay.comparison.row_matching import ComparisonError
 
 CONDITIONS = {
     "slow": "a kernel is slower on a call or over all its calls; slow:3% only if by more than 3 %",
-    "inaccurate": "an output that was correct is not any more",
-    "less-accurate": "an error grew, or that",
+    "inaccurate": "an output that was correct is now inaccurate",
+    "less-accurate": "the same, or an error grew",
     "error": "a kernel that ran fails: error, crash, timeout or out-of-memory",
     "missing": "a row is missing, or its kernel now refuses the call",
 }
-"""By name, what each finds."""
+"""Description of each condition, by name."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Condition:
 
     name: str
     share: float = 0.0
-    """Of `slow`: by more than how much."""
+    """Smallest slowdown that counts, for `slow`."""
 
     def __str__(self) -> str:
         return f"{self.name}:{100 * self.share:.3g}%" if self.share else self.name
 
     def failures(self, comparison: Comparison) -> list[str]:
-        """What fails, each as `kernel on 3 of 12 calls`."""
+        """Return the kernels that meet the condition, each as `kernel on 3 of 12 calls`."""
         found = _by_kernel(comparison, self._holds)
         if self.name == "slow":
             for each in comparison.kernels:
@@ -57,10 +57,10 @@ class Condition:
 
 
 def read_conditions(text: str | None) -> list[Condition]:
-    """Parse `slow:3%,inaccurate`; there are none in None.
+    """Parse `slow:3%,inaccurate`; None gives an empty list.
 
     Raises:
-        ComparisonError: there is no such condition, or its share cannot be read.
+        ComparisonError: a condition or its share is invalid.
     """
     if text is None:
         return []
@@ -80,10 +80,10 @@ def read_conditions(text: str | None) -> list[Condition]:
 
 
 def read_share(text: str, option: str) -> float:
-    """Parse `1.5%` or `0.015` as a share of less than 1.
+    """Parse `1.5%` or `0.015` as a share below 1.
 
     Raises:
-        ComparisonError: it is neither.
+        ComparisonError: the text is neither.
     """
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:
@@ -108,7 +108,7 @@ def _by_kernel(comparison: Comparison, holds: Callable[[Pair], bool]) -> dict[st
 
 
 def failures(comparisons: Iterable[Comparison], conditions: Iterable[Condition]) -> list[str]:
-    """One sentence for each condition that fails, with the kernels that fail it."""
+    """Return a sentence for each condition that is met, with the kernels that meet it."""
     sentences = []
     for comparison in comparisons:
         for condition in conditions:

@@ -1,4 +1,4 @@
-"""Runs of the same calls on several types of device, merged: which kernel on which?"""
+"""Runs of the same calls on several types of device, merged into one table."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from replay.rows.row import Row
 
 @dataclass(frozen=True)
 class AcrossDevices:
-    """The rows of each type of device, on the calls that all of them replayed."""
+    """Rows of each type of device, on the calls that all of them replayed."""
 
     rows: dict[str, list[Row]]
-    """By the device's name, in the order of the runs."""
+    """Rows by device name, in the order of the runs."""
     left_out: int
-    """Calls that some device did not replay."""
+    """Number of calls that some device did not replay."""
 
 
 def across_devices(runs: Sequence[Run]) -> AcrossDevices:
-    """Merge runs; one may hold rows of several devices, and a device's rows be in several runs.
+    """Merge runs; a run may hold rows of several devices, and a device may have several runs.
 
     Raises:
-        ComparisonError: there is one device only, it has two rows of a kernel on a call, there is
-            no call in common, or the devices were measured in different ways.
+        ComparisonError: there is only one device, a device has two rows of a kernel on a call, the
+        devices share no call, or they were measured in different ways.
     """
     by_device: dict[str, list[Row]] = {}
     for run in runs:
@@ -32,7 +32,7 @@ def across_devices(runs: Sequence[Run]) -> AcrossDevices:
             if device := _device_of(row, run):
                 by_device.setdefault(device, []).append(row)
     if len(by_device) < 2:
-        only = next(iter(by_device), "no device that is named")
+        only = next(iter(by_device), "an unnamed device")
         raise ComparisonError(
             f"all rows are of {only}: name the rows of another type of device too"
         )
@@ -49,12 +49,12 @@ def across_devices(runs: Sequence[Run]) -> AcrossDevices:
 
 
 def _device_of(row: Row, run: Run) -> str:
-    """Where a row was measured; of one that was not, its run's device, if that has one."""
+    """Return the device of a row; a row without one gets its run's, if that is unique."""
     if row.machine.device or len(run.devices) != 1:
         return row.machine.device
     return run.devices[0]
 
 
 def _call(row: Row) -> object:
-    """What a row's call is on any machine."""
+    """Return what identifies a row's call on every machine."""
     return replace(row.call, backend="")

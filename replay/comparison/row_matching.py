@@ -1,4 +1,4 @@
-"""Which row of one run is about the same as which row of another."""
+"""Pairs of rows about the same kernel and call in two runs."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ from replay.rows.row import CallFacts, KernelId, Row
 
 
 class ComparisonError(Error):
-    """Two runs cannot be compared; the message names the remedy."""
+    """Reason why two runs cannot be compared; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """The rows of one replay."""
+    """Rows of one replay."""
 
     name: str
-    """What a reader knows it by: a file, or a stored baseline."""
+    """Name of a file or a stored baseline."""
     rows: Sequence[Row]
     is_cut_off: bool = False
-    """Whether it was interrupted while a row was written."""
+    """True if the run was interrupted while it wrote a row."""
 
     @property
     def unreadable(self) -> list[str]:
-        """The calls that could not be replayed at all."""
+        """Names of the calls that could not be replayed."""
         return [row.call.name for row in self.rows if not row.kernel]
 
     @property
     def devices(self) -> list[str]:
-        """Each once."""
+        """Names of the devices, without repetition."""
         return sorted({row.machine.device for row in self.rows} - {""})
 
 
 class Matched(NamedTuple):
-    """The rows of two runs, in their order."""
+    """Rows of two runs, in their order."""
 
     pairs: list[tuple[Row, Row]]
     missing: list[Row]
-    """Only before."""
+    """Rows only in the earlier run."""
     new: list[Row]
-    """Only after."""
+    """Rows only in the later run."""
 
 
 class Difference(NamedTuple):
-    """Something about a machine or its software that is not what it was."""
+    """Changed property of a machine or of its software."""
 
     environment: str
     field: str
@@ -57,11 +57,11 @@ class Difference(NamedTuple):
 def match(before: Run, after: Run) -> Matched:
     """Match rows of the same kernel and environment on the same call.
 
-    A call is the same if all that its row says of it is, but for what PyTorch chose for it when it
-    was recorded: another version chooses otherwise.
+    Two calls are the same if their rows agree on everything except the backend that PyTorch chose
+    when the call was recorded, because another version may choose another one.
 
     Raises:
-        ComparisonError: a run has two rows of a kernel on a call, or the two have none in common.
+        ComparisonError: a run has two rows of a kernel on a call, or the runs share no such pair.
     """
     old, new = _by_subject(before), _by_subject(after)
     common = [subject for subject in old if subject in new]
@@ -93,23 +93,23 @@ def _by_subject(run: Run) -> dict[tuple[KernelId, CallFacts], Row]:
 
 
 def differences(pairs: Iterable[tuple[Row, Row]]) -> list[Difference]:
-    """What differs between the machines and versions that pairs of rows were measured with."""
+    """List the differences between the machines and versions behind pairs of rows."""
     found: dict[Difference, None] = {}
     for before, after in pairs:
         if not (before.machine.device and after.machine.device):
-            continue  # a worker that died before it could say
-        there, here = asdict(before.machine), asdict(after.machine)
-        for field, value in there.items():
-            if value != here[field]:
-                found[Difference(before.environment, field, str(value), str(here[field]))] = None
+            continue  # the worker died before it could describe its machine
+        old, new = asdict(before.machine), asdict(after.machine)
+        for field, value in old.items():
+            if value != new[field]:
+                found[Difference(before.environment, field, str(value), str(new[field]))] = None
     return list(found)
 
 
 def check_settings(pairs: Iterable[tuple[Row, Row]], before: Run, after: Run) -> None:
-    """See that both runs timed in the same way.
+    """Check that both runs were timed in the same way.
 
     Raises:
-        ComparisonError: they did not, so that their times mean different things.
+        ComparisonError: their settings differ, so their times mean different things.
     """
     for old, new in pairs:
         if old.time_ms is None or new.time_ms is None:

@@ -1,9 +1,8 @@
-"""Whether a kernel became faster or slower from one run to another.
+"""Change of a kernel's speed from one run to another.
 
-Within a run, what disturbs the machine hits a kernel and the baseline of the same rounds alike. A
-speed-up is therefore the same in the next run where times are not, and the two speed-ups are
-compared, unless the baseline itself may have changed: with another version of PyTorch on the same
-device, times are.
+Within a run, a disturbance slows a kernel and the baseline of the same rounds alike. Speed-ups over
+the baseline are therefore more repeatable than times, and are what is compared, unless the baseline
+itself may have changed: with another version of PyTorch on the same device, times are compared.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from replay.timing.statistics import (
 )
 
 Basis = Literal["speed-up", "time"]
-"""What is compared."""
+"""Figure that is compared."""
 
 SpeedReason = Literal[
     "within-3-percent",
@@ -41,7 +40,7 @@ SpeedReason = Literal[
 ]
 
 OF_THE_BASELINE = ("device", "torch", "cuda", "cudnn", "threads", "cores", "usable_cpus")
-"""Fields of a machine on which the time of PyTorch's own kernels depends."""
+"""Properties of a machine that the time of PyTorch's own kernels depends on."""
 
 
 class Spread(NamedTuple):
@@ -49,9 +48,9 @@ class Spread(NamedTuple):
 
     share: float
     source: str
-    """Who says so: a file, or the user."""
+    """Source of the share: a file, or the user."""
     of_kernels: Mapping[KernelId, float] = MappingProxyType({})
-    """The share of those that have one of their own: some repeat better than others."""
+    """Shares of kernels that were measured separately: some repeat better than others."""
 
     def of(self, kernel: KernelId) -> float:
         return self.of_kernels.get(kernel, self.share)
@@ -62,7 +61,7 @@ NO_SPREAD = Spread(0.0, "")
 
 @dataclass(frozen=True)
 class SpeedChange:
-    """How many times faster it is than before, with a 95 % interval, by time or by speed-up."""
+    """Ratio of the speed after to the speed before, with a 95 % interval."""
 
     ratio: float
     low: float | None
@@ -72,7 +71,7 @@ class SpeedChange:
     basis: Basis
 
     def is_slower_by(self, share: float) -> bool:
-        """Whether all of the interval says that it takes more than this share longer."""
+        """Tell whether the whole interval lies beyond this slowdown."""
         return self.verdict == "slow" and self.high is not None and self.high < 1 / (1 + share)
 
 
@@ -82,12 +81,12 @@ class _Measured(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """Whether it is a figure that has ratios; a damaged file may hold others."""
+        """False for figures without ratios, which only a damaged file holds."""
         return all(0 < each < math.inf for each in (self.figure, *(self.within or ())))
 
 
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
-    """What tells most: speed-ups, unless only times of the same device mean the same."""
+    """Choose speed-ups, unless only times are comparable on the two machines."""
     changed = {each.field for each in differing if each.environment == HERE}
     if "device" in changed:
         return "speed-up"
@@ -99,16 +98,15 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel that is correct in both runs; None where one of them has no such figure,
-    or none that is positive and finite.
+    """Compare a kernel that is correct in both runs; None without two positive, finite figures.
 
     Args:
-        spread: the share by which two runs of the same kernels differ.
+        spread: share by which two runs of the same kernels differ.
     """
     if not (before.is_correct and after.is_correct):
         return None
     if basis == "time":
-        # A ratio above 1 is a gain, and so the earlier time stands above.
+        # A ratio above 1 is a gain, so the earlier time is the numerator.
         old, new = _time(after), _time(before)
     elif _have_same_baseline(before, after):
         old, new = _speedup(before), _speedup(after)
@@ -124,10 +122,9 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
 
 
 def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | None:
-    """The change of a kernel over its calls: the median, with an interval from how they differ.
+    """Return the median change over a kernel's calls; None for no calls.
 
-    None where there are no changes. What differs between two runs for a single call alone is
-    counted in, since it is what the calls differ by.
+    The interval reflects how calls differ, including differences between the runs in a single call.
     """
     if not changes:
         return None
@@ -139,8 +136,9 @@ def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | N
 
 
 def judge(within: Interval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
-    """What an interval of the change says: the first line that fits. The margin is 3 %, or the
-    spread if that is more.
+    """Return the verdict on an interval of the change: the first line that fits.
+
+    The margin is 3 %, or the spread if that is larger.
 
         all of it within ±margin             same       within-3-percent, within-spread
         low > 1 + spread                     fast       interval-above-1
@@ -148,7 +146,7 @@ def judge(within: Interval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
         reaches beyond margin at both ends   ambiguous  noisy
         otherwise                            ambiguous  interval-includes-1
 
-    A kernel is thus faster or slower only if two runs of the same kernel do not differ as much.
+    So a kernel is faster or slower only if it changed by more than two equal runs differ.
     """
     low, high = within
     margin = max(RELEVANT, 1 + spread)
@@ -163,9 +161,9 @@ def judge(within: Interval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
 
 
 def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis, source: str) -> Spread | None:
-    """The share within which 95 % of the rows of two runs of the same kernels differ.
+    """Return the share within which 95 % of the rows of two equal runs differ.
 
-    Of all, and of each kernel that has `MINIMUM_ROUNDS` rows. None if nothing was timed in both.
+    A kernel with `MINIMUM_ROUNDS` rows also gets a share of its own. None without timed pairs.
     """
     found: dict[KernelId, list[float]] = {}
     for before, after in pairs:

@@ -1,4 +1,4 @@
-"""By how much two runs of the same kernels differ on a machine, and who says so."""
+"""Spread between two equal runs on a machine, as the user gives it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from replay.comparison.speed_change import NO_SPREAD, Basis, Spread
 from replay.rows.row_files import BEGINNING, read_jsonl
 
 CHECK = "run to run"
-"""Of the self-test."""
+"""Name of the self-test's check."""
 
 
 def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> Spread:
-    """The spread that a user names: `1.5%`, what `replay --selftest --json` wrote, or rows of a
-    second run of what `before` ran. None is given as none.
+    """Read the spread from `1.5%`, a file of `replay selftest --json`, or rows of a repetition.
+
+    The repetition is a second run of what `before` ran. Without any, the spread is zero.
 
     Raises:
-        ComparisonError: it is none of these, or of another machine or other kernels.
+        ComparisonError: the text is none of these, or the file is about other machines or kernels.
         RowsError: the rows cannot be read.
     """
     if given is None:

@@ -1,4 +1,4 @@
-"""The doctor around a run of a model: record it, then examine kernels on what was recorded."""
+"""Doctor around a run of a model: records it, then examines kernels on the recorded calls."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ def doctor(
     out: str | Path | None = None,
     timeout: float = 300.0,
 ) -> Iterator[Diagnoses]:
-    """Record the block's attention calls, and after it say why a kernel is wrong on them.
+    """Record the block's attention calls, then find out why a kernel is wrong on them.
 
-    The model runs with the attention it has; a kernel that is named runs on the recorded inputs
-    afterwards, in a process of its own. So leave a `use_kernel` out: what a wrong kernel feeds to
+    The model runs with the attention it has; named kernels run on the recorded inputs afterwards,
+    in a process of their own. Do not combine it with `use_kernel`: what a wrong kernel feeds to
     later layers hides where the error began.
 
     Args:
-        module: as of `capture.record`: a `torch.nn.Module`, a diffusers pipeline, or a dict.
+        module: as for `capture.record`: a `torch.nn.Module`, a diffusers pipeline, or a dict.
         kernel: a kernel's name, `file.py:function`, a function with SDPA's arguments, or several.
-            By default what the model itself called: a backend that was chosen in diffusers or
-            transformers is judged by the outputs that it gave.
+            Default: what the model called; a backend chosen in diffusers or transformers is
+            judged by its recorded outputs.
         max: number of calls to record.
-        sample: which, as of `record`; by default those most difficult for a quantised kernel.
-        out: a directory to keep the recording in; a temporary one by default.
-        timeout: seconds without a sign of life after which a kernel's process is ended.
+        sample: which calls, as for `record`; default: those hardest for a quantised kernel.
+        out: directory that keeps the recording; default: a temporary one.
+        timeout: seconds without a message after which a kernel's process is ended.
 
     Yields:
         `Diagnoses`, empty until the block has ended; print it, or read `found`.
 
     Raises:
-        KernelNameError: no kernel has that name, or none is named.
-        CaptureError: as `record`; or, after the block, it made no call that could be recorded.
-        RuntimeError, TypeError, ValueError: as `record`; a swap that is active is one reason.
+        KernelNameError: a kernel does not exist, or the list is empty.
+        CaptureError: as for `record`; or the block made no call that could be recorded.
+        RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
 
     Example:
         >>> with replay.doctor(pipe.transformer, kernel="sage2") as diagnosis:
@@ -64,7 +64,7 @@ def doctor(
     """
     given = [kernel] if kernel is None or isinstance(kernel, str) or callable(kernel) else kernel
     if not given:
-        raise KernelNameError("no kernel is named: leave `kernel=` out for what the model called")
+        raise KernelNameError("kernel= names no kernel: leave it out to examine what the model ran")
     kernels = [each for name in given for each in _kernels(name)]
     diagnoses = Diagnoses()
     with contextlib.ExitStack() as stack:
@@ -78,9 +78,9 @@ def doctor(
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         if not kernels:
             kernels = [CAPTURED, *_called(workloads)]
-        here = any(_exists_only_here(each) for each in kernels)
+        in_process = any(_exists_only_in_this_process(each) for each in kernels)
         settings = Settings(device, "warm")
-        found = diagnose(workloads, kernels, settings, timeout, in_process=here)
+        found = diagnose(workloads, kernels, settings, timeout, in_process=in_process)
         vars(diagnoses).update(vars(found))
 
 
@@ -94,14 +94,14 @@ def _kernels(kernel: str | Attention | None) -> list[Kernel]:
 
 
 def _called(workloads: Sequence[Workload]) -> list[Kernel]:
-    """The kernels that the model called, of those that are known."""
+    """Return the known kernels among the backends that the model called."""
     known = catalogue()
     backends = dict.fromkeys(each.load(torch.device("cpu")).origin.backend for each in workloads)
     return [known[name] for name in backends if name in known]
 
 
-def _exists_only_here(kernel: Kernel) -> bool:
-    """Whether a new process would not find it: a function of the user's, or one they registered."""
+def _exists_only_in_this_process(kernel: Kernel) -> bool:
+    """Tell whether a kernel is a function of the user's, which a new process would not have."""
     if kernel is CAPTURED or kernel.load is not None:
         return False
     module = getattr(kernel.attention, "__module__", "") or ""

@@ -1,4 +1,4 @@
-"""The recorded output as a kernel: what the model's own attention returned in its run."""
+"""Recorded output as a kernel: the result of the model's own attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAME = "captured"
 
 
 def kernel_named(name: str) -> Kernel:
-    """The kernel of that name, or the recorded output where that is its name.
+    """Return the kernel of a name, which may be the recorded output's.
 
     Raises:
-        KernelNameError: there is none.
+        KernelNameError: no kernel has the name.
     """
     return CAPTURED if name == NAME else find(name)
 
@@ -35,8 +35,10 @@ CAPTURED = Kernel(NAME, _cannot_run, about="the recorded output")
 
 
 def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence | None, str]:
-    """What is wrong with the recorded output, as far as it can be found without running anything;
-    and why it cannot be judged, if it cannot.
+    """Find out what is wrong with the recorded output, without running anything.
+
+    Returns:
+        The evidence, if the output is wrong; and the reason why it cannot be judged, if any.
     """
     if call.output is None:
         return None, "the recording has no outputs"
@@ -58,7 +60,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
         kernel = call.origin.backend or call.origin.entry_point
         evidence = Evidence(
             "unknown",
-            f"what the model's own attention ({kernel}) returned is wrong: {verdict.sentence}; "
+            f"the output of the model's own attention ({kernel}) is wrong: {verdict.sentence}; "
             "examine the kernel itself to learn why",
             {"judged": verdict.sentence, "error": subject.own.error},
         )
@@ -66,7 +68,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
 
 
 def _class_of(call: AttentionCall) -> AccuracyClass:
-    """By what rule the output is judged; a backend that is not known may be one of 8 bits."""
+    """Choose the rule to judge by; an unknown backend may compute in 8 bits."""
     kernel = catalogue().get(call.origin.backend)
     if kernel is not None and kernel.accuracy_class != "sparse":
         return kernel.accuracy_class

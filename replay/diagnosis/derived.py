@@ -1,4 +1,4 @@
-"""Calls made from a recorded one for an experiment. Each has a reference of its own."""
+"""Calls derived from a recorded one for an experiment, each with its own reference."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from capture.call.attention_variant import AttentionVariant
 from capture.call.strides import narrow_expanded, picked
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
-"""Features whose lengths stand beside the tensors: gathering rows would make these wrong."""
+"""Features with lengths beside the tensors, which become wrong when rows are gathered."""
 
 
 class OutputRows(NamedTuple):
-    """Rows of an output."""
+    """Rows of one head of an output."""
 
     batch: int
     head: int
-    """Of the query."""
+    """Index of the query head."""
     queries: Tensor
     """(R,) int64."""
 
 
 def can_be_gathered(call: AttentionCall) -> bool:
-    """Whether queries and keys of a call can be left out or repeated."""
+    """Tell whether queries and keys of a call can be left out or repeated."""
     return UNGATHERED.isdisjoint(call.features)
 
 
 def gathered(
     call: AttentionCall, *, queries: Tensor | None = None, keys: Tensor | None = None
 ) -> AttentionCall:
-    """The call with these of its queries and keys, in this order, and the mask to match.
+    """Return the call with some of its queries and keys, in the given order.
 
-    Causality and window go by the new positions. Memory has the order of dimensions that the
-    tensors had, without gaps.
+    Causality and window follow the new positions. Memory keeps the order of dimensions of the
+    tensors, without gaps.
 
     Args:
-        queries: (n,) indices, any of them repeated; None for all. `keys` likewise.
+        queries: (n,) indices, which may repeat; None for all. `keys` likewise.
     """
     found: dict[str, Tensor] = {}
     mask = call.attn_mask
@@ -58,9 +58,9 @@ def gathered(
 
 
 def changed(call: AttentionCall) -> AttentionCall:
-    """The call with other values of the same sizes: -Q and K from the last row, and -V.
+    """Return the call with other values of the same sizes: -Q, K in reverse, and -V.
 
-    The first element of each stays, by which a cache may tell its calls apart.
+    The first element of each tensor stays, because a cache may identify calls by it.
     """
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):
@@ -78,7 +78,7 @@ def changed(call: AttentionCall) -> AttentionCall:
 
 
 def part(call: AttentionCall, place: OutputRows) -> AttentionCall:
-    """Some rows of one head as a call (1, 1, R, D): what they see is its mask, if not all keys."""
+    """Return some rows of one head as a call (1, 1, R, D), whose mask is all that limits them."""
     call = call.without_pages()
     batch, head, rows = place
     kv_head = head // (call.shape.q_heads // call.shape.kv_heads)
@@ -103,7 +103,7 @@ def part(call: AttentionCall, place: OutputRows) -> AttentionCall:
 
 
 def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor | None:
-    """(R, Sk): what `attn_mask` holds for some rows of a head; None without one."""
+    """Return the rows (R, Sk) of `attn_mask` of a head; None without a mask."""
     if call.attn_mask is None:
         return None
     shape = call.shape
@@ -112,13 +112,13 @@ def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor 
 
 
 def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
-    """(R, Sk) bool: the keys that some rows see before any `attn_mask`."""
+    """Return which keys some rows see apart from `attn_mask`: (R, Sk), bool."""
     firsts, ends = (each[rows, None] for each in call.key_ranges.of(batch))
     position = torch.arange(call.shape.kv_len, device=call.device)
     return (position >= firsts) & (position < ends)
 
 
 def scores(small: AttentionCall) -> Tensor:
-    """(R, Sk) in float64: scale · q·k of a call that `part` made, before its mask."""
+    """Return scale · q·k of a call that `part` made, without its mask: (R, Sk), float64."""
     query, key = (each[0, 0].to(torch.float64) for each in (small.query, small.key))
     return query @ key.mT * small.softmax_scale

@@ -1,4 +1,4 @@
-"""Diagnoses for people: a paragraph for each kernel and cause."""
+"""Diagnoses as text: a paragraph for each kernel and cause."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from capture.text.printable import printable
 from replay.diagnosis.diagnosis import Diagnosis
 
 MOST_PLACES = 4
-"""Further places that are listed; the JSON has all."""
+"""Number of further places that are listed; the JSON has all."""
 
 
 def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
-    """Lines that say which kernels are wrong, where first, why, and what else to use.
+    """Yield lines that name the wrong kernels, the worst place, the cause and a replacement.
 
     Args:
-        examined: pairs of a kernel and a call.
+        examined: number of pairs of a kernel and a call.
     """
     if not found:
-        yield f"healthy: nothing wrong in {counted(examined, 'run')} of a kernel on a call"
+        yield f"healthy: no error in {counted(examined, 'run')} of a kernel on a call"
         return
     groups: dict[tuple[str, str], list[Diagnosis]] = {}
     for each in found:
@@ -43,7 +43,7 @@ def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
 
 
 def worst(members: Sequence[Diagnosis]) -> Diagnosis:
-    """The one with the largest error; an output that is not finite has none, and is worse."""
+    """Return the diagnosis with the largest error; NaN and infinity count as the largest."""
 
     def error(diagnosis: Diagnosis) -> float:
         found = diagnosis.evidence.get("error", 0.0)

@@ -1,4 +1,4 @@
-"""Examines kernels on recorded calls, each kernel in a process of its own."""
+"""Examination of kernels on recorded calls, each kernel in a process of its own."""
 
 from __future__ import annotations
 
@@ -27,35 +27,35 @@ from replay.workers.process import Died, Process
 from replay.workloads.workload import Workload
 
 HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
-"""What is tried as another kernel to use, after those that were asked for."""
+"""Kernels tried as a replacement, after the requested ones."""
 
 Progress = Callable[[Workload, str], None]
 
 
 class DoctorError(Error):
-    """Kernels cannot be examined."""
+    """Reason why kernels cannot be examined."""
 
 
 @dataclass
 class Diagnoses:
-    """What was found, and how much was looked at."""
+    """Diagnoses of a run of the doctor, and the amount of work behind them."""
 
     found: list[Diagnosis] = field(default_factory=list)
     examined: int = 0
-    """Pairs of a kernel and a call that it ran."""
+    """Number of pairs of a kernel and a call that it ran."""
     refused: dict[str, str] = field(default_factory=dict)
-    """By kernel, why it did not run the first call that it refused."""
+    """Reason why each kernel did not run the first call that it refused."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """By call, why it could not be read."""
+    """Reason why each unreadable call could not be read."""
     right: dict[str, list[str]] = field(default_factory=dict)
-    """By call, the kernels that are right on it."""
+    """Kernels that are right, by call."""
 
     @property
     def is_healthy(self) -> bool:
         return not self.found
 
     def add(self, call: str, kernel: str, diagnosis: Diagnosis | None, refused: str = "") -> None:
-        """Note what was found about a kernel on a call."""
+        """Add the result of examining a kernel on a call."""
         if refused:
             self.refused.setdefault(kernel, refused)
             return
@@ -66,7 +66,7 @@ class Diagnoses:
             self.found.append(diagnosis)
 
     def __str__(self) -> str:
-        """A paragraph for each kernel and cause, as `replay doctor` prints them."""
+        """Return a paragraph for each kernel and cause, as `replay doctor` prints them."""
         return "\n".join(paragraphs(self.found, self.examined))
 
 
@@ -80,15 +80,15 @@ def diagnose(
     in_process: bool = False,
     found: Diagnoses | None = None,
 ) -> Diagnoses:
-    """Examine kernels on calls, and name one to use instead where one is wrong.
+    """Examine kernels on calls, and name a replacement where one is wrong.
 
     Args:
-        timeout: seconds without a sign of life after which a kernel's process is ended.
-        in_process: run the kernels here, where one that crashes ends this process.
-        found: what to note everything in as it is found, for a caller who may be interrupted.
+        timeout: seconds without a message after which a kernel's process is ended.
+        in_process: run the kernels in this process, which one that crashes ends.
+        found: receives every result as soon as it is known, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
-    examiner: _Examiner = _Here(settings) if in_process else _Processes(settings, timeout)
+    examiner: _Examiner = _InThisProcess(settings) if in_process else _Processes(settings, timeout)
     try:
         for kernel in kernels:
             for workload in workloads:
@@ -107,13 +107,13 @@ def diagnose(
 
 
 def _name_another(found: Diagnoses, workload: Workload, examiner: _Examiner) -> None:
-    """Say what to use on a call, in each of its diagnoses."""
+    """Write the replacement into each diagnosis of a call."""
     name = workload.name
-    here = {each.kernel for each in found.found if each.call == name}
+    wrong = {each.kernel for each in found.found if each.call == name}
     anywhere = {each.kernel for each in found.found}
     right = [each for each in found.right.get(name, []) if each not in (CAPTURED.name, *anywhere)]
     if not right:
-        right = [examiner.healthy([each for each in HEALTHY if each not in here], workload)]
+        right = [examiner.healthy([each for each in HEALTHY if each not in wrong], workload)]
     for at, each in enumerate(found.found):
         if each.call == name:
             found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))
@@ -125,20 +125,20 @@ def _instead(kernel: str, remedy: str) -> str:
 
 
 class _Examiner(Protocol):
-    """Where kernels are examined."""
+    """Place where kernels are examined."""
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Note in `found` what is wrong with a kernel on a call."""
+        """Add to `found` what is wrong with a kernel on a call."""
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
-        """The first of some kernels that is right on a call; empty for none."""
+        """Return the first of some kernels that is right on a call, or an empty string."""
 
     def close(self) -> None:
-        """End what runs kernels; the next is examined in a new one."""
+        """End the processes of a kernel; the next one is examined in new ones."""
 
 
-class _Here:
-    """Everything in this process."""
+class _InThisProcess:
+    """Examiner that runs everything in this process."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -167,7 +167,7 @@ class _Here:
 
 
 class _Answer(NamedTuple):
-    """What a process says of a kernel on a call."""
+    """Reply of a process about a kernel on a call."""
 
     origin: Origin = Origin()
     diagnosis: Diagnosis | None = None
@@ -177,10 +177,10 @@ class _Answer(NamedTuple):
 
 
 class _Processes:
-    """A process for each kernel, and a new one after each death.
+    """Examiner with a process for each kernel, and a new one after each death.
 
-    What is wrong after other calls is examined again as the only call of another process: there, a
-    kernel has kept nothing of earlier calls, and the causes of other errors are seen alone.
+    A kernel that is wrong after other calls is examined again in another process, where that call
+    is the only one. There the kernel has kept nothing, so other causes are visible on their own.
     """
 
     def __init__(self, settings: Settings, timeout: float) -> None:
@@ -188,8 +188,7 @@ class _Processes:
         self._process, self._alone = (
             Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
         )
-        self._calls = 0
-        """That the process has examined."""
+        self._calls = 0  # number of calls that the process has examined
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         calls = self._calls

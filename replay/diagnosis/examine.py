@@ -1,4 +1,4 @@
-"""A kernel on a call: is it right, and if not, why?"""
+"""Examination of one kernel on one call: is it right, and if not, why?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from replay.diagnosis.hypotheses.order import late_sink
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.poison import poisoned
-from replay.diagnosis.subject import Evidence, Hypothesis, Run, Subject, row_shares
+from replay.diagnosis.subject import Evidence, Hypothesis, KernelRunner, Subject, row_shares
 from replay.isolation.inputs import Inputs, aliases
 from replay.isolation.judge import Judged, LocalReferee
 from replay.isolation.output_form import malformed
@@ -44,18 +44,18 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     outlier_channel,
     zeroed,
 )
-"""In the order they are tested. What makes other experiments meaningless comes first; then what
-needs no run of the kernel; then the narrower experiment before the wider one."""
+"""Hypotheses in the order of their tests: first those that make other experiments meaningless, then
+those that need no run of the kernel, then narrow experiments before wide ones."""
 
 HARMLESS = ("unsupported", "unavailable")
 
 
 class Examined(NamedTuple):
-    """What was found: nothing, where the kernel is right."""
+    """Result of an examination; empty if the kernel is right."""
 
     evidence: Evidence | None = None
     refused: str = ""
-    """Why the kernel does not run the call, where it says so itself."""
+    """Reason why the kernel refuses the call."""
 
 
 def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guard) -> Examined:
@@ -99,7 +99,7 @@ def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guar
     for hypothesis in HYPOTHESES:
         try:
             evidence = hypothesis(subject)
-        except (RuntimeError, MemoryError) as error:  # a larger call may not fit
+        except (RuntimeError, MemoryError) as error:  # a larger call may not fit into memory
             untested[hypothesis.__name__] = classify(error).reason
             continue
         if evidence is not None:
@@ -112,13 +112,13 @@ def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guar
 
 
 def failure(status: str, reason: str) -> Evidence:
-    """What a kernel that returned nothing shows."""
-    said = "it failed" if status == "error" else f"{status} while it ran"
-    return Evidence("unknown", f"{said}: {reason}", {"status": status})
+    """Return the evidence of a kernel that returned nothing."""
+    what = "it failed" if status == "error" else f"{status} while it ran"
+    return Evidence("unknown", f"{what}: {reason}", {"status": status})
 
 
 class _Keeping(LocalReferee):
-    """Keeps the last output that it judged: that of the call that was found wrong."""
+    """Judge that keeps the last output, which is that of the call that was found wrong."""
 
     output: Tensor
 
@@ -138,7 +138,7 @@ class _Keeping(LocalReferee):
         )
 
 
-def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> Run:
+def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> KernelRunner:
     def run(call: AttentionCall, poison: float | None = None) -> Tensor | None:
         if kernel.refuses(call):
             return None
@@ -157,22 +157,21 @@ def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> Run:
     return run
 
 
-def _changed_inputs(checked: Checked, run_on: Run) -> Evidence:
+def _changed_inputs(checked: Checked, run_on: KernelRunner) -> Evidence:
     names = checked.changed_inputs
     place = _first_changed(checked.call, run_on)
-    said = " and ".join(names)
+    what = " and ".join(names)
     then = "" if checked.finding.status == "ok" else "; its output is wrong too"
     return Evidence(
         "input-changed",
-        f"after the call {said} {'is' if len(names) == 1 else 'are'} no longer what "
-        f"{'it was' if len(names) == 1 else 'they were'}{then}",
+        f"the call changed the values of {what}{then}",
         {"changed": list(names), "judged": checked.finding.reason},
         place,
     )
 
 
-def _first_changed(call: AttentionCall, run_on: Run) -> OutputRows | None:
-    """The first head whose query, key or value another run changes, and the rows that it does."""
+def _first_changed(call: AttentionCall, run_on: KernelRunner) -> OutputRows | None:
+    """Find the first head whose query, key or value a further run changes, and its rows."""
     given = call.to(call.device)
     run_on(given)
     for name in ("query", "key", "value"):
@@ -186,7 +185,7 @@ def _first_changed(call: AttentionCall, run_on: Run) -> OutputRows | None:
 
 
 def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence:
-    """What is known of an error whose cause is not."""
+    """Return what is known about an error without a known cause."""
     shares = row_shares(subject.output, expected, subject.accuracy_class)
     wrong = shares > 1
     rows = wrong[subject.place.batch, subject.place.head].nonzero().flatten()
@@ -199,7 +198,7 @@ def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence
         "queries": [int(rows.min()), int(rows.max())] if len(rows) else None,
         "error": subject.own.error if subject.own.error < math.inf else None,
     }
-    where = "no single row is far off, all are too inexact together"
+    where = "no single row is far off, but all rows together are too inexact"
     if numbers["wrong_rows"]:
         where = (
             f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "

@@ -1,4 +1,4 @@
-"""Memory that holds a number of ours where a kernel allocates it without values."""
+"""Memory that holds a chosen number where a kernel allocates it without values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALLOCATIONS = {
 
 
 class _Poisoned(TorchDispatchMode):
-    """Fills what Python code allocates without values."""
+    """Dispatch mode that fills memory which Python code allocates without values."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -36,6 +36,6 @@ class _Poisoned(TorchDispatchMode):
 
 @contextlib.contextmanager
 def poisoned(value: float) -> Iterator[None]:
-    """Inside, memory that Python code allocates without values holds `value`."""
+    """Fill memory that Python code allocates without values, inside a `with` block."""
     with _Poisoned(value):
         yield

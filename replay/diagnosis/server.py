@@ -1,4 +1,4 @@
-"""A worker's side: examines one kernel on one call, and finds one that is right."""
+"""Worker side of the doctor: examines a kernel on a call, or finds a correct kernel."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """Answer `{"do": "examine", …}` or `{"do": "find healthy", …}`.
 
     Raises:
-        ContextLost: a kernel left this process unusable.
+        ContextLost: a kernel made this process unusable.
     """
-    with torch.no_grad():  # as kernels run, so that a change of that is seen
+    with torch.no_grad():  # kernels run like this, so a kernel that changes the mode is noticed
         guard = _guard()
         settings = Settings.from_json(request["settings"])
         try:
@@ -54,7 +54,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
 
 @functools.cache
 def _guard() -> Guard:
-    """Made at the first request, when no kernel of anybody's has been imported."""
+    """Make the guard at the first request, before any foreign kernel is imported."""
     return Guard()
 
 
@@ -65,7 +65,7 @@ def healthy(
     guard: Guard,
     say: Say = lambda **_: None,
 ) -> str:
-    """The first of some kernels that is right on a call; empty for none."""
+    """Return the first of some kernels that is right on a call, or an empty string."""
     forms = Forms.of(call)
     referee = LocalReferee(call, 0, thresholds=settings.tolerances)
     for name in names:

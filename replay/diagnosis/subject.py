@@ -1,4 +1,4 @@
-"""A kernel that is wrong on a call, and the experiments that can be made with the two."""
+"""Kernel that is wrong on a call, and the experiments that can be made with the two."""
 
 from __future__ import annotations
 
@@ -36,100 +36,103 @@ Cause = Literal[
 ]
 
 MOST_ROWS = 64
-"""Rows that an experiment is scored by: those of the worst head that are most wrong."""
+"""Number of rows of the worst head that an experiment is scored by."""
 
 COLLAPSE = 4.0
-"""How many times smaller the error must become for an experiment to have removed its cause."""
+"""Factor by which the error must shrink for an experiment to have removed its cause."""
 
 FINITE = 0.5
-"""The same where there was no error but NaN or infinity: the largest error after."""
+"""Largest error that counts as cured where the output had NaN or infinity before."""
 
 EXPLAINED = 0.05
-"""The largest relative error of what a kernel is said to have computed instead."""
+"""Largest relative error of a call that the kernel is supposed to have computed instead."""
 
 
-class Run(Protocol):
-    """Runs the kernel on a call, whose tensors it may change; None where it refuses or fails."""
+class KernelRunner(Protocol):
+    """Function that runs the kernel on a call; None if the kernel refuses or fails.
 
-    def __call__(self, call: AttentionCall, poison: float | None = None) -> Tensor | None:
-        """Args: poison: what the memory holds that the kernel's Python code allocates."""
+    It may change the call's tensors. Memory that the kernel's Python code allocates holds `poison`.
+    """
+
+    def __call__(self, call: AttentionCall, poison: float | None = None) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """A cause, and what shows it."""
+    """Cause of an error, and the numbers that show it."""
 
     cause: Cause
     sentence: str
-    """What is wrong and how that was found, without the kernel's name."""
+    """Sentence about the error and the experiment, without the kernel's name."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Plain JSON."""
+    """Numbers as plain JSON."""
     place: OutputRows | None = None
-    """Where, if not where the judge found the worst row."""
+    """Place of the error, if it is not the worst row that the judge found."""
 
     def at(self, place: OutputRows) -> Evidence:
-        """The same with a place, where it has none."""
+        """Return the evidence with a place, unless it already has one."""
         return self if self.place is not None else replace(self, place=place)
 
 
 class Score(NamedTuple):
-    """How right some rows are."""
+    """Correctness of some rows."""
 
     passes: bool
     error: float
-    """‖output - reference‖ / ‖reference‖ over the rows; infinite where one of them alone is NaN
-    or infinite."""
+    """‖output - reference‖ / ‖reference‖ over the rows; infinite if only one of the two has a NaN
+    or an infinity."""
     worst: float = 0.0
-    """The same of the row where it is largest."""
+    """Error of the worst row."""
 
     def is_cure_of(self, before: Score, collapse: float = COLLAPSE) -> bool:
-        """Whether the error is gone, or nearly: rounding may differ between two experiments."""
+        """Tell whether the error is gone, or small enough for two experiments to differ by
+        rounding."""
         if before.error == math.inf:
             return self.passes or self.error <= FINITE
         # Rows of a kernel that is wrong by its whole output alone may pass by themselves.
         return (self.passes and not before.passes) or self.error <= before.error / collapse
 
     def explains(self, own: Score) -> bool:
-        """Whether an output that scores `own` is what this score compares it with."""
+        """Tell whether an output that scores `own` equals the one this score compares it with."""
         is_it = self.passes or self.error <= EXPLAINED
         return is_it and (own.error == math.inf or self.error <= own.error / COLLAPSE)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A kernel, a call, and what it returned."""
+    """Kernel, call and output."""
 
     call: AttentionCall
-    """The form of the call that the kernel ran."""
+    """Form of the call that the kernel ran."""
     output: Tensor
-    """(B, Hq, Sq, Dv): what it returned."""
+    """Output of the kernel: (B, Hq, Sq, Dv)."""
     place: OutputRows
-    """The rows that are most wrong, of one head."""
+    """Rows of one head with the largest errors."""
     own: Score
-    """The score of these rows."""
-    run_on: Run
+    """Score of these rows."""
+    run_on: KernelRunner
     accuracy_class: AccuracyClass = "exact"
     chosen: Callable[[AttentionCall], Tensor] | None = None
-    """Which keys a sparse kernel attends to."""
+    """Function that tells which keys a sparse kernel attends to."""
     sentence: str = ""
-    """What the judge said."""
+    """Sentence of the judge."""
 
     @classmethod
     def of(
         cls,
         call: AttentionCall,
         output: Tensor,
-        run_on: Run,
+        run_on: KernelRunner,
         accuracy_class: AccuracyClass = "exact",
         chosen: Callable[[AttentionCall], Tensor] | None = None,
         *,
         expected: Expected | None = None,
         sentence: str = "",
     ) -> Subject:
-        """Find the rows that are most wrong.
+        """Find the rows with the largest errors.
 
         Args:
-            expected: of the call, where it is known.
+            expected: reference of the call, if it is known.
         """
         if expected is None:
             expected = Expected.of(call, None if chosen is None else chosen(call))
@@ -139,15 +142,15 @@ class Subject:
         return replace(made, own=made.score(output, call))
 
     def run(self, call: AttentionCall) -> Tensor | None:
-        """What the kernel returns for a copy of a call; None where it refuses or fails."""
+        """Run the kernel on a copy of a call; None if it refuses or fails."""
         return self.run_on(call.to(call.device))
 
     def score(self, output: Tensor, call: AttentionCall, place: OutputRows | None = None) -> Score:
-        """How right rows of an output are, by the rule of the kernel's class.
+        """Score rows of an output by the rule of the kernel's class.
 
         Args:
-            call: what the output is said to be of.
-            place: by default where the subject's own output is most wrong.
+            call: call whose reference the output is compared with.
+            place: rows to score; default: the subject's own.
         """
         batch, head, rows = place or self.place
         attended = call if self.chosen is None else restricted(call, self.chosen(call))
@@ -163,18 +166,18 @@ class Subject:
         return Score(passes, float((error / size).nan_to_num(0.0)), float(worst))
 
     def tried(self, call: AttentionCall, place: OutputRows | None = None) -> Score | None:
-        """Run the kernel on another call and score it; None where it refuses or fails."""
+        """Run the kernel on another call and score it; None if it refuses or fails."""
         output = self.run(call)
         return None if output is None else self.score(output, call, place)
 
     def is_cured(self, score: Score | None) -> bool:
-        """Whether what was changed for an experiment took the error away."""
+        """Tell whether an experiment removed the error."""
         return score is not None and score.is_cure_of(self.own)
 
     def computed(self, other: AttentionCall) -> bool:
-        """Whether the output is that of another call: what the kernel took this one for.
+        """Tell whether the output is that of another call, which the kernel took this one for.
 
-        A query that sees no key there may have got NaN, as a softmax of nothing gives.
+        A query that sees no key in the other call may have NaN, the softmax of nothing.
         """
         batch, head, rows = self.place
         mine = self.output[batch, head, rows]
@@ -189,7 +192,7 @@ class Subject:
         )
 
     def returned(self, expected: Tensor) -> Score:
-        """How near the wrong rows are to other numbers, (R, Dv)."""
+        """Return the distance between the wrong rows and other numbers (R, Dv)."""
         batch, head, rows = self.place
         mine = self.output[batch, head, rows].to(torch.float64)
         size = float(torch.linalg.vector_norm(expected))
@@ -201,7 +204,7 @@ Hypothesis = Callable[[Subject], "Evidence | None"]
 
 
 def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> OutputRows:
-    """The head with the worst row, and the rows of it that are most wrong, in order."""
+    """Return the head with the worst row, and its rows with the largest errors, in order."""
     shares = row_shares(output, expected, accuracy_class)
     batch, head = (int(each) for each in divmod(int(shares.amax(dim=2).argmax()), shares.shape[1]))
     of_head = shares[batch, head]
@@ -218,7 +221,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
 
 
 def _some(rows: Tensor, most: int) -> Tensor:
-    """The first of some rows, and as many of all: what is wrong alike need not be equally wrong."""
+    """Return the first rows and an even choice of the rest, since equal faults differ in size."""
     if len(rows) <= most:
         return rows
     even = torch.linspace(most // 2, len(rows) - 1, most - most // 2).long()
@@ -226,7 +229,7 @@ def _some(rows: Tensor, most: int) -> Tensor:
 
 
 def row_shares(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> Tensor:
-    """(B, Hq, Sq): the error of each row as a share of what its rule allows; above 1 is wrong."""
+    """Return the error of each row as a share of its limit, (B, Hq, Sq); above 1 is wrong."""
     found = row_errors(output, expected.reference)
     limits = None
     thresholds = Thresholds()

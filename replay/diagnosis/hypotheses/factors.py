@@ -1,7 +1,7 @@
-"""The number that a kernel has taken for the scale, or multiplied the mask by: the one that fits.
+"""Number that a kernel has taken for the scale, or multiplied the mask by.
 
-Such numbers lie near to one another (log2 e is 4 % below 1.5), so being near the output of one of
-them proves little: the output must be nearer to it than to that of any number beside it.
+Plausible numbers lie close together (log2 e is 4 % below 1.5), so an output near that of one of
+them proves little: it must be nearer to it than to the outputs of neighbouring numbers.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ from replay.diagnosis.derived import OutputRows, mask_of, part
 from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
 
 SAME = 0.01
-"""How far the best fit may be from the number that it stands for: rounding moves it by less. And
-the relative error up to which an output is that of a number without a name."""
+"""Relative distance within which the best fit is a known number, since rounding moves it by less;
+also the largest relative error of an output that is explained by an unknown number."""
 
 STEP = math.sqrt(2)
-"""Between the numbers that a search begins with; the best of them is refined within a step."""
+"""Ratio of neighbouring numbers in a search; the best is then refined within a step."""
 
 STEPS = 20
-"""Of these numbers to either side of the first."""
+"""Number of steps to either side of the first number."""
 
 
 class Factor(NamedTuple):
-    """A number that a kernel may have used."""
+    """Number that a kernel may have used."""
 
     applied: Callable[[AttentionCall, float], AttentionCall]
-    """A call, and the number: the call for which that number is right."""
+    """Function of a call and the number that returns the call for which the number is right."""
     value: float
 
 
 def with_scale(call: AttentionCall, scale: float) -> AttentionCall:
+    """Return the call with another scale."""
     return replace(call, scale=scale)
 
 
 def with_mask_times(call: AttentionCall, factor: float) -> AttentionCall:
-    """The call with its additive mask multiplied."""
+    """Return the call with its additive mask multiplied."""
     assert call.attn_mask is not None
     wide = call.attn_mask.to(torch.float32)
     return replace(call, attn_mask=torch.where(wide == 0, wide, wide * factor))
 
 
 def fits(subject: Subject, factor: Factor) -> bool:
-    """Whether no number beside the factor's fits the output better."""
+    """Tell whether the factor's number fits the output better than its neighbours."""
     distance = _Distance.of(subject, factor.applied)
     if distance(factor.value) == math.inf:
-        return True  # NaN is compared as such, and no number is nearer to it
+        return True  # only NaN can be compared, and no number is nearer to it
     return math.isclose(_refined(distance, factor.value), factor.value, rel_tol=SAME)
 
 
 def unnamed(subject: Subject) -> Evidence | None:
-    """Whether the output is that of another scale, or of the mask times a number, whichever."""
+    """Explain the output by an arbitrary scale, or by an arbitrary factor of the mask."""
     call = subject.call
     scale = call.softmax_scale
     value, found = _searched(subject, call, with_scale, scale or call.shape.head_dim**-0.5)
     if found is not None:
-        times = f", {value / scale:.3g} times it" if scale else ""
-        sentence = f"the output is that of the scale {value:.3g} where {scale:.3g} is right{times}"
+        times = f", which is {value / scale:.3g} times as large" if scale else ""
+        sentence = f"the output uses the scale {value:.3g} instead of {scale:.3g}{times}"
         return Evidence("wrong-scale", sentence, {**found, "scale": value})
     if call.attn_mask is None or call.attn_mask.dtype == torch.bool:
         return None
@@ -86,12 +87,13 @@ def _searched(
     applied: Callable[[AttentionCall, float], AttentionCall],
     first: float,
 ) -> tuple[float, dict[str, float] | None]:
-    """The number that fits best, and the errors, if the output is that of its call."""
+    """Return the number that fits best, and the errors if it explains the output."""
     distance = _Distance.of(subject, applied)
     near = min((first * STEP**step for step in range(-STEPS, STEPS + 1)), key=distance.__call__)
     value = _refined(distance, near)
     beside = min(distance(value / STEP), distance(value * STEP))
-    if distance(value) > beside / COLLAPSE:  # as where scores are saturated: any small scale fits
+    # Saturated scores, for instance, are fitted by any small scale.
+    if distance(value) > beside / COLLAPSE:
         return value, None
     score = subject.score(subject.output, applied(call, value))
     if not (score.explains(subject.own) and (score.passes or score.error <= SAME)):
@@ -100,13 +102,13 @@ def _searched(
 
 
 class _Distance(NamedTuple):
-    """How far the wrong rows, without those that are not finite, are from those of a number."""
+    """Distance of the finite wrong rows from the reference with another number."""
 
     applied: Callable[[AttentionCall, float], AttentionCall]
     small: AttentionCall
-    """(1, 1, R, D): the rows as a call."""
+    """Rows as a call: (1, 1, R, D)."""
     output: Tensor
-    """(R, Dv) in float64."""
+    """Output of these rows: (R, Dv), float64."""
 
     @classmethod
     def of(
@@ -120,16 +122,16 @@ class _Distance(NamedTuple):
         return cls(applied, small, subject.output[batch, head, rows].to(torch.float64))
 
     def __call__(self, value: float) -> float:
-        """‖output - reference‖; infinite where the reference is not finite, or no row is left."""
+        """Return ‖output - reference‖; infinite if it is undefined or no row is left."""
         expected = attention(self.applied(self.small, value))[0, 0]
         found = float(torch.linalg.vector_norm(self.output - expected.to(self.output)))
         return found if len(self.output) and math.isfinite(found) else math.inf
 
 
 def _refined(distance: _Distance, near: float) -> float:
-    """The best number within a step of `near`, to a tenth of what counts as the same.
+    """Return the best number within a step of `near`, to a tenth of `SAME`.
 
-    By golden-section search of the logarithm.
+    The method is a golden-section search in the logarithm.
     """
     ratio = (math.sqrt(5) - 1) / 2
     low, high = -math.log(STEP), math.log(STEP)

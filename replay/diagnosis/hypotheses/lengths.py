@@ -1,4 +1,4 @@
-"""Lengths that are no multiple of a kernel's block."""
+"""Lengths other than multiples of a kernel's block."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ NAMES = {(True, True): "queries and keys", (True, False): "queries", (False, Tru
 
 
 class _Longer(NamedTuple):
-    """How many queries and keys an experiment has."""
+    """Numbers of queries and keys in an experiment."""
 
     q_len: int
     kv_len: int
 
 
 def odd_length(subject: Subject) -> Evidence | None:
-    """Whether the error is gone as soon as lengths are multiples of a block.
+    """Test whether the error disappears when lengths are multiples of a block.
 
-    The call is made longer to a multiple, by repeating its first rows before them, and shorter to
-    one, without its first rows; a length as far past another multiple must be wrong again. So it is
-    the length that matters, and no key or query.
+    The call is lengthened to a multiple by repeating its first rows before them, and shortened to
+    one by dropping first rows. A length as far past another multiple must be wrong again. Then the
+    length is the cause, and no particular key or query.
     """
     call, shape = subject.call, subject.call.shape
     lengths = (shape.q_len, shape.kv_len)
@@ -62,7 +62,7 @@ def _cured(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
 
 
 def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
-    """Whether a length past the next multiple is wrong again: being longer is not the cure."""
+    """Tell whether a length past the next multiple is wrong again, so length alone is no cure."""
     shape = subject.call.shape
     beyond = _Longer(
         *(
@@ -75,9 +75,9 @@ def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> 
 
 
 def _tried(subject: Subject, lengths: _Longer) -> Score | None:
-    """The score of the rows that were wrong, wherever they are at these lengths.
+    """Score the formerly wrong rows at other lengths.
 
-    It is that of the worst of the last rows instead, if that is worse: the error may have moved.
+    The error may have moved, so the worst of the last rows counts instead if it is worse.
     """
     if min(lengths) < 1:
         return None
@@ -101,7 +101,7 @@ def _tried(subject: Subject, lengths: _Longer) -> Score | None:
 
 
 def _places(length: int, wanted: int, device: torch.device) -> Tensor:
-    """The last `wanted` of so many rows; or all of them, behind the first ones once more."""
+    """Return the last `wanted` rows; to lengthen, the first rows are repeated in front."""
     if wanted <= length:
         return torch.arange(length - wanted, length, device=device)
     first = torch.arange(wanted - length, device=device) % length
@@ -119,17 +119,17 @@ def _previous(length: int, block: int) -> int:
 def _evidence(subject: Subject, block: int, which: tuple[bool, bool]) -> Evidence:
     shape = subject.call.shape
     lengths = {"queries": shape.q_len, "keys": shape.kv_len}
-    said = NAMES[which]
-    odd = " and ".join(f"{length:,} {name}" for name, length in lengths.items() if name in said)
+    what = NAMES[which]
+    odd = " and ".join(f"{length:,} {name}" for name, length in lengths.items() if name in what)
     rows = subject.place.queries
     tail = int((rows >= _previous(shape.q_len, block)).sum()) if which[0] else None
     return Evidence(
         "odd-length",
-        f"it is wrong at {odd}, not a multiple of {block}, and right once the call is "
-        "lengthened or shortened to one",
+        f"it is wrong at {odd}, which is not a multiple of {block}, and right when the call is "
+        "lengthened or shortened to a multiple",
         {
             "multiple": block,
-            "lengths": said,
+            "lengths": what,
             "q_len": shape.q_len,
             "kv_len": shape.kv_len,
             "error": subject.own.error,

@@ -15,30 +15,29 @@ from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 
 FLOAT16_MAX = 65504.0
 FACTOR = 2.0**-6
-"""By which inputs are scaled down: a power of two, which rounds nothing."""
+"""Factor that scales inputs down: a power of two, which rounds nothing."""
 FACTORS = (2.0**-4, 2.0**-8, 2.0**-12)
 
 OUTLIER = 4.0
-"""How many times the typical channel an outlier channel of K is, at least."""
+"""Smallest ratio of an outlier channel of K to the typical channel."""
 
 HALVED = 2.0
-"""How many times smaller the error must become without a channel for that to be its cause,
-if there are few of them."""
+"""Factor by which the error must shrink without a few channels for them to be its cause."""
 
 FEW_CHANNELS = 1 / 16
 
 MOST_CHANNELS = 0.25
-"""The largest share of channels that are called outliers."""
+"""Largest share of channels that can be outliers."""
 
 LIMITS = 200
-"""Numbers that scores are tried to end at."""
+"""Number of limits at which scores are tried to be clamped."""
 
 
 def overflow(subject: Subject) -> Evidence | None:
-    """Whether the error is gone once the same attention is computed from smaller numbers.
+    """Test whether the error disappears when the same attention is computed from smaller numbers.
 
-    Q and K are divided and the scale is multiplied, which leaves every score as it was; or V is
-    divided, which divides the output. Where the output is not finite, scores are made smaller too.
+    Q or K is divided and the scale multiplied, which leaves every score unchanged; or V is divided,
+    which divides the output. If the output is not finite, scores are made smaller too.
     """
     call = subject.call
     is_finite = subject.own.error < torch.inf
@@ -48,7 +47,7 @@ def overflow(subject: Subject) -> Evidence | None:
     is_black = not bool((subject.output[batch, head, rows] != 0).any())
     kind = "is not finite" if not is_finite else "is zero" if is_black else "is wrong and finite"
     for factor in FACTORS:
-        for name, said in (("query", "q·k"), ("key", "q·k")):
+        for name, product in (("query", "q·k"), ("key", "q·k")):
             scaled = replace(
                 call.with_tensors({name: getattr(call, name) * factor}),
                 output=None,
@@ -58,10 +57,10 @@ def overflow(subject: Subject) -> Evidence | None:
             if not subject.is_cured(score):
                 continue
             if name == "key" and _has_outliers(small) and is_finite:
-                return None  # its own scale: an outlier channel is the sharper name
+                return None  # its own scale: an outlier channel explains more
             return Evidence(
                 "overflow",
-                f"the output {kind}; {_reach(said, numbers)}, and with the {name} divided by "
+                f"the output {kind}; {_reach(product, numbers)}, and with the {name} divided by "
                 f"{1 / factor:g}, and the scale multiplied by it, {_now(subject, score)}",
                 {**numbers, "scaled": name, "factor": factor, **_errors(subject, score)},
             )
@@ -90,7 +89,7 @@ def overflow(subject: Subject) -> Evidence | None:
 
 
 def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) -> Evidence | None:
-    """Whether the output is that of scores that end at some limit."""
+    """Test whether the output is that of scores clamped at some limit."""
     found, value = scores(small), small.value[0, 0].to(torch.float64)
     added = None if small.attn_mask is None else small.attn_mask[0, 0]
     lowest, highest = float(found.mean()), float(found.max())
@@ -106,7 +105,7 @@ def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) ->
         return None
     return Evidence(
         "overflow",
-        f"the output is that of scores which end at {best[1]:.4g}, where they reach {highest:.4g}",
+        f"the output is that of scores clamped at {best[1]:.4g}, where they reach {highest:.4g}",
         {**numbers, "limit": best[1], "error": subject.own.error, "error_so": best[0]},
     )
 
@@ -122,10 +121,10 @@ def _errors(subject: Subject, score: Score | None) -> dict[str, Any]:
     return {"error": own if own < torch.inf else None, "error_scaled": score.error}
 
 
-def _reach(said: str, numbers: dict[str, Any]) -> str:
+def _reach(what: str, numbers: dict[str, Any]) -> str:
     product = numbers["largest_product"]
     limit = f", beyond float16's {FLOAT16_MAX:,.0f}" if product > FLOAT16_MAX else ""
-    return f"{said} reaches {product:,.4g}{limit}"
+    return f"{what} reaches {product:,.4g}{limit}"
 
 
 def _numbers(small: AttentionCall) -> dict[str, Any]:
@@ -141,11 +140,11 @@ def _numbers(small: AttentionCall) -> dict[str, Any]:
 
 
 def outlier_channel(subject: Subject) -> Evidence | None:
-    """Whether the error is gone once K's mean, or its outlier channels, are taken away.
+    """Test whether the error disappears without K's mean, or without its outlier channels.
 
-    Softmax does not see a constant added to the scores of a query, so that attention to K less its
-    mean over the keys is the same. Without the outlier channels it is another attention, whose own
-    reference is compared with.
+    A constant added to all scores of a query does not change the softmax, so attention to K minus
+    its mean over the keys is the same. Without the outlier channels it is another attention, which
+    has a reference of its own.
     """
     call = subject.call
     if call.value_is_in_key or call.page_table is not None or call.variant.softcap is not None:
@@ -188,9 +187,9 @@ def outlier_channel(subject: Subject) -> Evidence | None:
 
 
 def _is_better(subject: Subject, score: Score | None, channels: Tensor) -> bool:
-    """What is left is the error that rounding makes without outliers, which may not be small.
+    """Tell whether the error shrank enough; rounding without outliers may leave some of it.
 
-    Many channels are a good part of K, without which any error is smaller.
+    Many channels are a large part of K, so removing them makes any error smaller.
     """
     few = len(channels) <= FEW_CHANNELS * subject.call.shape.head_dim
     return score is not None and score.is_cure_of(subject.own, HALVED if few else COLLAPSE)
@@ -202,9 +201,9 @@ def _times(sizes: Tensor, channel: int) -> str:
 
 
 def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:
-    """The size (D,) of each channel of a head's keys (Sk, D), and those that stand out, sorted.
+    """Return the size (D,) of each channel of keys (Sk, D), and the sorted outlier channels.
 
-    The size is the root mean square, or where no channel stands out by that the largest value.
+    The size is the root mean square; if no channel stands out by it, the largest value.
     """
     wide = key.to(torch.float64)
     for sizes in (wide.square().mean(dim=0).sqrt(), wide.abs().amax(dim=0)):

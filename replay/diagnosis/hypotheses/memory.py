@@ -12,11 +12,11 @@ from replay.diagnosis.subject import Evidence, Subject
 from replay.isolation.inputs import Inputs
 
 POISONS = (1.25, -2.75)
-"""Exact in every dtype of outputs, and unlikely ones."""
+"""Numbers that are exact in every output dtype, and unlikely in outputs."""
 
 
 def unwritten(subject: Subject) -> Evidence | None:
-    """Whether the output shows what its memory held before."""
+    """Test whether the output shows the former contents of its memory."""
     for inside in (True, False):
         first, second, again = (
             _on_memory_of(subject, value, inside=inside) for value in (*POISONS, POISONS[0])
@@ -31,9 +31,9 @@ def unwritten(subject: Subject) -> Evidence | None:
 
 
 def _kept_from_before(subject: Subject) -> Evidence | None:
-    """Whether some rows are those of the call before, from memory that the kernel keeps."""
+    """Test whether some rows are those of the call before, in memory that the kernel keeps."""
     call = subject.call
-    # Values with which nothing overflows: then a NaN is what memory held.
+    # With these values nothing overflows, so a NaN can only be a former content of memory.
     small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
     other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
     first = None if call.value_is_in_key else _copied(subject.run(other))
@@ -57,7 +57,7 @@ def _kept_from_before(subject: Subject) -> Evidence | None:
 
 
 def zeroed(subject: Subject) -> Evidence | None:
-    """Whether the wrong rows are zeros, as if nothing had written them."""
+    """Test whether the wrong rows are zeros, as if nothing had written them."""
     batch, head, rows = subject.place
     if bool((subject.output[batch, head, rows] != 0).any()):
         return None
@@ -70,22 +70,22 @@ def zeroed(subject: Subject) -> Evidence | None:
 
 
 def flickering(subject: Subject) -> Evidence | None:
-    """Whether the same call is right when made again: then no experiment means anything."""
+    """Test whether a second run of the same call is right, which makes experiments meaningless."""
     again = subject.tried(subject.call)
     if again is None or not subject.is_cured(again):
         return None
     return Evidence(
         "unknown",
-        f"it is wrong in some calls and right in others with the same inputs: {subject.sentence}",
+        f"with the same inputs it is wrong in some calls and right in others: {subject.sentence}",
         {"error": subject.own.error, "error_when_called_again": again.error},
     )
 
 
 def _on_memory_of(subject: Subject, value: float, *, inside: bool) -> Tensor | None:
-    """What the kernel returns where memory held a value.
+    """Run the kernel while memory holds a value.
 
     Args:
-        inside: fill what it allocates; else leave the value in the memory it will probably get.
+        inside: fill the memory that it allocates; otherwise that which it will probably get.
     """
     own = subject.call.to(subject.call.device)
     if inside:
@@ -106,8 +106,8 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
     return Evidence(
         "output-unwritten",
         f"{count:,} of {differs.numel():,} elements of the output, in {int(rows.sum()):,} rows of "
-        f"{int((by_head > 0).sum())} of {by_head.numel()} heads, show what their memory held "
-        f"before: {kept:,} keep a number that was put there",
+        f"{int((by_head > 0).sum())} of {by_head.numel()} heads, show former contents of memory: "
+        f"{kept:,} keep a number that was written there before the call",
         {
             "elements": count,
             "of": differs.numel(),
@@ -121,7 +121,7 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
 
 
 def _most_of_a_head(rows: Tensor) -> OutputRows:
-    """Where most of some rows (B, Hq, Sq) are."""
+    """Return the head with the most of some rows (B, Hq, Sq), and its rows."""
     by_head = rows.sum(dim=2)
     batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
     return OutputRows(batch, head, rows[batch, head].nonzero().flatten())

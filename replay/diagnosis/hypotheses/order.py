@@ -1,4 +1,4 @@
-"""The order in which keys come: a running softmax that is not rescaled."""
+"""Errors that depend on the order of keys: a running softmax that is not rescaled."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from replay.diagnosis.derived import OutputRows, can_be_gathered, mask_of, part,
 from replay.diagnosis.subject import Evidence, Subject
 
 BLOCK = 16
-"""Keys that no kernel takes in several steps: a largest score among the first is not late."""
+"""Number of first keys that every kernel takes in one step."""
 
 MOST_TRIED = 4
-"""Rows that are tried, the worst first."""
+"""Number of rows that are tried, the worst first."""
 
 
 def late_sink(subject: Subject) -> Evidence | None:
-    """Whether the error is gone once the keys with the largest scores come first."""
+    """Test whether the error disappears when the keys with the largest scores come first."""
     if not can_be_gathered(subject.call):
         return None
     batch, head, rows = subject.place
@@ -42,7 +42,7 @@ def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
 
 
 def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
-    """The row alone: every query is its own, and sees the keys that it sees."""
+    """Test one row alone: all queries become that row and see the keys that it sees."""
     call = subject.call
     small = part(call, place)
     score = scores(small)[0]
@@ -62,7 +62,8 @@ def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
     after = subject.tried(_alone(call, place, keys[by_score]), where)
     if after is None or not after.is_cure_of(before):
         return None
-    # Keys that are dropped would be cured too, were they the least. Here all weigh the same.
+    # A kernel that drops the keys with the smallest scores would be cured too. With equal scores,
+    # it would still be wrong.
     level = replace(as_recorded, query=torch.zeros_like(as_recorded.query))
     even = subject.tried(level, where)
     if even is None or not even.is_cure_of(before):
@@ -90,9 +91,9 @@ def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
 
 
 def _alone(call: AttentionCall, place: OutputRows, keys: Tensor) -> AttentionCall:
-    """A call without causality whose queries are all that row and see these keys, in this order.
+    """Return a call whose queries are all one row and see these keys, in this order.
 
-    It has no mask but for an additive one's numbers.
+    It is not causal, and keeps only the numbers of an additive mask.
     """
     batch, head, rows = place
     count = call.shape.q_len

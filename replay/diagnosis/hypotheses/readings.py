@@ -1,7 +1,7 @@
-"""Calls that the kernel may have computed in place of the one it was given.
+"""Calls that the kernel may have computed instead of the given one.
 
-No kernel runs here: the wrong output is compared with the references of other calls, whose mask,
-scale or heads are those that a misreading makes of the recorded ones.
+No kernel runs: the wrong output is compared with the references of calls whose mask, scale or heads
+result from a misreading of the recorded ones.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ LOG2_E = math.log2(math.e)
 
 
 class Reading(NamedTuple):
-    """A call as a kernel may take it."""
+    """Call as a kernel may have read it."""
 
     cause: Cause
     sentence: str
     call: AttentionCall
     factor: Factor | None = None
-    """Where a number is misread: others beside it must fit the output less well."""
+    """Misread number, if any; neighbouring numbers must fit the output less well."""
 
 
 def misread(subject: Subject) -> Evidence | None:
-    """Find the reading whose reference the output is."""
+    """Find the reading that explains the output."""
     if nothing_seen := _nothing_seen(subject):
         return nothing_seen
     for reading in readings(subject.call, subject.place):
@@ -72,10 +72,10 @@ IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
 def readings(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
-    """What a kernel may take the call for, the most common first.
+    """Yield the calls that a kernel may take the call for, the most common first.
 
     Args:
-        place: where it is to be compared: masks are right for its head alone.
+        place: rows to compare; the masks of a reading are right for their head only.
     """
     yield from _causal(call)
     yield from _features(call)
@@ -129,15 +129,15 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
 
 
 def _with_diagonal(call: AttentionCall, shift: int) -> AttentionCall:
-    """The causal call with each query seeing `shift` keys more."""
+    """Return the causal call with each query seeing `shift` more keys."""
     window = (call.variant.window[0], shift)
     return replace(call, is_causal=False, variant=replace(call.variant, window=window))
 
 
 def _ignores_causal(subject: Subject) -> bool:
-    """Whether the kernel is wrong on a square causal call too, which has but one alignment.
+    """Test whether the kernel is wrong on a square causal call too, which has only one alignment.
 
-    With one query, a mask aligned bottom right hides nothing, as if it were ignored.
+    With one query, a mask aligned bottom right hides nothing, so it looks like an ignored one.
     """
     call = subject.call
     if not call.is_causal or call.shape.q_len > 1 or not can_be_gathered(call):
@@ -196,9 +196,9 @@ def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Caus
     else:
         for sentence, read in (
             ("the additive mask is read as boolean: a key counts where it is not 0", mask != 0),
-            ("of the additive mask only which keys are at 0 is read", mask == 0),
-            ("of the additive mask only which keys are not at -inf is read", mask != -torch.inf),
-            ("of the additive mask only which keys are above 0 is read", mask > 0),
+            ("only the zeros of the additive mask are read, as visible keys", mask == 0),
+            ("only the -inf of the additive mask are read, as hidden keys", mask != -torch.inf),
+            ("only the positive numbers of the additive mask are read, as visible keys", mask > 0),
         ):
             yield sentence, "mask-misread", read
     for sentence, moved in (*_moved(mask), *_of_others(full, place)):
@@ -221,7 +221,7 @@ def _of_mask_times(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
     factors = {
         "the additive mask is multiplied by the scale": scale,
         "the additive mask is divided by the scale": 1 / scale if scale else 1.0,
-        "the additive mask is multiplied by ln 2, as a kernel of powers of 2": 1 / LOG2_E,
+        "the additive mask is multiplied by ln 2, as in a kernel that uses powers of 2": 1 / LOG2_E,
         "the additive mask is multiplied by log2 e": LOG2_E,
         "the additive mask is added twice": 2.0,
         "the additive mask is subtracted": -1.0,
@@ -232,7 +232,7 @@ def _of_mask_times(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
 
 
 def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The mask (Sq, Sk) of a head at other places."""
+    """Yield the mask (Sq, Sk) of a head moved to other places."""
     q_len, kv_len = mask.shape
     if q_len == kv_len:
         yield "the mask is read transposed: queries for keys", mask.mT
@@ -257,28 +257,28 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_others(full: Tensor, place: OutputRows) -> Iterator[tuple[str, Tensor]]:
-    """The masks (B, Hq, Sq, Sk) of other heads and batches."""
+    """Yield the masks of other heads and batch elements from all masks (B, Hq, Sq, Sk)."""
     batch, head, _ = place
     batches, heads = full.shape[:2]
     if heads > 1:
         yield "the mask of the first head is read for all heads", full[batch, 0]
-        yield "the mask is read for the head before", full[batch, head - 1]
-        yield "the mask is read for the head behind", full[batch, (head + 1) % heads]
+        yield "the mask is read for the previous head", full[batch, head - 1]
+        yield "the mask is read for the next head", full[batch, (head + 1) % heads]
         yield "the masks of the heads are read in reverse", full[batch, heads - 1 - head]
         yield "the masks of the heads are read as those of the batch", full[0, batch % heads]
     if batches > 1:
         yield "the mask of the first batch is read for all", full[0, head]
-        yield "the mask is read for the batch before", full[batch - 1, head]
-        yield "the mask is read for the batch behind", full[(batch + 1) % batches, head]
+        yield "the mask is read for the previous batch", full[batch - 1, head]
+        yield "the mask is read for the next batch", full[(batch + 1) % batches, head]
         yield "the masks of the batch are read as those of the heads", full[head % batches, 0]
     if batches > 1 and heads > 1:
         index = batch * heads + head
         swapped = full[index % batches, index // batches % heads]
-        yield "the masks of batch and heads are read in each other's place", swapped
+        yield "the masks of batch and heads are read in swapped order", swapped
 
 
 def _multiplied(subject: Subject) -> Evidence | None:
-    """Whether scores, or weights, are multiplied by a boolean mask."""
+    """Test whether scores or weights are multiplied by a boolean mask."""
     mask = subject.call.attn_mask
     if mask is None or mask.dtype != torch.bool:
         return None
@@ -306,9 +306,9 @@ def _multiplied(subject: Subject) -> Evidence | None:
 
 
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
-    """Entries moved along a dimension; what comes in at the edge is what a kernel may find there.
+    """Yield a mask with its entries moved along a dimension.
 
-    That is the entry at the other edge, the one at this edge once more, or one that hides or shows.
+    The free edge gets the entry of the other edge, its own entry again, or one that hides or shows.
     """
     rolled = mask.roll(shift, dim)
     yield rolled
@@ -368,9 +368,9 @@ def _heads(call: AttentionCall) -> Iterator[Reading]:
 
 
 def _nothing_seen(subject: Subject) -> Evidence | None:
-    """Whether only queries that may see no key are wrong: they are to get zeros.
+    """Test whether all wrong queries see no key; their outputs should be zero.
 
-    Where a call has no key at all, no mask hides one, and no other reading is possible.
+    A call without keys has no masked ones and allows no other reading.
     """
     call, (batch, head, rows) = subject.call.without_pages(), subject.place
     visible = seen(call, batch, rows)

@@ -13,11 +13,11 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import narrow_expanded
 from replay.diagnosis.derived import OutputRows, changed
-from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, Run, Score, Subject
+from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, KernelRunner, Score, Subject
 from replay.rows.errors_of_output import AccuracyClass
 
 CALLS_BEFORE = 3
-"""From the third call a CUDA graph may be replayed."""
+"""Calls after which a CUDA graph may be replayed."""
 
 ROWS = 32
 
@@ -26,23 +26,24 @@ class _Trial(NamedTuple):
     where: str
     right: AttentionCall
     before: AttentionCall
-    """What the kernel had been given before."""
+    """Call that the kernel ran before."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What `stale` needs of a kernel, which may be right whenever it is called once."""
+    """Kernel and call for `stale`; the kernel may be right when it is called once."""
 
     call: AttentionCall
-    run_on: Run
+    run_on: KernelRunner
     accuracy_class: AccuracyClass = "exact"
     chosen: Callable[[AttentionCall], Tensor] | None = None
 
 
 def stale(probe: Probe) -> Evidence | None:
-    """Whether the kernel returns what earlier values of its inputs gave.
+    """Test whether the kernel returns what earlier values of its inputs gave.
 
-    The same memory gets other values, as a model's next step writes them; then other memory does.
+    The same memory gets other values, as in a model's next step; then the call moves to other
+    memory.
     """
     recorded, other = probe.call, changed(probe.call)
     memory = recorded.to(recorded.device)
@@ -55,7 +56,7 @@ def stale(probe: Probe) -> Evidence | None:
     _write(memory, other)
     in_place = _copy(probe.run_on(memory))
     elsewhere_memory = recorded.to(recorded.device)
-    _write(memory, other)  # that of a kernel that reads the old memory is then the other's output
+    _write(memory, other)  # a kernel that reads the old memory then returns the other output
     elsewhere = _copy(probe.run_on(elsewhere_memory))
     trials = (
         (in_place, old, _Trial("new values in the same memory", other, recorded)),
@@ -68,17 +69,17 @@ def stale(probe: Probe) -> Evidence | None:
 
 
 def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
-    """What a call shows that is right as the first of a process, and wrong after others.
+    """Return the evidence of a call that is right as the first of a process, and wrong later.
 
     Args:
-        calls: how many others.
-        sentence: what was wrong then.
+        calls: number of earlier calls.
+        sentence: the error of the later call.
     """
     others = "another call" if calls == 1 else f"{calls:,} other calls"
     return Evidence(
         "stale-graph",
-        f"it is right as the first call of a process and wrong after {others}, of which the kernel "
-        f"keeps something: {sentence}",
+        f"it is right as the first call of a process and wrong after {others}, so the kernel keeps "
+        f"something of earlier calls: {sentence}",
         {"calls_before": calls},
     )
 
@@ -98,7 +99,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
     if last is not None and _same_output(output, last):
         return Evidence(
             "stale-graph",
-            f"given {trial.where}, it returned the same bits as for the values before",
+            f"given {trial.where}, it returned the same bits as for the old values",
             {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
         )
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
@@ -136,7 +137,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
 
 
 def _same_output(one: Tensor, other: Tensor) -> bool:
-    """Whether two outputs are the same bits and hold more than one number."""
+    """Tell whether two outputs are the same bits and hold more than one number."""
     finite = one.isfinite()
     if not bool(finite.all()) or bool((one == one.flatten()[0]).all()):
         return False
