@@ -53,7 +53,9 @@ class Forms(NamedTuple):
         refused = refusal(kernel, self.call, device)
         if self.restated is None or (refused is not None and refused.status != "unsupported"):
             return Form(self.call, refused=refused)
-        if refused is None and (for_model or not kernel.loaded().prefers_restated(self.restated)):
+        if refused is None and (
+            for_model or not kernel.loaded().prefers_rewritten_mask(self.restated)
+        ):
             return Form(self.call)
         if refusal(kernel, self.restated, device) is not None:
             return Form(self.call, refused=refused)

@@ -20,7 +20,7 @@ from capture.storage.joined_calls import is_part, model_of
 from capture.storage.plain_files import given_text
 from capture.text.printable import printable
 from replay.bench.settings import Settings
-from replay.end_to_end.model_check import Checked, check
+from replay.end_to_end.model_check import ModelResult, check
 from replay.end_to_end.model_process import OWN, ModelProcess, ModelRefused, Variant, import_path
 from replay.end_to_end.rebuild import load_arguments
 from replay.kernels.registry import Kernel
@@ -161,7 +161,7 @@ def check_model(
     pythons: Mapping[str, str],
     settings: Settings,
     report: Callable[[str], None],
-) -> list[Checked]:
+) -> list[ModelResult]:
     """Check a recorded model; the first result is its own attention.
 
     Args:
@@ -178,7 +178,7 @@ def check_model(
         path = Path(arguments.use_plan)
         groups[0].append(Variant(path.name, plan=path, trust_code=arguments.trust_code))
         kernel_at[path.name] = partial(_planned, options.plan)
-    found: list[Checked] = []
+    found: list[ModelResult] = []
     for variants in groups:
         process = ModelProcess(
             sys.executable,
@@ -215,7 +215,7 @@ def _variants(
     assigned: Assignment,
     pythons: Mapping[str, str],
     capture: CaptureRecord,
-) -> tuple[list[list[Variant]], list[Checked]]:
+) -> tuple[list[list[Variant]], list[ModelResult]]:
     """Group the kernels to run in a model by process, and list those that already failed.
 
     Different environments never share a process, nor do kernels that require their own. A kernel
@@ -239,7 +239,7 @@ def _variants(
             if all(row.status in ("crash", "timeout", "error") for row in own_rows):
                 status, reason = own_rows[0].status, own_rows[0].reason
                 reason = f"not run in the model because it failed in the replay: {reason}"
-                failed.append(Checked(name, capture.model, capture.weights, status, reason))
+                failed.append(ModelResult(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")
             variant = Variant(
@@ -258,13 +258,13 @@ def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
     ]
 
 
-def write_json(checks: Sequence[Checked], file: Writable) -> None:
+def write_json(checks: Sequence[ModelResult], file: Writable) -> None:
     """Write one JSON line per kernel and model."""
     for checked in checks:
         file.write(json.dumps(as_json(checked)) + "\n")
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
+def as_json(checked: ModelResult) -> dict[str, Any]:
     """A result as plain JSON, with null for what is no finite number."""
     errors = {span: checked.prediction_error(span) for span in checked.measured}
     tree: dict[str, Any] = plain(asdict(checked) | {"prediction_error": errors})

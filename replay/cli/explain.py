@@ -22,7 +22,7 @@ from replay.report.explanation import PHASES, explanation
 from replay.rows.row_files import RowsError, rebuilt
 
 if TYPE_CHECKING:
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
 
 
 def parser() -> OneSentenceParser:
@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_checks(path: Path) -> list[Checked]:
+def read_checks(path: Path) -> list[ModelResult]:
     """Read what `--e2e-json` wrote.
 
     Raises:
@@ -96,8 +96,8 @@ def read_checks(path: Path) -> list[Checked]:
         ) from error
 
 
-def _check(data: dict[str, object]) -> Checked:
-    from replay.end_to_end.model_check import Checked
+def _check(data: dict[str, object]) -> ModelResult:
+    from replay.end_to_end.model_check import ModelResult
 
     data.pop("prediction_error")
-    return rebuilt(Checked, data)
+    return rebuilt(ModelResult, data)

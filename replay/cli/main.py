@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from replay.cli.compare import Earlier
     from replay.cli.end_to_end import ModelOptions
     from replay.distribution.ray_cluster import Cluster
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Budget, Plan
     from replay.rows.row import Machine, Row
@@ -253,7 +253,7 @@ def _replay(
         if options is not None and options.budget is not None:
             with noted(unwritten):
                 plan = _plan(options, options.budget, kernels, rows, arguments)
-        checks: list[Checked] = []
+        checks: list[ModelResult] = []
         refused: list[str] = []
         if options is not None and arguments.e2e:
             # The workers have exited: a full-size model needs their memory.
@@ -415,7 +415,7 @@ def _check_models(
     settings: Settings,
     arguments: argparse.Namespace,
     file: Writable | None,
-) -> tuple[list[Checked], list[str]]:
+) -> tuple[list[ModelResult], list[str]]:
     """What was found, and what is missing, a sentence each."""
     from rich.console import Console
     from rich.text import Text
@@ -424,7 +424,7 @@ def _check_models(
     from replay.report.model_tables import print_checks
 
     console, stages = _console(arguments), [""]
-    found: list[Checked] = []
+    found: list[ModelResult] = []
     missing: list[str] = []
     with Console(stderr=True, quiet=arguments.quiet).status("") as status:
 
@@ -456,7 +456,7 @@ def _check_models(
 
 def _report(
     rows: list[Row],
-    checks: list[Checked],
+    checks: list[ModelResult],
     options: ModelOptions | None,
     settings: Settings,
     arguments: argparse.Namespace,
@@ -470,7 +470,7 @@ def _report(
     write(rows, plain, Path(arguments.report), outputs, budget)
 
 
-def _exit_code(rows: list[Row], checks: list[Checked], arguments: argparse.Namespace) -> int:
+def _exit_code(rows: list[Row], checks: list[ModelResult], arguments: argparse.Namespace) -> int:
     unreadable = [row for row in rows if not row.kernel]
     was_any = len(unreadable) < len(rows)
     rest = "the other calls were replayed" if was_any else "no call could be replayed, record anew"

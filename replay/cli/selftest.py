@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.text import Text
 
 from replay.rows.row_files import Writable, plain
-from replay.selftest.all_checks import Verdict, selftest
+from replay.selftest.all_checks import SelftestReport, selftest
 
 logger = logging.getLogger(__name__)
 
 
-def run_selftest(device: torch.device, *, quiet: bool) -> Verdict:
+def run_selftest(device: torch.device, *, quiet: bool) -> SelftestReport:
     """Make all checks, with progress on stderr unless `quiet`."""
     with Console(stderr=True, quiet=quiet).status("") as status:
 
@@ -26,7 +26,7 @@ def run_selftest(device: torch.device, *, quiet: bool) -> Verdict:
         return selftest(device, report)
 
 
-def write_json(verdict: Verdict, file: Writable) -> None:
+def write_json(verdict: SelftestReport, file: Writable) -> None:
     """Write all checks and what they found."""
     json.dump(plain(verdict.to_json()), file, indent=1)
     file.write("\n")

@@ -75,7 +75,7 @@ class SpeedChange:
         return self.verdict == "slow" and self.high is not None and self.high < 1 / (1 + share)
 
 
-class _Measured(NamedTuple):
+class _Figure(NamedTuple):
     figure: float
     within: Interval | None
 
@@ -187,16 +187,16 @@ def _have_same_baseline(before: Row, after: Row) -> bool:
     return old is not None and new is not None and old.vs == new.vs
 
 
-def _time(row: Row) -> _Measured | None:
+def _time(row: Row) -> _Figure | None:
     if row.time_ms is None:
         return None
-    return _Measured(row.time_ms.p50, median_interval(row.time_ms.samples))
+    return _Figure(row.time_ms.p50, median_interval(row.time_ms.samples))
 
 
-def _speedup(row: Row) -> _Measured | None:
+def _speedup(row: Row) -> _Figure | None:
     speedup = row.speedup
     if speedup is None:
         return None
     if speedup.low is None or speedup.high is None:
-        return _Measured(speedup.ratio, None)
-    return _Measured(speedup.ratio, Interval(speedup.low, speedup.high))
+        return _Figure(speedup.ratio, None)
+    return _Figure(speedup.ratio, Interval(speedup.low, speedup.high))

@@ -1,4 +1,4 @@
-"""Check by its attention calls that a rebuilt model is the recorded one.
+"""Check that a rebuilt model makes the recorded attention calls.
 
 A newer library, changed defaults or another file at the same path may build a different model, for
 which the recorded call counts predict nothing.
@@ -38,7 +38,7 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
 def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Describe how two censuses differ, in one sentence; empty if they do not.
 
-    Dtypes are not compared: under autocast, a capture stores those that reach the kernel.
+    Dtypes are not compared: under autocast, a recording has the dtypes that reach the kernel.
     """
     before, now = _calls(recorded), _calls(found)
     differing = [site for site in {**before, **now} if before[site] != now[site]]
@@ -54,7 +54,7 @@ def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def shortfall(capture: CaptureRecord) -> str:
-    """Say what attention of the recorded run is in no prediction; empty if all is counted."""
+    """Describe the recorded run's attention that no prediction includes; empty if none is known."""
     past = [
         f"{each['forwards'] or 'unknown'} runs of {each['kind']} (such as {each['example']})"
         for each in capture.missed_attention
@@ -63,7 +63,7 @@ def shortfall(capture: CaptureRecord) -> str:
         return ""
     return (
         "predictions leave out attention that the recording could not see, in "
-        f"{', '.join(past)}: it is taken to be as slow with any kernel"
+        f"{', '.join(past)}: they assume that it is as slow with any kernel"
     )
 
 

@@ -1,4 +1,4 @@
-"""How counted calls are answered, and what they cost with each kernel."""
+"""Kernels that answer the counted calls, and the time this takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from replay.end_to_end.predicted_times import RUN, Calls, Clocked, Clues
-from replay.plan.call_matching import Counted, Replayed
+from replay.plan.call_matching import Counted, RowsByCall
 from replay.rows.row import KernelId, Row, TimeSummary
 from replay.timing.statistics import percentile
 
@@ -23,17 +23,18 @@ RESAMPLES = 1000
 Figure = Literal["time_ms", "layer_host_ms"]
 
 
-class Tally:
-    """How counted calls are answered, and how many of them each replayed call represents."""
+class CallTotals:
+    """Totals of counted calls by how they are answered, and by the replayed call that represents
+    them."""
 
     def __init__(self, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel) -> None:
         self.represented: dict[str, float] = defaultdict(float)
         """Counted calls that each replayed call represents."""
         self.swapped: dict[tuple[str, KernelId], float] = defaultdict(float)
-        """The counted calls that a kernel answers, by replayed call and kernel."""
+        """Counted calls that a kernel answers, by replayed call and kernel."""
         self.fallbacks: Counter[str] = Counter()
         self.refused: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """The counted calls that fall back, by reason and replayed call."""
+        """Counted calls that fall back, by reason and replayed call."""
         self.not_recorded: Counter[tuple[str, str]] = Counter()
         self.reason = ""
         own = 0
@@ -79,9 +80,9 @@ def _why_unusable(row: Row | None, call: str, kernel: KernelId, module: str) -> 
 
 @dataclass(frozen=True)
 class CostModel:
-    """The cost of calls with each kernel."""
+    """Time of calls with each kernel."""
 
-    replayed: Replayed
+    replayed: RowsByCall
     baseline: KernelId
     seed: int
     phases: Mapping[str, Clocked]
@@ -112,21 +113,22 @@ class CostModel:
         """Compute Σ count · (t_old − t_new), and the same for each resample of the rounds.
 
         Raises:
-            ValueError: a call lacks this figure.
+            ValueError: a call has no such figure.
         """
         saved, saved_resampled = 0.0, torch.zeros(RESAMPLES, dtype=torch.float64)
         for (call, kernel), count in swapped.items():
             before, after, paired = self._samples(call, kernel, figure)
             saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
             old = resampled(before, f"{self.seed} {call}")
-            # The same name resamples the same rounds.
+            # An equal name draws the same rounds, which keeps the pairing of the two kernels.
             new = resampled(after, f"{self.seed} {call}{'' if paired else kernel}")
             saved_resampled += count * (old - new) / 1000
         return saved, saved_resampled
 
     def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
-        """Sum the model's gain over the phases: what attention saves, or in a launch-bound phase
-        no more than the host saves.
+        """Sum the model's gain over the phases.
+
+        A phase gains what attention saves; a launch-bound one at most what the host saves.
 
         Raises:
             ValueError: a phase is launch-bound, but the cost of launches was not measured.

@@ -1,4 +1,4 @@
-"""Drift: how far the output of a kernel's run is from the baseline's.
+"""Drift: distance between the outputs of a kernel's run and of the baseline's.
 
 A run's outputs are CPU tensors by name, as `models` names them. Tensors of both runs are compared:
 

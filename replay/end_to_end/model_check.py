@@ -1,4 +1,4 @@
-"""The end-to-end check: run the model with every kernel and compare with the prediction.
+"""End-to-end check: run the model with every kernel and compare with the prediction.
 
 The model runs with its own attention and with each kernel, in shuffled rounds. There is a run with
 its own attention for every two kernels, so that each kernel is compared with a run only seconds
@@ -27,7 +27,14 @@ from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference, shortfall
 from replay.end_to_end.model_clock import RunTimes
-from replay.end_to_end.model_process import BASELINE, OWN, ModelProcess, Run, RunFailed, Variant
+from replay.end_to_end.model_process import (
+    BASELINE,
+    OWN,
+    ModelProcess,
+    ModelRun,
+    RunFailed,
+    Variant,
+)
 from replay.end_to_end.predicted_times import RUN, Clocked, PredictedTime
 from replay.end_to_end.prediction import KernelAt, Prediction, everywhere, predict
 from replay.end_to_end.undisturbed_times import by_round, delayed
@@ -44,20 +51,20 @@ NEIGHBOURS = 2
 
 
 @dataclass(frozen=True)
-class Measured:
-    """The measured time of a span: one forward of a phase, or one full run."""
+class MeasuredSpan:
+    """MeasuredSpan time of a span: one forward of a phase, or one full run."""
 
     ms: TimeSummary
-    """Over the rounds, without interruptions (`replay.end_to_end.undisturbed_times`)."""
+    """Statistics over the rounds, without interruptions (`replay.end_to_end.undisturbed_times`)."""
     speedup: Speedup | None
-    """Over the model's own attention, each run paired with an adjacent one; None for the baseline.
+    """Speed-up over the model's own attention in adjacent runs; None for the baseline.
     """
     tokens_per_second: float | None
 
 
 @dataclass
-class Checked:
-    """The result of one kernel in one model."""
+class ModelResult:
+    """Result of one kernel in one model."""
 
     kernel: str
     model: str
@@ -65,19 +72,19 @@ class Checked:
     status: Status = "ok"
     reason: str = ""
     log: str = ""
-    """The last output of the model's process if it died."""
-    measured: dict[str, Measured] = field(default_factory=dict)
-    """By phase, plus the full `run`."""
+    """Last output of the model's process, if it died."""
+    measured: dict[str, MeasuredSpan] = field(default_factory=dict)
+    """MeasuredSpan times by phase, and of the full `run`."""
     delayed: float = 0.0
-    """The share of the runs' wall time lost to delays of single forwards; not in `measured`."""
+    """Share of the runs' wall time lost to delays of single forwards, which `measured` excludes."""
     runs: list[RunTimes] = field(default_factory=list)
-    """As timed, delays included."""
+    """Times of the runs, delays included."""
     prediction: Prediction | None = None
     """None for the model's own attention, or if the replay allows none."""
     unpredicted: str = ""
-    """Why the replay allows no prediction."""
+    """Reason why the replay allows no prediction."""
     short_census: str = ""
-    """What attention of the model its recording did not count; empty if none is known."""
+    """Attention of the model that its recording did not count; empty if none is known."""
     hits: int = 0
     """Calls per run that the kernel answered."""
     own_calls: int = 0
@@ -87,13 +94,13 @@ class Checked:
     missing: list[str] = field(default_factory=list)
     """Modules that a plan names but the model does not have."""
     changed_inputs: list[str] = field(default_factory=list)
-    """Which of query, key, value and attn_mask the kernel changed in place in the replay."""
+    """Inputs that the kernel changed in place in the replay: query, key, value or attn_mask."""
     copies: int = 0
     """Outputs per run that had to be copied into another layout."""
     peak_bytes: int | None = None
     drift: drift.Drift = field(default_factory=dict)
     attention_seconds: dict[str, float] = field(default_factory=dict)
-    """Total of all attention calls in the model, per forward of a phase and for the full `run`."""
+    """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
     """The same with the model's own attention, in the same process."""
     more_launch_seconds: dict[str, float] = field(default_factory=dict)
@@ -109,7 +116,7 @@ class Checked:
         return self.prediction.run if span == RUN else self.prediction.phases.get(span)
 
     def prediction_error(self, span: str) -> float | None:
-        """Predicted speed-up / measured speed-up - 1."""
+        """Return predicted speed-up / measured speed-up - 1."""
         predicted, measured = self.predicted(span), self.measured.get(span)
         if predicted is None or predicted.speedup is None:
             return None
@@ -120,17 +127,17 @@ class Checked:
 
 @dataclass
 class _Arm:
-    """The runs of one variant."""
+    """Runs of one variant."""
 
     variant: Variant
-    runs: list[Run] = field(default_factory=list)
+    runs: list[ModelRun] = field(default_factory=list)
     paired_with: list[int] = field(default_factory=list)
-    """For each run, the index of the adjacent baseline run."""
-    inside: Run | None = None
+    """Index of the adjacent baseline run, for each run."""
+    inside: ModelRun | None = None
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
-    """The build of the model that it last ran in."""
+    """Number of the model's build that it last ran in."""
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the time of one forward of each phase, and of `RUN`, by round."""
@@ -153,7 +160,7 @@ def check(
     text: str | None = None,
     kernel_at: Mapping[str, KernelAt] | None = None,
     save_output: Path | None = None,
-) -> list[Checked]:
+) -> list[ModelResult]:
     """Run the model with every variant; the first result is the model's own attention.
 
     Args:
@@ -161,7 +168,7 @@ def check(
         rows: the replay of that recording, which includes the kernel `OWN`.
         rounds: timed runs of each variant; None for as many as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
-        kernel_at: which kernel is used where, by the name of each variant that is a plan.
+        kernel_at: kernel of each module and phase, by the name of each variant that is a plan.
         save_output: a directory for pictures and texts of every variant.
 
     Raises:
@@ -220,7 +227,7 @@ def _run_rounds(
 
 
 def _round(done: int, total: int, elapsed: float) -> str:
-    """Name the round after these, and the seconds that the rest will take once one is done.
+    """Describe the next round, and the time left once a round is done.
 
     Another run of each kernel, with a timer on its calls, follows the rounds.
     """
@@ -230,7 +237,7 @@ def _round(done: int, total: int, elapsed: float) -> str:
     return f"round {done + 1} of {total}, about {left:.0f} s left"
 
 
-def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | None:
+def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun | None:
     """Run an arm, unless it failed before.
 
     Raises:
@@ -245,7 +252,7 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | 
         except RunFailed:
             if not is_own or not arm.warm_in or process.is_built:
                 raise
-            # It ran before: a kernel may have corrupted the memory of the shared process.
+            # It ran before, so a kernel may have corrupted the memory of the shared process.
             return _warm(arm, process, run)
     except RunFailed as failure:
         if is_own:
@@ -256,8 +263,8 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run | 
         return None
 
 
-def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], Run]) -> Run:
-    """Run an arm, twice if the process with its compiled code is gone; the first is a warm-up."""
+def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun:
+    """Run an arm, after a warm-up if the process with its compiled code is gone."""
     process.build()
     if arm.warm_in not in (0, process.builds):
         process.run(arm.variant)
@@ -274,14 +281,14 @@ def _checked(
     kernel_at: Mapping[str, KernelAt],
     seed: int,
     mismatch: str,
-) -> Checked:
+) -> ModelResult:
     """Collect the results of an arm.
 
     Args:
         mismatch: how the model differs from the recorded one; empty if it does not.
     """
     name = arm.variant.name
-    checked = Checked(name, capture.model, capture.weights, short_census=shortfall(capture))
+    checked = ModelResult(name, capture.model, capture.weights, short_census=shortfall(capture))
     if arm.failure is not None:
         checked.status, checked.reason = arm.failure.status, str(arm.failure)
         checked.log = arm.failure.log
@@ -301,7 +308,7 @@ def _checked(
             [own_seconds[span][each] for each in arm.paired_with] if span in own_seconds else []
         )
         compares = arm is not own and bool(before)
-        checked.measured[span] = Measured(
+        checked.measured[span] = MeasuredSpan(
             summarize([1000 * each for each in seconds]),
             paired_speedup(before, seconds) if compares else None,
             _rate(arm.runs[-1].times.tokens.get(span), seconds),
@@ -326,7 +333,7 @@ def _checked(
     return checked
 
 
-def _fill_in_runs(checked: Checked, arm: _Arm) -> None:
+def _fill_in_runs(checked: ModelResult, arm: _Arm) -> None:
     last = arm.runs[-1]
     checked.runs = [run.times for run in arm.runs]
     checked.delayed = delayed(checked.runs)
@@ -340,7 +347,7 @@ def _fill_in_runs(checked: Checked, arm: _Arm) -> None:
     checked.busy_seconds = _busy_seconds(arm.inside)
 
 
-def _of_calls(inside: Run | None, what: Literal["attention", "launch"]) -> dict[str, float]:
+def _of_calls(inside: ModelRun | None, what: Literal["attention", "launch"]) -> dict[str, float]:
     """Total the attention calls per forward of each phase, and for `RUN`; empty if not measured."""
     if inside is None:
         return {}
@@ -353,7 +360,7 @@ def _of_calls(inside: Run | None, what: Literal["attention", "launch"]) -> dict[
     }
 
 
-def _busy_seconds(inside: Run | None) -> dict[str, float]:
+def _busy_seconds(inside: ModelRun | None) -> dict[str, float]:
     """Return the GPU's busy time per forward of each phase; empty on a CPU."""
     if inside is None or inside.peak_bytes is None:
         return {}

@@ -90,8 +90,9 @@ class Clock:
         """Time what happens inside the `with` block; the times are complete when it ends.
 
         Args:
-            waits: on CUDA, seconds by phase that a forward waits at its first attention call, which
-                are not part of its time; as long as the host needs to enqueue the forward.
+            waits: on CUDA, seconds by phase that a forward waits at its first attention call,
+                excluded
+            from its time; at least as long as the host needs to enqueue the forward.
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
@@ -130,7 +131,8 @@ class Clock:
         for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
             launches.setdefault(phase, []).append(host)
-        if self._on_gpu:  # the median: a kernel that synchronises also waits for `waits`
+        # The median, since a kernel that synchronises also waits for `waits`.
+        if self._on_gpu:
             times.launch = {
                 phase: statistics.median(each) * len(each) for phase, each in launches.items()
             }

@@ -1,4 +1,4 @@
-"""The parent's side of a model in a child process."""
+"""Parent's side of a model in a child process."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from replay.rows.row_files import rebuilt
 from replay.workers.process import CannotStart, Died, Process
 
 OWN = "torch-default"
-"""The kernel that represents the model's own attention: SDPA, which chooses its backend itself."""
+"""Kernel that stands for the model's own attention: SDPA, which chooses its backend itself."""
 
 BUILDING_SECONDS = 1800.0
-"""Timeout without a sign of life while a model is built: its weights may be on a slow disk."""
+"""Seconds without a message after which building is given up; weights may be on a slow disk."""
 
 
 class ModelRefused(Error):
-    """The model cannot be built; the message names the remedy."""
+    """Reason why the model cannot be built; the message names the remedy."""
 
 
 class RunFailed(Error):
-    """The model did not finish a run with a kernel."""
+    """Reason why a run of the model with a kernel did not finish."""
 
     def __init__(self, status: Status, reason: str, log: str = "") -> None:
         super().__init__(reason)
@@ -38,21 +38,21 @@ class RunFailed(Error):
 
 @dataclass(frozen=True)
 class Variant:
-    """The kernel or plan that answers the model's attention calls."""
+    """Kernel or plan that answers the model's attention calls."""
 
     name: str
-    """As shown in the table."""
+    """Name in the table."""
     kernel: str | None = None
-    """A registered kernel, or `file.py:function`."""
+    """Name of a registered kernel, or `file.py:function`."""
     plan: Path | None = None
     trust_code: bool = False
-    """Whether files of code that the plan names may run."""
+    """True if code files that the plan names may run."""
     environment: str = HERE
-    """Where the kernel's library is installed."""
+    """Environment in which the kernel's library is installed."""
     path: tuple[str, ...] = ()
     """Directories of another environment that the kernel's library is imported from."""
     refused: str = ""
-    """Why it cannot be run at all; empty if it can."""
+    """Reason why it cannot run at all; empty if it can."""
 
     @property
     def kernel_id(self) -> KernelId:
@@ -61,18 +61,18 @@ class Variant:
 
 
 BASELINE = Variant("the model's own", OWN)
-"""Runs behind the same hook as the kernels, so that both sides include its cost."""
+"""Variant that runs behind the same hook as the kernels, so that both sides include its cost."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """The result of one run of the model."""
+class ModelRun:
+    """Result of one run of the model."""
 
     times: RunTimes
     hits: int
     own_calls: int
-    """Calls that `OWN` answered: all of them in the baseline, else those that a plan leaves to it.
-    """
+    """Calls that `OWN` answered: all of them in the baseline, otherwise those a plan leaves to
+    it."""
     fallbacks: dict[str, int]
     """Calls that fell back to the model's own attention, by reason."""
     copies: int
@@ -82,7 +82,7 @@ class Run:
     peak_bytes: int | None
     """Peak memory allocated, including the model; None on a CPU."""
     gpu: GpuState | None
-    """At the end of the run."""
+    """State of the GPU at the end of the run."""
 
 
 class ModelProcess:
@@ -91,13 +91,13 @@ class ModelProcess:
     Args:
         python: the interpreter.
         arguments: those of `models.load`.
-        timeout: seconds without a sign of life after which the child is killed.
+        timeout: seconds without a message after which the child is killed.
         report: called with the current stage.
 
     Attributes:
-        is_built: whether the model exists; it is lost when a kernel crashes the process.
-        builds: how often the model was built. A kernel's compiled code is lost with the process.
-        round: what is reported beside each stage, of the round that it is in.
+        is_built: True while the model exists; a kernel that crashes the process destroys it.
+        builds: number of times the model was built. Compiled code is lost with the process.
+        round: name of the current round, reported beside each stage.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class ModelProcess:
         keep: Path | None = None,
         text: str | None = None,
         save: tuple[Path, str] | None = None,
-    ) -> Run:
+    ) -> ModelRun:
         """Run the model once.
 
         Args:
@@ -175,7 +175,7 @@ class ModelProcess:
         census: dict[str, Any] = self._step({"step": "count"})["counted"]
         return census
 
-    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
+    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> ModelRun:
         """Run the model once more and time every attention call.
 
         `replay.end_to_end.model_clock` explains how the times differ from those of `run`.
@@ -197,7 +197,7 @@ class ModelProcess:
         text: str | None = None,
         save: list[str] | None = None,
         waits: dict[str, float] | None = None,
-    ) -> Run:
+    ) -> ModelRun:
         request = {
             "step": "run",
             "name": variant.name,
@@ -212,7 +212,7 @@ class ModelProcess:
         }
         ran = self._step(request)["ran"]
         gpu = ran["gpu"]
-        return Run(
+        return ModelRun(
             times=RunTimes(**ran["times"]),
             **ran["swap"],
             peak_bytes=ran["peak_bytes"],
@@ -237,7 +237,7 @@ class ModelProcess:
                 answer |= message
         if "refused" in answer:
             raise ModelRefused(answer["refused"])
-        if "failed" in answer:  # a bug of a library or of ours while building
+        if "failed" in answer:  # building met a bug of a library or of this project
             raise ModelRefused(f"the model cannot be built: {answer['failed']}")
         if "failed_run" in answer:
             raise RunFailed(**answer["failed_run"])

@@ -1,4 +1,4 @@
-"""The model's process: builds the model once, then runs it with one kernel after another.
+"""Model's process: builds the model once, then runs it with one kernel after another.
 
 It is a worker process (`replay.workers.worker`), so a kernel that crashes takes down nothing else.
 Outputs go to files, since tensors never travel through the pipe.
@@ -29,7 +29,7 @@ from replay.workers.worker import Hear, Say
 
 @dataclass
 class Served:
-    """The model of this process."""
+    """Model of this process."""
 
     runnable: Any
     device: torch.device
@@ -81,8 +81,8 @@ def _count(served: Served, say: Say) -> None:
 
 
 def _run(served: Served, request: dict[str, Any], say: Say) -> None:
-    # Appended, and only after importing the model's own libraries: a kernel's library from another
-    # environment must not replace these by their versions there.
+    # The path is appended, after the import of the model's own libraries: the versions of another
+    # environment must not replace these.
     sys.path += [entry for entry in request["path"] if entry not in sys.path]
     runnable, device = served.runnable, served.device
     name = request["name"]
@@ -113,7 +113,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
 def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
     """Write the outputs to files; a language model also reads the text, with the kernel in place.
 
-    The text is left out if the kernel answers no call of it, as one for decoding does not.
+    The text is skipped by a kernel that answers no call of it, such as a kernel for decoding.
     """
     language = runnable.language
     tensors = dict(runnable.outputs(result).tensors)
@@ -134,14 +134,14 @@ def _swapped(
     request: dict[str, Any], runnable: Any, around: Around
 ) -> contextlib.AbstractContextManager[Swap]:
     if request["plan"] is not None:
-        # Whether it is for this device was asked before the model was built.
+        # The plan's device was checked before the model was built.
         allowed = {"any_device": True, "trust_code": request["trust_code"]}
         return use_plan(request["plan"], runnable.roots, **allowed, around=around)
     return use_kernel(request["kernel"], around=around)
 
 
 def _counts(swap: Swap) -> dict[str, Any]:
-    """Return the counts as `replay.end_to_end.model_process.Run` names them."""
+    """Return the counts as `replay.end_to_end.model_process.ModelRun` names them."""
     own = swap.kernels.get(OWN)
     own_calls = 0 if own is None else own.hits
     return {

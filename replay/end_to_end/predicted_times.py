@@ -1,4 +1,4 @@
-"""The inputs and results of a prediction: times, counts and clues for one phase or a full run."""
+"""Inputs and results of a prediction: times, counts and clues for one phase or a full run."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass, field
 from replay.timing.statistics import percentile
 
 NOTABLE = 0.02
-"""The smallest share of the time, or relative difference, that is worth reporting."""
+"""Smallest share of the time, or relative difference, that is worth reporting."""
 
 LAUNCH_BOUND = 0.1
-"""A forward is launch-bound if the GPU waits for the host for at least this share of it. A GPU that
-waits less does so at the start, before enough is enqueued, and not at each call."""
+"""Smallest share of a forward that the GPU waits for the host in a launch-bound forward.
+
+With a smaller share, the GPU waits only at the start, before enough work is enqueued."""
 
 RUN = "run"
-"""Used in place of a phase for one full run of the model."""
+"""Name of one full run of the model, in place of a phase."""
 
 
 @dataclass(frozen=True)
 class Clocked:
-    """The model's measured time with its own attention."""
+    """Measured time of the model with its own attention."""
 
     seconds: tuple[float, ...]
-    """The time of one forward of the phase, or of one run, by round."""
+    """Seconds of one forward of the phase, or of one run, by round."""
     forwards: int = 1
     """Forwards per run; 1 for the run itself."""
     tokens: int | None = None
@@ -32,7 +33,7 @@ class Clocked:
 
     @property
     def waiting_seconds(self) -> float:
-        """How long the GPU waits for the host in one forward; 0 if it is not launch-bound."""
+        """Time that the GPU waits for the host in one forward; 0 if it is not launch-bound."""
         if self.busy_seconds is None:
             return 0.0
         seconds = percentile(self.seconds, 50)
@@ -41,8 +42,8 @@ class Clocked:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """A value and its 95 % interval."""
+class Estimate:
+    """Value with its 95 % interval."""
 
     value: float
     low: float
@@ -60,7 +61,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Calls:
-    """The attention calls of one run; each is counted in one field."""
+    """Numbers of attention calls in one run; each call is counted in one field."""
 
     swapped: int = 0
     """Answered by the kernel."""
@@ -74,7 +75,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Clues:
-    """What may explain a wrong prediction; None if the replay did not measure it."""
+    """Figures that may explain a wrong prediction; None if the replay did not measure them."""
 
     more_layer_launch_seconds: float | None = None
     """Extra host time to launch layers with the kernel instead of the baseline (GPU only)."""
@@ -89,40 +90,40 @@ class Clues:
 
 @dataclass(frozen=True)
 class PredictedTime:
-    """One forward of a phase, or one full run. Seconds are per forward (or run)."""
+    """Times of one forward of a phase, or of one full run, in seconds."""
 
     phase: str
     """`prefill`, `decode`, `denoise`, `encode`, or `RUN`."""
     forwards: int
-    """Per run."""
-    old_seconds: Interval
-    """Measured, with the model's own attention: median over the rounds."""
-    new_seconds: Interval | None
-    """Predicted; None if there is no prediction, for `reason`."""
-    speedup: Interval | None
-    """old / new."""
-    old_tokens_per_second: Interval | None
-    new_tokens_per_second: Interval | None
+    """Forwards per run."""
+    old_seconds: Estimate
+    """Measured time with the model's own attention: median over the rounds."""
+    new_seconds: Estimate | None
+    """Predicted time with the kernel; None without a prediction, see `reason`."""
+    speedup: Estimate | None
+    """Ratio old / new."""
+    old_tokens_per_second: Estimate | None
+    new_tokens_per_second: Estimate | None
     attention_seconds: float
     """Σ count · t_old over the calls that a replayed call represents."""
     attention_share: float
-    """The share of `old_seconds`. A lower bound if `not_recorded` is not empty; above 1 if the
-    replay is slower than the model, so that the two cannot be compared."""
+    """Share of `old_seconds`. A lower bound if `not_recorded` is not empty; above 1 if the replay
+    is slower than the model, so that the two cannot be compared."""
     waiting_share: float
-    """The share of `old_seconds` that the GPU waits for the host; 0 if it is not launch-bound. For
-    a run, over its measured phases."""
+    """Share of `old_seconds` that the GPU waits for the host; 0 if it is not launch-bound. For a
+    run, over its measured phases."""
     saved_seconds: float | None
-    """Σ count · (t_old − t_new): what attention itself saves, whether the model gains it or not."""
+    """Σ count · (t_old − t_new): time that attention saves, even if the model does not gain it."""
     swapped_seconds: float | None
     """Σ count · t_old over the calls that the kernel answers."""
     calls: Calls
-    """Per run, of a phase too."""
+    """Calls per run, even in the times of a phase."""
     fallbacks: dict[str, int] = field(default_factory=dict)
-    """The calls that fall back, by reason."""
+    """Calls that fall back, by reason."""
     fallback_seconds: dict[str, float] = field(default_factory=dict)
-    """Σ count · t_old over them, by reason."""
+    """Σ count · t_old over these calls, by reason."""
     not_recorded: list[Missing] = field(default_factory=list)
-    """By module, in the census's order."""
+    """Calls without a replayed match by module, in the census's order."""
     clues: Clues = field(default_factory=Clues)
     reason: str = ""
-    """Why there is no prediction: `inaccurate on call-3: cosine 0.81 …`."""
+    """Reason why there is no prediction: `inaccurate on call-3: cosine 0.81 …`."""

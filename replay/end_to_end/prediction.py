@@ -30,23 +30,23 @@ from typing import Any
 
 from torch import Tensor
 
-from replay.end_to_end.cost_model import CostModel, Tally, resampled
-from replay.end_to_end.predicted_times import RUN, Clocked, Interval, Missing, PredictedTime
-from replay.plan.call_matching import Counted, Replayed, match
+from replay.end_to_end.cost_model import CallTotals, CostModel, resampled
+from replay.end_to_end.predicted_times import RUN, Clocked, Estimate, Missing, PredictedTime
+from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.rows.row import KernelId, Row
 from replay.timing.statistics import percentile
 
 KernelAt = Callable[[str, str], KernelId]
-"""From module and phase to the kernel used there."""
+"""Function from module and phase to the kernel used there."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted times of a model with a kernel."""
+    """Predicted times of a model with a kernel."""
 
     run: PredictedTime
     phases: dict[str, PredictedTime]
-    """The phases whose time was measured."""
+    """Times of the measured phases."""
 
 
 def everywhere(kernel: KernelId) -> KernelAt:
@@ -83,7 +83,7 @@ def predict(
         CensusError: the census is empty.
         ValueError: the baseline was timed on none of the calls, or a phase has no times.
     """
-    replayed = Replayed(rows)
+    replayed = RowsByCall(rows)
     calls = replayed.timed(baseline)
     if not calls:
         raise ValueError(f"{baseline} was timed on none of the replayed calls")
@@ -103,7 +103,7 @@ def predict(
 def _span(
     phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel
 ) -> PredictedTime:
-    tally = Tally(chosen, cost_model)
+    tally = CallTotals(chosen, cost_model)
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled)
@@ -154,12 +154,12 @@ def _span(
     )
 
 
-def _interval(value: float, resampled: Tensor) -> Interval:
+def _interval(value: float, resampled: Tensor) -> Estimate:
     figures = resampled.tolist()
-    return Interval(value, percentile(figures, 2.5), percentile(figures, 97.5))
+    return Estimate(value, percentile(figures, 2.5), percentile(figures, 97.5))
 
 
-def _rate(tokens: int | None, seconds: Interval) -> Interval | None:
+def _rate(tokens: int | None, seconds: Estimate) -> Estimate | None:
     if tokens is None:
         return None
-    return Interval(tokens / seconds.value, tokens / seconds.high, tokens / seconds.low)
+    return Estimate(tokens / seconds.value, tokens / seconds.high, tokens / seconds.low)

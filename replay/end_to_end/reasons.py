@@ -8,15 +8,15 @@ from capture.text.counted import counted
 from replay.end_to_end.predicted_times import LAUNCH_BOUND, NOTABLE, RUN, PredictedTime
 
 if TYPE_CHECKING:
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
 
 SCATTERED = 2.0
-"""p90 / p10 of a replayed call that an otherwise idle machine does not reach."""
+"""Smallest p90 / p10 of a replayed call that indicates other load on the machine."""
 UNSTEADY = 1.2
-"""The same for runs of the model, which are longer."""
+"""The same for a run of the model, which is longer."""
 
 
-def reasons(checked: Checked, span: str = RUN) -> list[str]:
+def reasons(checked: ModelResult, span: str = RUN) -> list[str]:
     """List possible explanations of the difference, one sentence each.
 
     Empty if the prediction lies inside the measured interval or within `NOTABLE` of the
@@ -38,8 +38,8 @@ def reasons(checked: Checked, span: str = RUN) -> list[str]:
     return found or ["nothing recorded explains the difference"]
 
 
-def suspects(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
-    """List what may make a difference, one sentence each, where nobody knows how much."""
+def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
+    """List possible causes of a difference of unknown size, one sentence each."""
     return [
         *_fallbacks(checked, predicted, span),
         *_not_recorded(predicted),
@@ -50,7 +50,7 @@ def suspects(checked: Checked, predicted: PredictedTime, span: str) -> list[str]
     ]
 
 
-def _fallbacks(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
+def _fallbacks(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
     """Compare the fallbacks, which are counted over a full run."""
     if span != RUN:
         return []
@@ -67,8 +67,8 @@ def _not_recorded(predicted: PredictedTime) -> list[str]:
         return []
     where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
     return [
-        f"{counted(calls, 'call')} ({where}) are unlike any replayed: the prediction "
-        "supposes that they neither gain nor lose"
+        f"{counted(calls, 'call')} ({where}) are unlike any replayed call: the prediction "
+        "assumes that their time stays the same"
     ]
 
 
@@ -82,7 +82,7 @@ def _scatter(predicted: PredictedTime) -> list[str]:
     ]
 
 
-def _unsteady(checked: Checked, span: str) -> list[str]:
+def _unsteady(checked: ModelResult, span: str) -> list[str]:
     ms = checked.measured[span].ms
     if ms.p90 < UNSTEADY * ms.p10:
         return []
@@ -93,7 +93,7 @@ def _unsteady(checked: Checked, span: str) -> list[str]:
     ]
 
 
-def _waits(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
+def _waits(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
     """Report a GPU that waits for the host."""
     if not predicted.waiting_share:
         busy, seconds = checked.busy_seconds.get(span), checked.measured[span].ms.p50 / 1000
@@ -118,7 +118,7 @@ def _waits(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
     ]
 
 
-def _attention(checked: Checked, predicted: PredictedTime, span: str) -> list[str]:
+def _attention(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
     """Compare the cost of the calls in the model and in the replay, with both kernels."""
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
@@ -130,7 +130,7 @@ def _attention(checked: Checked, predicted: PredictedTime, span: str) -> list[st
         rest = checked.measured[span].ms.p50 / 1000 - after
         return [
             f"attention is not the cause: it changed by {in_ms(after - before, '+')} in the model "
-            f"and by {in_ms(-predicted.saved_seconds, '+')} in the replay, while the rest of the "
+            f"and by {in_ms(-predicted.saved_seconds, '+')} in the replay; the rest of the "
             f"model took {in_ms(predicted.old_seconds.value - before)} with its own attention and "
             f"{in_ms(rest)} with the kernel"
         ]
@@ -141,7 +141,7 @@ def _attention(checked: Checked, predicted: PredictedTime, span: str) -> list[st
     ]
 
 
-def _copies(checked: Checked, span: str) -> list[str]:
+def _copies(checked: ModelResult, span: str) -> list[str]:
     if not checked.copies or span != RUN:
         return []
     return [
@@ -150,7 +150,7 @@ def _copies(checked: Checked, span: str) -> list[str]:
     ]
 
 
-def _clocks(checked: Checked, predicted: PredictedTime) -> list[str]:
+def _clocks(checked: ModelResult, predicted: PredictedTime) -> list[str]:
     replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz
     if not replayed or not in_model or abs(in_model / replayed - 1) < NOTABLE:
         return []

@@ -14,11 +14,11 @@ from capture.storage.json_data import required, shown, typed
 
 
 class NotRebuildable(Error):
-    """The recording does not say how to build its model; the message names the remedy."""
+    """Reason why a recording's model cannot be rebuilt; the message names the remedy."""
 
 
 class NotTrusted(Error):
-    """The recording names code to run, and the user has not allowed that; the message names it."""
+    """Reason why code named by a recording may not run; the message names the code."""
 
 
 def load_arguments(
@@ -26,14 +26,15 @@ def load_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `models.load` that rebuild a recording's model on a device.
 
-    A user's function may take no device, so it is given one only if that is not the default.
+    A user's function gets the device only if it is not the default, since it may take no such
+    argument.
 
     Args:
         trust_code: whether files of Python code that the recording names may run.
 
     Raises:
-        NotRebuildable: `capture` did not build that model, an older version did, or what builds it
-            is gone.
+        NotRebuildable: `capture` did not build that model, an older version did, or its files are
+        gone.
         NotTrusted: building it runs code that the recording names.
     """
     arguments = _arguments(capture, device)
@@ -52,9 +53,10 @@ def load_arguments(
 
 
 def _gone(arguments: dict[str, Any]) -> str:
-    """The file or directory that the model is built from, if there is no such; empty if there is.
+    """Return the missing file or directory that the model is built from; empty if nothing is
+    missing.
 
-    What may be a name on the Hub counts as there.
+    A path that may be a name on the Hub is not missing.
     """
     model, checkpoint = str(arguments["model"]), str(arguments.get("checkpoint") or "")
     file = model.rpartition(":")[0]
@@ -67,7 +69,7 @@ def _gone(arguments: dict[str, Any]) -> str:
 
 
 def _code_of(arguments: dict[str, Any]) -> str:
-    """The Python code that building a model runs and that is not of an installed package."""
+    """Return the Python code outside installed packages that building the model runs."""
     model = arguments["model"]
     if model.rpartition(":")[0].endswith(".py"):
         return str(model)

@@ -1,17 +1,17 @@
-"""Where a model's time goes with a kernel, from what the kernel does alone to what was measured.
+"""Breakdown of a model's time with a kernel, from the core's speed-up to the measured time.
 
 Alone, a kernel's core is s times as fast as the model's own attention, which takes a of the model's
-T_old. With nothing else, Amdahl's law says T_old − a · (1 − 1 / s). What takes it away from there:
+T_old. If nothing else mattered, Amdahl's law would give T_old − a · (1 − 1 / s). To this are added
 
-    + a_refused · (1 − 1 / s)       calls that the kernel refuses stay as they are
-    + preparation                   of the others, what comes before the core: layout, quantisation
-    + saved − gained                what attention saves where the GPU waits for the host anyway,
-                                    and what launches cost more
+    + a_refused · (1 − 1 / s)       for refused calls, which stay as they are
+    + preparation                   for layout changes and quantisation before the core
+    + saved − gained                for savings during which the GPU waits for the host anyway,
+                                    and for more expensive launches
 
-which is the prediction (`replay.end_to_end.prediction`), and to what was measured
+which gives the prediction (`replay.end_to_end.prediction`); and to reach the measured time
 
-    + what attention saves less in the model than in the replay
-    + a remainder, which nobody explains
+    + the part of the replay's saving that the model does not show
+    + an unexplained remainder
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from capture.text.counted import counted
 from replay.end_to_end.predicted_times import RUN, PredictedTime
 
 if TYPE_CHECKING:
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
 
 
 @dataclass(frozen=True)
-class Account:
-    """Seconds of one forward of a phase, or of one full run. A negative loss is a gain."""
+class TimeBreakdown:
+    """Seconds of one forward of a phase, or of one full run; a negative loss is a gain."""
 
     before: float
-    """Measured, with the model's own attention."""
+    """Measured time with the model's own attention."""
     attention: float
-    """The model's own attention for the calls that the kernel is asked for, in the replay."""
+    """Replayed time of the model's own attention for the calls that the kernel is asked for."""
     core_speedup: float
-    """Of the kernel's core over it, where the kernel answers; of its drop-in without a core."""
+    """Speed-up of the kernel's core over it on answered calls; without a core, of its drop-in."""
     fallbacks: float
     preparation: float
     launches: float
     less_in_model: float | None
-    """None where attention was not timed in the model, or launches decide."""
+    """None if attention was not timed in the model, or launches decide."""
     after: float
-    """Measured, with the kernel."""
+    """Measured time with the kernel."""
 
     @property
     def alone(self) -> float:
-        """By Amdahl's law, with the core's speed-up for all attention."""
+        """Time by Amdahl's law, with the core's speed-up for all attention."""
         return self.before - self.attention * (1 - 1 / self.core_speedup)
 
     @property
@@ -58,8 +58,8 @@ class Account:
         return self.after - self.predicted - (self.less_in_model or 0.0)
 
 
-def main_phase(checked: Checked) -> str:
-    """The phase that takes most of a run; `RUN` if none was measured."""
+def main_phase(checked: ModelResult) -> str:
+    """Return the phase that takes most of a run; `RUN` if none was measured."""
     phases = {} if checked.prediction is None else checked.prediction.phases
     measured = [phase for phase in phases if phase in checked.measured]
     if not measured:
@@ -67,8 +67,8 @@ def main_phase(checked: Checked) -> str:
     return max(measured, key=lambda each: phases[each].forwards * phases[each].old_seconds.value)
 
 
-def account(checked: Checked, span: str) -> Account | str:
-    """Account for a kernel's time in a model, or say in a phrase why there is no account.
+def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
+    """Break down a kernel's time in a model, or return a phrase that says why this is impossible.
 
     Args:
         checked: the result of a kernel, not of the model's own attention.
@@ -92,7 +92,7 @@ def account(checked: Checked, span: str) -> Account | str:
     preparation = predicted.clues.preparation_seconds or 0.0
     speedup = predicted.swapped_seconds / (drop_in - preparation)
     before = predicted.old_seconds.value
-    return Account(
+    return TimeBreakdown(
         before=before,
         attention=predicted.swapped_seconds + refused,
         core_speedup=speedup,
@@ -105,12 +105,12 @@ def account(checked: Checked, span: str) -> Account | str:
 
 
 def refusals(predicted: PredictedTime) -> str:
-    """`32 calls a run (head_dim 72), 8 calls a run (takes no mask)`: most calls first."""
+    """Format as `32 calls a run (head_dim 72), 8 calls a run (takes no mask)`, most calls first."""
     ranked = sorted(predicted.fallbacks.items(), key=lambda item: -item[1])
     return ", ".join(f"{counted(calls, 'call')} a run ({reason})" for reason, calls in ranked)
 
 
-def _less_in_model(checked: Checked, predicted: PredictedTime, span: str) -> float | None:
+def _less_in_model(checked: ModelResult, predicted: PredictedTime, span: str) -> float | None:
     before = checked.own_attention_seconds.get(span)
     after = checked.attention_seconds.get(span)
     if before is None or after is None or predicted.waiting_share:

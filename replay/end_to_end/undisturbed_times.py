@@ -1,4 +1,4 @@
-"""Compute run times from typical forwards, so that no kernel is blamed for an interruption.
+"""Run times computed from typical forwards, so that no kernel is blamed for an interruption.
 
 On a shared host, other processes occasionally delay a forward, by a millisecond or by a second. The
 same forward of another round is rarely hit, and most forwards of a run are not. Occasional work of

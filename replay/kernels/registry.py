@@ -119,7 +119,7 @@ class Kernel:
     gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`, `window`,
     `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
 
-    prefers_restated: Callable[[AttentionCall], bool] = _never
+    prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never
     """Whether it runs such a call in place of one with a mask that says the same, although it takes
     the mask (`capture.call.mask_structure`). One that refuses the mask always does."""
 

@@ -110,14 +110,14 @@ def adapt(
     chosen: Callable[[AttentionCall], Tensor] | None = None,
     options: Callable[..., Kernel] | None = None,
     features: Collection[str] = (),
-    prefers_restated: bool = False,
+    prefers_rewritten_mask: bool = False,
 ) -> Kernel:
     """A kernel of `library`; what is not said here, `Kernel` says.
 
     Args:
         limits: what it asks of a call; the first that is not met is its reason.
         unavailable: instead of the library's own.
-        prefers_restated: always, or only where it refuses the mask.
+        prefers_rewritten_mask: always, or only where it refuses the mask.
     """
     return Kernel(
         name,
@@ -135,5 +135,5 @@ def adapt(
         chosen=chosen,
         options=options,
         features=frozenset(features),
-        prefers_restated=lambda call: prefers_restated,
+        prefers_rewritten_mask=lambda call: prefers_rewritten_mask,
     )

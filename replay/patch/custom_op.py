@@ -26,8 +26,10 @@ NAME = "attention_replay::attend"
 
 
 class Answers(Protocol):
-    """Decides what the operator returns. `kernel` is the name in the graph, empty if the module of
-    the call was unknown during tracing."""
+    """Decides what the operator returns.
+
+    `kernel` is the name in the graph, empty if the module of the call was unknown during tracing.
+    """
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
         """Return the output in the query's layout (see `laid_out`)."""
@@ -116,7 +118,7 @@ def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
 
 
 def costs_reshape(output: Tensor, query: Tensor) -> bool:
-    """Whether reshaping the output to (B, S, H·Dv) copies but would not in the query's layout.
+    """Tell whether a reshape to (B, S, H·Dv) copies the output, but not in the query's layout.
 
     A model that is not compiled makes this copy itself.
     """
@@ -124,7 +126,7 @@ def costs_reshape(output: Tensor, query: Tensor) -> bool:
 
 
 def _heads_inside(tensor: Tensor) -> bool:
-    """Whether (B, H, S, D) is a view of (B, S, H, D); true if H or S is 1."""
+    """Tell whether (B, H, S, D) is a view of (B, S, H, D); true if H or S is 1."""
     heads, length = tensor.shape[1:3]
     return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
 

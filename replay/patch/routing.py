@@ -29,14 +29,14 @@ from capture.hooks.modules import ModuleTracker, roots_of
 from capture.hooks.phases import ModuleRole, deciding
 
 Choices = Mapping[str, str]
-"""The kernel of each phase at one module."""
+"""Kernel of each phase at one module."""
 
 NOT_PLANNED = "not in the plan"
 BY_LENGTH = "prefill or decode"
 
 
 class _Running(threading.local):
-    """The choices of the modules that the calling thread is in, and the phase."""
+    """Choices of the modules that the calling thread is in, and the phase."""
 
     def __init__(self) -> None:
         self.choices: list[Choices] = []
@@ -61,11 +61,11 @@ def kernel_here(arguments: Arguments) -> str | None:
 
 
 class PlanMismatch(Error):
-    """A plan's modules are not those of the model; the message names the remedy."""
+    """Reason why a plan does not fit the model; the message names the remedy."""
 
 
 class PlannedModules:
-    """The modules of a model that a plan names.
+    """Modules of a model that a plan names.
 
     Args:
         choices: the kernel of each phase, by module path.
@@ -100,7 +100,7 @@ class PlannedModules:
 
     @property
     def devices(self) -> set[torch.device]:
-        """Where the weights of the modules are."""
+        """Devices of the modules' weights."""
         firsts = (next(module.parameters(), None) for module in self._choices)
         return {weight.device for weight in firsts if weight is not None}
 
@@ -168,7 +168,7 @@ def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., An
 
 
 def _traced_phase(role: ModuleRole) -> str:
-    """The phase of a forward pass whose arguments cannot be asked."""
+    """Return the phase of a forward whose arguments cannot be read during tracing."""
     if role.time_steps:
         return "denoise"
     generates = not role.encodes and (role.generates or role.caches)
@@ -201,7 +201,7 @@ def _matching(
     def found(way: Mapping[str, str]) -> dict[nn.Module, str]:
         return {module: way[path] for module, path in paths.items() if path in way}
 
-    # Without their first name, paths may be ambiguous, which does not matter where they fit as are.
+    # Without their first name, paths may be ambiguous; that does not matter if full paths fit.
     most = found(_as_they_are(choices)) or max(
         found(_shortened(choices)),
         found({f"{component}{path}": path for component in components for path in choices}),
@@ -222,9 +222,9 @@ def _among_live_modules(
         roots = []
         for root in live:
             below = [(_at(root, path), named) for path, named in way.items()]
-            here = {module: named for module, named in below if module is not None}
-            roots += [root] if here else []
-            found.update(here)
+            inside = {module: named for module, named in below if module is not None}
+            roots += [root] if inside else []
+            found.update(inside)
         if found:
             return roots, found
     return [], {}
@@ -254,10 +254,10 @@ def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
 def _at(root: nn.Module, path: str) -> nn.Module | None:
     """Return the module below `root`, ignoring the wrappers of compiled blocks in the path."""
     if path == type(root).__name__:
-        return root  # what capture calls an unnamed root
+        return root  # the name that capture gives an unnamed root
     module: nn.Module | None = root
     for name in path.split("."):
-        if module is None:  # and not falsehood: a module may have a length, or refuse to tell it
+        if module is None:  # `not module` would ask for the length that some modules have
             return None
         module = module._modules.get(name)
         while module is not None and _is_compiled(module):

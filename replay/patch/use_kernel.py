@@ -34,24 +34,24 @@ from replay.plan.plan_device import mismatch, types_at_hand
 PlanFile = str | Path | Plan
 
 MOST_KNOWN = 1024
-"""Forms of calls of which is kept what is known."""
+"""Forms of calls for which the answer to "can the kernel run it?" is kept."""
 
 
 class KernelOutputError(Error):
-    """What a kernel returned in a model cannot be its output; the message says why."""
+    """Output of a kernel that cannot be the call's; the message says why."""
 
 
 @dataclass
-class Tally:
-    """The counts of the calls routed to one kernel."""
+class CallCounts:
+    """Counts of the calls routed to one kernel."""
 
     hits: int = 0
     """Calls that the kernel answered."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls that fell back to the model's own attention, by reason."""
     layout_copies: int = 0
-    """Outputs that were not in the query's memory layout, which costs a copy: by the operator in a
-    compiled model, otherwise by the model's own reshape after attention."""
+    """Outputs that had to be copied into the query's memory layout: by the operator in a compiled
+    model, otherwise by the model's own reshape after attention."""
 
     def __str__(self) -> str:
         """Format as `90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
@@ -64,16 +64,16 @@ class Tally:
 
 @dataclass
 class Swap:
-    """The counts of all calls while kernels were in place."""
+    """Counts of all calls while kernels were in place."""
 
-    kernels: dict[str, Tally]
-    """By the kernel's name."""
-    roads: dict[str, Tally] = field(default_factory=dict)
-    """The same calls by how the model made them, such as `sdpa` or `transformers`."""
+    kernels: dict[str, CallCounts]
+    """Counts by the kernel's name."""
+    entry_points: dict[str, CallCounts] = field(default_factory=dict)
+    """Counts of the same calls by the way the model made them, such as `sdpa` or `transformers`."""
     in_graphs: Counter[str] = field(default_factory=Counter)
-    """Functions beside SDPA that compiled graphs call themselves, once for each graph."""
+    """Functions other than SDPA that compiled graphs call directly, once for each graph."""
     not_planned: int = 0
-    """Calls by modules that the plan does not name, which the model's own attention answered."""
+    """Calls by modules outside the plan, which the model's own attention answered."""
     missing: list[str] = field(default_factory=list)
     """Modules that the plan names but the model does not have."""
 
@@ -98,8 +98,8 @@ class Swap:
         lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
         if self.not_planned:
             lines.append(f"{NOT_PLANNED}: {counted(self.not_planned, 'call')}")
-        if self.roads.keys() - {"sdpa"}:
-            lines += [f"of these by {road}: {tally}" for road, tally in self.roads.items()]
+        if self.entry_points.keys() - {"sdpa"}:
+            lines += [f"of these by {name}: {tally}" for name, tally in self.entry_points.items()]
         if self.in_graphs:
             calls = ", ".join(f"{count} × {name}" for name, count in self.in_graphs.items())
             lines.append(f"in compiled graphs, not answered: {calls}")
@@ -115,8 +115,8 @@ Around = Callable[[], contextlib.AbstractContextManager[object]]
 def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
     """Answer every attention call of this process with a kernel inside the `with` block.
 
-    That is every call of SDPA, and those that models make in the other ways that recordings follow
-    (`Swap.roads`).
+    These are all calls of SDPA, and the calls that models make through the other entry points that
+    recordings follow (`Swap.entry_points`).
 
     A call that the kernel does not support, or whose caller also wants attention weights, falls
     back to the model's own attention and is counted with the reason: check the counts before
@@ -126,9 +126,9 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
     their graphs. A model is recompiled when it first runs with a kernel, so run it once before
     timing; afterwards the graphs with and without the kernel are cached, and leaving the block
-    restores the model's own. In a compiled graph only calls of SDPA are answered: those that a
-    model makes in another way stay its own there, and are told when the graph is made
-    (`Swap.in_graphs`; not for transformers' functions in an earlier graph). Two kinds of calls are
+    restores the model's own. In a compiled graph only calls of SDPA are answered. Other entry
+    points stay the model's own there, and `Swap.in_graphs` names them when the graph is made
+    (except for transformers' functions in an earlier graph). Two kinds of calls are
     counted less often than they happen: a call that needs gradients is PyTorch's own in the graph
     and counted once, when it is compiled; and a CUDA graph (`mode="reduce-overhead"`) replays its
     kernels without calling us, so its calls are counted once, when it is recorded.
@@ -142,8 +142,7 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
     Raises:
         KernelNameError: no kernel has that name, or it cannot run on this machine.
-        KernelOutputError: in the block, what the kernel returned has another shape, dtype or device
-            than the call's output.
+        KernelOutputError: in the block, a kernel's output has the wrong shape, dtype or device.
         RuntimeError: another swap, or a recording, is active.
 
     Example:
@@ -156,7 +155,7 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
         return name
 
     kernels = _loaded([name])
-    swap = Swap({name: Tally()})
+    swap = Swap({name: CallCounts()})
     with _in_place(swap, kernels, everywhere, around):
         yield swap
 
@@ -179,8 +178,8 @@ def use_plan(
     modules: if its calls are counted as not in the plan, call `torch.compiler.reset()` first.
 
     Args:
-        plan: a file that `replay --plan FILE` wrote, or a `Plan`; or several, for different types
-            of GPU, of which the one for this machine's is used.
+        plan: a file written by `replay plan`, or a `Plan`; or several, for different types of
+        GPU, of which the one for this machine is used.
         module: the model, if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
         any_device: use the plan on another type of GPU than it was made on, or on a CPU.
@@ -209,7 +208,7 @@ def use_plan(
             "allow it to run with trust_code=True"
         )
     kernels = _loaded(dict.fromkeys(choice.kernel for choice in plan.choices))
-    swap = Swap({name: Tally() for name in kernels}, missing=places.missing)
+    swap = Swap({name: CallCounts() for name in kernels}, missing=places.missing)
     with _in_place(swap, kernels, kernel_here, around), places.followed():
         yield swap
 
@@ -220,20 +219,20 @@ def _fitting(
     """Return the plan for this machine, and the modules that it names.
 
     Raises:
-        PlanError: none is, or several are.
+        PlanError: no plan fits this machine, or several do.
         PlanMismatch: no module has a name in a plan.
     """
     several: Sequence[PlanFile] = (
         [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
     )
     if not several:
-        raise PlanError("no plan is named: name a file that `replay --plan FILE` wrote")
-    for each in several:
-        if not isinstance(each, str | Path | Plan):
-            raise PlanError(
-                f"{type(each).__name__} is no plan: name a file that `replay --plan FILE` wrote, "
-                "or several in a list"
-            )
+        raise PlanError("no plan is given: name a file that `replay plan` wrote")
+        for each in several:
+            if not isinstance(each, str | Path | Plan):
+                raise PlanError(
+                    f"expected a plan, got {type(each).__name__}: name a `replay plan` file, "
+                    "or several in a list"
+                )
     plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     found = [PlannedModules(_choices(plan), module) for plan in plans]
     misfits = [
@@ -244,30 +243,30 @@ def _fitting(
     if len(plans) == 1:
         if misfits[0] and not any_device:
             raise PlanError(
-                f"{names[0]} {misfits[0]}: make one here with `replay --dir DIR --plan FILE`, or "
-                "use it all the same with any_device=True"
+                f"{names[0]} {misfits[0]}: make one here with `replay plan --dir DIR`, or use it "
+                "all the same with any_device=True"
             )
         if not plans[0].device and not isinstance(given, Plan):
             warnings.warn(
-                f"{names[0]} does not say which type of GPU it was made on: make it again to be "
-                "sure that its kernels are the fastest here",
+                f"{names[0]} does not name the type of GPU that it was made on: make it again to "
+                "be sure that its kernels are the fastest on this machine",
                 stacklevel=4,
             )
         return plans[0], found[0]
     fitting = [at for at, plan in enumerate(plans) if plan.device and not misfits[at]]
     if len(fitting) != 1:
-        told = ", ".join(
+        devices = ", ".join(
             f"{name} was made on {plan.device or 'an unknown type of GPU'}"
             for name, plan in zip(names, plans, strict=True)
         )
-        here = " or ".join(types_at_hand(found[0].devices))
-        count = "several are" if fitting else "none is"
-        raise PlanError(f"{count} for this machine, {here}: {told}; name one that is")
+        machine = " or ".join(types_at_hand(found[0].devices))
+        count = "several plans fit" if fitting else "no plan fits"
+        raise PlanError(f"{count} this machine, {machine}: {devices}; name one that does")
     return plans[fitting[0]], found[fitting[0]]
 
 
 def _choices(plan: Plan) -> dict[str, dict[str, str]]:
-    """The kernel of each phase, by module."""
+    """Return the kernel of each phase, by module."""
     choices: dict[str, dict[str, str]] = {}
     for choice in plan.choices:
         choices.setdefault(choice.module, {})[choice.phase] = choice.kernel
@@ -278,7 +277,7 @@ def _loaded(names: Iterable[str]) -> dict[str, Kernel]:
     """Load kernels by name.
 
     Raises:
-        KernelNameError: one cannot run here.
+        KernelNameError: a kernel cannot run on this machine.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = {name: find(name).loaded() for name in names}
@@ -307,17 +306,17 @@ def _in_place(
 
 
 class _Known:
-    """What calls that differ only in values share, so that it is found out once."""
+    """Facts that calls which differ only in values share, so that they are found once."""
 
     __slots__ = ("costs_reshape", "output", "reason")
 
     def __init__(self, reason: str | None) -> None:
         self.reason = reason
-        """Why the kernel cannot answer them; None if it can."""
+        """Reason why the kernel cannot answer them; None if it can."""
         self.output: object = None
-        """Shape, strides, dtype and device of the last output that was found to be theirs."""
+        """Shape, strides, dtype and device of the last output that was checked."""
         self.costs_reshape = False
-        """Whether the model's own reshape copies that output."""
+        """True if the model's own reshape copies that output."""
 
 
 class _Dispatcher:
@@ -344,7 +343,7 @@ class _Dispatcher:
     ) -> Tensor:
         """Answer a call that is not compiled."""
         name = self._choose(arguments) or NOT_PLANNED
-        if is_any_enabled():  # a kernel casts nothing, as SDPA would
+        if is_any_enabled():  # a kernel does not cast its inputs, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
         output, known = self._attend(name, arguments, proceed)
         if known.costs_reshape:
@@ -379,7 +378,7 @@ class _Dispatcher:
     def _attend(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, _Known]:
-        """Return the output, and what is known of such calls."""
+        """Return the output, and the facts about such calls."""
         if self._around is None:
             return self._run(name, arguments, proceed)
         with self._around():
@@ -407,7 +406,8 @@ class _Dispatcher:
         return output, known
 
     def _known_of(self, name: str, arguments: Arguments) -> _Known:
-        """What is known of a call, which values of masks and lengths may change (padding)."""
+        """Return the facts about a call; with padding, values of masks and lengths can change
+        them."""
         kernel = self._kernels.get(name)
         if kernel is None:
             return _Known(NOT_PLANNED)
@@ -422,7 +422,7 @@ class _Dispatcher:
             return _Known("gradients are needed")
         if attn_mask is not None or arguments.features:
             return _Known(kernel.refuses(AttentionCall(**arguments.fields())))
-        # Written out, since this is on the path of every call.
+        # Written out for speed: every call passes here.
         signature = (
             *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
             *(query.shape, query.stride(), query.dtype),
@@ -448,17 +448,17 @@ class _Dispatcher:
             for tally in self._tallies(name, road):
                 tally.layout_copies += 1
 
-    def _tallies(self, name: str, road: str) -> tuple[Tally, ...]:
-        """Those that count a call."""
-        of_road = self._swap.roads.get(road)
-        if of_road is None:
-            of_road = self._swap.roads[road] = Tally()
+    def _tallies(self, name: str, road: str) -> tuple[CallCounts, ...]:
+        """Return the counts that a call belongs to."""
+        of_entry_point = self._swap.entry_points.get(road)
+        if of_entry_point is None:
+            of_entry_point = self._swap.entry_points[road] = CallCounts()
         of_kernel = self._swap.kernels.get(name)
-        return (of_road,) if of_kernel is None else (of_road, of_kernel)
+        return (of_entry_point,) if of_kernel is None else (of_entry_point, of_kernel)
 
 
 def _fits(output: object, arguments: Arguments) -> bool:
-    """Whether an output is of the form that the model expects: what is not may pass its reshape."""
+    """Tell whether an output has the form that the model expects; its reshape may not notice."""
     query, key, value = arguments[:3]
     if not isinstance(output, Tensor) or output.ndim != 4:
         return False
@@ -466,14 +466,14 @@ def _fits(output: object, arguments: Arguments) -> bool:
         return False
     if (output.dtype, output.device) != (query.dtype, query.device):
         return False
-    # Where sizes broadcast, or keys are in pages, the query alone does not tell the first two.
+    # With broadcast sizes, or keys in pages, the query alone does not determine the first two.
     same_batch = query.shape[0] == key.shape[0]
     same_heads = arguments.enable_gqa or query.shape[1] == key.shape[1]
     return output.shape[:2] == query.shape[:2] or not (same_batch and same_heads)
 
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:
-    """Convert to keywords, without those that are off: not every function accepts them."""
+    """Convert to keywords, without options that are off: not every function accepts them."""
     keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
     if not arguments.enable_gqa:
         del keywords["enable_gqa"]

@@ -18,24 +18,25 @@ from capture.recording.sampling import PHASES
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
-"""A key length outside the replayed range takes the time of the nearest, up to this factor away.
+"""Largest ratio of a key length to the nearest replayed one, whose time it then takes.
+
 Times are never extrapolated: the slope between two nearby lengths is mostly noise."""
 
 
 class CensusError(Error):
-    """The recording has no census; the message names the remedy."""
+    """Reason why a recording has no census; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Counted:
-    """A row of the census and the replayed calls that represent it."""
+    """Row of the census, and the replayed calls that represent it."""
 
     module: str
     phase: str
     calls: int
-    """Per run of the model."""
+    """Calls per run of the model."""
     shares: Mapping[str, float]
-    """By the replayed call's name, with sum 1; empty if no replayed call matches."""
+    """Share of each replayed call by name, with sum 1; empty if no replayed call matches."""
 
 
 def match(
@@ -65,7 +66,7 @@ def match(
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        # A call that a backward pass repeats costs what it cost the first time.
+        # A call that a backward pass repeats costs the same as the first time.
         phases = PHASES if row["phase"] == RECOMPUTE else (row["phase"],)
         pool = [
             call
@@ -79,11 +80,11 @@ def match(
     return counted
 
 
-class Replayed:
-    """Rows by call and kernel, as they are for a model that makes its calls as recorded.
+class RowsByCall:
+    """Rows by call and kernel, for a model that makes its calls as recorded.
 
-    A kernel that ran a call without its mask (`Row.restated_as`) counts as one that does not
-    support it. Rows of calls that could not be read are left out.
+    A kernel that ran a call only without its mask (`Row.restated_as`) counts as one that does not
+    support it. Rows of unreadable calls are left out.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -101,7 +102,7 @@ class Replayed:
 def _as_recorded(row: Row) -> Row:
     if not row.restated_as:
         return row
-    reason = f"replayed with its mask restated as {row.restated_as}; the model passes the mask"
+    reason = f"replayed with its mask rewritten as {row.restated_as}; the model passes the mask"
     return Row(row.kernel, row.call, "unsupported", reason, row.environment, row.process)
 
 
@@ -132,7 +133,7 @@ def _kind(
     mask: Mask | None,
     beyond: str,
 ) -> tuple[object, ...]:
-    """Return all that determines cost except key length, which a mask's last size may equal."""
+    """Return all that determines cost except the key length, which may be a mask's last size."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
     return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)

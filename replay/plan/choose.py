@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from replay.plan.call_matching import Counted, Replayed, match
+from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
@@ -30,34 +30,33 @@ from replay.timing.statistics import Interval, paired_ratios, speed_verdict, spe
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The time and error of one kernel at one layer."""
+    """Time and error of one kernel at one layer."""
 
     module: str
     phase: str
     kernel: str
     status: Status | None
-    """`ok` if every recorded call of the layer is, otherwise one that is not; None without calls.
-    """
+    """`ok` if every recorded call of the layer is, otherwise another status; None without calls."""
     reason: str
-    """Why it is not ok, or has no time."""
+    """Reason why it is not ok, or has no time."""
     captured: int
-    """Recorded calls of the layer."""
+    """Number of recorded calls of the layer."""
     calls: int
     """Calls of the layer per run."""
     worst: Worst | None
     """None if no output was compared."""
     inside: bool
-    """Whether every recorded call is ok and within the budget."""
+    """True if every recorded call is ok and within the budget."""
     overwrites: tuple[str, ...]
-    """Inputs that it changes and later calls read again, which is why it is not chosen."""
+    """Inputs that it changes and later calls read again, which rules it out."""
     time_ms: float | None
     """Mean per call, over the run's calls with a matching replayed call; the baseline's if the
-    kernel does not support one of the layer's. None if it failed or is wrong, or no call matches.
-    """
+    kernel does not support one of the layer's. None if it failed or is wrong, or no call
+    matches."""
     baseline_ms: float | None
     """The same with the baseline."""
     saved_ms: float | None
-    """Per run; negative if the kernel is slower, None if it failed or is wrong."""
+    """Time saved per run; negative if the kernel is slower, None if it failed or is wrong."""
 
 
 def choose(
@@ -75,7 +74,7 @@ def choose(
     win over a slower kernel.
 
     Args:
-        rows: the replay of one recording and model, with samples: as `replay` yields the rows or
+        rows: the replay of one recording and model, with samples.
             as read from JSON.
         census: of that model, as `capture.hooks.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
@@ -87,7 +86,7 @@ def choose(
         overwrite what later calls read, or if they could share a process.
 
     Raises:
-        PlanError: the rows are of several models or types of GPU, or none is of the baseline.
+        PlanError: the rows are of several models or types of GPU, or the baseline has no rows.
         CensusError: the census is empty.
     """
     rows = list(rows)
@@ -122,7 +121,7 @@ def layer_costs(
     layers'; errors are those of the layer's own calls only.
 
     Raises:
-        PlanError: the rows are of several models, or none is of the baseline.
+        PlanError: the rows are of several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
     return [
@@ -134,28 +133,28 @@ def layer_costs(
 
 @dataclass(frozen=True)
 class Uniform:
-    """One kernel used at every layer. The counts are of layers."""
+    """One kernel at every layer; the counts are numbers of layers."""
 
     kernel: str
     saved_ms: float | None
-    """Per run, predicted; None if the kernel failed, or is wrong, on a call."""
+    """Predicted time saved per run; None if the kernel failed, or is wrong, on a call."""
     inside: int
     outside: int
-    """Wrong, or correct but outside the budget."""
+    """Layers where it is wrong, or correct but outside the budget."""
     falls_back: int
-    """Not supported: the model's own attention answers."""
+    """Layers where it is not supported, so the model's own attention answers."""
     failed: int
-    """Crashed, out of memory, not timed …"""
+    """Layers where it crashed, ran out of memory, was not timed …"""
     not_captured: int
-    """No call of the layer was replayed, so its error is unknown."""
+    """Layers without a replayed call, where its error is unknown."""
     worst_module: str
-    """The layer with the worst value of the budget's metric; empty if nothing was compared."""
+    """Layer with the worst value of the budget's metric; empty if nothing was compared."""
     worst_phase: str
     worst_figure: float | None
     reason: str
-    """From the first layer where it failed, is wrong or falls back."""
+    """Reason of the first layer where it failed, is wrong or falls back."""
     overwrites: int = 0
-    """Within the budget but unusable, since later calls read what it changes; not in `inside`."""
+    """Layers within the budget where later calls read what it changes; not in `inside`."""
 
 
 def uniform(
@@ -166,7 +165,7 @@ def uniform(
     Kernels that are unavailable at every layer are left out.
 
     Raises:
-        PlanError: the rows are of several models, or none is of the baseline.
+        PlanError: the rows are of several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
     kernels: dict[str, list[LayerCost]] = {}
@@ -206,7 +205,7 @@ def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer and its replayed calls."""
+    """Layer with its replayed calls."""
 
     model: str
     weights: str
@@ -214,11 +213,11 @@ class _Layer:
     phase: str
     baseline: str
     kernels: list[str]
-    """The baseline first."""
-    replayed: Replayed
+    """Kernels, the baseline first."""
+    replayed: RowsByCall
     counted: list[Counted]
     captured: list[str]
-    """Names of its own recorded calls."""
+    """Names of the layer's own recorded calls."""
 
     def row(self, call: str, kernel: str) -> Row | None:
         return self.replayed.row(call, KernelId(kernel))
@@ -230,7 +229,7 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
     if len(models) > 1:
         names = ", ".join(f"{model} ({weights})" for model, weights in models)
         raise PlanError(f"a plan is for one model, but the rows are of {names}")
-    replayed = Replayed(rows)
+    replayed = RowsByCall(rows)
     if not replayed.timed(KernelId(baseline)):
         raise PlanError(f"no replayed call has a baseline time: add {baseline} to --kernels")
     ((model, weights),) = models
@@ -249,7 +248,7 @@ def _layers(rows: Iterable[Row], census: Mapping[str, Any], baseline: str) -> li
 
 
 def _device(rows: Iterable[Row]) -> str:
-    """The type of device that the rows were measured on."""
+    """Return the type of device that the rows were measured on."""
     timed = (measured_on(row.machine) for row in rows if row.time_ms is not None)
     devices = sorted({device for device in timed if device})
     if len(devices) > 1:
@@ -382,7 +381,7 @@ def _is_allowed(cost: LayerCost, excluded: Collection[str]) -> bool:
 
 
 def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
-    """Say why those of the fastest kernels that overwrite inputs are not chosen."""
+    """Explain why the fastest kernels that overwrite inputs are not chosen."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:
@@ -411,7 +410,7 @@ def _choice(cost: LayerCost) -> Choice:
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Whether the rounds of the layer's matching calls show no difference that matters."""
+    """Tell whether the rounds of the layer's matching calls show no relevant difference."""
     paired: list[list[float]] = []
     unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
@@ -437,7 +436,7 @@ def _is_faster(one: Row, other: Row) -> bool:
 
 
 def _interval(row: Row) -> Interval | None:
-    """The interval of a row's speed-up; a row without one is the baseline itself."""
+    """Return the interval of a row's speed-up; a row without one is the baseline itself."""
     if row.speedup is None:
         return Interval(1.0, 1.0)
     if row.speedup.low is None or row.speedup.high is None:

@@ -1,4 +1,4 @@
-"""A plan: the kernel to use at each layer, and the error budget it was chosen for.
+"""Plan: the kernel for each layer, and the error budget it was chosen for.
 
 A layer is a module in a phase. `replay.plan.choose` makes plans, `replay.use_plan` applies them.
 """
@@ -22,16 +22,16 @@ FORMAT = "attention-replay-plan/1"
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
 """Metrics that a budget can limit, each with an example: cosine from below, others from above."""
 
-HOW = "make one with `replay --dir DIR --plan FILE --budget cosine=0.998`"
+HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
 
 
 class PlanError(Error):
-    """A budget or a plan cannot be used; the message names the remedy."""
+    """Reason why a budget or a plan cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """The largest error that an output may have relative to the reference."""
+    """Largest error that an output may have relative to the reference."""
 
     metric: str
     limit: float
@@ -40,7 +40,7 @@ class Budget:
         return f"{self.metric} {'≥' if self.metric == 'cosine' else '≤'} {self.limit:g}"
 
     def holds(self, figure: float) -> bool:
-        """Whether a value of the metric is within the budget; NaN never is."""
+        """Tell whether a value of the metric is within the budget; NaN never is."""
         if self.metric == "cosine":
             return figure + COSINE_NOISE >= self.limit
         return figure <= self.limit
@@ -84,7 +84,7 @@ def parse_budget(text: str) -> Budget:
 
 @dataclass(frozen=True)
 class Worst:
-    """The worst value of each metric over a layer's recorded calls; NaN is worst."""
+    """Worst value of each metric over a layer's recorded calls; NaN is worst."""
 
     cosine: float
     relative_l1: float
@@ -97,29 +97,29 @@ class Worst:
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan's choice for one layer."""
+    """Choice of a plan for one layer."""
 
     module: str
     phase: str
     kernel: str
     covered: bool
-    """Whether a call of this layer was replayed; if not, it keeps the baseline."""
+    """True if a call of this layer was replayed; otherwise it keeps the baseline."""
     inside: bool
-    """Whether the choice is within the budget; false if no kernel is, not even the baseline."""
+    """True if the choice is within the budget; False if no kernel is, not even the baseline."""
     worst: Worst | None
     time_ms: float | None
     baseline_ms: float | None
     saved_ms: float
-    """Per run, predicted."""
+    """Predicted time saved per run."""
     calls: int
-    """Per run."""
+    """Calls per run."""
     captured: int
-    """How many of them were recorded and replayed."""
+    """Number of these that were recorded and replayed."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A kernel for every layer; modules not named keep the baseline."""
+    """Kernel for every layer; modules not named keep the baseline."""
 
     model: str
     weights: str
@@ -127,10 +127,9 @@ class Plan:
     baseline: str
     choices: list[Choice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kernels that would otherwise have been chosen, and why they were not."""
+    """Kernels that would otherwise have been chosen, with the reasons against them."""
     device: str = ""
-    """The type of device that it was measured on (`replay.plan.plan_device`); empty in files of
-    earlier versions, which did not say."""
+    """Type of device that it was measured on (`replay.plan.plan_device`); may be empty."""
 
     def kernel_at(self, module: str, phase: str) -> str:
         """Return the kernel of a layer, as `replay.end_to_end.prediction.predict` requires."""
@@ -141,18 +140,18 @@ class Plan:
 
     @property
     def kernels(self) -> list[str]:
-        """Return the kernels that it uses, without the baseline."""
+        """Return the plan's kernels, without the baseline."""
         used = dict.fromkeys(choice.kernel for choice in self.choices)
         return [kernel for kernel in used if kernel != self.baseline]
 
     @property
     def code(self) -> list[str]:
-        """Return those of its kernels, the baseline included, that are `file.py:function`."""
+        """Return the plan's kernels, the baseline included, that are `file.py:function`."""
         return [kernel for kernel in [self.baseline, *self.kernels] if ".py:" in kernel]
 
     @property
     def saved_ms(self) -> float:
-        """Return the time saved per run, predicted."""
+        """Return the predicted time saved per run."""
         return sum(choice.saved_ms for choice in self.choices)
 
     def save(self, path: str | Path) -> None:

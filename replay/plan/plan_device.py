@@ -1,4 +1,4 @@
-"""The type of device that a plan is for: times of one GPU say little of another's."""
+"""Type of device that a plan is for: times of one GPU say little about another."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from replay.rows.row import Machine
 from replay.timing.machine import device_name
 
 CPU = "cpu"
-"""Processors are one type."""
+"""Type of all processors."""
 
 
 def measured_on(machine: Machine) -> str:
-    """The type that a row was measured on: a GPU's name, or `cpu`; empty if it does not say."""
+    """Return the type that a row was measured on: a GPU's name, `cpu`, or empty if unknown."""
     return CPU if machine.threads else machine.device
 
 
 def type_of(device: torch.device) -> str:
-    """A GPU's name, or `cpu`."""
+    """Return a GPU's name, or `cpu`."""
     return CPU if device.type == CPU else device_name(device)
 
 
 def types_at_hand(devices: Collection[torch.device]) -> list[str]:
-    """The types that a model with weights on these devices may run on.
+    """Return the types that a model with weights on these devices may run on.
 
     Weights on the CPU may wait there for their turn on the GPU (offload).
     """
@@ -35,7 +35,7 @@ def types_at_hand(devices: Collection[torch.device]) -> list[str]:
 
 
 def mismatch(device: str, at_hand: Collection[str]) -> str:
-    """Say that a plan is for another type; empty if it is for one at hand, or says none."""
+    """Describe a plan for another type; empty if its type is at hand or unknown."""
     if not device or device in at_hand:
         return ""
     return f"was made on {device}, and this is {' or '.join(at_hand)}"

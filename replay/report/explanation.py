@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from replay.end_to_end.predicted_times import NOTABLE, RUN, PredictedTime
 from replay.end_to_end.reasons import in_ms, suspects
-from replay.end_to_end.time_breakdown import Account, account, main_phase, refusals
+from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_phase, refusals
 
 if TYPE_CHECKING:
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
 
 PHASES = {
     "denoise": "a denoising step",
@@ -23,14 +23,14 @@ NEGLIGIBLE = 5e-4
 """Share of the time below which a loss is not worth a sentence."""
 
 
-def explanation(checked: Checked, phase: str | None = None) -> str:
+def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """Explain a kernel's time in a model.
 
     Args:
         phase: a phase, or `RUN`; by default the phase that takes most of a run.
     """
     phase = phase or main_phase(checked)
-    found = account(checked, phase)
+    found = break_down(checked, phase)
     title = f"{checked.kernel} in {checked.model}, {PHASES.get(phase, phase)}"
     if isinstance(found, str):
         return f"{title}: {found}."
@@ -39,14 +39,14 @@ def explanation(checked: Checked, phase: str | None = None) -> str:
     return f"{title}: {' '.join(_sentences(found, checked, predicted, phase))}"
 
 
-def most_disappointing(checks: Sequence[Checked]) -> Checked | None:
+def most_disappointing(checks: Sequence[ModelResult]) -> ModelResult | None:
     """The kernel that is fast alone and loses most of it in the model; None if none loses a notable
     share of the time.
     """
     worst, most = None, NOTABLE
     for checked in checks:
-        found = account(checked, main_phase(checked))
-        if isinstance(found, Account) and found.core_speedup > 1:
+        found = break_down(checked, main_phase(checked))
+        if isinstance(found, TimeBreakdown) and found.core_speedup > 1:
             lost = (found.after - found.alone) / found.before
             if lost > most:
                 worst, most = checked, lost
@@ -54,7 +54,7 @@ def most_disappointing(checks: Sequence[Checked]) -> Checked | None:
 
 
 def _sentences(
-    found: Account, checked: Checked, predicted: PredictedTime, phase: str
+    found: TimeBreakdown, checked: ModelResult, predicted: PredictedTime, phase: str
 ) -> Iterator[str]:
     before = found.before
     yield (

@@ -11,7 +11,7 @@ from rich.text import Text
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.end_to_end import drift
-from replay.end_to_end.model_check import Checked, Measured
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
 from replay.report.explanation import explanation, most_disappointing
@@ -38,7 +38,7 @@ LEGEND = (
 )
 
 
-def print_checks(checks: Sequence[Checked], console: Console) -> None:
+def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
     """Print the results of one model, the first being its own attention."""
     own, *others = checks
     ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
@@ -85,7 +85,7 @@ def _title(span: str, predicted: PredictedTime | None) -> Text:
     return Text(printable(" · ".join(parts)), style="bold")
 
 
-def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
+def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
     measured = own.measured[span]
     in_seconds = measured.ms.p50 >= 1000
     has_tokens = measured.tokens_per_second is not None
@@ -94,7 +94,7 @@ def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
     for heading in (*headings, "predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
 
-    def times(found: Measured) -> list[str]:
+    def times(found: MeasuredSpan) -> list[str]:
         cells = [f"{found.ms.p50 / (1000 if in_seconds else 1):.4g}"]
         return cells + ([f"{found.tokens_per_second:.4g}"] if has_tokens else [])
 
@@ -114,7 +114,7 @@ def _span(span: str, own: Checked, others: Sequence[Checked]) -> Table:
     return table
 
 
-def _outcome(others: Sequence[Checked]) -> Table:
+def _outcome(others: Sequence[ModelResult]) -> Table:
     table = _table()
     has_memory = any(each.peak_bytes for each in others)
     for heading in ("answered", "fell back", *["peak GB"] * has_memory):
@@ -133,7 +133,7 @@ def _outcome(others: Sequence[Checked]) -> Table:
     return table
 
 
-def _unpredicted(others: Sequence[Checked]) -> list[str]:
+def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
     """Say why there is no prediction, once per reason."""
     by_reason: dict[str, list[str]] = {}
     for checked in others:
@@ -143,7 +143,7 @@ def _unpredicted(others: Sequence[Checked]) -> list[str]:
     return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
 
 
-def _notes(checked: Checked, own: Checked) -> list[str]:
+def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
     if checked.status != "ok":
         return [f"{checked.kernel}: {checked.reason}"]
     notes = [

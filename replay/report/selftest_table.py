@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from replay.selftest.all_checks import Verdict
+from replay.selftest.all_checks import SelftestReport
 
 PASSED = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("-", "dim")}
 
 
-def print_selftest(verdict: Verdict, console: Console) -> None:
+def print_selftest(verdict: SelftestReport, console: Console) -> None:
     """Print the checks and the sentence that they amount to."""
     machine = verdict.machine
     cuda = f" · cuda {machine.cuda}" if machine.cuda else ""

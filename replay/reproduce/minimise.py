@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from capture.call.attention_call import AttentionCall
 from replay.reproduce.crop import DERIVED, EXACT, Axis
-from replay.reproduce.trials import Outcome
+from replay.reproduce.trials import TrialOutcome
 
 Range = tuple[int, int]
 """The first, and the one after the last."""
@@ -24,7 +24,7 @@ class Smallest:
     """What is left of a call."""
 
     call: AttentionCall
-    outcome: Outcome
+    outcome: TrialOutcome
     kept: dict[str, Range] = field(default_factory=dict)
     """By axis, of the recorded call."""
     is_derived: bool = False
@@ -36,8 +36,8 @@ class Smallest:
 
 def minimise(
     call: AttentionCall,
-    outcome: Outcome,
-    run: Callable[[AttentionCall], Outcome],
+    outcome: TrialOutcome,
+    run: Callable[[AttentionCall], TrialOutcome],
     seconds: float,
     report: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
@@ -64,7 +64,7 @@ class _Search:
     def __init__(
         self,
         found: Smallest,
-        run: Callable[[AttentionCall], Outcome],
+        run: Callable[[AttentionCall], TrialOutcome],
         deadline: float,
         report: Callable[[str], None],
         clock: Callable[[], float],

@@ -32,7 +32,7 @@ from replay.reproduce.crop import left_alone, storable
 from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.minimise import Smallest, minimise
 from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown, write_script
-from replay.reproduce.trials import Outcome, Trials, trials
+from replay.reproduce.trials import TrialOutcome, Trials, trials
 from replay.timing.machine import describe
 from replay.workers.process import STARTING_SECONDS, CannotStart, Died, Process
 from replay.workloads.recorded import recorded_call
@@ -62,7 +62,7 @@ class Reproduction:
 class Reproduced:
     """What came of it."""
 
-    whole: Outcome
+    whole: TrialOutcome
     """On the recorded call; not a failure where there is nothing to show."""
     smallest: Smallest | None = None
     """None then."""
@@ -107,7 +107,7 @@ def reproduce(
 
 def _write(
     request: Reproduction,
-    whole: Outcome,
+    whole: TrialOutcome,
     smallest: Smallest,
     out: Path,
     scratch: Path,

@@ -21,7 +21,7 @@ from replay.accuracy.verdict import Expected
 from replay.kernels.libraries import is_interpreted
 from replay.kernels.own_files import own_files
 from replay.reproduce.kernel_call import KernelCall
-from replay.reproduce.trials import Outcome
+from replay.reproduce.trials import TrialOutcome
 
 SCRIPT = "reproduce.py"
 EXPECTED = "expected.safetensors"
@@ -42,7 +42,7 @@ class Shown:
     call: AttentionCall
     file: str
     """The call's file, beside the script."""
-    outcome: Outcome
+    outcome: TrialOutcome
     device: torch.device
     timeout: float
     """Seconds after which a kernel hangs."""

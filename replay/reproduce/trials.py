@@ -30,7 +30,7 @@ class TrialError(Error):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """What a kernel did on a call."""
 
     status: Status
@@ -45,7 +45,7 @@ class Outcome:
     def fails(self) -> bool:
         return self.status in FAILURES
 
-    def is_like(self, other: Outcome) -> bool:
+    def is_like(self, other: TrialOutcome) -> bool:
         """Whether both are the same failure: of one status, and of one exception."""
         return self.status == other.status and self._exception == other._exception
 
@@ -72,7 +72,7 @@ class Trials:
         self._judge = judge
         self._path = scratch / "trial.safetensors"
 
-    def on(self, call: AttentionCall) -> Outcome:
+    def on(self, call: AttentionCall) -> TrialOutcome:
         """What the kernel does on a call.
 
         Raises:
@@ -80,7 +80,7 @@ class Trials:
         """
         return self.of(recorded_call(PackedCall.of(storable(call)).write(self._path)))
 
-    def of(self, workload: Workload) -> Outcome:
+    def of(self, workload: Workload) -> TrialOutcome:
         """What the kernel does on a recorded call.
 
         Raises:
@@ -110,7 +110,7 @@ class Trials:
             if death.kernel != self._kernel:
                 doing = death.kernel or "starting"
                 raise TrialError(f"{workload.name}: {death.reason} while {doing}") from death
-            return Outcome(death.status, death.reason)
+            return TrialOutcome(death.status, death.reason)
         for row in rows:
             if row.kernel == self._kernel:
                 return _outcome(row, hearing.objection(row))
@@ -119,14 +119,14 @@ class Trials:
         raise TrialError(f"{workload.name}: no row came back")
 
 
-def _outcome(row: Row, objection: str) -> Outcome:
+def _outcome(row: Row, objection: str) -> TrialOutcome:
     if objection:
-        return Outcome("error", objection)
+        return TrialOutcome("error", objection)
     accuracy = row.accuracy
     if accuracy is None:
-        return Outcome(row.status, row.reason, row.accuracy_class or "exact")
+        return TrialOutcome(row.status, row.reason, row.accuracy_class or "exact")
     errors = accuracy.chosen or accuracy.reference
-    return Outcome(
+    return TrialOutcome(
         row.status, row.reason, row.accuracy_class or "exact", accuracy.where, errors.worst_row
     )
 

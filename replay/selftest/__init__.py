@@ -1,1 +1,1 @@
-"""Whether this machine, as it is now, measures right: things with known answers are measured."""
+"""Self-test: does this machine measure things with known answers correctly right now?"""

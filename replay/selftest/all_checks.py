@@ -1,4 +1,4 @@
-"""All checks, one after the other, and what they say together."""
+"""All checks of the self-test, and their joint verdict."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from replay.timing.machine import describe
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the self test says of a machine."""
+class SelftestReport:
+    """SelftestReport of the self-test on a machine."""
 
     machine: Machine
     results: tuple[Result, ...]
     resolution: float | None
-    """The share by which two kernels must differ to be told apart; None where it is not known."""
+    """Share by which two kernels must differ to be told apart; None if it is unknown."""
 
     @property
     def passed(self) -> bool:
@@ -31,19 +31,19 @@ class Verdict:
 
     @property
     def sentence(self) -> str:
-        """What to expect of this machine, or what to do first."""
+        """Sentence about the machine's resolution, or about the first thing to repair."""
         failed = [result for result in self.results if result.passed is False]
         if failed:
             names = ", ".join(result.name for result in failed)
             return f"do not rely on times of this machine ({names}): {failed[0].remedy}"
         if self.resolution is None:
-            return "nothing is wrong with this machine"
-        # Rounded up: a smaller difference is not promised.
+            return "this machine passed every check"
+        # Rounded up, so that no smaller difference is promised.
         percent = max(math.ceil(self.resolution * 1000) / 10, 0.1)
         return f"this machine can tell kernels apart that differ by more than {percent:g} %"
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON; names end with units."""
+        """Return plain JSON; names end with units."""
         return {
             "selftest": 1,
             "passed": self.passed,
@@ -54,10 +54,12 @@ class Verdict:
         }
 
 
-def selftest(device: torch.device, report: Callable[[str], None] = lambda name: None) -> Verdict:
-    """Make every check on a device; `report` is told which comes next.
+def selftest(
+    device: torch.device, report: Callable[[str], None] = lambda name: None
+) -> SelftestReport:
+    """Make every check on a device; `report` gets the name of the next one.
 
-    One that fails to run has failed, and the others are made all the same.
+    A check that cannot run counts as failed, and the others are made all the same.
     """
     results: list[Result] = []
     resolution: float | None = None
@@ -68,7 +70,7 @@ def selftest(device: torch.device, report: Callable[[str], None] = lambda name: 
             results.append(check())
         except Exception as error:
             sentence = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            results.append(Result(name, False, sentence, "see that PyTorch works on this device"))
+            results.append(Result(name, False, sentence, "check that PyTorch works on this device"))
 
     def same_kernel() -> Result:
         nonlocal resolution
@@ -86,4 +88,4 @@ def selftest(device: torch.device, report: Callable[[str], None] = lambda name: 
         attempt("empty kernel", lambda: clock.nothing(device))
         attempt("another clock", lambda: clock.other_clock(device))
         attempt("planted cheats", lambda: planted_cheats(device))
-    return Verdict(describe(device), tuple(results), resolution)
+    return SelftestReport(describe(device), tuple(results), resolution)

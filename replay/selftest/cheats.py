@@ -1,4 +1,4 @@
-"""Kernels that cheat, each in its own way, and the check that all are found out."""
+"""Kernels that cheat, and the check that every cheat is found."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ROUNDS = 10
 SECONDS = 0.1
 LATE_SECONDS = 0.001
 HONEST_CALLS = 12
-"""More than there are before anything is timed."""
+"""Calls before a cheat begins, more than there are before anything is timed."""
 
 
 def cached_by_pointer() -> Attention:
-    """Keeps its result as long as its inputs lie where they lay."""
+    """Keep the result as long as the inputs have the same addresses."""
     kept: dict[object, Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -43,7 +43,7 @@ def cached_by_pointer() -> Attention:
 
 
 def cached_by_shape() -> Attention:
-    """Keeps its first result for ever."""
+    """Keep the first result for ever."""
     kept: list[Tensor] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -55,7 +55,7 @@ def cached_by_shape() -> Attention:
 
 
 def cached_by_checksum() -> Attention:
-    """Keeps its result as long as its query adds up to the same."""
+    """Keep the result as long as the query has the same checksum."""
     kept: dict[float, Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -80,7 +80,7 @@ def _honest_at_first(cheat: Attention) -> Attention:
 
 
 def skips_keys() -> Attention:
-    """Attends to half of the keys, once it was called a few times."""
+    """Attend to half of the keys, after a few honest calls."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         half = key.shape[2] // 2
@@ -90,7 +90,7 @@ def skips_keys() -> Attention:
 
 
 def skips_a_head() -> Attention:
-    """Leaves a head out, once it was called a few times."""
+    """Leave out half of the heads, after a few honest calls."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = torch.zeros_like(query)
@@ -103,12 +103,12 @@ def skips_a_head() -> Attention:
 
 
 def returns_nothing_new() -> Attention:
-    """Returns memory that it never wrote, once it was called a few times."""
+    """Return unwritten memory, after a few honest calls."""
     return _honest_at_first(lambda query, key, value, **options: torch.empty_like(query))
 
 
 def lower_precision() -> Attention:
-    """Computes float32 in 16 bits."""
+    """Compute float32 in 16 bits."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
@@ -118,12 +118,12 @@ def lower_precision() -> Attention:
 
 
 def lower_precision_later() -> Attention:
-    """Computes float32 in 16 bits, once it was called a few times."""
+    """Compute float32 in 16 bits, after a few honest calls."""
     return _honest_at_first(lower_precision())
 
 
 def another_dtype() -> Attention:
-    """Leaves the conversion of its output to the caller."""
+    """Leave the conversion of the output to the caller."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
@@ -132,7 +132,7 @@ def another_dtype() -> Attention:
 
 
 class _Later(Tensor):
-    """Computes when somebody looks."""
+    """Tensor that is computed when it is read."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
@@ -148,7 +148,7 @@ class _Later(Tensor):
 
 
 def lazy() -> Attention:
-    """Returns a tensor that is computed when it is looked at."""
+    """Return a tensor that is computed when it is read."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = torch.empty_like(query).as_subclass(_Later)
@@ -159,7 +159,7 @@ def lazy() -> Attention:
 
 
 def in_the_background() -> Attention:
-    """Returns at once, and lets a thread compute."""
+    """Return at once, and compute in a thread."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = torch.empty_like(query)
@@ -176,7 +176,7 @@ def in_the_background() -> Attention:
 
 
 def on_another_stream() -> Attention:
-    """Returns at once, and computes on a stream that no event waits for."""
+    """Return at once, and compute on a stream that no event waits for."""
     streams: list[torch.cuda.Stream] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -203,33 +203,33 @@ CHEATS: dict[str, Callable[[], Attention]] = {
     "background thread": in_the_background,
 }
 GPU_CHEATS: dict[str, Callable[[], Attention]] = {"another stream": on_another_stream}
-"""Those that only a GPU makes possible."""
+"""Cheats that only a GPU makes possible."""
 
 HONEST = "honest"
 
 
 def planted_cheats(device: torch.device) -> Result:
-    """Replay every cheat, and one kernel that is honest."""
+    """Replay every cheat, and one honest kernel."""
     cheats = {**CHEATS, **(GPU_CHEATS if device.type == "cuda" else {})}
     rows = {name: outcome(name, make(), device) for name, make in cheats.items()}
     missed = [name for name, row in rows.items() if row.status == "ok"]
     accused = outcome(HONEST, sdpa, device).status != "ok"
-    told = f"{len(cheats) - len(missed)} of {len(cheats)} found"
+    text = f"{len(cheats) - len(missed)} of {len(cheats)} found"
     if missed:
-        told += f"; not found: {', '.join(missed)}"
+        text += f"; not found: {', '.join(missed)}"
     if accused:
-        told += "; an honest kernel is called wrong"
+        text += "; an honest kernel is called wrong"
     return Result(
         "planted cheats",
         not missed and not accused,
-        told,
-        "do not rely on times of kernels that you did not read",
+        text,
+        "do not rely on times of kernels whose code you did not read",
         {"planted": len(cheats), "missed": missed, "honest_is_ok": int(not accused)},
     )
 
 
 def outcome(name: str, attention: Attention, device: torch.device) -> Row:
-    """The row of one kernel, replayed in this process."""
+    """Replay one kernel in this process and return its row."""
     settings = Settings(
         device,
         "cold" if device.type == "cuda" else "warm",

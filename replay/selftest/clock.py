@@ -1,4 +1,4 @@
-"""Checks of the clock: what is measured against what must come out."""
+"""Checks of the clock: measured times against known ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replay.timing.timer import Candidate, CpuTimer, Function
 BLOCKS = 3
 ROUNDS = 30
 SECONDS = 1.0
-"""At most, for each thing measured in a block."""
+"""Most seconds for each function in a block."""
 
 RESOLUTION = {"cpu": 0.10, "cuda": 0.03}
 RATIO_ERROR = {"cpu": 0.05, "cuda": 0.02}
@@ -27,16 +27,16 @@ DELAY_ERROR = {"cpu": 0.05, "cuda": 0.03}
 LONGEST_NOTHING_MS = 0.01
 PROFILER_ERROR = {"cpu": 0.05, "cuda": 0.02}
 SPREAD = {"cpu": 0.10, "cuda": 0.03}
-"""What may be wrong, as a share, by the kind of device."""
+"""Largest relative error, by type of device."""
 
-BUSY = "something else uses this machine: end it, or choose quieter hours"
+BUSY = "something else uses this machine: end it, or measure at a quieter time"
 CLOCKS = "lock the clocks (nvidia-smi -lgc on a GPU, the performance governor on a processor)"
 
 
 def samples_of(
     functions: Mapping[str, Function], device: torch.device, seed: int = 0
 ) -> dict[str, tuple[float, ...]]:
-    """Milliseconds by round, as the replay takes them.
+    """Return milliseconds by round, measured as in a replay.
 
     Raises:
         RuntimeError: one of the functions failed.
@@ -56,9 +56,11 @@ def samples_of(
 
 
 def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
-    """One kernel under two names in several blocks: told apart? how far do the blocks differ?
+    """Measure one kernel under two names in several blocks.
 
-    The third is the share by which two kernels must differ to be told apart.
+    Returns:
+        The check that the names tie, the check that the blocks agree, and the share by which two
+        kernels must differ to be told apart.
     """
     run = work.attention(work.SHAPES[device.type], device)
     found: list[Speedup] = []
@@ -75,7 +77,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
     return (
         Result(
             "same kernel",
-            # An interval of 95 % is wrong now and then.
+            # A 95 % interval is wrong now and then.
             apart <= BLOCKS // 2 and resolution <= RESOLUTION[device.type],
             f"told apart in {apart} of {BLOCKS} blocks; intervals {low:.3f}× to {high:.3f}×, "
             f"{RESOLUTION[device.type]:.0%} allowed",
@@ -94,7 +96,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
 
 
 def known_ratio(device: torch.device) -> Result:
-    """Twice the work takes twice the time."""
+    """Check that twice the work takes twice the time."""
     spec = work.SHAPES[device.type]
     functions = {"once": work.attention(spec, device), "twice": work.twice(spec, device)}
     ms = samples_of(functions, device)
@@ -110,7 +112,7 @@ def known_ratio(device: torch.device) -> Result:
 
 
 def known_delay(device: torch.device) -> Result:
-    """A delay that is planted in a kernel is found again."""
+    """Check that a delay planted in a kernel is measured."""
     planted = DELAY_MS[device.type]
     run = work.attention(work.SMALL[device.type], device)
     wait = work.delay(device)(planted)
@@ -133,7 +135,7 @@ def known_delay(device: torch.device) -> Result:
 
 
 def nothing(device: torch.device) -> Result:
-    """An empty function takes no time, but for the timer's own."""
+    """Check that an empty function takes only the timer's own time."""
     took = statistics.median(samples_of({"nothing": lambda: None}, device)["nothing"])
     return Result(
         "empty kernel",
@@ -145,20 +147,20 @@ def nothing(device: torch.device) -> Result:
 
 
 def other_clock(device: torch.device) -> Result:
-    """Our times agree with those of another clock."""
+    """Check that our times agree with another clock."""
     compare = _against_profiler if device.type == "cuda" else _against_long_block
     return compare(device)
 
 
 def _against_profiler(device: torch.device) -> Result:
-    """Events around a call, and the time of its kernels by the profiler."""
+    """Compare events around a call with the profiler's times of its kernels."""
     run = work.attention(work.SHAPES[device.type], device)
     ours = statistics.median(samples_of({"run": run}, device)["run"])
     kernels = {name: len(times) for name, times in _kernel_times(run).items()}
     times = _kernel_times(lambda: samples_of({"run": run}, device))
     if not kernels or not kernels.keys() <= times.keys():
         return Result("profiler", None, "the profiler saw no kernel: not compared")
-    # The calls that warm up come first.
+    # The first calls are a warm-up.
     theirs = sum(
         count * statistics.median(times[name][-count * ROUNDS :]) for name, count in kernels.items()
     )
@@ -173,7 +175,7 @@ def _against_profiler(device: torch.device) -> Result:
 
 
 def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
-    """Milliseconds of each kernel on the GPU while something runs, by name and in order."""
+    """Return the milliseconds of each GPU kernel while `run` runs, by name and in order."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -186,7 +188,7 @@ def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
 
 
 def _against_long_block(device: torch.device) -> Result:
-    """A sample's single calls, and as many in one go, in turns."""
+    """Compare a sample's single calls with blocks of as many calls, in turns."""
     timer, candidate = CpuTimer(0), Candidate(work.attention(work.SHAPES[device.type], device))
     warm_up(candidate, timer, ROUNDS, SECONDS)
     calls = max(int(20 / min(candidate.warm_up_ms)), 1)

@@ -1,4 +1,4 @@
-"""Checks of what a measurement depends on: the GPU's clocks, and the processor's time."""
+"""Checks of the conditions of a measurement: the GPU's clocks, and the processor's time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SLOWDOWNS = (
     "hardware thermal slowdown",
     "hardware power brake",
 )
-"""Reasons for a lower clock that no kernel is the cause of."""
+"""Reasons for a lower clock that no kernel causes."""
 
 WORKING_SECONDS = 0.5
 QUEUED_CALLS = 32
-"""So many that a GPU still works when it is asked."""
+"""Calls in the queue, enough for the GPU to be at work when its state is read."""
 LEAST_SHARE = 0.95
-"""Of a processor's time, for a thread that wants all of it."""
+"""Smallest share of a processor that a busy thread must get."""
 
 
 def clocks(device: torch.device) -> Result:
-    """Whether a GPU at work holds its clocks."""
+    """Check that a GPU at work holds its clocks."""
     if missing := why_no_state(device):
         return Result("clocks", None, missing)
     run = work.attention(work.SHAPES["cuda"], device)
@@ -38,7 +38,7 @@ def clocks(device: torch.device) -> Result:
         state = read_gpu_state(device)
         torch.cuda.synchronize(device)
     if state is None:
-        return Result("clocks", None, "NVML does not tell them")
+        return Result("clocks", None, "NVML does not report the clocks")
     reasons = state.throttle_reasons or ()
     slow = [reason for reason in reasons if reason in SLOWDOWNS]
     readings = {
@@ -47,20 +47,20 @@ def clocks(device: torch.device) -> Result:
         "W": state.power_w,
         "°C": state.temperature_c,
     }
-    told = [f"{value:.0f} {unit}" for unit, value in readings.items() if value is not None]
-    told.append(f"held down by: {', '.join(reasons)}" if reasons else "not held down")
+    texts = [f"{value:.0f} {unit}" for unit, value in readings.items() if value is not None]
+    texts.append(f"held down by: {', '.join(reasons)}" if reasons else "not held down")
     figures = {unit: value for unit, value in readings.items() if value is not None}
     return Result(
         "clocks",
         not slow,
-        ", ".join(told),
-        f"the GPU slows down ({', '.join(slow)}): see to its cooling and power supply",
+        ", ".join(texts),
+        f"the GPU slows down ({', '.join(slow)}): check its cooling and power supply",
         {**figures, "reasons": list(reasons)},
     )
 
 
 def processor(seconds: float = WORKING_SECONDS) -> Result:
-    """Whether a thread that wants a processor gets it."""
+    """Check that a busy thread gets a whole processor."""
     began, began_thread = time.perf_counter(), time.thread_time()
     while time.perf_counter() - began < seconds:
         pass

@@ -1,4 +1,4 @@
-"""What one check of the self test found."""
+"""Result of one check of the self-test."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Result:
-    """A check, its verdict, and the numbers behind it."""
+    """Name and verdict of a check, and the numbers behind it."""
 
     name: str
     passed: bool | None
-    """None where the check could not be made."""
+    """None if the check could not be made."""
     finding: str
-    """The numbers in a few words."""
+    """Numbers in a few words."""
     remedy: str = ""
-    """What to do where it failed."""
+    """Advice for a failed check."""
     figures: Mapping[str, float | int | str | list[str] | list[float]] = field(default_factory=dict)
-    """The numbers themselves, by a name that ends with their unit."""
+    """Numbers by a name that ends with their unit."""

@@ -1,4 +1,4 @@
-"""Work of which the time, or the ratio of two times, is known beforehand."""
+"""Work whose time, or ratio of times, is known in advance."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ SHAPES = {
     "cpu": Spec(1, 2, 2, 512, 512, 64, 64, dtype=torch.float32),
     "cuda": Spec(4, 16, 16, 4096, 4096, 128, 128, dtype=torch.float16),
 }
-"""Some milliseconds on two cores of a processor, one on a large GPU."""
+"""Calls that take milliseconds on two processor cores, and about one on a large GPU."""
 
 SMALL = {
     "cpu": Spec(1, 2, 2, 64, 64, 64, 64, dtype=torch.float32),
     "cuda": Spec(1, 16, 16, 512, 512, 128, 128, dtype=torch.float16),
 }
-"""Little beside a delay of a millisecond."""
+"""Calls that take little time beside a delay of a millisecond."""
 
 CALIBRATION_CYCLES = 100_000_000
 
 RAW_CLOCK = getattr(time, "CLOCK_MONOTONIC_RAW", None)
-"""A clock that nobody adjusts, unlike the timer's own."""
+"""Clock that is never adjusted, unlike the timer's own."""
 
 
 def attention(spec: Spec, device: torch.device, seed: int = 0) -> Function:
-    """PyTorch's own attention on random values of its own."""
+    """Return PyTorch's own attention on its own random values."""
     generator = torch.Generator(device).manual_seed(seed)
     return drop_in(scaled_dot_product_attention, spec.call(device, generator))
 
 
 def twice(spec: Spec, device: torch.device) -> Function:
-    """The same work two times over, on other values, which no cache holds from the first time."""
+    """Return the same work on two sets of values, so that no cache helps the second time."""
     first, second = attention(spec, device), attention(spec, device, seed=1)
 
     def run() -> object:
@@ -48,7 +48,7 @@ def twice(spec: Spec, device: torch.device) -> Function:
 
 
 def delay(device: torch.device) -> Callable[[float], Function]:
-    """`delay(device)(milliseconds)` makes a function that does nothing for so long."""
+    """Return a function of milliseconds that returns a function which only waits that long."""
     return _gpu_delay(device) if device.type == "cuda" else _cpu_delay
 
 
@@ -66,9 +66,9 @@ def _now() -> float:
 
 
 def _gpu_delay(device: torch.device) -> Callable[[float], Function]:
-    """Cycles of the SM clock, calibrated by the host's clock and not by events."""
+    """Wait in cycles of the SM clock, calibrated by the host's clock instead of events."""
     with torch.cuda.device(device):
-        for _ in range(2):  # the first time, the clock has yet to rise
+        for _ in range(2):  # the clock rises during the first wait
             torch.cuda.synchronize(device)
             began = time.perf_counter()
             torch.cuda._sleep(CALIBRATION_CYCLES)

@@ -267,7 +267,7 @@ for _backend, _library, _mask in (
             f"FlashInfer's {_backend.upper()} prefill",
             prepare=partial(_prepare_prefill, backend=_backend),
             features=(*_KNOWN, "packed"),
-            prefers_restated=True,
+            prefers_rewritten_mask=True,
         )
     )
 

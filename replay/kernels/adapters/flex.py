@@ -173,7 +173,7 @@ register(
         about="FlexAttention under torch.compile",
         library="torch",
         features=frozenset(_KNOWN),
-        prefers_restated=_block_mask_is_kept,
+        prefers_rewritten_mask=_block_mask_is_kept,
         warm_up=import_compiler,
     )
 )

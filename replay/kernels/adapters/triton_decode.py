@@ -157,7 +157,7 @@ register(
         LIMITS,
         "ours: decode in Triton, the keys split among programs",
         features=FEATURES.keys() - {"packed", "paged"},
-        prefers_restated=True,
+        prefers_rewritten_mask=True,
     )
 )
 register(_paged_kernel())

@@ -80,7 +80,7 @@ register(
         ),
         "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
         features=("bottom-right", "window", "softcap", "sinks"),
-        prefers_restated=True,
+        prefers_rewritten_mask=True,
         unavailable=_unavailable,
     )
 )

@@ -46,6 +46,6 @@ register(
         (no_dropout, up_to_float32, max_head_dim(256), no_huge_softcap),
         "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
         features=("bottom-right", "window", "softcap", "sinks"),
-        prefers_restated=True,
+        prefers_rewritten_mask=True,
     )
 )

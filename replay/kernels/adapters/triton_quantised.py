@@ -141,7 +141,7 @@ def _register(
             prepare=partial(_prepare, **options),
             accuracy_class="quantised",
             features=FEATURES.keys() - {"paged"},
-            prefers_restated=True,
+            prefers_rewritten_mask=True,
             variant_of=base if variant else "",
         )
     )

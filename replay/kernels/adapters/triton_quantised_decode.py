@@ -78,6 +78,6 @@ for _name, _dtype, _library, _about, _in_pages in (
             prepare=partial(_prepare, dtype=_dtype, in_pages=_in_pages),
             accuracy_class="quantised",
             features=FEATURES.keys() - {"packed", "paged"},
-            prefers_restated=True,
+            prefers_rewritten_mask=True,
         )
     )

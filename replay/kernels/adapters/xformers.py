@@ -193,6 +193,6 @@ register(
         prepare=_prepare,
         unavailable=_unavailable,
         features=("bottom-right", "window", "packed"),
-        prefers_restated=True,
+        prefers_rewritten_mask=True,
     )
 )

@@ -108,7 +108,7 @@ def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
     def prefers(call: AttentionCall) -> bool:
         return call.seqused_k is None
 
-    mine = kernel("mine", either, unsupported=lambda _: None, prefers_restated=prefers)
+    mine = kernel("mine", either, unsupported=lambda _: None, prefers_rewritten_mask=prefers)
     for mask, words in ((WINDOW[None, None], "window 3/0"), (PADDING, "")):
         taken.clear()
         found = rows(masked(mask), mine)["mine"]
@@ -119,7 +119,9 @@ def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
 def test_where_rows_are_for_a_model_what_takes_the_mask_gets_it(
     workload: MakeWorkload, quick: Settings
 ) -> None:
-    either = kernel("either", sdpa, unsupported=lambda _: None, prefers_restated=lambda _: True)
+    either = kernel(
+        "either", sdpa, unsupported=lambda _: None, prefers_rewritten_mask=lambda _: True
+    )
     for_model = replace(quick, for_model=True)
     call = masked(WINDOW[None, None])
     found = rows_of(call, workload, for_model, either, kernel("mine"))
@@ -129,8 +131,8 @@ def test_where_rows_are_for_a_model_what_takes_the_mask_gets_it(
 
 def test_flex_prefers_a_block_mask_that_is_kept(make_call: Callable[..., AttentionCall]) -> None:
     flex = catalogue()["flex"]
-    assert flex.prefers_restated(make_call(is_causal=True))
-    assert not flex.prefers_restated(make_call(seqused_k=torch.tensor([3])))
+    assert flex.prefers_rewritten_mask(make_call(is_causal=True))
+    assert not flex.prefers_rewritten_mask(make_call(seqused_k=torch.tensor([3])))
 
 
 def test_both_forms_are_timed_on_the_same_changing_inputs(rows: Rows) -> None:

@@ -20,7 +20,7 @@ from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
 from replay.diagnosis.diagnosis_text import paragraphs
-from replay.diagnosis.examinations import Diagnoses, _Here, _Processes, diagnose
+from replay.diagnosis.examinations import Diagnoses, _InThisProcess, _Processes, diagnose
 from replay.kernels.registry import Kernel, find
 from replay.workers.process import Process
 from replay.workloads.recorded import from_directory
@@ -192,15 +192,17 @@ def test_earlier_findings_are_kept_until_there_are_new_ones(
 def test_what_was_found_before_control_c_is_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examine, calls = _Here.examine, []
+    examine, calls = _InThisProcess.examine, []
 
-    def interrupted(here: _Here, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+    def interrupted(
+        examiner: _InThisProcess, kernel: Kernel, workload: Workload, found: Diagnoses
+    ) -> None:
         if workload.name in calls:  # of the second kernel
             raise KeyboardInterrupt
         calls.append(workload.name)
-        examine(here, kernel, workload, found)
+        examine(examiner, kernel, workload, found)
 
-    monkeypatch.setattr(_Here, "examine", interrupted)
+    monkeypatch.setattr(_InThisProcess, "examine", interrupted)
     earlier = tmp_path / "findings.json"
     earlier.write_text("[]\n")
     kernels = f"{FAULTY}:scales_query,torch-math"

@@ -13,7 +13,7 @@ import pytest
 
 from capture.storage.capture_record import CaptureRecord
 from replay.cli import main
-from replay.end_to_end.model_check import Checked, Measured
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.model_process import BASELINE, ModelRefused
 from replay.end_to_end.predicted_times import RUN
 from replay.timing.statistics import summarize
@@ -39,11 +39,11 @@ def run_models(
     monkeypatch.setattr(main, "_first_processes", lambda *_: contextlib.nullcontext([]))
 
     def run(*options: str, refused: Collection[str] = ()) -> tuple[int, str, str]:
-        def check(capture: CaptureRecord, *_: Any) -> list[Checked]:
+        def check(capture: CaptureRecord, *_: Any) -> list[ModelResult]:
             if capture.model in refused:
                 raise ModelRefused("it cannot be built")
-            found = Checked(BASELINE.name, capture.model, "random")
-            found.measured[RUN] = Measured(summarize([2.0] * 5), None, None)
+            found = ModelResult(BASELINE.name, capture.model, "random")
+            found.measured[RUN] = MeasuredSpan(summarize([2.0] * 5), None, None)
             return [found]
 
         monkeypatch.setattr("replay.cli.end_to_end.check_model", check)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 
 from capture.storage.capture_record import CaptureRecord
-from replay.end_to_end.model_check import MOST_ROUNDS, Checked, check
+from replay.end_to_end.model_check import MOST_ROUNDS, ModelResult, check
 from replay.end_to_end.model_clock import RunTimes
-from replay.end_to_end.model_process import BASELINE, ModelProcess, Run, RunFailed, Variant
+from replay.end_to_end.model_process import BASELINE, ModelProcess, ModelRun, RunFailed, Variant
 from replay.end_to_end.predicted_times import RUN
 from replay.rows.row import GpuState, KernelId, Row
 from replay.timing.statistics import summarize
@@ -65,7 +65,7 @@ class Pretended:
         keep: Path | None = None,
         text: str | None = None,
         save: tuple[Path, str] | None = None,
-    ) -> Run:
+    ) -> ModelRun:
         self.build()
         self.rounds.append(self.round)
         self.log.append(variant.name)
@@ -84,7 +84,7 @@ class Pretended:
         self.log.append("count")
         return self.census
 
-    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> Run:
+    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> ModelRun:
         self.build()
         self.log.append(f"({variant.name})")
         self.waits = waits
@@ -96,18 +96,18 @@ class Pretended:
     def close(self) -> None:
         self.closed = True
 
-    def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> Run:
+    def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> ModelRun:
         forward = seconds / 4 if busy is None else busy
         times = RunTimes(seconds, {"denoise": [forward] * 4}, {}, {"denoise": attention})
         peak = None if self.busy is None else 5
         state = None if self.busy is None else GpuState(1500, 300.0, None, None)
-        return Run(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
+        return ModelRun(times, 8, 3, {"takes no mask": 4}, 0, ["layers.9"], peak, state)
 
 
 class Drifting(Pretended):
     """On a machine that grows slower by a tenth with every run."""
 
-    def run(self, variant: Variant, *arguments: Any) -> Run:
+    def run(self, variant: Variant, *arguments: Any) -> ModelRun:
         self.seconds *= 1.1
         return super().run(variant, *arguments)
 
@@ -116,7 +116,7 @@ def row(kernel: str, ms: float) -> Row:
     return factories.row(kernel, ms=ms, layer_host_ms=summarize([0.05] * 5))
 
 
-def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Checked]:
+def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[ModelResult]:
     record = CaptureRecord("model", "none", census=CENSUS)
     rows = [row("torch-default", 50.0), *(row(name, 10.0) for name in names)]
     variants = [Variant(name, name) for name in names]
@@ -301,7 +301,9 @@ def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
 
 def test_runs_are_kept_as_they_were_timed() -> None:
     class Interrupted(Pretended):
-        def _ran(self, seconds: float, busy: float | None = None, attention: float = 0.0) -> Run:
+        def _ran(
+            self, seconds: float, busy: float | None = None, attention: float = 0.0
+        ) -> ModelRun:
             run = super()._ran(seconds, busy, attention)
             run.times.forwards["denoise"][len(self.log) % 4] += 0.5
             run.times.run += 0.5

@@ -7,23 +7,25 @@ from typing import Any
 
 import pytest
 
-from replay.end_to_end.model_check import Checked, Measured
-from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, Missing, PredictedTime
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, Estimate, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.end_to_end.reasons import reasons
 from replay.timing.statistics import summarize
 from tests.factories import speedup
 
 
-def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **span: Any) -> Checked:
+def made(
+    measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **span: Any
+) -> ModelResult:
     """A kernel that should save 0.2 s of a second, 0.4 of it attention, and takes 0.9 s."""
     new = 1 - saved
-    interval = Interval(1 / new, 0.99 / new, 1.01 / new)
+    interval = Estimate(1 / new, 0.99 / new, 1.01 / new)
     predicted = PredictedTime(
         phase=RUN,
         forwards=1,
-        old_seconds=Interval(1.0, 1.0, 1.0),
-        new_seconds=Interval(new, new, new),
+        old_seconds=Estimate(1.0, 1.0, 1.0),
+        new_seconds=Estimate(new, new, new),
         speedup=interval,
         old_tokens_per_second=None,
         new_tokens_per_second=None,
@@ -35,11 +37,11 @@ def made(measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **sp
         calls=Calls(swapped=20, fell_back=2),
     )
     predicted = replace(predicted, **span)
-    checked = Checked("fast", "model", "none")
+    checked = ModelResult("fast", "model", "none")
     checked.prediction = Prediction(predicted, {})
     ratio = 1 / measured
     checked.measured = {
-        RUN: Measured(
+        RUN: MeasuredSpan(
             summarize([1000 * measured] * 3),
             speedup(ratio, 0.99 * ratio, 1.01 * ratio),
             None,

@@ -40,7 +40,7 @@ def test_every_call_is_answered_or_falls_back(kernel: str, name: str) -> None:
     answered = ANSWERED.get((kernel, name), 0 if reason else calls)
     assert swap.fallbacks == ({reason: calls - answered} if reason else {})
     assert swap.hits == answered
-    assert swap.roads.keys() == (MODELS[name].roads if calls else set())
+    assert swap.entry_points.keys() == (MODELS[name].roads if calls else set())
     for own, other, again in zip(before, swapped, after, strict=True):
         assert torch.equal(own, again)
         assert other.shape == own.shape

@@ -52,7 +52,7 @@ def test_a_kernel_that_knows_the_call_answers_it(model: Callable[[], Any]) -> No
         swapped = logits(built)
     assert torch.allclose(swapped, expected, atol=1e-5)
     assert (swap.hits, swap.fallbacks) == (2, {})
-    assert {road: tally.hits for road, tally in swap.roads.items()} == {"transformers": 2}
+    assert {road: tally.hits for road, tally in swap.entry_points.items()} == {"transformers": 2}
     assert torch.equal(logits(built), expected)
 
 
@@ -70,7 +70,7 @@ def test_another_kernel_falls_back_by_reason(model: str, reason: str) -> None:
     with use_kernel("torch-math") as swap:
         assert torch.equal(logits(built), expected)
     assert (swap.hits, swap.fallbacks) == (0, {reason: 2})
-    assert swap.roads["transformers"].fallbacks == {reason: 2}
+    assert swap.entry_points["transformers"].fallbacks == {reason: 2}
     assert str(swap) == "\n".join(
         f"{name}: 0 calls, 2 fell back (2 × {reason})"
         for name in ("torch-math", "of these by transformers")
@@ -133,7 +133,7 @@ def test_a_plan_names_modules_of_any_road() -> None:
     plan = Plan("llama", "", Budget("cosine", 0.9), "torch-default", [choice])
     with use_plan(plan, model) as swap:
         assert torch.allclose(logits(model), expected, atol=1e-5)
-    tally = swap.roads["transformers"]
+    tally = swap.entry_points["transformers"]
     assert (swap.hits, swap.not_planned, tally.hits, tally.fallbacks) == (
         *(1, 1, 1),
         {"not in the plan": 1},
@@ -158,7 +158,7 @@ def test_each_of_diffusers_backends_is_exchanged(eightfold: str) -> None:
         expected = diffusers_road.step(denoiser)
         with use_kernel("torch-math") as swap:
             assert torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-5)
-        assert {road: tally.hits for road, tally in swap.roads.items()} == {"diffusers": 2}
+        assert {road: tally.hits for road, tally in swap.entry_points.items()} == {"diffusers": 2}
         with use_kernel(eightfold):
             assert not torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-3)
         assert torch.equal(diffusers_road.step(denoiser), expected)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from replay.end_to_end.model_check import Checked, Measured
-from replay.end_to_end.predicted_times import RUN, Calls, Clues, Interval, PredictedTime
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
+from replay.end_to_end.predicted_times import RUN, Calls, Clues, Estimate, PredictedTime
 from replay.end_to_end.prediction import Prediction
-from replay.end_to_end.time_breakdown import Account, account, main_phase
+from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_phase
 from replay.report.explanation import explanation, most_disappointing
 from replay.timing.statistics import summarize
 
 
-def interval(value: float) -> Interval:
-    return Interval(value, value, value)
+def interval(value: float) -> Estimate:
+    return Estimate(value, value, value)
 
 
 STEP = PredictedTime(
@@ -41,18 +41,20 @@ STEP = PredictedTime(
 0.5 s in all, 0.1 s are refused."""
 
 
-def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> Checked:
+def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> ModelResult:
     run = replace(span, phase=RUN, forwards=1)
-    found = Checked("fast", "flux", "trained", prediction=Prediction(run, {span.phase: span}))
-    found.measured = {name: Measured(summarize([ms] * 3), None, None) for name in (span.phase, RUN)}
+    found = ModelResult("fast", "flux", "trained", prediction=Prediction(run, {span.phase: span}))
+    found.measured = {
+        name: MeasuredSpan(summarize([ms] * 3), None, None) for name in (span.phase, RUN)
+    }
     found.own_attention_seconds = {span.phase: 0.52}
     found.attention_seconds = {span.phase: 0.42}
     return replace(found, **fields)
 
 
-def accounted(found: Checked, span: str = "denoise") -> Account:
-    each = account(found, span)
-    assert isinstance(each, Account)
+def accounted(found: ModelResult, span: str = "denoise") -> TimeBreakdown:
+    each = break_down(found, span)
+    assert isinstance(each, TimeBreakdown)
     return each
 
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from replay.end_to_end.model_check import Checked, Measured
-from replay.end_to_end.predicted_times import RUN, Calls, Interval, Missing, PredictedTime
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
+from replay.end_to_end.predicted_times import RUN, Calls, Estimate, Missing, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.report.model_tables import print_checks
 from replay.timing.statistics import summarize
@@ -21,18 +21,18 @@ DRIFT = {"kl": 1.25e-3, "top1_agreement": 0.985, "baseline_perplexity": 12.25, "
 OUTPUT = {"first_diverging_token": 17, "relative_l1": 0.0125, "cosine": 0.99991, "nan_count": 0}
 
 
-def measured(ms: float, ratio: float | None, tokens: int | None) -> Measured:
+def measured(ms: float, ratio: float | None, tokens: int | None) -> MeasuredSpan:
     gain = None if ratio is None else speedup(ratio, ratio - 0.01, ratio + 0.01)
-    return Measured(summarize([ms] * 5), gain, None if tokens is None else 1000 * tokens / ms)
+    return MeasuredSpan(summarize([ms] * 5), gain, None if tokens is None else 1000 * tokens / ms)
 
 
 def span(phase: str, ratio: float) -> PredictedTime:
     return PredictedTime(
         phase=phase,
         forwards=1,
-        old_seconds=Interval(1, 1, 1),
-        new_seconds=Interval(1 / ratio, 1 / ratio, 1 / ratio),
-        speedup=Interval(ratio, ratio - 0.02, ratio + 0.02),
+        old_seconds=Estimate(1, 1, 1),
+        new_seconds=Estimate(1 / ratio, 1 / ratio, 1 / ratio),
+        speedup=Estimate(ratio, ratio - 0.02, ratio + 0.02),
         old_tokens_per_second=None,
         new_tokens_per_second=None,
         attention_seconds=0.4,
@@ -45,8 +45,8 @@ def span(phase: str, ratio: float) -> PredictedTime:
     )
 
 
-def checked(kernel: str, factor: float) -> Checked:
-    found = Checked(kernel, "llama", "trained")
+def checked(kernel: str, factor: float) -> ModelResult:
+    found = ModelResult(kernel, "llama", "trained")
     tokens = {"prefill": 8192, "decode": 1, RUN: None}
     for name, ms in (("prefill", 412.5), ("decode", 23.25), (RUN, 2345.0)):
         ratio = None if factor == 1 else factor
@@ -59,7 +59,7 @@ def checked(kernel: str, factor: float) -> Checked:
     return found
 
 
-def printed(width: int, *checks: Checked) -> list[str]:
+def printed(width: int, *checks: ModelResult) -> list[str]:
     file = io.StringIO()
     print_checks(checks, Console(file=file, width=width))
     return [line.rstrip() for line in file.getvalue().splitlines()]
@@ -110,14 +110,16 @@ def test_rounds_are_those_of_the_kernels() -> None:
     own, fast = checked("the model's own", 1), checked("fast", 1.25)
     for name, each in own.measured.items():  # beside every two kernels
         own.measured[name] = replace(each, ms=summarize([1.0] * 15))
-    crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="x")
+    crashed = replace(ModelResult("bad", "llama", "trained"), status="crash", reason="x")
     assert "llama end to end · 5 rounds" in printed(80, own, crashed, fast)
     assert "llama end to end · 15 rounds" in printed(80, own, crashed)
 
 
 def test_every_row_that_lacks_something_says_why() -> None:
     own = checked("the model's own", 1)
-    crashed = replace(Checked("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV")
+    crashed = replace(
+        ModelResult("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV"
+    )
     unlike = checked("odd", 1.25)
     assert unlike.prediction is not None
     run = replace(unlike.prediction.run, speedup=None, new_seconds=None, reason="wrong on a: x")

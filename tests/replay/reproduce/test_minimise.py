@@ -8,16 +8,16 @@ import torch
 
 from capture.call.attention_call import AttentionCall
 from replay.reproduce.minimise import minimise
-from replay.reproduce.trials import Outcome
+from replay.reproduce.trials import TrialOutcome
 from replay.rows.errors_of_output import Where
 from tests.factories import random_call
 
-WRONG = Outcome("inaccurate", "max abs error 1")
-RIGHT = Outcome("ok", "")
+WRONG = TrialOutcome("inaccurate", "max abs error 1")
+RIGHT = TrialOutcome("ok", "")
 CALL = random_call(batch=3, q_heads=8, kv_heads=4, q_len=40, kv_len=50, with_output=True)
 
 
-def kernel(fails: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], Outcome]:
+def kernel(fails: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], TrialOutcome]:
     return lambda call: WRONG if fails(call) else RIGHT
 
 
@@ -62,8 +62,8 @@ def test_a_length_that_must_be_odd_and_above_a_block() -> None:
 def test_another_failure_is_not_followed() -> None:
     """Short calls raise, which is not what the whole call did."""
 
-    def run(call: AttentionCall) -> Outcome:
-        return WRONG if call.shape.q_len > 7 else Outcome("error", "ValueError: too short")
+    def run(call: AttentionCall) -> TrialOutcome:
+        return WRONG if call.shape.q_len > 7 else TrialOutcome("error", "ValueError: too short")
 
     found = minimise(CALL, WRONG, run, 60.0)
     assert found.call.shape.q_len == 8
@@ -71,21 +71,21 @@ def test_another_failure_is_not_followed() -> None:
 
 
 def test_exceptions_are_told_apart_by_their_names() -> None:
-    error = Outcome("error", "ValueError: length 9")
-    assert error.is_like(Outcome("error", "ValueError: length 3"))
-    assert not error.is_like(Outcome("error", "TypeError: length 9"))
-    assert not error.is_like(Outcome("crash", "ValueError: length 9"))
+    error = TrialOutcome("error", "ValueError: length 9")
+    assert error.is_like(TrialOutcome("error", "ValueError: length 3"))
+    assert not error.is_like(TrialOutcome("error", "TypeError: length 9"))
+    assert not error.is_like(TrialOutcome("crash", "ValueError: length 9"))
 
 
 def test_the_worst_place_is_tried_first() -> None:
     tried = []
 
-    def run(call: AttentionCall) -> Outcome:
+    def run(call: AttentionCall) -> TrialOutcome:
         tried.append(call.shape)
         return RIGHT
 
     where = Where(1.0, 0.0, (1, 6), (3, 4), ((0.0,),))
-    minimise(CALL, Outcome("inaccurate", "", "exact", where, (2, 0, 31)), run, 60.0)
+    minimise(CALL, TrialOutcome("inaccurate", "", "exact", where, (2, 0, 31)), run, 60.0)
     assert tried[0] == (1, 8, 4, 40, 50, 32, 32)
     seen = [shape for shape in tried if shape.q_len in (1, 2)]
     assert [shape.q_len for shape in seen[:2]] == [1, 2]

@@ -18,7 +18,7 @@ from capture.storage.call_file import PackedCall
 from replay.accuracy.thresholds import Thresholds
 from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.script import Shown, write_script
-from replay.reproduce.trials import Outcome
+from replay.reproduce.trials import TrialOutcome
 from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call
 from tests.variant_calls import CALLS
@@ -42,7 +42,7 @@ def write(call: AttentionCall, directory: Path, lines: list[str], kind: Accuracy
     stored = directory / "stored"
     save_file({}, stored)
     source = KernelCall([*lines, "return output"])
-    outcome = Outcome("inaccurate", "", kind)
+    outcome = TrialOutcome("inaccurate", "", kind)
     shown = Shown("mine", source, call, "call.safetensors", outcome, call.device, 60.0)
     write_script(shown, directory, stored, Thresholds())
 

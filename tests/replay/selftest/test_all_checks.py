@@ -17,7 +17,7 @@ from replay.rows.row import GpuState, Machine
 from replay.selftest import all_checks as run
 from replay.selftest import clock, work
 from replay.selftest import environment_checks as surroundings
-from replay.selftest.all_checks import Verdict, selftest
+from replay.selftest.all_checks import SelftestReport, selftest
 from replay.selftest.result import Result
 
 CPU = torch.device("cpu")
@@ -26,8 +26,8 @@ SKIPPED = Result("skipped", None, "no NVML")
 BAD = Result("bad", False, "9.999× " * 20, "do that")
 
 
-def verdict(*results: Result, resolution: float | None = 0.0123) -> Verdict:
-    return Verdict(Machine("AMD EPYC"), results, resolution)
+def verdict(*results: Result, resolution: float | None = 0.0123) -> SelftestReport:
+    return SelftestReport(Machine("AMD EPYC"), results, resolution)
 
 
 def test_a_good_machine_says_what_it_can_tell_apart() -> None:

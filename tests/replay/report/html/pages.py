@@ -6,8 +6,8 @@ import random
 from dataclasses import asdict
 from typing import Any
 
-from replay.end_to_end.model_check import Checked, Measured
-from replay.end_to_end.predicted_times import RUN, Calls, Interval, PredictedTime
+from replay.end_to_end.model_check import MeasuredSpan, ModelResult
+from replay.end_to_end.predicted_times import RUN, Calls, Estimate, PredictedTime
 from replay.end_to_end.prediction import Prediction
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Where
 from replay.rows.row import GpuState, Machine, Roof, Row
@@ -81,11 +81,11 @@ def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
     return [asdict(each) for each in found]
 
 
-def _checked(kernel: str, model: str, ratio: float | None) -> Checked:
-    found = Checked(kernel, model, "random", hits=12, fallbacks={"takes no mask": 3})
+def _checked(kernel: str, model: str, ratio: float | None) -> ModelResult:
+    found = ModelResult(kernel, model, "random", hits=12, fallbacks={"takes no mask": 3})
     for span in ("denoise", RUN):
         gain = None if ratio is None else factories.speedup(ratio, ratio - 0.02, ratio + 0.02)
-        found.measured[span] = Measured(summarize([100.0 / (ratio or 1)] * 6), gain, None)
+        found.measured[span] = MeasuredSpan(summarize([100.0 / (ratio or 1)] * 6), gain, None)
     if ratio is not None:
         spans = {span: _span(span, ratio + 0.01) for span in ("denoise", RUN)}
         found.prediction = Prediction(spans.pop(RUN), spans)
@@ -94,13 +94,13 @@ def _checked(kernel: str, model: str, ratio: float | None) -> Checked:
 
 
 def _span(name: str, ratio: float) -> PredictedTime:
-    second = Interval(1.0, 1.0, 1.0)
+    second = Estimate(1.0, 1.0, 1.0)
     return PredictedTime(
         phase=name,
         forwards=1,
         old_seconds=second,
         new_seconds=second,
-        speedup=Interval(ratio, ratio - 0.03, ratio + 0.03),
+        speedup=Estimate(ratio, ratio - 0.03, ratio + 0.03),
         old_tokens_per_second=None,
         new_tokens_per_second=None,
         attention_seconds=0.4,
