@@ -32,7 +32,7 @@ from replay.rows.row import Row
 from replay.timing.defaults import CPU_SECONDS, SECONDS
 from replay.timing.machine import describe
 from replay.workers.environments import Environment
-from replay.workers.judge_process import Hearing, Judge
+from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import Process, judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
@@ -150,9 +150,9 @@ def replay_once(
     worker, judges = Process(sys.executable, TIMEOUT), judge_process(TIMEOUT)
     if arm != "as it is":
         worker = Process(sys.executable, TIMEOUT, "benchmarks.undefended")
-    judge = None if arm == "without" else Judge(judges)
+    judge = None if arm == "without" else JudgeProcess(judges)
     environment = Environment("this", sys.executable, TIMEOUT, judge=judge, worker=worker)
-    believing = mock.patch.object(Hearing, "objection", return_value="")
+    believing = mock.patch.object(CallEvidence, "why_rejected", return_value="")
     try:
         if arm == "without, and a judge":  # which is shown no timed sample
             believing.start()

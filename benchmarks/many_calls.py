@@ -24,7 +24,7 @@ import torch
 from benchmarks import results
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
-from replay.distribution.fleet import Fleet, Seat
+from replay.distribution.fleet import DeviceSlot, Fleet
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row, TimeSummary
 from replay.rows.row_files import write_jsonl
@@ -95,12 +95,12 @@ def cpu_seconds(calls: list[Workload], kernels: int, devices: int) -> float:
     named = [Kernel(f"kernel-{number}", torch.clone) for number in range(kernels)]
     times = summarize([1.0] * settings.rounds)
     with ThreadPoolExecutor(devices) as pool, tempfile.TemporaryFile("w") as file:
-        seats = [
-            Seat(Device(f"GPU {index}", "none"), Instant(times))  # type: ignore[arg-type]
+        slots = [
+            DeviceSlot(Device(f"GPU {index}", "none"), Instant(times))  # type: ignore[arg-type]
             for index in range(devices)
         ]
         began = time.process_time()
-        rows = Fleet(seats, pool).replay(
+        rows = Fleet(slots, pool).replay(
             Schedule(calls), {HERE: named}, settings, lambda call, stage: None
         )
         write_jsonl(rows, file)

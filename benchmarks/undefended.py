@@ -16,19 +16,19 @@ from torch import Tensor
 
 from replay.bench import runner
 from replay.bench.output_check import Checker
-from replay.bench.stages import Checked, Timed
+from replay.bench.stages import CheckedKernel, TimedKernel
 from replay.isolation.judge import Sample
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import Finding
 from replay.timing.rounds import Samples
 from replay.workers.kernel_server import handle
-from replay.workers.remote_judge import RemoteReferee
+from replay.workers.remote_judge import RemoteJudge
 
 __all__ = ["handle"]
 
 
 class Blind:
-    """In place of `replay.bench.sampled_outputs.Witness`."""
+    """In place of `replay.bench.sampled_outputs.SampledOutputs`."""
 
     def __init__(self, *_: object) -> None:
         self.changed: dict[str, set[str]] = {}
@@ -37,7 +37,7 @@ class Blind:
 
     def before(self, part: object) -> None: ...
 
-    def glance(self, part: object, result: object) -> None: ...
+    def fingerprint(self, part: object, result: object) -> None: ...
 
     def keep(self, part: object, result: object) -> None: ...
 
@@ -52,19 +52,21 @@ class Blind:
         return ()
 
 
-def _restore(guard: Guard, kernel: str) -> None: ...
+def _restore(process_state: ProcessState, kernel: str) -> None: ...
 
 
-def _timed_finding(checker: Checker, timed: Timed) -> Finding:
+def _timed_finding(checker: Checker, timed: TimedKernel) -> Finding:
     return timed.checked.finding
 
 
-def _in_a_row(checker: Checker, checked: Checked, samples: Samples, last: list[Any]) -> Finding:
+def _in_a_row(
+    checker: Checker, checked: CheckedKernel, samples: Samples, last: list[Any]
+) -> Finding:
     return checked.finding
 
 
 def _clock(
-    referee: RemoteReferee,
+    judge: RemoteJudge,
     kernel: str,
     run: Callable[[], Tensor],
     device: torch.device,
@@ -73,11 +75,11 @@ def _clock(
 
 
 replaced: list[tuple[Any, str, Any]] = [
-    (runner, "Witness", Blind),
-    (Guard, "restore", _restore),
+    (runner, "SampledOutputs", Blind),
+    (ProcessState, "restore", _restore),
     (Checker, "_timed_finding", _timed_finding),
     (Checker, "_in_a_row", _in_a_row),
-    (RemoteReferee, "clock", _clock),
+    (RemoteJudge, "clock", _clock),
 ]
 for owner, name, stub in replaced:
     assert hasattr(owner, name), f"{name} has another name now"

@@ -137,7 +137,7 @@ def attention_and_spread(
     return output, spread
 
 
-class Block(NamedTuple):
+class WeightBlock(NamedTuple):
     """Probabilities of some rows of H query heads that share one key/value head, or of several."""
 
     batch: int
@@ -156,7 +156,7 @@ def weights(
     *,
     scale_scores: bool = False,
     allow_tf32: bool = False,
-) -> Iterator[Block]:
+) -> Iterator[WeightBlock]:
     """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
 
     Args:
@@ -206,7 +206,7 @@ def _weights_of_heads(
     dtype: torch.dtype,
     block_elements: int,
     scale_scores: bool,
-) -> Iterator[Block]:
+) -> Iterator[WeightBlock]:
     """The blocks of the query heads that share these key/value heads.
 
     Args:
@@ -260,7 +260,7 @@ def _weights_of_heads(
             else:
                 scores.masked_fill_(outside, -math.inf)
         is_masked = span is not None or call.attn_mask is not None
-        yield Block(batch, heads, rows, _softmax(scores, sinks, is_masked), block_value)
+        yield WeightBlock(batch, heads, rows, _softmax(scores, sinks, is_masked), block_value)
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Expected:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class OutputVerdict:
     """Whether an output is right, why, how far from the reference it is, and where."""
 
     passed: bool
@@ -102,7 +102,7 @@ def judge(
     expected: Expected,
     accuracy_class: AccuracyClass,
     thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
-) -> Verdict:
+) -> OutputVerdict:
     """Whether `output`, of the reference's shape, is right for its class of kernel.
 
     `exact` (the kernel computes in the call's 16 or 32 bits): max|O - reference| ≤
@@ -145,7 +145,7 @@ def judge(
             passed, sentence = passed and rows_passed and not bias, f"{sentence}; {rows}{bias}"
         if accuracy_class == "sparse":
             sentence = f"on the keys it chose, {sentence}"
-    return Verdict(passed, sentence, errors, found)
+    return OutputVerdict(passed, sentence, errors, found)
 
 
 def _judge_largest(

@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from replay.bench.stages import Checked, Timed
-from replay.isolation.input_perturbation import Walk
+from replay.bench.stages import CheckedKernel, TimedKernel
+from replay.isolation.input_perturbation import SteppedPerturbation
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import Sample
 from replay.isolation.output_form import malformed
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import classify
 from replay.timing.energy import measure_energy
 from replay.timing.gpu_state import NoReading, gpu_is_lost
@@ -24,12 +24,12 @@ JUDGED_SAMPLES = 4
 
 
 def with_energy(
-    timed: Timed, inputs: Inputs, guard: Guard, seed: int, device: torch.device
-) -> Timed:
+    timed: TimedKernel, inputs: Inputs, process_state: ProcessState, seed: int, device: torch.device
+) -> TimedKernel:
     """Let a kernel that was timed run alone for a second.
 
     Before each call inputs change a little (`replay.isolation.input_perturbation`), so that
-    nothing can be kept from an earlier one, and rows of some outputs are kept to be judged.
+    nothing can be sampled from an earlier one, and rows of some outputs are sampled to be judged.
 
     Args:
         seed: of the flips.
@@ -40,16 +40,16 @@ def with_energy(
     if checked.changed_inputs or timed.changed_inputs:
         return replace(timed, no_energy="it changes its inputs")
     call_ms = statistics.median(samples.ms)
-    walk = Walk(checked.call, seed, values_only=checked.chosen is not None)
-    kept = _Kept(checked, walk)
+    perturbation = SteppedPerturbation(checked.call, seed, values_only=checked.chosen is not None)
+    sampled = _SampledCalls(checked, perturbation)
     run = checked.run
 
     def next_call() -> Tensor:
-        walk.step()
+        perturbation.step()
         return run()
 
     try:
-        timed = replace(timed, block=measure_energy(next_call, device, call_ms, kept.add))
+        timed = replace(timed, block=measure_energy(next_call, device, call_ms, sampled.add))
     except NoReading as error:
         return replace(timed, no_energy=str(error))
     except BaseException as error:
@@ -57,20 +57,20 @@ def with_energy(
             raise
         return replace(timed, no_energy=classify(error).reason)
     finally:
-        walk.apply()
+        perturbation.apply()
         changed = inputs.restore(checked.call)
-        guard.restore(checked.kernel.name)
+        process_state.restore(checked.kernel.name)
     return replace(
-        timed, block_samples=kept.drawn(), block_fault=kept.fault, changed_inputs=changed
+        timed, block_samples=sampled.drawn(), block_fault=sampled.fault, changed_inputs=changed
     )
 
 
-class _Kept:
+class _SampledCalls:
     """Rows of what some calls of a block returned."""
 
-    def __init__(self, checked: Checked, walk: Walk) -> None:
+    def __init__(self, checked: CheckedKernel, perturbation: SteppedPerturbation) -> None:
         self._call = checked.call
-        self._walk = walk
+        self._perturbation = perturbation
         self._samples: list[Sample] = []
         self.fault = ""
         """What a call returned that is no output at all."""
@@ -81,8 +81,10 @@ class _Kept:
             return
         assert isinstance(result, Tensor)
         drawn = secrets.randbits(64)
-        changed, others = (rows.of(result) for rows in self._walk.rows(drawn))
-        self._samples.append(Sample(self._walk.number, drawn, changed, others, of_walk=True))
+        changed, others = (rows.of(result) for rows in self._perturbation.rows(drawn))
+        self._samples.append(
+            Sample(self._perturbation.number, drawn, changed, others, is_stepped=True)
+        )
 
     def drawn(self) -> tuple[Sample, ...]:
         count = min(JUDGED_SAMPLES, len(self._samples))

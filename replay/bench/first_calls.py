@@ -8,7 +8,7 @@ from capture.call.attention_call import AttentionCall
 from replay.bench.forms import Forms
 from replay.bench.settings import Settings
 from replay.isolation.inputs import Inputs, drop_in
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.libraries import is_interpreted
 from replay.kernels.registry import Kernel
@@ -20,7 +20,7 @@ def first_calls(
     call: AttentionCall,
     kernels: Sequence[Kernel],
     settings: Settings,
-    guard: Guard,
+    process_state: ProcessState,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, float]]:
     """Kernels that ran, and the milliseconds of their first call, compilation included.
@@ -38,7 +38,7 @@ def first_calls(
         if kernel.library == "triton" and is_interpreted():
             continue
         own, _, refused = forms.form(kernel, settings.device, for_model=settings.for_model)
-        guard.restore(kernel.name)
+        process_state.restore(kernel.name)
         if refused is not None:
             continue
         milliseconds = None
@@ -48,7 +48,7 @@ def first_calls(
             finding = classify(error)
             if gpu_is_lost(settings.device):
                 raise ContextLost(finding.reason) from error
-        guard.restore(kernel.name)
+        process_state.restore(kernel.name)
         inputs.restore(own)
         if milliseconds is not None:
             yield kernel.name, milliseconds

@@ -32,7 +32,7 @@ class Forms(NamedTuple):
 
     call: AttentionCall
     structure: MaskStructure | None = None
-    restated: AttentionCall | None = None
+    rewritten: AttentionCall | None = None
     """The call without its mask; None without one, and where options cannot say the same."""
 
     @classmethod
@@ -42,7 +42,7 @@ class Forms(NamedTuple):
 
     @property
     def all(self) -> list[AttentionCall]:
-        return [self.call] if self.restated is None else [self.call, self.restated]
+        return [self.call] if self.rewritten is None else [self.call, self.rewritten]
 
     def form(self, kernel: Kernel, device: torch.device, *, for_model: bool = False) -> Form:
         """The form that a kernel runs on a device.
@@ -51,15 +51,15 @@ class Forms(NamedTuple):
             for_model: see `replay.bench.settings.Settings`.
         """
         refused = refusal(kernel, self.call, device)
-        if self.restated is None or (refused is not None and refused.status != "unsupported"):
+        if self.rewritten is None or (refused is not None and refused.status != "unsupported"):
             return Form(self.call, refused=refused)
         if refused is None and (
-            for_model or not kernel.loaded().prefers_rewritten_mask(self.restated)
+            for_model or not kernel.loaded().prefers_rewritten_mask(self.rewritten)
         ):
             return Form(self.call)
-        if refusal(kernel, self.restated, device) is not None:
+        if refusal(kernel, self.rewritten, device) is not None:
             return Form(self.call, refused=refused)
-        return Form(self.restated, str(self.structure))
+        return Form(self.rewritten, str(self.structure))
 
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:

@@ -26,11 +26,11 @@ from capture.call.strides import narrow_expanded
 from replay.bench.forms import Forms
 from replay.bench.resources import launched_programs, with_peak_bytes
 from replay.bench.settings import Settings, WorkerOptions
-from replay.bench.stages import Checked, Confirmed, Timed
+from replay.bench.stages import CheckedKernel, ReverifiedKernel, TimedKernel
 from replay.isolation.inputs import POISON, Inputs, drop_in
-from replay.isolation.judge import OTHER_TIMER, Referee
+from replay.isolation.judge import OTHER_TIMER, OutputJudge
 from replay.isolation.output_form import malformed
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import CannotJudge, ContextLost, Finding, classify
 from replay.kernels.registry import Kernel, ScaledCore
 from replay.rows.errors_of_output import Accuracy
@@ -59,7 +59,7 @@ class Checker:
 
     Args:
         inputs: of all its forms, as they were before any kernel ran.
-        guard: of the process, as it was before any kernel was imported.
+        process_state: of the process, as it was before any kernel was imported.
         save_to: a directory for the kernels' outputs.
     """
 
@@ -67,8 +67,8 @@ class Checker:
         self,
         forms: Forms,
         inputs: Inputs,
-        guard: Guard,
-        referee: Referee,
+        process_state: ProcessState,
+        judge: OutputJudge,
         settings: Settings,
         options: WorkerOptions,
         save_to: Path | None = None,
@@ -76,13 +76,13 @@ class Checker:
         self._forms = forms
         self._call = forms.call
         self._inputs = inputs
-        self._guard = guard
-        self._referee = referee
+        self._process_state = process_state
+        self._judge = judge
         self._settings = settings
         self._options = options
         self._save_to = save_to
 
-    def check(self, kernel: Kernel, alive: Callable[[], None] = lambda: None) -> Checked:
+    def check(self, kernel: Kernel, alive: Callable[[], None] = lambda: None) -> CheckedKernel:
         """Run a kernel for the first time and judge its output.
 
         Args:
@@ -94,15 +94,15 @@ class Checker:
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
         )
-        self._guard.restore(kernel.name)  # importing its library may have changed something
+        self._process_state.restore(kernel.name)  # importing its library may have changed something
         if refused is not None:
-            return Checked(kernel, call, refused)
-        checked = Checked(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
+            return CheckedKernel(kernel, call, refused)
+        checked = CheckedKernel(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
         try:
             checked, output, error = self._first_call(checked, alive)
             if error is not None:
                 raise error
-            if wrong := self._guard.replaced(kernel.name) or malformed(output, self._call):
+            if wrong := self._process_state.replaced(kernel.name) or malformed(output, self._call):
                 return replace(checked, finding=Finding("error", wrong))
             if checked.changed_inputs:  # later calls must not reach the other kernels' inputs
                 checked = replace(checked, call=call.to(call.device))
@@ -114,12 +114,12 @@ class Checker:
         except BaseException as error:
             return replace(checked, finding=self._failure(error))
         finally:
-            self._guard.restore(kernel.name)
+            self._process_state.restore(kernel.name)
         if self._save_to is not None:  # outside: a full disk is not the kernel's error
             _save(output, kernel, self._save_to)
         return checked
 
-    def confirm(self, timed: Timed) -> Confirmed:
+    def reverify(self, timed: TimedKernel) -> ReverifiedKernel:
         """Judge what a kernel, and its core, return after they were timed.
 
         The first call is not what was timed: from the third one a CUDA graph may be replayed, and a
@@ -142,15 +142,17 @@ class Checker:
                 finding, accuracy = self._judged_again(checked, timed.samples, last)
                 finding = finding if while_timed.status == "ok" else while_timed
             core_fault = self._core_fault(timed, finding)
-        self._guard.restore(kernel)
-        if finding.status == "ok" and (replaced := self._guard.replaced(kernel)):
+        self._process_state.restore(kernel)
+        if finding.status == "ok" and (replaced := self._process_state.replaced(kernel)):
             finding = Finding("error", replaced)
-        return Confirmed(timed, finding, accuracy, core_fault, self._guard.flags(kernel))
+        return ReverifiedKernel(
+            timed, finding, accuracy, core_fault, self._process_state.flags(kernel)
+        )
 
-    def _timed_finding(self, timed: Timed) -> Finding:
+    def _timed_finding(self, timed: TimedKernel) -> Finding:
         """What the timed calls returned, on inputs that changed from call to call."""
         checked = timed.checked
-        if replaced := self._guard.replaced(checked.kernel.name):
+        if replaced := self._process_state.replaced(checked.kernel.name):
             return Finding("error", replaced)
         if fault := timed.fault or timed.block_fault:
             return Finding("error", f"right when it was checked; {fault}")
@@ -159,7 +161,7 @@ class Checker:
             (timed.drawn_samples, "when timed"),
             (timed.block_samples, "when its energy was measured"),
         ):
-            wrong = self._referee.judge_samples(
+            wrong = self._judge.judge_samples(
                 kernel.name, kernel.accuracy_class, list(samples), checked.chosen
             )
             if wrong:
@@ -167,8 +169,8 @@ class Checker:
         return checked.finding
 
     def _first_call(
-        self, checked: Checked, alive: Callable[[], None]
-    ) -> tuple[Checked, Any, BaseException | None]:
+        self, checked: CheckedKernel, alive: Callable[[], None]
+    ) -> tuple[CheckedKernel, Any, BaseException | None]:
         """What was learnt, and what the kernel returned or raised."""
         output, milliseconds, failure = None, None, None
         self._inputs.poison(self._call)
@@ -178,7 +180,7 @@ class Checker:
                 try:
                     output, milliseconds = first_call(checked.run, self._settings.device)
                 finally:
-                    self._guard.restore(checked.kernel.name)
+                    self._process_state.restore(checked.kernel.name)
             # Before the inputs are restored, in case it returns one of them.
             output = output.clone() if isinstance(output, Tensor) else output
         except BaseException as error:
@@ -187,10 +189,10 @@ class Checker:
         checked = replace(checked, changed_inputs=changed, first_call_ms=milliseconds)
         return checked, output, failure
 
-    def _judged(self, checked: Checked, output: Tensor) -> Checked:
+    def _judged(self, checked: CheckedKernel, output: Tensor) -> CheckedKernel:
         kernel = checked.kernel
         chosen = None if kernel.chosen is None else kernel.chosen(checked.call)
-        judged = self._referee.judge(kernel.name, kernel.accuracy_class, output, chosen)
+        judged = self._judge.judge(kernel.name, kernel.accuracy_class, output, chosen)
         finding = judged.finding
         if checked.is_interpreted and finding.status == "ok":
             finding = Finding("not-timed", f"Triton's interpreter ran it; {finding.reason}")
@@ -204,7 +206,9 @@ class Checker:
             reference_summary=judged.reference_summary,
         )
 
-    def _called_again(self, checked: Checked, output: Tensor, alive: Callable[[], None]) -> Checked:
+    def _called_again(
+        self, checked: CheckedKernel, output: Tensor, alive: Callable[[], None]
+    ) -> CheckedKernel:
         """Whether outputs differ between calls, share memory, or show what that held before; what
         memory a call needs."""
         others, earlier = [], None
@@ -263,7 +267,7 @@ class Checker:
             return False
         return True
 
-    def _in_a_row(self, checked: Checked, samples: Samples, last: list[Any]) -> Finding:
+    def _in_a_row(self, checked: CheckedKernel, samples: Samples, last: list[Any]) -> Finding:
         """Whether calls in a row leave no work, and are about as fast as the samples say.
 
         Args:
@@ -302,7 +306,7 @@ class Checker:
         )
 
     def _judged_again(
-        self, checked: Checked, samples: Samples, last: list[Any]
+        self, checked: CheckedKernel, samples: Samples, last: list[Any]
     ) -> tuple[Finding, Accuracy | None]:
         """What a call returns now, in a block by another clock where one such call is a block.
 
@@ -319,14 +323,14 @@ class Checker:
             self._inputs.restore(checked.call)
             self._inputs.poison(checked.call)
             call_ms, device = statistics.median(samples.ms), self._settings.device
-            clocked = self._referee.clock(kernel.name, run, device, call_ms)
+            clocked = self._judge.clock(kernel.name, run, device, call_ms)
             if clocked is None:
                 self._inputs.restore(checked.call)
                 self._inputs.poison(checked.call)
             output = run() if clocked is None else clocked
             if wrong := malformed(output, self._call):
                 return Finding("error", f"{wrong} after it was timed"), checked.accuracy
-            judged = self._referee.judge(
+            judged = self._judge.judge(
                 kernel.name, kernel.accuracy_class, output, checked.chosen, with_accuracy=False
             )
         except BaseException as error:
@@ -337,7 +341,7 @@ class Checker:
             return checked.finding, checked.accuracy
         return _wrong_again(judged.finding.reason), judged.accuracy
 
-    def _core_fault(self, timed: Timed, finding: Finding) -> str:
+    def _core_fault(self, timed: TimedKernel, finding: Finding) -> str:
         """Why the time of a kernel's core means nothing; a wrong kernel's core is not judged.
 
         Its dtype may be another: converting the output can be the drop-in's part.
@@ -355,7 +359,7 @@ class Checker:
             output = core.product() if isinstance(core, ScaledCore) else core()
             if wrong := malformed(output, self._call, any_dtype=True):
                 return wrong
-            judged = self._referee.judge(
+            judged = self._judge.judge(
                 kernel.name,
                 kernel.accuracy_class,
                 output,

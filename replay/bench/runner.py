@@ -20,12 +20,12 @@ from capture.storage.header import dtype_name
 from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
 from replay.bench.output_check import Checker, output_of, stderr_apart
-from replay.bench.sampled_outputs import Part, Witness
+from replay.bench.sampled_outputs import SampledOutputs, TimedPart
 from replay.bench.settings import Settings, SettingsError, WorkerOptions
-from replay.bench.stages import Checked, Timed, make_row
+from replay.bench.stages import CheckedKernel, TimedKernel, make_row
 from replay.isolation.inputs import Inputs
-from replay.isolation.judge import LocalReferee, Referee
-from replay.isolation.process_state import Guard
+from replay.isolation.judge import LocalJudge, OutputJudge
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import HERE, CallFacts, Machine, Mask, Roof, Row, Status
@@ -47,8 +47,8 @@ STAGES = (LOADING, REFERENCE, TIMING, DONE)
 """What progress reports while no kernel is at work; otherwise they are the kernel's name."""
 
 
-Referees = Callable[[AttentionCall, int, Settings, "Tensor | None"], Referee]
-"""Makes the referee of a call, given the seed of its flips and the output that errors are wanted
+JudgeFactory = Callable[[AttentionCall, int, Settings, "Tensor | None"], OutputJudge]
+"""Makes the judge of a call, given the seed of its flips and the output that errors are wanted
 against."""
 
 
@@ -68,8 +68,8 @@ def replay(
     on_progress: Callable[[Workload, str], None] | None = None,
     on_loaded: Callable[[Loaded], None] | None = None,
     options: WorkerOptions = WorkerOptions(),  # noqa: B008 - it is immutable
-    referees: Referees | None = None,
-    guard: Guard | None = None,
+    judge_factory: JudgeFactory | None = None,
+    process_state: ProcessState | None = None,
 ) -> Iterator[Row]:
     """Rows of every kernel on every call, in order; a call that cannot be read is one error row.
 
@@ -85,7 +85,9 @@ def replay(
         ContextLost: a kernel made the GPU unusable for this process.
     """
     _check(workloads, kernels, settings)
-    return _replay(workloads, kernels, settings, on_progress, on_loaded, options, referees, guard)
+    return _replay(
+        workloads, kernels, settings, on_progress, on_loaded, options, judge_factory, process_state
+    )
 
 
 def _check(workloads: object, kernels: object, settings: object) -> None:
@@ -110,12 +112,12 @@ def _replay(
     on_progress: Callable[[Workload, str], None] | None,
     on_loaded: Callable[[Loaded], None] | None,
     options: WorkerOptions,
-    referees: Referees | None,
-    guard: Guard | None,
+    judge_factory: JudgeFactory | None,
+    process_state: ProcessState | None,
 ) -> Iterator[Row]:
     with torch.no_grad():  # as kernels run, so that a change of that is seen
-        guard = guard or Guard()
-    referees = referees or local_referee
+        process_state = process_state or ProcessState()
+    judge_factory = judge_factory or local_judge
     report = on_progress or (lambda workload, stage: None)
     machine = describe(settings.device)
     roofs: dict[torch.dtype, Roof | None] = {}
@@ -142,7 +144,7 @@ def _replay(
             stage = functools.partial(report, workload)
             with torch.no_grad():  # as models run: inference mode would make launches cheaper
                 rows = _replay_call(
-                    forms, loaded, kernels, settings, options, stage, referees, guard
+                    forms, loaded, kernels, settings, options, stage, judge_factory, process_state
                 )
         except DatasetError as error:
             rows = [unreadable(workload, "error", str(error))]
@@ -165,8 +167,8 @@ def _replay_call(
     settings: Settings,
     options: WorkerOptions,
     report: Callable[[str], None],
-    referees: Referees,
-    guard: Guard,
+    judge_factory: JudgeFactory,
+    process_state: ProcessState,
 ) -> list[Row]:
     call = forms.call
     baseline = _baseline(call, settings, options, report)
@@ -175,11 +177,11 @@ def _replay_call(
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
     inputs, seed = Inputs(*forms.all), secrets.randbits(63)
-    compared = _compared_output(forms, inputs, guard, everyone, settings, report)
+    compared = _compared_output(forms, inputs, process_state, everyone, settings, report)
     report(REFERENCE)
-    referee = referees(call, seed, settings, compared)
+    judge = judge_factory(call, seed, settings, compared)
     save_to = _save_to(settings, options, loaded.facts)
-    checker = Checker(forms, inputs, guard, referee, settings, options, save_to)
+    checker = Checker(forms, inputs, process_state, judge, settings, options, save_to)
     checked = []
     for name, kernel in everyone.items():
         report(name)
@@ -188,29 +190,29 @@ def _replay_call(
             found = replace(found, flags=(*found.flags, *_other_choice(call)))
         checked.append(found)
     report(TIMING)
-    confirmed = {}
-    witness = Witness(checked, inputs, guard, seed)
-    all_timed = time_together(checked, witness, settings, options, report)
+    reverified = {}
+    observer = SampledOutputs(checked, inputs, process_state, seed)
+    all_timed = time_together(checked, observer, settings, options, report)
     if settings.energy:
         for place, timed in enumerate(all_timed):
             report(timed.checked.kernel.name)
-            all_timed[place] = with_energy(timed, inputs, guard, seed, settings.device)
+            all_timed[place] = with_energy(timed, inputs, process_state, seed, settings.device)
     for timed in all_timed:
         name = timed.checked.kernel.name
         if timed.samples is not None:
             report(name)
-        confirmed[name] = checker.confirm(timed)
+        reverified[name] = checker.reverify(timed)
     return [
         make_row(
             each,
-            confirmed.get(baseline),
+            reverified.get(baseline),
             loaded.facts,
             settings,
             options,
             loaded.machine,
             loaded.roof,
         )
-        for each in confirmed.values()
+        for each in reverified.values()
     ]
 
 
@@ -255,11 +257,11 @@ def _other_choice(call: AttentionCall) -> tuple[str, ...]:
     return (f"PyTorch chooses {here} here, and chose {recorded} when the call was recorded",)
 
 
-def local_referee(
+def local_judge(
     call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
-) -> Referee:
+) -> OutputJudge:
     """One that judges in this process, which protects against accidents only."""
-    return LocalReferee(
+    return LocalJudge(
         call, seed, settings.errors_against, settings.compare_stats, compared, settings.tolerances
     )
 
@@ -267,7 +269,7 @@ def local_referee(
 def _compared_output(
     forms: Forms,
     inputs: Inputs,
-    guard: Guard,
+    process_state: ProcessState,
     kernels: dict[str, Kernel],
     settings: Settings,
     report: Callable[[str], None],
@@ -278,7 +280,7 @@ def _compared_output(
         return None
     report(compared.name)
     output = output_of(compared, forms, inputs)
-    guard.restore(compared.name)
+    process_state.restore(compared.name)
     return output
 
 
@@ -290,27 +292,27 @@ def _save_to(settings: Settings, options: WorkerOptions, facts: CallFacts) -> Pa
 
 
 def time_together(
-    checked: Sequence[Checked],
-    witness: Witness,
+    checked: Sequence[CheckedKernel],
+    observer: SampledOutputs,
     settings: Settings,
     options: WorkerOptions,
     report: Callable[[str], None],
-) -> list[Timed]:
+) -> list[TimedKernel]:
     """Time the kernels that ran, and their cores, in the same shuffled rounds."""
-    functions: dict[Part, Callable[[], Tensor]] = {}
+    functions: dict[TimedPart, Callable[[], Tensor]] = {}
     faults: dict[str, str] = {}
     for each in checked:
         name = each.kernel.name
         if not each.ran or each.is_interpreted:
             continue
-        functions[Part(name)] = each.run
+        functions[TimedPart(name)] = each.run
         if each.kernel.prepare is not None:
             report(name)
             try:
-                functions[Part(name, is_core=True)] = each.kernel.prepare(each.call)
+                functions[TimedPart(name, is_core=True)] = each.kernel.prepare(each.call)
             except BaseException as error:
                 faults[name] = classify(error).reason
-            witness.restore(name)
+            observer.restore(name)
     with stderr_apart(options):
         measured = measure(
             functions,
@@ -323,19 +325,19 @@ def time_together(
             max_noise=settings.max_noise,
             on_sample=lambda part: report(part.kernel),
             synchronous=options.synchronous,
-            witness=witness,
+            observer=observer,
         )
-    witness.close()
+    observer.close()
     timed = [
-        Timed(
+        TimedKernel(
             each,
-            measured.get(Part(name)),
-            functions.get(Part(name, is_core=True)),
-            measured.get(Part(name, is_core=True)),
+            measured.get(TimedPart(name)),
+            functions.get(TimedPart(name, is_core=True)),
+            measured.get(TimedPart(name, is_core=True)),
             faults.get(name, ""),
-            tuple(witness.drawn_samples(name)),
-            witness.fault(name),
-            tuple(sorted(witness.changed.get(name, ()))),
+            tuple(observer.drawn_samples(name)),
+            observer.fault(name),
+            tuple(sorted(observer.changed.get(name, ()))),
         )
         for each in checked
         if (name := each.kernel.name)

@@ -11,35 +11,35 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.bench.stages import Checked
-from replay.isolation.input_perturbation import Flip, Variation
+from replay.bench.stages import CheckedKernel
+from replay.isolation.input_perturbation import InputPerturbation, PerturbationSequence
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import JUDGED_SAMPLES, Sample
 from replay.isolation.output_form import malformed
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 
 COMPARED = 8
 """One sample in so many has its inputs compared in full, after its first call and at its end, and
 so has the warm-up. Changes that PyTorch makes show in the version of a tensor after each call;
 those of other libraries do not."""
 
-GLIMPSED_ROWS = 4096
+FINGERPRINT_ROWS = 4096
 """Whose numbers are looked at twice, in a microsecond or so of a GPU."""
 
 
-class Part(NamedTuple):
+class TimedPart(NamedTuple):
     """A kernel as a model calls it, or its core alone."""
 
     kernel: str
     is_core: bool = False
 
 
-class Glimpse:
+class OutputFingerprint:
     """A number of each of some rows of an output, spread evenly over all of its heads."""
 
     def __init__(self, output: Tensor, drawn: int) -> None:
         *heads, length, width = output.shape
-        step = max(math.prod(heads) * length // GLIMPSED_ROWS, 1)
+        step = max(math.prod(heads) * length // FINGERPRINT_ROWS, 1)
         first, column = drawn % min(step, length), drawn // step % width
         self._places = ..., slice(first, None, step), column
         self._was = self._bytes(output)
@@ -52,37 +52,43 @@ class Glimpse:
         return output[self._places].clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-class Witness:
+class SampledOutputs:
     """Looks after the inputs of kernels that are timed together.
 
     A core is given nothing new: what it works on was prepared once, before.
     """
 
-    def __init__(self, checked: Sequence[Checked], inputs: Inputs, guard: Guard, seed: int) -> None:
+    def __init__(
+        self,
+        checked: Sequence[CheckedKernel],
+        inputs: Inputs,
+        process_state: ProcessState,
+        seed: int,
+    ) -> None:
         self._checked = {each.kernel.name: each for each in checked}
         self._inputs = inputs
-        self._guard = guard
+        self._process_state = process_state
         self._draw = secrets.SystemRandom()
-        self._variations: dict[int, Variation] = {}
+        self._sequences: dict[int, PerturbationSequence] = {}
         """By the query: forms of a call share the tensors that are flipped."""
         self._versions: dict[int, int] = {}
         """Of each tensor, when it was last looked at."""
         for each in checked:
-            self._variations.setdefault(id(each.call.query), Variation(each.call, seed))
+            self._sequences.setdefault(id(each.call.query), PerturbationSequence(each.call, seed))
             self._versions.update(_versions(each.call))
         self._number = 0
-        self._flip: Flip | None = None
+        self._perturbation: InputPerturbation | None = None
         """That the next output is made with."""
         self._kept: Sample | None = None
         """Of the sample under way."""
-        self._glimpse: Glimpse | None = None
+        self._fingerprint: OutputFingerprint | None = None
         """Of what the last call returned."""
         self._changed_after: dict[str, list[Tensor]] = {}
         """Of some samples, whether the output changed after its call, by kernel."""
         self._calls = 0
         """Of the sample under way."""
         self._look_closer = False
-        self._warm: set[Part] = set()
+        self._warm: set[TimedPart] = set()
         self._samples: dict[str, list[Sample]] = {}
         self._faults: dict[str, str] = {}
         """What a timed call returned that is no output at all, by kernel."""
@@ -91,34 +97,34 @@ class Witness:
 
     def restore(self, kernel: str) -> None:
         """Called after a kernel ran untimed, before others do."""
-        self._guard.restore(kernel)
+        self._process_state.restore(kernel)
 
-    def before(self, part: Part) -> None:
+    def before(self, part: TimedPart) -> None:
         checked = self._checked[part.kernel]
-        variation = self._variations[id(checked.call.query)]
+        sequence = self._sequences[id(checked.call.query)]
         if self._calls == 0:
             self._look_closer = self._draw.randrange(COMPARED) == 0
         self._compare_inputs(checked, in_full=self._look_closer and self._calls == 1)
         self._calls += 1
         if checked.changed_inputs:
             self._inputs.restore(checked.call)
-            variation.forget()
+            sequence.forget()
         if part.is_core:
-            variation.undo()
+            sequence.undo()
         else:
             values_only = checked.kernel.chosen is not None
-            self._number, self._flip = variation.next(values_only=values_only)
+            self._number, self._perturbation = sequence.next(values_only=values_only)
         self._versions.update(_versions(checked.call))
 
-    def glance(self, part: Part, result: object) -> None:
+    def fingerprint(self, part: TimedPart, result: object) -> None:
         """Take down some numbers of an output right behind its call, on the call's own stream."""
-        self._glimpse = None
+        self._fingerprint = None
         if not (part.is_core or malformed(result, self._checked[part.kernel].call)):
             assert isinstance(result, Tensor)
-            self._glimpse = Glimpse(result, self._draw.getrandbits(64))
+            self._fingerprint = OutputFingerprint(result, self._draw.getrandbits(64))
 
-    def keep(self, part: Part, result: object) -> None:
-        """Rows of what the last call returned, in place of an earlier one's of the same sample."""
+    def keep(self, part: TimedPart, result: object) -> None:
+        """Keep rows of the last output, in place of an earlier one's of the same sample."""
         call, name = self._checked[part.kernel].call, part.kernel
         if part.is_core or name in self._faults:
             return
@@ -126,32 +132,32 @@ class Witness:
             self._faults[name] = f"{wrong} when it was timed"
             return
         assert isinstance(result, Tensor)
-        assert self._flip is not None
+        assert self._perturbation is not None
         drawn = secrets.randbits(64)
-        changed, others = (rows.of(result) for rows in self._flip.rows(drawn))
+        changed, others = (rows.of(result) for rows in self._perturbation.rows(drawn))
         self._kept = Sample(self._number, drawn, changed, others)
-        if self._glimpse is not None:
-            self._changed_after.setdefault(name, []).append(self._glimpse.differs_from(result))
-            self._glimpse = None
+        if self._fingerprint is not None:
+            self._changed_after.setdefault(name, []).append(self._fingerprint.differs_from(result))
+            self._fingerprint = None
 
-    def after(self, part: Part) -> None:
+    def after(self, part: TimedPart) -> None:
         if self._kept is not None:
             self._samples.setdefault(part.kernel, []).append(self._kept)
             self._kept = None
         look_closer = self._look_closer or part not in self._warm
         checked = self._checked[part.kernel]
-        self._guard.restore(part.kernel)
+        self._process_state.restore(part.kernel)
         self._compare_inputs(checked, in_full=look_closer)
         self._warm.add(part)
         self._calls = 0
-        variation = self._variations[id(checked.call.query)]
-        variation.get_ready(values_only=checked.kernel.chosen is not None)
+        sequence = self._sequences[id(checked.call.query)]
+        sequence.get_ready(values_only=checked.kernel.chosen is not None)
         self._versions.update(_versions(checked.call))
 
     def close(self) -> None:
         """Make the inputs what they were before any kernel was timed."""
-        for variation in self._variations.values():
-            variation.undo()
+        for sequence in self._sequences.values():
+            sequence.undo()
 
     def fault(self, kernel: str) -> str:
         """What was wrong with timed calls whatever they returned; empty for nothing."""
@@ -167,12 +173,12 @@ class Witness:
         samples = self._samples.get(kernel, [])
         return self._draw.sample(samples, min(JUDGED_SAMPLES, len(samples)))
 
-    def _compare_inputs(self, checked: Checked, *, in_full: bool) -> None:
+    def _compare_inputs(self, checked: CheckedKernel, *, in_full: bool) -> None:
         """Restore the inputs that others share, where it seems that a kernel changed them."""
         if checked.changed_inputs:
             return
         if in_full or not _versions(checked.call).items() <= self._versions.items():
-            self._variations[id(checked.call.query)].undo()
+            self._sequences[id(checked.call.query)].undo()
             if changed := self._inputs.restore(checked.call):
                 self.changed.setdefault(checked.kernel.name, set()).update(changed)
             self._versions.update(_versions(checked.call))

@@ -20,7 +20,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import Accuracy, Summary
 from replay.rows.row import CallFacts, Energy, Machine, Program, Roof, Row, SpeedupOver
 from replay.timing import flops
-from replay.timing.energy import Block
+from replay.timing.energy import EnergyBlock
 from replay.timing.rounds import Samples
 from replay.timing.statistics import paired_speedup, summarize
 from replay.timing.timer import TIMERS
@@ -37,7 +37,7 @@ ABOVE_ROOF = (
 
 
 @dataclass(frozen=True)
-class Checked:
+class CheckedKernel:
     """What a kernel's first calls showed."""
 
     kernel: Kernel
@@ -77,10 +77,10 @@ class Checked:
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedKernel:
     """Its times. A kernel that is wrong is timed, never compared."""
 
-    checked: Checked
+    checked: CheckedKernel
     samples: Samples | None = None
     """None where it could not be timed."""
     core: Callable[[], Tensor] | None = None
@@ -93,7 +93,7 @@ class Timed:
     """What a timed call returned that is no output at all."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while it was timed."""
-    block: Block | None = None
+    block: EnergyBlock | None = None
     """Its calls back to back, where energy was asked for."""
     block_samples: tuple[Sample, ...] = ()
     """Rows of what some of those calls returned."""
@@ -104,10 +104,10 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Confirmed:
+class ReverifiedKernel:
     """What it returned after it was timed."""
 
-    timed: Timed
+    timed: TimedKernel
     finding: Finding
     accuracy: Accuracy | None
     core_fault: str
@@ -123,8 +123,8 @@ class Confirmed:
 
 
 def make_row(
-    confirmed: Confirmed,
-    baseline: Confirmed | None,
+    reverified: ReverifiedKernel,
+    baseline: ReverifiedKernel | None,
     facts: CallFacts,
     settings: Settings,
     options: WorkerOptions,
@@ -132,15 +132,15 @@ def make_row(
     roof: Roof | None = None,
 ) -> Row:
     """The row of a kernel that went through all stages, beside the baseline of the same rounds."""
-    timed = confirmed.timed
+    timed = reverified.timed
     checked, call = timed.checked, timed.checked.call
-    is_timed = confirmed.finding.status in ("ok", "inaccurate")
+    is_timed = reverified.finding.status in ("ok", "inaccurate")
     samples = timed.samples if is_timed else None
-    core = timed.core_samples if is_timed and not confirmed.core_fault else None
+    core = timed.core_samples if is_timed and not reverified.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
     over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
     unsteady = (checked.not_deterministic,) if checked.not_deterministic else ()
-    no_core = (f"no core time: {confirmed.core_fault}",) if confirmed.core_fault else ()
+    no_core = (f"no core time: {reverified.core_fault}",) if reverified.core_fault else ()
     no_energy = (f"{NO_ENERGY}{timed.no_energy}",) if timed.no_energy else ()
     block = timed.block if is_timed else None
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
@@ -153,8 +153,8 @@ def make_row(
     return Row(
         kernel=checked.kernel.name,
         call=facts,
-        status=confirmed.finding.status,
-        reason=confirmed.finding.reason,
+        status=reverified.finding.status,
+        reason=reverified.finding.reason,
         environment=options.environment,
         process=options.process,
         restated_as=checked.restated_as,
@@ -163,7 +163,7 @@ def make_row(
                 (
                     *unsteady,
                     *checked.flags,
-                    *confirmed.flags,
+                    *reverified.flags,
                     *no_core,
                     *no_energy,
                     *over_time,
@@ -174,7 +174,7 @@ def make_row(
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
-        speedup=_speedup(confirmed, baseline),
+        speedup=_speedup(reverified, baseline),
         tflops=tflops,
         gb_per_s=None if time_ms is None else flops.gb_per_s(call, time_ms.p50),
         flop_per_byte=intensity,
@@ -191,7 +191,7 @@ def make_row(
         energy=None if block is None else _energy(block, call),
         burst_ms=block.burst_ms if block is not None and block.settles else None,
         sustained_ms=block.sustained_ms if block is not None and block.settles else None,
-        accuracy=confirmed.accuracy,
+        accuracy=reverified.accuracy,
         accuracy_class=checked.kernel.accuracy_class,
         tolerances=settings.tolerances.changes(),
         kept=checked.kept,
@@ -207,15 +207,15 @@ def make_row(
     )
 
 
-def _energy(block: Block, call: AttentionCall) -> Energy:
+def _energy(block: EnergyBlock, call: AttentionCall) -> Energy:
     per_joule = flops.flops(call) / block.mj / 1e9
     return Energy(block.mj, per_joule, block.power_w, block.seconds)
 
 
-def _speedup(confirmed: Confirmed, baseline: Confirmed | None) -> SpeedupOver | None:
-    if baseline is None or confirmed is baseline:
+def _speedup(reverified: ReverifiedKernel, baseline: ReverifiedKernel | None) -> SpeedupOver | None:
+    if baseline is None or reverified is baseline:
         return None
-    if not (baseline.ms and confirmed.ms):
+    if not (baseline.ms and reverified.ms):
         return None
-    found = paired_speedup(baseline.ms, confirmed.ms)
+    found = paired_speedup(baseline.ms, reverified.ms)
     return SpeedupOver(**vars(found), vs=baseline.timed.checked.kernel.name)

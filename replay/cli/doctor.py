@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replay.bench.settings import Settings
     from replay.diagnosis.examinations import Diagnoses
     from replay.kernels.registry import Kernel
-    from replay.workers.environments import Found
+    from replay.workers.environments import ProbeResult
     from replay.workers.execution import Progress
     from replay.workloads.workload import Workload
 
@@ -252,7 +252,7 @@ def _kernels(arguments: argparse.Namespace, device: torch.device) -> list[Kernel
 
 def _probed(
     kernels: list[Kernel], device: torch.device, arguments: argparse.Namespace
-) -> dict[str, Found]:
+) -> dict[str, ProbeResult]:
     """Which of the kernels can run here, by name."""
     from replay.rows.row import HERE
     from replay.workers.environments import Environment

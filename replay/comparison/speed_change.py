@@ -18,7 +18,7 @@ from replay.rows.row import HERE, KernelId, Row, SpeedVerdict
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.statistics import (
     RELEVANT,
-    Interval,
+    MedianInterval,
     independent_interval,
     median_interval,
     percentile,
@@ -77,7 +77,7 @@ class SpeedChange:
 
 class _Figure(NamedTuple):
     figure: float
-    within: Interval | None
+    within: MedianInterval | None
 
     @property
     def is_positive(self) -> bool:
@@ -135,7 +135,7 @@ def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | N
     return SpeedChange(ratio, *within, *judge(within, spread), basis)
 
 
-def judge(within: Interval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
+def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
     """Return the verdict on an interval of the change: the first line that fits.
 
     The margin is 3 %, or the spread if that is larger.
@@ -199,4 +199,4 @@ def _speedup(row: Row) -> _Figure | None:
         return None
     if speedup.low is None or speedup.high is None:
         return _Figure(speedup.ratio, None)
-    return _Figure(speedup.ratio, Interval(speedup.low, speedup.high))
+    return _Figure(speedup.ratio, MedianInterval(speedup.low, speedup.high))

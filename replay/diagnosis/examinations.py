@@ -20,7 +20,7 @@ from replay.diagnosis.diagnosis_text import paragraphs
 from replay.diagnosis.examine import examine, failure
 from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
 from replay.diagnosis.server import healthy
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import rebuilt
 from replay.workers.process import Died, Process
@@ -143,7 +143,7 @@ class _InThisProcess:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         with torch.no_grad():
-            self._guard = Guard()
+            self._process_state = ProcessState()
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         with torch.no_grad():
@@ -152,7 +152,7 @@ class _InThisProcess:
             except DatasetError as error:
                 found.unreadable[workload.name] = str(error)
                 return
-            examined = examine(kernel, call, self._settings, self._guard)
+            examined = examine(kernel, call, self._settings, self._process_state)
         diagnosis = None
         if examined.evidence is not None:
             diagnosis = diagnosed(workload.name, kernel.name, call.origin, examined.evidence)
@@ -160,7 +160,9 @@ class _InThisProcess:
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
         with torch.no_grad():
-            return healthy(names, workload.load(self._settings.device), self._settings, self._guard)
+            return healthy(
+                names, workload.load(self._settings.device), self._settings, self._process_state
+            )
 
     def close(self) -> None:
         pass

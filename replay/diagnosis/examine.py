@@ -14,7 +14,7 @@ from replay.accuracy.verdict import Expected, judge
 from replay.bench.forms import Forms
 from replay.bench.output_check import Checker
 from replay.bench.settings import Settings, WorkerOptions
-from replay.bench.stages import Checked
+from replay.bench.stages import CheckedKernel
 from replay.diagnosis.captured import CAPTURED, examine_captured
 from replay.diagnosis.derived import OutputRows
 from replay.diagnosis.hypotheses.lengths import odd_length
@@ -26,9 +26,9 @@ from replay.diagnosis.hypotheses.stale import Probe, stale
 from replay.diagnosis.poison import poisoned
 from replay.diagnosis.subject import Evidence, Hypothesis, KernelRunner, Subject, row_shares
 from replay.isolation.inputs import Inputs, aliases
-from replay.isolation.judge import Judged, LocalReferee
+from replay.isolation.judge import Judged, LocalJudge
 from replay.isolation.output_form import malformed
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
 from replay.rows.errors_of_output import AccuracyClass
@@ -58,7 +58,9 @@ class Examined(NamedTuple):
     """Reason why the kernel refuses the call."""
 
 
-def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guard) -> Examined:
+def examine(
+    kernel: Kernel, call: AttentionCall, settings: Settings, process_state: ProcessState
+) -> Examined:
     """Judge a kernel on a call, and find out why it is wrong if it is.
 
     Raises:
@@ -68,8 +70,8 @@ def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guar
         return Examined(*examine_captured(call, settings))
     forms = Forms.of(call)
     inputs = Inputs(*forms.all)
-    referee = _Keeping(call, 0, thresholds=settings.tolerances)
-    checker = Checker(forms, inputs, guard, referee, settings, WorkerOptions())
+    judge = _Keeping(call, 0, thresholds=settings.tolerances)
+    checker = Checker(forms, inputs, process_state, judge, settings, WorkerOptions())
     checked = checker.check(kernel)
     status, reason = checked.finding
     if status in HARMLESS:
@@ -77,7 +79,7 @@ def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guar
     if status not in ("ok", "inaccurate", "not-timed"):
         return Examined(failure(status, reason))
     kernel = checked.kernel
-    run_on = _runner(kernel, settings, guard)
+    run_on = _runner(kernel, settings, process_state)
     if checked.changed_inputs:
         return Examined(_changed_inputs(checked, run_on))
     probe = Probe(checked.call, run_on, kernel.accuracy_class, kernel.chosen)
@@ -88,7 +90,7 @@ def examine(kernel: Kernel, call: AttentionCall, settings: Settings, guard: Guar
     expected = Expected.of(checked.call, checked.chosen)
     subject = Subject.of(
         checked.call,
-        referee.output,
+        judge.output,
         run_on,
         kernel.accuracy_class,
         kernel.chosen,
@@ -117,7 +119,7 @@ def failure(status: str, reason: str) -> Evidence:
     return Evidence("unknown", f"{what}: {reason}", {"status": status})
 
 
-class _Keeping(LocalReferee):
+class _Keeping(LocalJudge):
     """Judge that keeps the last output, which is that of the call that was found wrong."""
 
     output: Tensor
@@ -138,7 +140,7 @@ class _Keeping(LocalReferee):
         )
 
 
-def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> KernelRunner:
+def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> KernelRunner:
     def run(call: AttentionCall, poison: float | None = None) -> Tensor | None:
         if kernel.refuses(call):
             return None
@@ -151,13 +153,13 @@ def _runner(kernel: Kernel, settings: Settings, guard: Guard) -> KernelRunner:
                 raise ContextLost(finding.reason) from error
             return None
         finally:
-            guard.restore(kernel.name)
+            process_state.restore(kernel.name)
         return None if malformed(output, call) else output
 
     return run
 
 
-def _changed_inputs(checked: Checked, run_on: KernelRunner) -> Evidence:
+def _changed_inputs(checked: CheckedKernel, run_on: KernelRunner) -> Evidence:
     names = checked.changed_inputs
     place = _first_changed(checked.call, run_on)
     what = " and ".join(names)
@@ -184,7 +186,7 @@ def _first_changed(call: AttentionCall, run_on: KernelRunner) -> OutputRows | No
     return None
 
 
-def _unknown(subject: Subject, expected: Expected, checked: Checked) -> Evidence:
+def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evidence:
     """Return what is known about an error without a known cause."""
     shares = row_shares(subject.output, expected, subject.accuracy_class)
     wrong = shares > 1

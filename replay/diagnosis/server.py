@@ -17,8 +17,8 @@ from replay.diagnosis.captured import kernel_named
 from replay.diagnosis.diagnosis import diagnosed
 from replay.diagnosis.examine import examine
 from replay.isolation.inputs import Inputs
-from replay.isolation.judge import LocalReferee
-from replay.isolation.process_state import Guard
+from replay.isolation.judge import LocalJudge
+from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import find
 from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
@@ -32,7 +32,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         ContextLost: a kernel made this process unusable.
     """
     with torch.no_grad():  # kernels run like this, so a kernel that changes the mode is noticed
-        guard = _guard()
+        process_state = _process_state()
         settings = Settings.from_json(request["settings"])
         try:
             call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
@@ -43,34 +43,36 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
             say(origin=vars(call.origin))
             kernel = request["kernel"]
             say(at=kernel)
-            evidence, refused = examine(kernel_named(kernel), call, settings, guard)
+            evidence, refused = examine(kernel_named(kernel), call, settings, process_state)
             found = None
             if evidence is not None:
                 found = diagnosed(request["name"], kernel, call.origin, evidence).to_json()
             say(examined=found, refused=refused)
         else:
-            say(healthy=healthy(request["kernels"], call, settings, guard, say))
+            say(healthy=healthy(request["kernels"], call, settings, process_state, say))
 
 
 @functools.cache
-def _guard() -> Guard:
-    """Make the guard at the first request, before any foreign kernel is imported."""
-    return Guard()
+def _process_state() -> ProcessState:
+    """Make the process_state at the first request, before any foreign kernel is imported."""
+    return ProcessState()
 
 
 def healthy(
     names: Sequence[str],
     call: AttentionCall,
     settings: Settings,
-    guard: Guard,
+    process_state: ProcessState,
     say: Say = lambda **_: None,
 ) -> str:
     """Return the first of some kernels that is right on a call, or an empty string."""
     forms = Forms.of(call)
-    referee = LocalReferee(call, 0, thresholds=settings.tolerances)
+    judge = LocalJudge(call, 0, thresholds=settings.tolerances)
     for name in names:
         say(at=name)
-        checker = Checker(forms, Inputs(*forms.all), guard, referee, settings, WorkerOptions())
+        checker = Checker(
+            forms, Inputs(*forms.all), process_state, judge, settings, WorkerOptions()
+        )
         checked = checker.check(find(name))
         if checked.finding.status in ("ok", "not-timed") and not checked.changed_inputs:
             return name

@@ -51,7 +51,7 @@ class DeviceWorkers(Execution, Protocol):
 
 
 @dataclass
-class Seat:
+class DeviceSlot:
     """A device, and the workers that measure on it."""
 
     device: Device
@@ -60,7 +60,7 @@ class Seat:
     """Whether no worker can compute there any more."""
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """What came of a call on one device."""
 
     device: Device
@@ -85,24 +85,24 @@ class Fleet:
     type.
     """
 
-    def __init__(self, seats: Sequence[Seat], pool: ThreadPoolExecutor) -> None:
-        self._seats = seats
+    def __init__(self, slots: Sequence[DeviceSlot], pool: ThreadPoolExecutor) -> None:
+        self._slots = slots
         self._pool = pool
         self._events: SimpleQueue[Future[Any] | tuple[Workload, str]] = SimpleQueue()
 
     @property
     def at_a_time(self) -> int:
-        return len(self._seats)
+        return len(self._slots)
 
     def machines(self, device: torch.device) -> list[Machine]:
         first = self._of_each_kind()
-        return [machine for seat in first for machine in seat.workers.machines(device)]
+        return [machine for slot in first for machine in slot.workers.machines(device)]
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """What is known of each kernel on the first type of device that can run it."""
         merged: Findings = {}
-        for seat in self._of_each_kind():
-            for name, found in seat.workers.probe(kernels, device).items():
+        for slot in self._of_each_kind():
+            for name, found in slot.workers.probe(kernels, device).items():
                 known = merged.setdefault(name, {})
                 able = {kernel: each for kernel, each in found.items() if each.reason is None}
                 merged[name] = found | known | able
@@ -111,16 +111,16 @@ class Fleet:
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
         """Each kernel in the environments that can run it on any type of device."""
         merged: Assignment = {}
-        for seat in self._of_each_kind():
-            for name, those in seat.workers.assign(kernels, device).items():
+        for slot in self._of_each_kind():
+            for name, those in slot.workers.assign(kernels, device).items():
                 names = {kernel.name for kernel in (*merged.get(name, []), *those)}
                 merged[name] = [kernel for kernel in kernels if kernel.name in names]
         return merged
 
-    def _of_each_kind(self) -> list[Seat]:
-        """The first seat of each type of device, by its name."""
-        first = {seat.device.kind: seat for seat in reversed(self._seats)}
-        return [seat for _, seat in sorted(first.items())]
+    def _of_each_kind(self) -> list[DeviceSlot]:
+        """The first slot of each type of device, by its name."""
+        first = {slot.device.kind: slot for slot in reversed(self._slots)}
+        return [slot for _, slot in sorted(first.items())]
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
@@ -132,36 +132,36 @@ class Fleet:
         """
         compiled = self._compile(schedule, assigned, settings, report)
         failed: dict[int, list[Attempt]] = {}
-        unfinished: dict[int, Outcome] = {}
+        unfinished: dict[int, CallOutcome] = {}
         """The last outcome of calls that wait for another device."""
 
-        def take(seat: Seat) -> Workload | None:
-            return None if seat.is_lost else schedule.take(seat.device.name, seat.device.kind)
+        def take(slot: DeviceSlot) -> Workload | None:
+            return None if slot.is_lost else schedule.take(slot.device.name, slot.device.kind)
 
         work = partial(self._replay_call, assigned=assigned, settings=settings)
-        for seat, workload, future in self._spread(take, work, report):
+        for slot, workload, future in self._spread(take, work, report):
             outcome, attempts = future.result(), failed.setdefault(id(workload), [])
             if outcome.is_device_lost:
-                seat.is_lost = True
-                logger.warning("replay: %s is given up: %s", seat.device, outcome.trouble)
+                slot.is_lost = True
+                logger.warning("replay: %s is given up: %s", slot.device, outcome.trouble)
             if outcome.trouble:
                 attempts.append(Attempt(outcome.device, outcome.trouble))
             if outcome.trouble and len(attempts) < ATTEMPTS:
-                schedule.give_back(workload, seat.device.name)
+                schedule.give_back(workload, slot.device.name)
                 unfinished[id(workload)] = outcome
                 continue
             unfinished.pop(id(workload), None)
             report(workload, DONE)
             first_ms = compiled.get((outcome.device.host, workload.label), {})
             yield from _finished(outcome, attempts, first_ms)
-        left = {seat.device.kind for seat in self._seats if not seat.is_lost}
+        left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
         for outcome in unfinished.values():  # nobody was left to try them
             if outcome.rows or outcome.device.kind in left:
                 yield from _finished(outcome, [], {})
                 waiting -= 1
         if waiting:
-            lost = {seat.device.kind for seat in self._seats} - left
+            lost = {slot.device.kind for slot in self._slots} - left
             which = " and no ".join(sorted(lost)) if left else "device"
             raise WorkerError(f"no {which} is left that works{CONTINUES}")
 
@@ -176,37 +176,37 @@ class Fleet:
             place: compilations(
                 [call for call in schedule.calls if call.on in ("", place[1])], assigned, devices
             )
-            for place, devices in Counter(map(_place, self._seats)).items()
+            for place, devices in Counter(map(_place, self._slots)).items()
         }
         found: dict[tuple[str, str], dict[KernelId, float]] = {}
 
-        def take(seat: Seat) -> Compilation | None:
-            return waiting[_place(seat)].pop(0) if waiting[_place(seat)] else None
+        def take(slot: DeviceSlot) -> Compilation | None:
+            return waiting[_place(slot)].pop(0) if waiting[_place(slot)] else None
 
         work = partial(self._first_calls, settings=settings)
-        for seat, job, future in self._spread(take, work, report):
-            schedule.prefer(job.workload, seat.device.name)
+        for slot, job, future in self._spread(take, work, report):
+            schedule.prefer(job.workload, slot.device.name)
             with contextlib.suppress(WorkerError):  # the replay meets it again, and can do more
-                made = found.setdefault((seat.device.host, job.workload.label), {})
+                made = found.setdefault((slot.device.host, job.workload.label), {})
                 made.update(future.result())
         return found
 
     def _spread(
         self,
-        take: Callable[[Seat], W | None],
-        work: Callable[[Seat, W], T],
+        take: Callable[[DeviceSlot], W | None],
+        work: Callable[[DeviceSlot, W], T],
         report: Progress,
-    ) -> Iterator[tuple[Seat, W, Future[T]]]:
+    ) -> Iterator[tuple[DeviceSlot, W, Future[T]]]:
         """Keep every device at work, on one thing at a time, until there is nothing left."""
-        idle = list(self._seats)
-        busy: dict[Future[T], tuple[Seat, W]] = {}
+        idle = list(self._slots)
+        busy: dict[Future[T], tuple[DeviceSlot, W]] = {}
         while True:
-            for seat in list(idle):
-                job = take(seat)
+            for slot in list(idle):
+                job = take(slot)
                 if job is not None:
-                    future = self._pool.submit(work, seat, job)
-                    busy[future] = seat, job
-                    idle.remove(seat)
+                    future = self._pool.submit(work, slot, job)
+                    busy[future] = slot, job
+                    idle.remove(slot)
                     future.add_done_callback(lambda done: self._events.put(done))
             if not busy:
                 return
@@ -214,46 +214,46 @@ class Fleet:
             if isinstance(event, tuple):
                 report(*event)
                 continue
-            seat, job = busy.pop(event)
-            idle.append(seat)
-            yield seat, job, event
+            slot, job = busy.pop(event)
+            idle.append(slot)
+            yield slot, job, event
 
     def _replay_call(
-        self, seat: Seat, workload: Workload, assigned: Assignment, settings: Settings
-    ) -> Outcome:
+        self, slot: DeviceSlot, workload: Workload, assigned: Assignment, settings: Settings
+    ) -> CallOutcome:
         """Runs in a thread of its own."""
-        said = partial(self._say, seat)
+        said = partial(self._say, slot)
         try:
-            rows = list(seat.workers.replay(Schedule([workload]), assigned, settings, said))
+            rows = list(slot.workers.replay(Schedule([workload]), assigned, settings, said))
             if any(not row.machine.device for row in rows):  # a worker died before it could say
-                (machine,) = seat.workers.machines(settings.device)
+                (machine,) = slot.workers.machines(settings.device)
                 rows = [
                     row if row.machine.device else replace(row, machine=machine) for row in rows
                 ]
             blameless = [row for row in rows if not row.kernel and row.status != "error"]
             trouble = blameless[0].reason if blameless else ""
             if not trouble:
-                return Outcome(seat.device, rows)
+                return CallOutcome(slot.device, rows)
         except WorkerError as error:
             rows, trouble = [], str(error)
-        is_lost = not seat.workers.work_on(settings.device)
-        return Outcome(seat.device, rows, trouble, is_lost)
+        is_lost = not slot.workers.work_on(settings.device)
+        return CallOutcome(slot.device, rows, trouble, is_lost)
 
     def _first_calls(
-        self, seat: Seat, job: Compilation, settings: Settings
+        self, slot: DeviceSlot, job: Compilation, settings: Settings
     ) -> Mapping[KernelId, float]:
         """Runs in a thread of its own."""
         named = replace(job.workload, name=f"first calls, {job.workload.name}")
-        said = partial(self._say, seat)
-        return seat.workers.first_calls(named, job.assigned, settings, said)
+        said = partial(self._say, slot)
+        return slot.workers.first_calls(named, job.assigned, settings, said)
 
-    def _say(self, seat: Seat, workload: Workload, stage: str) -> None:
+    def _say(self, slot: DeviceSlot, workload: Workload, stage: str) -> None:
         if stage != DONE:
-            self._events.put((workload, f"{stage} on {seat.device.name}"))
+            self._events.put((workload, f"{stage} on {slot.device.name}"))
 
 
 def _finished(
-    outcome: Outcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
+    outcome: CallOutcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
 ) -> list[Row]:
     """The rows of a call, which say where it ran, and where it was tried before.
 
@@ -282,21 +282,21 @@ def _finished(
     ]
 
 
-def _place(seat: Seat) -> tuple[str, str]:
+def _place(slot: DeviceSlot) -> tuple[str, str]:
     """Where compilers keep what other devices can use: a host, for its devices of one type."""
-    return seat.device.host, seat.device.kind
+    return slot.device.host, slot.device.kind
 
 
 @contextlib.contextmanager
-def seated(seats: Sequence[Seat], stopped: threading.Event) -> Iterator[Fleet]:
+def running_fleet(slots: Sequence[DeviceSlot], stopped: threading.Event) -> Iterator[Fleet]:
     """The devices at work; what they are doing is ended with the `with` block.
 
     Args:
         stopped: what ends it; set with the block.
     """
-    with ThreadPoolExecutor(len(seats), "device") as pool:
+    with ThreadPoolExecutor(len(slots), "device") as pool:
         try:
-            yield Fleet(seats, pool)
+            yield Fleet(slots, pool)
         finally:
             stopped.set()  # before the pool waits for its threads
 
@@ -327,12 +327,12 @@ def fleet(
         for first in early:
             if first.worker.place not in places:
                 first.close()
-        seats = []
+        slots = []
         for device, place in zip(devices, places, strict=True):
             there = (first for first in early if first.worker.place == place)
             first = next(there, None) or stack.enter_context(first_processes(timeout, place))
             first.prepare(None)
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)
-            seats.append(Seat(device, workers))
-        yield stack.enter_context(seated(seats, stopped))
+            slots.append(DeviceSlot(device, workers))
+        yield stack.enter_context(running_fleet(slots, stopped))

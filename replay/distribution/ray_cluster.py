@@ -30,7 +30,7 @@ from attention_replay.errors import Error
 from capture.errors import MissingPackage
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
-from replay.distribution.fleet import Fleet, Seat, seated
+from replay.distribution.fleet import DeviceSlot, Fleet, running_fleet
 from replay.distribution.node import Introduction, Node
 from replay.distribution.transfer import FileFacts
 from replay.kernels.registry import Kernel
@@ -132,16 +132,16 @@ class Cluster:
             ClusterError: they work on no device.
         """
         with contextlib.ExitStack() as stack:
-            seats = self._seats(interpreters, timeout, stopped, stack)
-            yield stack.enter_context(seated(seats, stopped))
+            slots = self._slots(interpreters, timeout, stopped, stack)
+            yield stack.enter_context(running_fleet(slots, stopped))
 
-    def _seats(
+    def _slots(
         self,
         interpreters: dict[str, str],
         timeout: float,
         stopped: threading.Event,
         stack: contextlib.ExitStack,
-    ) -> list[Seat]:
+    ) -> list[DeviceSlot]:
         locks = {place.node_id: threading.Lock() for place in self.places}
         started = []
         for place in self.places:
@@ -149,28 +149,28 @@ class Cluster:
             workers = RemoteWorkers(actor, place.host, locks[place.node_id], stopped)
             stack.callback(workers.close)
             started.append((place, workers, actor.start.remote(self.device.type)))
-        seats: list[Seat] = []
+        slots: list[DeviceSlot] = []
         deadline = time.monotonic() + STARTING_SECONDS
         reasons: list[str] = []
         for place, workers, answer in started:
             try:
-                seats.append(self._seat(place, workers, answer, deadline, seats))
+                slots.append(self._slot(place, workers, answer, deadline, slots))
             except WorkerError as error:
                 reasons.append(str(error))
-        if not seats:
+        if not slots:
             raise ClusterError(f"--ray: {reasons[0] if reasons else 'the cluster has no node'}")
         for reason in reasons:
             logger.warning("replay: left out: %s", reason)
-        return seats
+        return slots
 
-    def _seat(
+    def _slot(
         self,
         place: NodeDevice,
         workers: RemoteWorkers,
         answer: Any,
         deadline: float,
-        others: Sequence[Seat],
-    ) -> Seat:
+        others: Sequence[DeviceSlot],
+    ) -> DeviceSlot:
         """A device whose workers have started.
 
         Raises:
@@ -192,7 +192,7 @@ class Cluster:
                 )
         name = f"GPU {told.index} of {place.host}" if told.index else place.host
         device = Device(name, told.machine.device, told.uuid, host=place.host)
-        return Seat(device, workers)
+        return DeviceSlot(device, workers)
 
 
 class RemoteWorkers:

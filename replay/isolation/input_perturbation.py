@@ -1,12 +1,12 @@
-"""Inputs that change from sample to sample, so that what is timed can be judged.
+"""Inputs that change from sample to sample, so that timed outputs can be judged.
 
-Before every timed call the signs of a quarter of the values are flipped in place, in every head,
-and some keys and queries of one head change places: the same pointers and shapes, other pairs. A
-result kept from an earlier call, by pointer or by checksum, is then wrong or useless, and so is
-that of some heads alone. Keys and queries stay what they were as a set, with their means and their
-outlier channels, on which quantised kernels rely. A flip is a function of a seed and a number, so
-that another process can make the same inputs and judge a few rows of the output by them. Which rows
-is drawn after the call, since a kernel can read all that was in its process before.
+Before every timed call, the signs of a quarter of the values are flipped in place in every head,
+and some keys and queries of one head change places. Pointers and shapes stay the same, so a result
+kept from an earlier call, by pointer or by checksum, is wrong. As sets, keys and queries stay the
+same, with the means and outlier channels that quantised kernels rely on. A perturbation is a
+function of a seed and a number, so another process can make the same inputs and judge a few rows of
+the output. Those rows are drawn after the call, because a kernel can read all earlier values in its
+process.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ MOST_VALUES = 2**17
 """Numbers that are flipped on a CPU: what a thread flips in 60 µs. A GPU flips any in less than the
 call reads them."""
 
-WALK_BLOCKS = 20
-"""Of value and of key, that a `Walk` flips in turn."""
-WALK_SHARE = 80
+STEPPED_BLOCKS = 20
+"""Of value and of key, that a `SteppedPerturbation` flips in turn."""
+STEPPED_SHARE = 80
 """One value in so many is in a block: those of all blocks are a quarter."""
 
 
@@ -53,7 +53,7 @@ Places = tuple[Tensor, Tensor, Tensor]
 """Batches, heads and queries, on the device of what they index."""
 
 
-class Rows(NamedTuple):
+class OutputRows(NamedTuple):
     """Positions in an output (B, Hq, Sq, Dv), one per entry."""
 
     batch: list[int]
@@ -73,8 +73,8 @@ class Rows(NamedTuple):
         return batch, head, query
 
 
-class Flip:
-    """The flip of one number.
+class InputPerturbation:
+    """The perturbation of one number.
 
     Args:
         values_only: leave query and key as they are, for kernels that choose keys by them.
@@ -103,7 +103,7 @@ class Flip:
         # There are few such quarters, and each would come back soon.
         self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
-    def rows(self, drawn: int) -> tuple[Rows, Rows]:
+    def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
         """Rows of the head whose keys and queries changed, and of any head.
 
         Args:
@@ -118,13 +118,13 @@ class Flip:
         )
 
     def apply(self) -> None:
-        """Flip in place; a second time undoes it."""
+        """InputPerturbation in place; a second time undoes it."""
         for change in self._changes:
             change()
         self._changes.reverse()  # they may meet in one tensor, and are undone from the last
 
 
-class Walk:
+class SteppedPerturbation:
     """Changes of one small step a call, where calls follow each other without a gap.
 
     A step negates one block of rows of value, and two rows of key change places, in every head: two
@@ -134,7 +134,7 @@ class Walk:
 
     Args:
         number: of the step to begin after; `apply` goes there from the recorded inputs.
-        values_only: as for `Flip`.
+        values_only: as for `InputPerturbation`.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Walk:
     ) -> None:
         draw = random.Random(f"{seed} walk")
         self.number = number
-        values = _blocks(draw, call.value, max(call.value.shape[2] // WALK_SHARE, 1))
+        values = _blocks(draw, call.value, max(call.value.shape[2] // STEPPED_SHARE, 1))
         self._pools: list[list[Callable[[], object]]] = []
         if values:  # there are keys
             self._pools.append([block.neg_ for block in values])
@@ -151,8 +151,8 @@ class Walk:
             self._pools.append([_Exchange(block) for block in _blocks(draw, call.key, 2)])
         self._shape = call.shape
 
-    def rows(self, drawn: int) -> tuple[Rows, Rows]:
-        """Rows of two heads, which all change alike; `drawn` as for `Flip.rows`."""
+    def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
+        """Return rows of two heads; see `InputPerturbation.rows`."""
         draw = random.Random(drawn)
         return _rows_of_one_head(draw, self._shape), _rows_of_one_head(draw, self._shape)
 
@@ -185,45 +185,47 @@ class _Exchange:
         self._next, self._last = self._last, self._next
 
 
-class Variation:
-    """Gives each sample of the kernels that share a call's tensors another flip."""
+class PerturbationSequence:
+    """Gives each sample of the kernels that share a call's tensors another perturbation."""
 
     def __init__(self, call: AttentionCall, seed: int) -> None:
         self._call = call
         self._seed = seed
         self._numbers = iter(range(2**62))
-        self._flip: Flip | None = None
-        self._ready: dict[bool, tuple[int, Flip]] = {}
+        self._perturbation: InputPerturbation | None = None
+        self._ready: dict[bool, tuple[int, InputPerturbation]] = {}
         """The next ones, by `values_only`."""
 
     def get_ready(self, *, values_only: bool = False) -> None:
-        """Undo the last flip and choose another, while a GPU is at work: `next` is waited for."""
+        """Undo the last perturbation and prepare the next while a GPU is at work."""
         self.undo()
         if values_only not in self._ready:
             number = next(self._numbers)
-            flip = Flip(self._call, self._seed, number, values_only=values_only)
-            self._ready[values_only] = number, flip
+            perturbation = InputPerturbation(
+                self._call, self._seed, number, values_only=values_only
+            )
+            self._ready[values_only] = number, perturbation
 
-    def next(self, *, values_only: bool = False) -> tuple[int, Flip]:
-        """Undo the last flip and apply another; its number comes with it."""
+    def next(self, *, values_only: bool = False) -> tuple[int, InputPerturbation]:
+        """Undo the last perturbation and apply another; its number comes with it."""
         self.get_ready(values_only=values_only)
-        number, self._flip = self._ready.pop(values_only)
-        self._flip.apply()
-        return number, self._flip
+        number, self._perturbation = self._ready.pop(values_only)
+        self._perturbation.apply()
+        return number, self._perturbation
 
     def undo(self) -> None:
-        """Make the inputs what they were before any flip."""
-        if self._flip is not None:
-            self._flip.apply()
-        self._flip = None
+        """Make the inputs what they were before any perturbation."""
+        if self._perturbation is not None:
+            self._perturbation.apply()
+        self._perturbation = None
 
     def forget(self) -> None:
         """The inputs were restored by other means."""
-        self._flip = None
+        self._perturbation = None
 
 
 def _most_rows(tensor: Tensor) -> int:
-    """Of a head that one flip may change."""
+    """Of a head that one perturbation may change."""
     if tensor.device.type != "cpu":
         return tensor.shape[2]
     return max((ONE_THREAD - 1) // tensor.shape[3], 1)
@@ -278,29 +280,29 @@ def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[
     return draw.choices(heads, k=JUDGED_ROWS)
 
 
-def _rows_of(draw: random.Random, call: AttentionCall, batch: int, heads: range) -> Rows:
-    return Rows(
+def _rows_of(draw: random.Random, call: AttentionCall, batch: int, heads: range) -> OutputRows:
+    return OutputRows(
         [batch] * JUDGED_ROWS,
         _draw_heads(draw, call, heads),
         draw.choices(range(call.shape.q_len), k=JUDGED_ROWS),
     )
 
 
-def _rows_of_one_head(draw: random.Random, shape: Shape) -> Rows:
+def _rows_of_one_head(draw: random.Random, shape: Shape) -> OutputRows:
     batch, head = draw.randrange(shape.batch), draw.randrange(shape.q_heads)
     queries = draw.choices(range(shape.q_len), k=JUDGED_ROWS)
-    return Rows([batch] * JUDGED_ROWS, [head] * JUDGED_ROWS, queries)
+    return OutputRows([batch] * JUDGED_ROWS, [head] * JUDGED_ROWS, queries)
 
 
 def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
     """Some blocks of so many rows, in every head, in random order."""
     memory = narrow_expanded(tensor)
     places = range(0, memory.shape[2] - rows + 1, rows)
-    chosen = draw.sample(places, min(WALK_BLOCKS, len(places)))
+    chosen = draw.sample(places, min(STEPPED_BLOCKS, len(places)))
     return [memory[:, :, first : first + rows] for first in chosen]
 
 
-def some_rows(call: AttentionCall, rows: Rows) -> AttentionCall:
+def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
     """The call that makes these rows alone, all of one key head: (1, 1, n, D), mask explicit."""
     call = call.without_pages()
     shape = call.shape

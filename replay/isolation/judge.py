@@ -16,7 +16,12 @@ from replay.accuracy.errors import compare, summary
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import Tolerance
 from replay.accuracy.verdict import Expected, judge
-from replay.isolation.input_perturbation import Flip, Walk, side_by_side, some_rows
+from replay.isolation.input_perturbation import (
+    InputPerturbation,
+    SteppedPerturbation,
+    side_by_side,
+    some_rows,
+)
 from replay.kernels.failures import Finding
 from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summary
 
@@ -39,15 +44,15 @@ class Sample(NamedTuple):
     """Rows of what one timed call returned."""
 
     number: int
-    """Of the flip (`replay.isolation.input_perturbation`) that its inputs had."""
+    """Of the perturbation (`replay.isolation.input_perturbation`) that its inputs had."""
     drawn: int
     """After the call: decides which rows."""
     changed: Tensor
-    """(n, Dv), the first of `Flip.rows`."""
+    """(n, Dv), the first of `InputPerturbation.rows`."""
     others: Tensor
     """(n, Dv), the second."""
-    of_walk: bool = False
-    """Whether its inputs were those of that step of a `Walk`, and the rows are the walk's."""
+    is_stepped: bool = False
+    """Whether a `SteppedPerturbation` made its inputs and chose its rows, at step `number`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Judged:
     reference_summary: Summary | None = None
 
 
-class Referee(Protocol):
+class OutputJudge(Protocol):
     """Judges outputs of the kernels of one call."""
 
     def judge(
@@ -118,7 +123,7 @@ def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
     return result
 
 
-class LocalReferee:
+class LocalJudge:
     """Judges in this process.
 
     Args:
@@ -199,14 +204,14 @@ class LocalReferee:
         factors = self._thresholds.of(accuracy_class)
         made, found = [], []
         for sample in samples:
-            kind = Walk if sample.of_walk else Flip
-            flip = kind(call, self.seed, sample.number, values_only=chosen is not None)
-            flip.apply()
+            kind = SteppedPerturbation if sample.is_stepped else InputPerturbation
+            perturbation = kind(call, self.seed, sample.number, values_only=chosen is not None)
+            perturbation.apply()
             try:
-                parts = (some_rows(call, rows) for rows in flip.rows(sample.drawn))
+                parts = (some_rows(call, rows) for rows in perturbation.rows(sample.drawn))
                 made.append(side_by_side(*parts))
             finally:
-                flip.apply()
+                perturbation.apply()
             found += [sample.changed, sample.others]
         # Attention of all at once: each is little work for a GPU. Each has limits of its own.
         with _one_thread():

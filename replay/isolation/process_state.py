@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from replay.isolation.state_snapshot import HOOKS, RandomState, State
-from replay.isolation.trusted_functions import Functions
+from replay.isolation.state_snapshot import HOOKS, RandomState, SettingsSnapshot
+from replay.isolation.trusted_functions import TrustedFunctions
 
 
-class Guard:
+class ProcessState:
     """The process as it is now, before any kernel's library is imported."""
 
     def __init__(self) -> None:
-        self._state = State()
-        self._hooks = State(HOOKS)
-        self._functions = Functions()
+        self._state = SettingsSnapshot()
+        self._hooks = SettingsSnapshot(HOOKS)
+        self._functions = TrustedFunctions()
         self._random = RandomState()
         self._changed: dict[str, dict[str, None]] = {}
         self._replaced: dict[str, dict[str, None]] = {}
@@ -37,7 +37,7 @@ class Guard:
         return sorted({*self._changed, *self._replaced})
 
     def replaced(self, kernel: str) -> str:
-        """Functions that the kernel was seen to replace, in a sentence; empty for none."""
+        """TrustedFunctions that the kernel was seen to replace, in a sentence; empty for none."""
         names = list(self._replaced.get(kernel, ()))
         if not names:
             return ""

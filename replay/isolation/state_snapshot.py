@@ -1,4 +1,4 @@
-"""State of the process that kernels are measured in: taken down, put back, and changes named.
+"""Snapshot of the process that kernels are measured in, to restore it and to name changes.
 
 A kernel's library may switch PyTorch's backends or threads when it is imported or called, which
 would change what every other kernel is measured with.
@@ -303,7 +303,7 @@ REFUSALS = (RuntimeError, OSError, ValueError)
 other than the first."""
 
 
-class State:
+class SettingsSnapshot:
     """What settings were."""
 
     def __init__(self, settings: Mapping[str, Setting] = SETTINGS) -> None:

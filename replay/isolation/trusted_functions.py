@@ -90,7 +90,7 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
         ),
     ),
 ]
-"""Functions of others, by where they stand."""
+"""TrustedFunctions of others, by where they stand."""
 
 
 class _Standing(NamedTuple):
@@ -111,7 +111,7 @@ class _Standing(NamedTuple):
         return all(map(is_, now, self.values))
 
 
-class Functions:
+class TrustedFunctions:
     """What they were, and the constants of our own modules."""
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
 from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
-from replay.timing.statistics import Interval, paired_ratios, speed_verdict, speedup_of
+from replay.timing.statistics import MedianInterval, paired_ratios, speed_verdict, speedup_of
 
 
 @dataclass(frozen=True)
@@ -435,10 +435,10 @@ def _is_faster(one: Row, other: Row) -> bool:
     return verdict == "fast"
 
 
-def _interval(row: Row) -> Interval | None:
+def _interval(row: Row) -> MedianInterval | None:
     """Return the interval of a row's speed-up; a row without one is the baseline itself."""
     if row.speedup is None:
-        return Interval(1.0, 1.0)
+        return MedianInterval(1.0, 1.0)
     if row.speedup.low is None or row.speedup.high is None:
         return None
-    return Interval(row.speedup.low, row.speedup.high)
+    return MedianInterval(row.speedup.low, row.speedup.high)

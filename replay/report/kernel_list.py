@@ -11,11 +11,11 @@ from rich.text import Text
 
 from capture.text.counted import counted
 from replay.kernels.registry import Kernel
-from replay.workers.environments import Found
+from replay.workers.environments import ProbeResult
 
 
 def print_kernels(
-    kernels: Sequence[Kernel], found: Mapping[str, Mapping[str, Found]], console: Console
+    kernels: Sequence[Kernel], found: Mapping[str, Mapping[str, ProbeResult]], console: Console
 ) -> None:
     """Print each kernel, its number of variants, and where it can run; variants are not listed.
 
@@ -37,7 +37,7 @@ def print_kernels(
             console.print(Padding(Text(label).append_text(state), (0, 0, 0, 4)))
 
 
-def _state(found: Found) -> Text:
+def _state(found: ProbeResult) -> Text:
     if found.reason is None:
         return Text(f"available {found.version}".strip(), "green")
     # The reason may already contain the command.

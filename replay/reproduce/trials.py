@@ -16,7 +16,7 @@ from replay.reproduce.crop import storable
 from replay.rows.errors_of_output import AccuracyClass, Where
 from replay.rows.row import Row, Status
 from replay.rows.row_files import rebuilt
-from replay.workers.judge_process import Hearing, Judge
+from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import CannotStart, Died, Process, judge_process
 from replay.workloads.recorded import recorded_call
 from replay.workloads.workload import Workload
@@ -64,7 +64,7 @@ class Trials:
     """
 
     def __init__(
-        self, kernel: str, settings: Settings, worker: Process, judge: Judge, scratch: Path
+        self, kernel: str, settings: Settings, worker: Process, judge: JudgeProcess, scratch: Path
     ) -> None:
         self._kernel = kernel
         self._settings = replace(settings, baseline=kernel)
@@ -87,7 +87,7 @@ class Trials:
             TrialError: a process does not start, or the call cannot be worked on.
         """
         self._judge.expect(workload, self._settings)
-        hearing = Hearing(self._judge, workload, self._settings)
+        evidence = CallEvidence(self._judge, workload, self._settings)
         rows: list[Row] = []
         try:
             options = WorkerOptions(in_worker=True, shared_file=self._judge.shared_file)
@@ -101,7 +101,7 @@ class Trials:
                 if "row" in message:
                     rows.append(rebuilt(Row, message["row"]))
                 elif "judge" in message:
-                    self._worker.tell(**hearing.answer(message["judge"]))
+                    self._worker.tell(**evidence.answer(message["judge"]))
                 elif reason := message.get("unreadable") or message.get("failed"):
                     raise TrialError(reason)
         except CannotStart as error:
@@ -113,15 +113,15 @@ class Trials:
             return TrialOutcome(death.status, death.reason)
         for row in rows:
             if row.kernel == self._kernel:
-                return _outcome(row, hearing.objection(row))
+                return _outcome(row, evidence.why_rejected(row))
             if not row.kernel:  # of the call itself, which it names
                 raise TrialError(row.reason)
         raise TrialError(f"{workload.name}: no row came back")
 
 
-def _outcome(row: Row, objection: str) -> TrialOutcome:
-    if objection:
-        return TrialOutcome("error", objection)
+def _outcome(row: Row, why_rejected: str) -> TrialOutcome:
+    if why_rejected:
+        return TrialOutcome("error", why_rejected)
     accuracy = row.accuracy
     if accuracy is None:
         return TrialOutcome(row.status, row.reason, row.accuracy_class or "exact")
@@ -140,7 +140,7 @@ def trials(
     python: str = sys.executable,
 ) -> Iterator[Trials]:
     """Trials in a worker and beside a judge of their own, which end with the `with` block."""
-    judge, worker = Judge(judge_process(timeout)), Process(python, timeout)
+    judge, worker = JudgeProcess(judge_process(timeout)), Process(python, timeout)
     try:
         worker.start()
         yield Trials(kernel, settings, worker, judge, scratch)

@@ -43,7 +43,7 @@ DIFFERENT = 0.03
 
 
 @dataclass(frozen=True)
-class Block:
+class EnergyBlock:
     """What a block of calls showed."""
 
     mj: float
@@ -64,7 +64,7 @@ def measure_energy(
     device: torch.device,
     call_ms: float,
     keep: Callable[[object], None] = lambda result: None,
-) -> Block:
+) -> EnergyBlock:
     """Run a block of calls of a function that takes about `call_ms`.
 
     Args:
@@ -90,7 +90,7 @@ def block(
     calls: int,
     read: Callable[[], int],
     clock: Callable[[], float] = time.perf_counter,
-) -> Block:
+) -> EnergyBlock:
     """Watch chunks of calls, until the counter was read for long enough.
 
     Args:
@@ -115,7 +115,7 @@ def block(
                 first = (now, millijoules, len(times))
         elif now - first[0] >= BLOCK_SECONDS:
             seconds, used = now - first[0], millijoules - first[1]
-            return Block(
+            return EnergyBlock(
                 mj=used / (len(times) - first[2]) / calls,
                 power_w=used / 1000 / seconds,
                 seconds=seconds,

@@ -35,13 +35,13 @@ STEADY_GAIN = 0.02
 C = TypeVar("C", bound=Hashable, contravariant=True)
 
 
-class Witness(Protocol[C]):
+class SampleObserver(Protocol[C]):
     """Who prepares the inputs of each timed call and looks at what it returned."""
 
     def before(self, key: C) -> None:
         """Called right before each timed call."""
 
-    def glance(self, key: C, result: object) -> None:
+    def fingerprint(self, key: C, result: object) -> None:
         """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
 
     def keep(self, key: C, result: object) -> None:
@@ -85,7 +85,7 @@ def measure(
     max_noise: float | None = None,
     on_sample: Callable[[K], None] | None = None,
     synchronous: bool = False,
-    witness: Witness[K] | None = None,
+    observer: SampleObserver[K] | None = None,
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
@@ -96,7 +96,7 @@ def measure(
     exception, and the others go on. A CUDA error that makes the whole process unusable is raised;
     `on_sample` is told who is next before every warm-up and sample, and with `synchronous` each
     sample ends before the next begins, so that the last one named is the one that did it. So many
-    untimed `calls_before` each sample are of the same candidate. A `witness` is called, untimed,
+    untimed `calls_before` each sample are of the same candidate. A `observer` is called, untimed,
     right before each timed call, and is given what one of each sample returned. A candidate that
     changes times that were taken is dropped, and they are put back.
 
@@ -108,12 +108,12 @@ def measure(
         raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
     timer = timer_for(device, cache, calls_before)
     entered = {key: Candidate(function) for key, function in candidates.items()}
-    if witness is not None:
+    if observer is not None:
         for key, candidate in entered.items():
-            candidate.before = partial(witness.before, key)
-            candidate.glance = partial(witness.glance, key)
-            candidate.keep = partial(witness.keep, key)
-            candidate.after = partial(witness.after, key)
+            candidate.before = partial(observer.before, key)
+            candidate.fingerprint = partial(observer.fingerprint, key)
+            candidate.keep = partial(observer.keep, key)
+            candidate.after = partial(observer.after, key)
     announce = on_sample or (lambda key: None)
     for key, candidate in entered.items():
         announce(key)

@@ -42,7 +42,7 @@ MAXIMUM_AUTOCORRELATION = 0.75
 """More is not told from noise by few rounds, and would only make the widest intervals wider."""
 
 
-class Interval(NamedTuple):
+class MedianInterval(NamedTuple):
     """Of a median."""
 
     low: float
@@ -137,7 +137,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
     return "ambiguous", "noisy" if is_noisy else "interval-includes-1"
 
 
-def median_interval(*series: Sequence[float]) -> Interval | None:
+def median_interval(*series: Sequence[float]) -> MedianInterval | None:
     """The interval (module docstring) of the median of positive samples of one or more series.
 
     Where its ranks lie beyond the smallest and largest sample, they are extrapolated by the mean
@@ -149,26 +149,26 @@ def median_interval(*series: Sequence[float]) -> Interval | None:
     return _order_interval(samples, _autocorrelation(series))
 
 
-def independent_interval(samples: Sequence[float]) -> Interval | None:
+def independent_interval(samples: Sequence[float]) -> MedianInterval | None:
     """The same of positive samples that are no series, none of which depends on the one before."""
     return None if len(samples) < MINIMUM_ROUNDS else _order_interval(samples, 0.0)
 
 
-def _order_interval(samples: Sequence[float], correlation: float) -> Interval:
+def _order_interval(samples: Sequence[float], correlation: float) -> MedianInterval:
     ordered, count = sorted(samples), len(samples)
     middle = (count + 1) / 2
     reach = (middle - _rank(count)) * math.sqrt((1 + correlation) / (1 - correlation))
     rank = middle - reach
     if rank >= 1:
-        return Interval(ordered[int(rank) - 1], ordered[count - int(rank)])
+        return MedianInterval(ordered[int(rank) - 1], ordered[count - int(rank)])
     smallest, largest = ordered[0], ordered[-1]
     beyond = (largest / smallest) ** ((1 - rank) / (count - 1))
-    return Interval(smallest / beyond, largest * beyond)
+    return MedianInterval(smallest / beyond, largest * beyond)
 
 
 def ratio_interval(
-    above: float, above_within: Interval, below: float, below_within: Interval
-) -> Interval:
+    above: float, above_within: MedianInterval, below: float, below_within: MedianInterval
+) -> MedianInterval:
     """The interval of `above / below`, two independent positive figures, from the interval of each.
 
     The distances from figure to end, of the logarithms, are added as squares (Zou and Donner 2008,
@@ -179,7 +179,7 @@ def ratio_interval(
     ratio = above / below
     down = math.hypot(math.log(above / above_within.low), math.log(below_within.high / below))
     up = math.hypot(math.log(above_within.high / above), math.log(below / below_within.low))
-    return Interval(ratio * math.exp(-down), ratio * math.exp(up))
+    return MedianInterval(ratio * math.exp(-down), ratio * math.exp(up))
 
 
 def _rank(count: int) -> int:

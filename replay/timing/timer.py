@@ -66,7 +66,7 @@ class Candidate:
     function: Function
     before: Function = lambda: None
     """Called, untimed, right before each timed call."""
-    glance: Callable[[object], None] = lambda result: None
+    fingerprint: Callable[[object], None] = lambda result: None
     """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
     keep: Callable[[object], None] = lambda result: None
     """Given what some timed calls of each sample returned, right after each. The last of them
@@ -186,7 +186,7 @@ class CudaTimer:
             hooks = python_hooks()
             host_ms = (time.perf_counter() - began) * 1000
             end.record()
-            candidate.glance(result)
+            candidate.fingerprint(result)
             watch.compare(hooks)
             layer_host_ms = host_ms + _wall_ms(self.rest_of_layer)
             candidate.keep(result)

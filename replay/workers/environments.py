@@ -20,7 +20,7 @@ from replay.kernels.registry import Kernel, catalogue
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
 from replay.rows.row_files import rebuilt
 from replay.workers.environment_options import WorkerError
-from replay.workers.judge_process import Hearing, Judge
+from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.workload import Workload
 
@@ -36,7 +36,7 @@ DISTURBED = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class ProbeResult:
     """What an environment says of one kernel."""
 
     reason: str | None
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclasses.dataclass
-class _Heard:
+class _Reply:
     """What a worker has said about a call so far."""
 
     loaded: Loaded
@@ -70,7 +70,7 @@ class Environment:
         python: str,
         timeout: float,
         process: str = "",
-        judge: Judge | None = None,
+        judge: JudgeProcess | None = None,
         worker: Process | None = None,
     ) -> None:
         self.name = name
@@ -90,15 +90,15 @@ class Environment:
         for each in self._apart.values():
             each.close()
 
-    def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, Found]:
+    def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
         """Which of the kernels can run here; one that kills the worker cannot."""
-        found: dict[str, Found] = {}
+        found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
                 for message in self._process.ask(do="probe", kernels=missing, device=device):
                     if "probed" in message:
                         name = message.pop("probed")
-                        found[name] = Found(**message)
+                        found[name] = ProbeResult(**message)
                     elif "disturbing" in message:
                         self._disturbing.update(message["disturbing"])
             except CannotStart as error:
@@ -106,7 +106,7 @@ class Environment:
             except Died as death:
                 if not death.kernel:
                     raise self._unusable(death) from death
-                found[death.kernel] = Found(f"{death.status} when asked: {death.reason}")
+                found[death.kernel] = ProbeResult(f"{death.status} when asked: {death.reason}")
         if self._disturbing:
             self._process.close()
         return found
@@ -278,14 +278,14 @@ class Environment:
         while True:
             names = [name for name in asked if name not in lost]
             options = self._options(synchronous, {*lost, *given_up})
-            heard = _Heard(loaded, [])
+            reply = _Reply(loaded, [])
             try:
-                self._replay_once(workload, names, settings, options, report, heard)
+                self._replay_once(workload, names, settings, options, report, reply)
             except CannotStart as error:
                 raise self._unusable(error) from error
             except Died as death:
-                loaded = heard.loaded
-                if settings.device.type == "cuda" and heard.timing and not synchronous:
+                loaded = reply.loaded
+                if settings.device.type == "cuda" and reply.timing and not synchronous:
                     # Samples are only enqueued: the one that did it may be any before the last.
                     synchronous = True
                 elif death.kernel in (*lost, *STAGES, ""):
@@ -297,9 +297,9 @@ class Environment:
                     self._deaths[death.kernel] = self._deaths.get(death.kernel, 0) + 1
                     synchronous = True
                 continue
-            rows = heard.rows
+            rows = reply.rows
             if all(row.kernel for row in rows):
-                rows += [self._lost_row(name, heard.loaded) for name in lost]
+                rows += [self._lost_row(name, reply.loaded) for name in lost]
             return _in_order(rows, kernels)
 
     def _replay_once(
@@ -309,7 +309,7 @@ class Environment:
         settings: Settings,
         options: WorkerOptions,
         report: Callable[[str], None],
-        heard: _Heard,
+        reply: _Reply,
     ) -> None:
         request = {
             "workload": workload.source.to_json(),
@@ -317,36 +317,36 @@ class Environment:
             "settings": settings.to_json(),
             "options": options.to_json(),
         }
-        hearing, disbelieved = None, set()
+        evidence, rejected = None, set()
         if self._judge is not None:
             # First, since the worker waits for the reference, and may still be importing.
             self._judge.expect(workload, settings)
-            hearing = Hearing(self._judge, workload, settings)
+            evidence = CallEvidence(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
-            if hearing is not None:
-                hearing.hear(message.get("at", ""))
+            if evidence is not None:
+                evidence.hear(message.get("at", ""))
             if "call" in message:
                 facts = rebuilt(CallFacts, message["call"])
-                heard.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
+                reply.loaded = Loaded(facts, rebuilt(Machine, message["machine"]))
             elif "row" in message:
-                row = self._received(message["row"], heard.loaded)
-                objection = "" if hearing is None else hearing.objection(row)
-                if objection:
-                    row = self._row(row.kernel, heard.loaded, "error", objection)
-                    disbelieved.add(row.kernel)
-                heard.rows.append(row)
+                row = self._received(message["row"], reply.loaded)
+                why_rejected = "" if evidence is None else evidence.why_rejected(row)
+                if why_rejected:
+                    row = self._row(row.kernel, reply.loaded, "error", why_rejected)
+                    rejected.add(row.kernel)
+                reply.rows.append(row)
             elif "unreadable" in message:
-                heard.rows = [self._row("", heard.loaded, "error", message["unreadable"])]
+                reply.rows = [self._row("", reply.loaded, "error", message["unreadable"])]
             elif "failed" in message:
                 raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
             elif "disturbing" in message:
                 self._disturbing.update(message["disturbing"])
-            elif "judge" in message and hearing is not None:
-                self._process.tell(**hearing.answer(message["judge"]))
+            elif "judge" in message and evidence is not None:
+                self._process.tell(**evidence.answer(message["judge"]))
             elif "at" in message and message["at"] != DONE:
-                heard.timing = heard.timing or message["at"] == TIMING
+                reply.timing = reply.timing or message["at"] == TIMING
                 report(message["at"])
-        heard.rows = [_over_what_is_believed(row, disbelieved) for row in heard.rows]
+        reply.rows = [_over_what_is_believed(row, rejected) for row in reply.rows]
 
     def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
         if self._own_kernel:  # no other kernel with a worker of its own runs here
@@ -402,9 +402,9 @@ def _in_every_worker(settings: Settings) -> set[str]:
     return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
 
 
-def _over_what_is_believed(row: Row, disbelieved: set[str]) -> Row:
+def _over_what_is_believed(row: Row, rejected: set[str]) -> Row:
     """Without a speed-up over a baseline whose own row was taken back."""
-    if row.speedup is None or row.speedup.vs not in disbelieved:
+    if row.speedup is None or row.speedup.vs not in rejected:
         return row
     flag = f"no speed-up: the row of {row.speedup.vs} is not believed"
     return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
@@ -472,7 +472,7 @@ def replay_in_workers(
 
 
 def assign(
-    kernels: Sequence[Kernel], found: dict[str, dict[str, Found]]
+    kernels: Sequence[Kernel], found: dict[str, dict[str, ProbeResult]]
 ) -> dict[str, list[Kernel]]:
     """Which kernels run in which environment.
 

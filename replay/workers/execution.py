@@ -18,15 +18,15 @@ from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, KernelId, Machine, Row
 from replay.timing.machine import describe
-from replay.workers.environments import Environment, Found, assign, replay_in_workers
-from replay.workers.judge_process import Judge
+from replay.workers.environments import Environment, ProbeResult, assign, replay_in_workers
+from replay.workers.judge_process import JudgeProcess
 from replay.workers.process import First, Placement, Process
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 
-Findings = dict[str, dict[str, Found]]
+Findings = dict[str, dict[str, ProbeResult]]
 """What is known of a kernel, by environment and name."""
 Assignment = dict[str, list[Kernel]]
 """The kernels to run, by environment."""
@@ -105,7 +105,7 @@ class Workers:
 
     at_a_time = 1
 
-    def __init__(self, environments: dict[str, Environment], judge: Judge) -> None:
+    def __init__(self, environments: dict[str, Environment], judge: JudgeProcess) -> None:
         self._environments = environments
         self._judge = judge
 
@@ -125,7 +125,7 @@ class Workers:
             timeout: seconds without a sign of life after which a worker is ended.
             place: where further workers run.
         """
-        judge = Judge(first.judge)
+        judge = JudgeProcess(first.judge)
         environments = {
             HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
         }
@@ -223,9 +223,9 @@ def execution(
         workers.close()
 
 
-def _found(kernel: Kernel, device: torch.device) -> Found:
+def _found(kernel: Kernel, device: torch.device) -> ProbeResult:
     try:
         kernel = kernel.loaded()
-        return Found(kernel.unavailable(device), install=kernel.install)
+        return ProbeResult(kernel.unavailable(device), install=kernel.install)
     except BaseException as error:
-        return Found(classify(error)[1])
+        return ProbeResult(classify(error)[1])

@@ -20,7 +20,7 @@ from replay.workers.shared_memory import SharedFile
 from replay.workloads.workload import Workload
 
 
-class Judge:
+class JudgeProcess:
     """A process that no kernel runs in, started when first asked if it was not before.
 
     Args:
@@ -99,10 +99,10 @@ BESIDE_CALL_MS = 2.0
 
 
 @dataclass
-class Hearing:
+class CallEvidence:
     """What the parent itself has seen of the kernels of one call."""
 
-    judge: Judge
+    judge: JudgeProcess
     workload: Workload
     settings: Settings
     _classes: dict[str, AccuracyClass] = field(default_factory=dict)
@@ -155,14 +155,14 @@ class Hearing:
         found = self.judge.answer(question, self.workload, self.settings)
         if "wrong" in found:
             self._verdicts.setdefault(kernel, []).append(not found["wrong"])
-            timed = sum(not of_walk for *_, of_walk in question["numbers"])
+            timed = sum(not is_stepped for *_, is_stepped in question["numbers"])
             self._samples[kernel] = self._samples.get(kernel, 0) + timed
         elif "judged" in found and not question["of_core"]:
             status = found["judged"]["finding"][0]
             self._verdicts.setdefault(kernel, []).append(status == "ok")
         return found
 
-    def objection(self, row: Row) -> str:
+    def why_rejected(self, row: Row) -> str:
         """Why a row cannot be what it says; empty where nothing speaks against it."""
         if not row.is_correct:
             return ""

@@ -10,7 +10,7 @@ import torch
 
 from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
-from replay.isolation.judge import LocalReferee, Sample
+from replay.isolation.judge import LocalJudge, Sample
 from replay.kernels.failures import CannotJudge
 from replay.timing.machine import usual_device
 from replay.workers.device_memory import give_back
@@ -19,8 +19,8 @@ from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
-_referees: dict[str, LocalReferee] = {}
-"""The last call's referee, or the next one's: a worker that died and begins again asks for the
+_judges: dict[str, LocalJudge] = {}
+"""The last call's judge, or the next one's: a worker that died and begins again asks for the
 same."""
 
 
@@ -50,14 +50,14 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         _open(request, settings)
         say(opened=True)
         return
-    if not _referees:
+    if not _judges:
         raise CannotJudge("the judge's process ended, and another was started amid this call")
-    (referee,) = _referees.values()
+    (judge,) = _judges.values()
     tensors = _inbox(settings.device).take(request["handed"])
     kernel, accuracy_class = request["kernel"], request["accuracy_class"]
     chosen = tensors.get("chosen") if accuracy_class == "sparse" else None
     if request["do"] == "judge":
-        judged = referee.judge(
+        judged = judge.judge(
             kernel,
             accuracy_class,
             tensors["output"],
@@ -67,10 +67,12 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
         say(judged=judged)
     else:
         samples = [
-            Sample(number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], of_walk)
-            for place, (number, drawn, of_walk) in enumerate(request["numbers"])
+            Sample(
+                number, drawn, tensors[f"changed.{place}"], tensors[f"others.{place}"], is_stepped
+            )
+            for place, (number, drawn, is_stepped) in enumerate(request["numbers"])
         ]
-        say(wrong=referee.judge_samples(kernel, accuracy_class, samples, chosen))
+        say(wrong=judge.judge_samples(kernel, accuracy_class, samples, chosen))
     give_back(settings.device)
 
 
@@ -78,7 +80,7 @@ def _touch(device: str) -> None:
     """Judge something tiny, so that what CUDA starts and loads at first use is there."""
     query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
     call = AttentionCall(query, query, query)
-    LocalReferee(call, seed=0).judge("", "exact", query, None)
+    LocalJudge(call, seed=0).judge("", "exact", query, None)
 
 
 def _expect(request: dict[str, Any], settings: Settings) -> None:
@@ -86,25 +88,25 @@ def _expect(request: dict[str, Any], settings: Settings) -> None:
     if settings.roofline:
         return  # the worker measures what the device can do, alone on it
     key = _key(request, settings)
-    if key not in _referees:
-        _referees.clear()
-        _referees[key] = _referee(request, settings)
+    if key not in _judges:
+        _judges.clear()
+        _judges[key] = _judge(request, settings)
 
 
 def _open(request: dict[str, Any], settings: Settings) -> None:
     key = _key(request, settings)
-    if key not in _referees:
-        _referees.clear()
-        _referees[key] = _referee(request, settings)
-    referee = _referees[key]
-    referee.seed = request["seed"]
-    referee.compared = _inbox(settings.device).take(request["handed"]).get("output")
+    if key not in _judges:
+        _judges.clear()
+        _judges[key] = _judge(request, settings)
+    judge = _judges[key]
+    judge.seed = request["seed"]
+    judge.compared = _inbox(settings.device).take(request["handed"]).get("output")
 
 
-def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
+def _judge(request: dict[str, Any], settings: Settings) -> LocalJudge:
     call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
     with torch.no_grad():
-        return LocalReferee(
+        return LocalJudge(
             call,
             seed=0,
             errors_against=settings.errors_against,
@@ -114,7 +116,7 @@ def _referee(request: dict[str, Any], settings: Settings) -> LocalReferee:
 
 
 def _key(request: dict[str, Any], settings: Settings) -> str:
-    """What a referee was made from, but for the seed and what is compared with."""
+    """What a judge was made from, but for the seed and what is compared with."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     return json.dumps([request["workload"], *how])

@@ -17,12 +17,12 @@ from capture.errors import DatasetError
 from replay.bench.first_calls import first_calls
 from replay.bench.runner import Loaded, replay
 from replay.bench.settings import Settings, WorkerOptions
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import CannotJudge, classify
 from replay.kernels.registry import Kernel, KernelNameError, find, select
 from replay.timing.machine import available_bytes, usual_device
 from replay.workers.device_memory import give_back
-from replay.workers.remote_judge import RemoteReferee
+from replay.workers.remote_judge import RemoteJudge
 from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
@@ -37,26 +37,26 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
         ContextLost: a kernel left this process unusable.
     """
     with torch.no_grad():  # as kernels run, so that a change of that is seen
-        guard = _guard()
+        process_state = _process_state()
         if request["do"] == "probe":
-            _probe(request, say, guard)
+            _probe(request, say, process_state)
         elif request["do"] == "touch":
             device = request["device"] or usual_device()
             torch.zeros(1, device=device).add_(1).item()
             say(works=True)
         elif request["do"] == "warm up":
             with contextlib.suppress(KernelNameError):  # the command says so
-                _warm_up(select(request["kernels"])[0], guard)
+                _warm_up(select(request["kernels"])[0], process_state)
         elif request["do"] == "call":
-            _call(request, say, guard)
+            _call(request, say, process_state)
         else:
-            _replay(request, say, hear, guard)
+            _replay(request, say, hear, process_state)
 
 
 @functools.cache
-def _guard() -> Guard:
+def _process_state() -> ProcessState:
     """Made at the first request, when no kernel of anybody's has been imported."""
-    return Guard()
+    return ProcessState()
 
 
 @functools.cache
@@ -69,20 +69,20 @@ _warm: set[str] = set()
 """Kernels that have imported all they need."""
 
 
-def _warm_up(kernels: Sequence[Kernel], guard: Guard) -> None:
+def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
     """Import what their first calls would, which then tell what compiling takes."""
     cold = [kernel for kernel in kernels if kernel.warm_up and kernel.name not in _warm]
     for kernel in cold:
         assert kernel.warm_up is not None
         with contextlib.suppress(Exception):  # the first call says so
             kernel.warm_up()
-        guard.restore(kernel.name)
+        process_state.restore(kernel.name)
         _warm.add(kernel.name)
     if cold:
         gc.freeze()
 
 
-def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
+def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
     """Which kernels can run on the device, and the version of their library."""
     device = torch.device(request["device"])
     for name in request["kernels"]:
@@ -94,28 +94,28 @@ def _probe(request: dict[str, Any], say: Say, guard: Guard) -> None:
             say(probed=name, reason=classify(error)[1])
             continue
         finally:
-            guard.restore(name)
+            process_state.restore(name)
         version = _version(kernel.library)
         say(probed=name, reason=reason, version=version, install=kernel.install)
-    say(disturbing=guard.disturbing())
+    say(disturbing=process_state.disturbing())
 
 
-def _call(request: dict[str, Any], say: Say, guard: Guard) -> None:
+def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
     """How long the first call of each kernel takes, which compiles."""
     settings = Settings.from_json(request["settings"])
     with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
         kernels = [find(name) for name in request["kernels"]]
-        _warm_up(kernels, guard)
+        _warm_up(kernels, process_state)
         call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         for kernel, milliseconds in first_calls(
-            call, kernels, settings, guard, lambda name: say(at=name)
+            call, kernels, settings, process_state, lambda name: say(at=name)
         ):
             say(called=kernel, first_call_ms=milliseconds)
-    say(disturbing=guard.disturbing())
+    say(disturbing=process_state.disturbing())
     give_back(settings.device)
 
 
-def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None:
+def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: ProcessState) -> None:
     settings = Settings.from_json(request["settings"])
     options = WorkerOptions.from_json(request["options"])
 
@@ -130,13 +130,17 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
         wanted = Workload.of(source_from_json(request["workload"]))
-        referees = None
+        judge_factory = None
         if options.shared_file:
             outbox = _outbox(options.shared_file, settings.device)
-            referees = RemoteReferee.factory(say, _busy_at_first(hear, kernels, guard), outbox)
-        for row in replay([wanted], kernels, settings, report, tell, options, referees, guard):
+            judge_factory = RemoteJudge.factory(
+                say, _busy_at_first(hear, kernels, process_state), outbox
+            )
+        for row in replay(
+            [wanted], kernels, settings, report, tell, options, judge_factory, process_state
+        ):
             say(row=row)
-        say(disturbing=guard.disturbing())
+        say(disturbing=process_state.disturbing())
     except DatasetError as error:
         say(unreadable=str(error))
     except CannotJudge as error:
@@ -144,12 +148,12 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, guard: Guard) -> None
     give_back(settings.device)  # the worker of another environment needs it next
 
 
-def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], guard: Guard) -> Hear:
+def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], process_state: ProcessState) -> Hear:
     """`hear`, with something to do until the first answer: the judge computes the reference."""
     waiting = list(kernels)
 
     def hear_busily() -> dict[str, Any]:
-        _warm_up(waiting, guard)
+        _warm_up(waiting, process_state)
         waiting.clear()  # later answers are waited for while something is timed
         return hear()
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.bench.runner import Referees
+from replay.bench.runner import JudgeFactory
 from replay.bench.settings import Settings
-from replay.isolation.judge import BLOCK_MS, MOST_CALLS, Judged, Referee, Sample, block_of_calls
+from replay.isolation.judge import BLOCK_MS, MOST_CALLS, Judged, OutputJudge, Sample, block_of_calls
 from replay.kernels.failures import CannotJudge
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row_files import rebuilt
@@ -27,7 +27,7 @@ SHORT_MS = 5.0
 """On a GPU, calls shorter than this take longer in a block, where nobody hides their launch."""
 
 
-class RemoteReferee:
+class RemoteJudge:
     """Asks the parent, which asks its judge. Every method raises `CannotJudge` if the judge fails.
 
     Args:
@@ -40,18 +40,18 @@ class RemoteReferee:
         self._outbox = outbox
 
     @classmethod
-    def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> Referees:
-        """What makes the referee of each call; it raises `CannotJudge` too."""
+    def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> JudgeFactory:
+        """What makes the judge of each call; it raises `CannotJudge` too."""
 
-        def open_referee(
+        def open_judge(
             call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
-        ) -> Referee:
-            referee = cls(say, hear, outbox)
+        ) -> OutputJudge:
+            judge = cls(say, hear, outbox)
             handed = outbox.put(_optional("output", compared))
-            referee._ask(do="open", seed=seed, handed=handed)
-            return referee
+            judge._ask(do="open", seed=seed, handed=handed)
+            return judge
 
-        return open_referee
+        return open_judge
 
     def judge(
         self,
@@ -87,7 +87,7 @@ class RemoteReferee:
         for place, sample in enumerate(samples):
             tensors[f"changed.{place}"] = sample.changed
             tensors[f"others.{place}"] = sample.others
-        numbers = [(sample.number, sample.drawn, sample.of_walk) for sample in samples]
+        numbers = [(sample.number, sample.drawn, sample.is_stepped) for sample in samples]
         answer = self._ask(
             do="samples",
             kernel=kernel,

@@ -61,8 +61,8 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         line = next_line()
         if not line:  # the parent is gone, or this is a copy that a kernel made
             os._exit(0)
-        heard: dict[str, Any] = json.loads(line)
-        return heard
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     say(ready=True)
     while line := next_line():

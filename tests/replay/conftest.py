@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +20,10 @@ from replay.workloads.workload import Workload
 from tests.factories import made_workload, random_call, settings
 from tests.in_this_process import RunCli, runner
 
+CALLS_TO_CHECK = 3
+CALLS_TO_WARM_UP = 18
+"""Calls of a kernel before it is timed, in samples of two, where `known_calls` is used."""
+
 
 @pytest.fixture(autouse=True)
 def short_samples() -> Iterator[None]:
@@ -26,6 +32,14 @@ def short_samples() -> Iterator[None]:
         patch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
         patch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
         yield
+
+
+@pytest.fixture
+def known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call takes 61 µs by the timer's clock, so that the number of calls is known."""
+    looks = count()
+    clock = SimpleNamespace(perf_counter=lambda: next(looks) * 2.0**-14)
+    monkeypatch.setattr("replay.timing.timer.time", clock)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected
-from replay.isolation.input_perturbation import Flip, some_rows
+from replay.isolation.input_perturbation import InputPerturbation, some_rows
 from replay.timing.flops import valid_pairs
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call, sequences, visible
@@ -110,9 +110,9 @@ def test_the_reference_is_the_formula(call: AttentionCall, block_elements: int) 
 def test_rows_of_a_timed_sample_are_judged_as_calls_of_their_own(
     call: AttentionCall, number: int
 ) -> None:
-    flip = Flip(call, 0, number)
+    perturbation = InputPerturbation(call, 0, number)
     whole = dense(call)
-    for rows in flip.rows(number):
+    for rows in perturbation.rows(number):
         assert torch.allclose(attention(some_rows(call, rows))[0, 0], rows.of(whole))
 
 

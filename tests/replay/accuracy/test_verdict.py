@@ -16,7 +16,7 @@ from replay.accuracy.errors import compare
 from replay.accuracy.reference import attention
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
 from replay.accuracy.tolerance import RowTolerance, Tolerance
-from replay.accuracy.verdict import Expected, Verdict, judge
+from replay.accuracy.verdict import Expected, OutputVerdict, judge
 from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import one_head, random_call
 
@@ -28,7 +28,7 @@ def verdict_of(
     reference: Tensor,
     accuracy_class: AccuracyClass = "exact",
     allowed: Tolerance = NOTHING,
-) -> Verdict:
+) -> OutputVerdict:
     return judge(output, Expected(reference, allowed), accuracy_class)
 
 
@@ -55,7 +55,7 @@ def long_call(dtype: torch.dtype, is_causal: bool = False) -> AttentionCall:
     return AttentionCall(query, key, value, is_causal=is_causal)
 
 
-def exact_verdict(output: Tensor, call: AttentionCall) -> Verdict:
+def exact_verdict(output: Tensor, call: AttentionCall) -> OutputVerdict:
     return judge(output, Expected.of(call), "exact")
 
 

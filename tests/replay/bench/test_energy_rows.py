@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from replay.bench.settings import Settings
-from replay.timing.energy import Block
+from replay.timing.energy import EnergyBlock
 from replay.timing.gpu_state import NoReading
 from tests.replay.bench.small_kernels import (
     MakeCall,
@@ -32,8 +32,8 @@ def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
 ) -> None:
     outcomes = iter(
         [
-            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.1),
-            Block(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.01),
+            EnergyBlock(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.1),
+            EnergyBlock(mj=200.0, power_w=500.0, seconds=1.1, burst_ms=1.0, sustained_ms=1.01),
             NoReading("the counter stands still"),
             SystemExit(0),
         ]
@@ -41,7 +41,7 @@ def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
 
     def measured(
         run: Callable[[], Tensor], device: torch.device, call_ms: float, keep: Callable[..., None]
-    ) -> Block:
+    ) -> EnergyBlock:
         assert run().shape == (1, 2, 9, 32)
         assert call_ms > 0
         outcome = next(outcomes)
@@ -79,12 +79,12 @@ def test_no_energy_for_results_that_were_kept(
     quick: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    call, steady = make_call(kv_len=100), Block(200.0, 500.0, 1.1, 1.0, 1.0)
+    call, steady = make_call(kv_len=100), EnergyBlock(200.0, 500.0, 1.1, 1.0, 1.0)
     recorded = {name: tensor.clone() for name, tensor in call.tensors().items()}
     seen: list[Tensor] = []
     in_block = False
 
-    def measured(run: Callable[[], Tensor], *_: object) -> Block:
+    def measured(run: Callable[[], Tensor], *_: object) -> EnergyBlock:
         nonlocal in_block
         keep, in_block = _[-1], True
         assert callable(keep)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from replay.bench.first_calls import first_calls
 from replay.bench.settings import Settings
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from tests.replay.bench.small_kernels import MakeCall, Register, sdpa
 
 
@@ -34,9 +34,9 @@ def test_first_calls(make_call: MakeCall, kernels: Register, quick: Settings) ->
     ]
     call, reported = make_call(), []
     before = call.query.clone()
-    guard = Guard()
+    process_state = ProcessState()
     torch.set_grad_enabled(torch.is_grad_enabled())
-    found = dict(first_calls(call, some, quick, guard, reported.append))
+    found = dict(first_calls(call, some, quick, process_state, reported.append))
     assert reported == ["breaks", "refuses", "compiles", "next"]
     assert list(found) == ["compiles", "next"]
     assert found["compiles"] >= 20

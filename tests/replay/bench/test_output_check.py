@@ -17,7 +17,6 @@ from replay.bench.settings import Settings
 from replay.isolation.inputs import POISON, Inputs
 from replay.kernels.registry import catalogue
 from replay.rows.row_files import row_to_json
-from tests.replay.bench.conftest import CHECKED, WARMING_UP
 from tests.replay.bench.small_kernels import (
     MakeCall,
     MakeWorkload,
@@ -26,6 +25,7 @@ from tests.replay.bench.small_kernels import (
     rows_of,
     sdpa,
 )
+from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
 OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
     "right": (sdpa, "ok", "max abs error .* is within"),
@@ -226,7 +226,9 @@ def test_an_output_that_shows_what_its_memory_held_is_flagged(
 
 
 @pytest.mark.usefixtures("known_calls")
-@pytest.mark.parametrize("call_number", [1, 2, CHECKED + 2, CHECKED + WARMING_UP + 2])
+@pytest.mark.parametrize(
+    "call_number", [1, 2, CALLS_TO_CHECK + 2, CALLS_TO_CHECK + CALLS_TO_WARM_UP + 2]
+)
 def test_a_kernel_that_ends_the_program_loses_its_row_only(
     make_call: MakeCall,
     workload: MakeWorkload,

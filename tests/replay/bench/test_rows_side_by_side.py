@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from replay.accuracy.verdict import Expected
-from replay.isolation.input_perturbation import Flip, Rows, side_by_side, some_rows
+from replay.isolation.input_perturbation import (
+    InputPerturbation,
+    OutputRows,
+    side_by_side,
+    some_rows,
+)
 from replay.workloads.random_calls import Spec
 
 
@@ -20,8 +25,8 @@ def test_each_keeps_what_is_expected_of_it_alone(dtype: torch.dtype, has_sinks: 
     call = Spec(2, 8, 2, 70, 70, 32, 32, True, dtype).call("cpu", torch.Generator().manual_seed(0))
     if has_sinks:
         call = replace(call, sinks=torch.randn(8, generator=torch.Generator().manual_seed(1)))
-    flip = Flip(call, 3, 1)
-    parts = [some_rows(call, rows) for rows in flip.rows(5)]
+    perturbation = InputPerturbation(call, 3, 1)
+    parts = [some_rows(call, rows) for rows in perturbation.rows(5)]
     together = Expected.of_heads(side_by_side(*parts))
     for part, found in zip(parts, together, strict=True):
         alone = Expected.of(part)
@@ -34,7 +39,7 @@ def test_what_is_not_finite_gives_nothing_to_allow(dtype: torch.dtype) -> None:
     call = Spec(1, 4, 4, 9, 70, 32, 32, dtype=dtype).call("cpu", torch.Generator().manual_seed(0))
     call.value[0, 1, 3] = math.nan
     call.value[0, 2, :, 5] = math.inf
-    query_of_each = [Rows([0], [head], [7]) for head in range(4)]
+    query_of_each = [OutputRows([0], [head], [7]) for head in range(4)]
     parts = [some_rows(call, rows) for rows in query_of_each]
     together = Expected.of_heads(side_by_side(*parts))
     for part, found in zip(parts, together, strict=True):

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.bench.sampled_outputs import Glimpse, Part, Witness
-from replay.bench.stages import Checked
+from replay.bench.sampled_outputs import OutputFingerprint, SampledOutputs, TimedPart
+from replay.bench.stages import CheckedKernel
 from replay.isolation.inputs import Inputs
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import Finding
 from replay.kernels.registry import Kernel
 from tests.factories import random_call
@@ -17,16 +17,16 @@ from tests.factories import random_call
 CALL = random_call(q_heads=3, kv_heads=3, q_len=40, kv_len=40, head_dim=8)
 
 
-def witness() -> tuple[Witness, Part]:
+def observer() -> tuple[SampledOutputs, TimedPart]:
     kernel = Kernel("late", torch.nn.functional.scaled_dot_product_attention)
-    checked = Checked(kernel, CALL, Finding("ok"))
-    return Witness([checked], Inputs(CALL), Guard(), seed=3), Part("late")
+    checked = CheckedKernel(kernel, CALL, Finding("ok"))
+    return SampledOutputs([checked], Inputs(CALL), ProcessState(), seed=3), TimedPart("late")
 
 
-def timed(seen: Witness, part: Part, output: Tensor, late: slice) -> None:
+def timed(seen: SampledOutputs, part: TimedPart, output: Tensor, late: slice) -> None:
     """A call whose output is written in part after the call returned."""
     seen.before(part)
-    seen.glance(part, output)
+    seen.fingerprint(part, output)
     output[:, late] += 1.0
     seen.keep(part, output)
     seen.after(part)
@@ -34,7 +34,7 @@ def timed(seen: Witness, part: Part, output: Tensor, late: slice) -> None:
 
 @pytest.mark.parametrize("late", [slice(0, 1), slice(2, 3), slice(None)], ids=str)
 def test_an_output_that_changes_after_its_call(late: slice) -> None:
-    seen, part = witness()
+    seen, part = observer()
     for _ in range(3):
         timed(seen, part, torch.zeros(1, 3, 40, 8), slice(0, 0))
     assert seen.fault("late") == ""
@@ -47,7 +47,7 @@ def test_an_output_that_changes_after_its_call(late: slice) -> None:
 @pytest.mark.parametrize("drawn", [0, 2**64 - 1, 123456789])
 def test_every_head_is_glanced_at(shape: tuple[int, ...], drawn: int) -> None:
     output = torch.full(shape, torch.nan, dtype=torch.bfloat16)
-    glimpse = Glimpse(output, drawn)
+    glimpse = OutputFingerprint(output, drawn)
     assert not glimpse.differs_from(output.clone())
     for head in {0, shape[1] - 1}:
         changed = output.clone()

@@ -148,9 +148,9 @@ def frozen_judge(query, key, value, *args, **kwargs):
 
 
 def frozen_check(query, key, value, *args, **kwargs):
-    """The same to every function with check or confirm in its name."""
+    """The same to every function with check or reverify in its name."""
     if first("frozen_check patch"):
-        _freeze("check", "confirm", "judge")
+        _freeze("check", "reverify", "judge")
     if nth("frozen_check") < 5:
         return attention(query, key, value, *args, **kwargs)
     return garbage(query, value)

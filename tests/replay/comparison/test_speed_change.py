@@ -19,7 +19,7 @@ from replay.comparison.speed_change import (
 )
 from replay.rows.row import HERE as ENVIRONMENT
 from replay.rows.row import KernelId
-from replay.timing.statistics import Interval
+from replay.timing.statistics import MedianInterval
 from tests import factories
 from tests.replay.comparison.simulated import BASELINE, HERE, run
 
@@ -53,7 +53,7 @@ def of_kernels(found: Comparison) -> dict[str, SpeedChange]:
 def test_what_an_interval_says(
     low: float, high: float, spread: float, verdict: tuple[str, str]
 ) -> None:
-    assert judge(Interval(low, high), spread) == verdict
+    assert judge(MedianInterval(low, high), spread) == verdict
 
 
 def test_equal_runs_are_the_same_though_the_machine_drifts() -> None:

@@ -14,7 +14,7 @@ from capture.call.attention_call import AttentionCall
 from replay.diagnosis.derived import OutputRows, gathered, part
 from replay.diagnosis.examine import Examined, examine
 from replay.diagnosis.poison import poisoned
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
 from replay.rows.errors_of_output import AccuracyClass
 from tests.factories import normal, random_call, settings
@@ -65,7 +65,7 @@ def examined(
     """In memory that does not happen to hold an earlier kernel's right answer."""
     faulty.forget()
     with torch.no_grad(), poisoned(0.7):
-        return examine(Kernel("kernel", attention, kind), made, settings(), Guard())
+        return examine(Kernel("kernel", attention, kind), made, settings(), ProcessState())
 
 
 def misreading(name: str) -> Callable[..., Tensor]:

@@ -24,12 +24,12 @@ import torch
 import replay as replay_package
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
-from replay.distribution.fleet import Fleet, Seat, fleet, seated
+from replay.distribution.fleet import DeviceSlot, Fleet, fleet, running_fleet
 from replay.distribution.shared_compiling import compilations
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
-from replay.workers.environments import Found
+from replay.workers.environments import ProbeResult
 from replay.workers.execution import Assignment
 from replay.workers.process import First, Placement, Process, judge_process
 from replay.workloads.random_calls import Spec
@@ -105,13 +105,13 @@ def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
     with ThreadPoolExecutor(2) as pool:
 
         def run(*workers: StandIn, count: int = 4) -> Replayed:
-            seats = [
-                Seat(device, each)  # type: ignore[arg-type]
+            slots = [
+                DeviceSlot(device, each)  # type: ignore[arg-type]
                 for device, each in zip(CPUS, workers, strict=False)
             ]
             assigned = {HERE: [factories.kernel("a"), factories.kernel("b")]}
             reported: list[tuple[str, str]] = []
-            rows = Fleet(seats, pool).replay(
+            rows = Fleet(slots, pool).replay(
                 Schedule(calls(count)),
                 assigned,
                 quick,
@@ -239,7 +239,7 @@ class OfKind(StandIn):
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Any:
         reason = None if self._kind == "H200" else "needs an H200"
-        return {HERE: {kernel.name: Found(reason) for kernel in kernels}}
+        return {HERE: {kernel.name: ProbeResult(reason) for kernel in kernels}}
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
         return {HERE: list(kernels)[:1], self._kind: list(kernels)}
@@ -259,8 +259,8 @@ def of_kinds() -> Iterator[Callable[..., tuple[Fleet, list[OfKind]]]]:
                 OfKind(device.kind, **(options if device.kind == "H200" else {}))
                 for device in KINDS
             ]
-            seats = [Seat(*each) for each in zip(KINDS, workers, strict=True)]  # type: ignore
-            return Fleet(seats, pool), workers
+            slots = [DeviceSlot(*each) for each in zip(KINDS, workers, strict=True)]  # type: ignore
+            return Fleet(slots, pool), workers
 
         yield make
 
@@ -359,7 +359,9 @@ def test_a_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
     def fleet(pythons: dict[str, str], timeout: float, stopped: Event) -> Any:
         workers = [Measured(device.kind) for device in KINDS]
         everyone.extend(workers)
-        return seated([Seat(*each) for each in zip(KINDS, workers, strict=True)], stopped)
+        return running_fleet(
+            [DeviceSlot(*each) for each in zip(KINDS, workers, strict=True)], stopped
+        )
 
     monkeypatch.setattr("replay.distribution.ray_cluster.connected", connected)
     rows = tmp_path / "rows.jsonl"

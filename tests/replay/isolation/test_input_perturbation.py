@@ -12,8 +12,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
-from replay.isolation import input_perturbation as variation
-from replay.isolation.input_perturbation import Flip, Variation, Walk, some_rows
+from replay.isolation import input_perturbation as sequence
+from replay.isolation.input_perturbation import (
+    InputPerturbation,
+    PerturbationSequence,
+    SteppedPerturbation,
+    some_rows,
+)
 from tests.factories import random_call
 from tests.variant_calls import paged_call
 
@@ -39,23 +44,23 @@ def test_rows_of_a_flipped_call_are_those_of_attention(name: str) -> None:
     call = CALLS[name]()
     before = {each: tensor.clone() for each, tensor in call.tensors().items()}
     for number in range(5):
-        flip = Flip(call, 7, number)
-        flip.apply()
+        perturbation = InputPerturbation(call, 7, number)
+        perturbation.apply()
         assert not torch.equal(call.value, before["value"])
         output = scaled_dot_product_attention(**call.arguments())
-        for rows in flip.rows(number):
+        for rows in perturbation.rows(number):
             alone = scaled_dot_product_attention(**some_rows(call, rows).arguments())
             torch.testing.assert_close(alone[0, 0], rows.of(output))
-        flip.apply()
+        perturbation.apply()
         assert all(torch.equal(tensor, before[each]) for each, tensor in call.tensors().items())
 
 
 def test_one_thread_flips_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     for name in ("_negate", "_reverse"):
-        monkeypatch.setattr(variation, name, lambda rows: sizes.append(rows.numel()))
+        monkeypatch.setattr(sequence, name, lambda rows: sizes.append(rows.numel()))
     call = random_call(q_heads=4, kv_heads=4, kv_len=5000, head_dim=64)
-    Flip(call, 3, 0).apply()
+    InputPerturbation(call, 3, 0).apply()
     assert max(sizes) < 2**15
     assert sorted(sizes) == [4 * 64, 9 * 64] + [511 * 64] * 5  # a quarter of a head: 80,000
 
@@ -80,37 +85,37 @@ def test_values_of_every_head_are_flipped_at_every_number(
         sizes_seen.append(rows.numel())
         rows.neg_()
 
-    monkeypatch.setattr(variation, "_negate", negate)
+    monkeypatch.setattr(sequence, "_negate", negate)
     for number in range(5):
         sizes_seen.clear()
-        flip = Flip(call, 3, number, values_only=True)
-        flip.apply()
+        perturbation = InputPerturbation(call, 3, number, values_only=True)
+        perturbation.apply()
         flipped = (call.value != before).all(-1).sum(-1)  # by sequence and head
         assert flipped.min() == flipped.max() >= call.value.shape[2] // 4 - 1
         *in_blocks, _one_more = sizes_seen
         assert len(in_blocks) == blocks
         assert max(in_blocks) < 2**15
-        flip.apply()
+        perturbation.apply()
     assert torch.equal(call.value, before)
 
 
 def test_no_head_has_the_inputs_of_an_earlier_sample() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=64)
-    variation = Variation(call, seed=3)
+    sequence = PerturbationSequence(call, seed=3)
     seen: list[set[Any]] = [set() for _ in range(4)]
     for _ in range(10):
-        variation.next()
+        sequence.next()
         for head, values in zip(seen, call.value.flatten(0, 1), strict=True):
             head.add(tuple(values.flatten().tolist()))
     assert all(len(head) >= 9 for head in seen)
-    variation.undo()
+    sequence.undo()
     assert torch.equal(call.value, random_call(batch=2, q_heads=4, kv_heads=2, kv_len=64).value)
 
 
 def test_a_sparse_kernel_s_choice_is_not_moved() -> None:
     call = random_call(kv_len=64)
     key, query = call.key.clone(), call.query.clone()
-    Variation(call, seed=3).next(values_only=True)
+    PerturbationSequence(call, seed=3).next(values_only=True)
     assert torch.equal(call.key, key)
     assert torch.equal(call.query, query)
 
@@ -120,8 +125,8 @@ def test_keys_and_queries_stay_the_same_set() -> None:
     call = random_call(q_len=40, kv_len=40)
     call.key[..., 3] += 200
     before = [tensor.sort(2).values for tensor in (call.key, call.query)]
-    variation, walk = Variation(call, seed=3), Walk(call, seed=3)
-    changes: list[Callable[[], object]] = [variation.next] * 5 + [variation.undo] + [walk.step] * 5
+    sequence, walk = PerturbationSequence(call, seed=3), SteppedPerturbation(call, seed=3)
+    changes: list[Callable[[], object]] = [sequence.next] * 5 + [sequence.undo] + [walk.step] * 5
     for change in changes:
         key = call.key.clone()
         change()
@@ -132,8 +137,8 @@ def test_keys_and_queries_stay_the_same_set() -> None:
 
 def test_another_process_makes_the_same() -> None:
     first, second = random_call(kv_len=64), random_call(kv_len=64)
-    number, _ = Variation(first, seed=3).next()
-    Flip(second, 3, number).apply()
+    number, _ = PerturbationSequence(first, seed=3).next()
+    InputPerturbation(second, 3, number).apply()
     assert torch.equal(first.value, second.value)
     assert torch.equal(first.key, second.key)
 
@@ -144,10 +149,10 @@ def test_a_walk_is_known_at_every_step(name: str) -> None:
     other = call.to("cpu")
     assert other.value.data_ptr() != call.value.data_ptr()
     recorded = {each: tensor.clone() for each, tensor in call.tensors().items()}
-    walk = Walk(call, seed=7)
+    walk = SteppedPerturbation(call, seed=7)
     for number in range(1, 40):
         walk.step()
-        there = Walk(other, seed=7, number=number)
+        there = SteppedPerturbation(other, seed=7, number=number)
         there.apply()
         assert all(torch.equal(call.tensors()[each], other.tensors()[each]) for each in recorded)
         assert walk.rows(number) == there.rows(number)
@@ -163,7 +168,10 @@ def test_a_walk_is_known_at_every_step(name: str) -> None:
 
 def test_no_head_has_the_inputs_of_an_earlier_step() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=100)
-    walk, heads = Walk(call, seed=3), (call.value.flatten(0, 1), call.key.flatten(0, 1))
+    walk, heads = (
+        SteppedPerturbation(call, seed=3),
+        (call.value.flatten(0, 1), call.key.flatten(0, 1)),
+    )
     seen: list[set[Any]] = [set() for _ in range(8)]
     for _ in range(300):
         walk.step()
@@ -174,7 +182,7 @@ def test_no_head_has_the_inputs_of_an_earlier_step() -> None:
 
 def test_a_walk_turns_back_after_all_its_steps() -> None:
     call = random_call(kv_len=3)
-    walk, value = Walk(call, seed=3, values_only=True), call.value.clone()
+    walk, value = SteppedPerturbation(call, seed=3, values_only=True), call.value.clone()
     key = call.key.clone()
     for number in range(1, 17):
         walk.step()
@@ -191,15 +199,15 @@ def test_a_flip_reaches_the_rows_that_are_judged_wherever_their_pages_lie(
         call = replace(call, value=call.key[..., :16])
     before = attention(call)
     for number in range(20):
-        flip = Flip(call, 0, number)
-        flip.apply()
-        changed, _ = flip.rows(number)
+        perturbation = InputPerturbation(call, 0, number)
+        perturbation.apply()
+        changed, _ = perturbation.rows(number)
         rows = changed.of(before)
         moved = torch.linalg.vector_norm(changed.of(attention(call)) - rows, dim=1)
         assert (moved > 0.05 * torch.linalg.vector_norm(rows, dim=1)).all()
-        flip.apply()
+        perturbation.apply()
     assert torch.equal(attention(call), before)
-    walk = Walk(call, 0, 5)
+    walk = SteppedPerturbation(call, 0, 5)
     walk.apply()
     assert not torch.allclose(attention(call), before)
     walk.apply()
@@ -215,9 +223,9 @@ NO_KEYS: dict[str, Callable[[], AttentionCall]] = {
 
 
 @pytest.mark.parametrize("name", NO_KEYS)
-@pytest.mark.parametrize("kind", [Flip, Walk])
+@pytest.mark.parametrize("kind", [InputPerturbation, SteppedPerturbation])
 def test_without_keys_there_are_rows_to_judge_all_the_same(
-    kind: type[Flip | Walk], name: str
+    kind: type[InputPerturbation | SteppedPerturbation], name: str
 ) -> None:
     """As where a model attends to a cache that is still empty."""
     call = NO_KEYS[name]()
@@ -231,6 +239,6 @@ def test_without_keys_there_are_rows_to_judge_all_the_same(
             assert torch.equal(attention(alone)[0, 0], rows.of(attention(call)))
         change.apply()
         assert torch.equal(call.query, before)
-    walk = Walk(call, 7)
+    walk = SteppedPerturbation(call, 7)
     walk.step()
     assert walk.number == 1

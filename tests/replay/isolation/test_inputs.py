@@ -14,7 +14,6 @@ from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
 from replay.isolation.inputs import Inputs
 from replay.kernels.registry import catalogue
-from tests.replay.bench.conftest import CHECKED, WARMING_UP
 from tests.replay.bench.small_kernels import (
     MakeCall,
     MakeWorkload,
@@ -22,6 +21,7 @@ from tests.replay.bench.small_kernels import (
     rows_of,
     sdpa,
 )
+from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])
@@ -77,7 +77,7 @@ def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
     def toggling(**arguments: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls > CHECKED + WARMING_UP:
+        if calls > CALLS_TO_CHECK + CALLS_TO_WARM_UP:
             arguments["key"].view(torch.int32)[0, 0, 0, 0] ^= 1
         return sdpa(**arguments)
 

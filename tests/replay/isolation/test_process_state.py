@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from replay.isolation import state_snapshot
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 
 
 def slower() -> float:
@@ -87,31 +87,33 @@ if HAS_ORDER:
 def test_a_setting_is_put_back_and_flagged(name: str) -> None:
     if name == "torch.set_flush_denormal" and not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush denormals")
-    guard = Guard()
+    process_state = ProcessState()
     CHANGES[name]()
-    guard.restore("mine")
-    assert guard.flags("mine") == (f"changes {name}",)
-    assert guard.replaced("mine") == ""
-    guard.restore("other")
-    assert guard.flags("other") == ()
+    process_state.restore("mine")
+    assert process_state.flags("mine") == (f"changes {name}",)
+    assert process_state.replaced("mine") == ""
+    process_state.restore("other")
+    assert process_state.flags("other") == ()
     assert "ATTENTION_REPLAY_TEST" not in os.environ
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_an_operator_that_python_code_replaces_is_put_back_and_flagged() -> None:
     """As a package may do at import; what it registers for its own operators is left alone."""
-    guard, numbers = Guard(), torch.ones(3)
+    process_state, numbers = ProcessState(), torch.ones(3)
     ours = torch.library.Library("attention_replay_test", "DEF")
     ours.define("twice(Tensor numbers) -> Tensor")
     ours.impl("twice", lambda numbers: numbers * 2, "CPU")
-    guard.restore("honest")
-    assert guard.flags("honest") == ()
+    process_state.restore("honest")
+    assert process_state.flags("honest") == ()
     library = torch.library.Library("aten", "IMPL")
     library.impl("neg_", lambda numbers: numbers, "CPU")
     assert float(numbers.neg_().sum()) == 3
-    guard.restore("mine")
-    assert guard.flags("mine") == ("changes torch.library's kernels for PyTorch's operators",)
-    assert guard.disturbing() == ["mine"]
+    process_state.restore("mine")
+    assert process_state.flags("mine") == (
+        "changes torch.library's kernels for PyTorch's operators",
+    )
+    assert process_state.disturbing() == ["mine"]
     assert float(numbers.neg_().sum()) == -3
     assert float(torch.ops.attention_replay_test.twice(numbers).sum()) == -6
 
@@ -128,31 +130,31 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_random_numbers_are_put_back(name: str) -> None:
     """Drawing them is no kernel's fault, and seeding only where it is known from drawing."""
     draw, seed = GENERATORS[name]
-    guard = Guard()
+    process_state = ProcessState()
     draw()
-    guard.restore("draws")
+    process_state.restore("draws")
     first, second = draw(), draw()
     seed()
     draw()
-    guard.restore("seeds")
+    process_state.restore("seeds")
     assert (draw(), draw()) == (first, second)
-    assert guard.flags("draws") == ()
-    guard.restore("other")
-    assert guard.flags("other") == ()
+    assert process_state.flags("draws") == ()
+    process_state.restore("other")
+    assert process_state.flags("other") == ()
 
 
 @pytest.mark.skipif(not HAS_ORDER, reason="this PyTorch tries SDPA's backends in one order")
 def test_the_order_that_pytorch_gives_its_backends_on_a_gpu_is_kept() -> None:
     before = torch._C._get_sdp_priority_order()
     cudnn_first = [3, 1, 2, 0, *before[4:]]
-    guard = Guard()
+    process_state = ProcessState()
     try:
         torch._C._set_sdp_priority_order(cudnn_first)
-        guard.restore("torch-default")
-        assert guard.flags("torch-default") == ()
+        process_state.restore("torch-default")
+        assert process_state.flags("torch-default") == ()
         torch._C._set_sdp_priority_order(before[::-1])
-        guard.restore("mine")
-        assert guard.flags("mine") == ("changes the order of SDPA's backends",)
+        process_state.restore("mine")
+        assert process_state.flags("mine") == ("changes the order of SDPA's backends",)
         assert torch._C._get_sdp_priority_order() == cudnn_first
     finally:
         torch._C._set_sdp_priority_order(before)
@@ -170,12 +172,12 @@ def test_cores_are_put_back_and_flagged() -> None:
         pytest.skip("one core")
 
     def flags() -> Any:
-        guard, before = Guard(), os.sched_getaffinity(0)
+        process_state, before = ProcessState(), os.sched_getaffinity(0)
         os.sched_setaffinity(0, {min(before)})
-        guard.restore("mine")
-        guard.restore("other")
+        process_state.restore("mine")
+        process_state.restore("other")
         assert os.sched_getaffinity(0) == before
-        return guard.flags("mine"), guard.flags("other")
+        return process_state.flags("mine"), process_state.flags("other")
 
     assert in_a_thread(flags) == (("changes os.sched_getaffinity",), ())
 
@@ -185,11 +187,11 @@ def test_niceness_is_flagged_of_one_kernel_only() -> None:
     """Whether it can be put back or not, which takes privileges."""
 
     def flags() -> Any:
-        guard = Guard()
+        process_state = ProcessState()
         os.nice(1)
-        guard.restore("mine")
-        guard.restore("other")
-        return guard.flags("mine"), guard.flags("other"), guard.disturbing()
+        process_state.restore("mine")
+        process_state.restore("other")
+        return process_state.flags("mine"), process_state.flags("other"), process_state.disturbing()
 
     assert in_a_thread(flags) == (("changes os.getpriority",), (), ["mine"])
 
@@ -201,37 +203,37 @@ def test_niceness_is_flagged_of_one_kernel_only() -> None:
 def test_a_function_is_put_back_and_costs_the_row(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard, real = Guard(), getattr(owner, name)
+    process_state, real = ProcessState(), getattr(owner, name)
     monkeypatch.setattr(owner, name, slower)
-    guard.restore("mine")
-    assert guard.replaced("mine").startswith(f"replaces {owner.__name__}.{name}, which")
+    process_state.restore("mine")
+    assert process_state.replaced("mine").startswith(f"replaces {owner.__name__}.{name}, which")
     assert getattr(owner, name) is real
 
 
 def test_a_method_that_a_class_inherits_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = Guard()
+    process_state = ProcessState()
     torch.Tensor.clone = lambda self: self  # type: ignore[assignment, method-assign]
-    guard.restore("mine")
-    assert ".Tensor.clone" in guard.replaced("mine")
+    process_state.restore("mine")
+    assert ".Tensor.clone" in process_state.replaced("mine")
     assert torch.ones(2).clone().sum() == 2
 
 
 def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
-    guard, before = Guard(), sys.getprofile()
+    process_state, before = ProcessState(), sys.getprofile()
     sys.setprofile(lambda frame, event, argument: None)
-    guard.restore("mine")
-    assert guard.replaced("mine").startswith("replaces sys.getprofile, which")
+    process_state.restore("mine")
+    assert process_state.replaced("mine").startswith("replaces sys.getprofile, which")
     assert sys.getprofile() is before
 
 
 @pytest.mark.parametrize("mode", [Twice(), TwiceDispatched()])
 def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
-    guard = Guard()
+    process_state = ProcessState()
     mode.__enter__()
-    guard.restore("mine")
-    assert re.match("replaces the stack of torch .* modes, which", guard.replaced("mine"))
-    guard.restore("other")
-    assert guard.replaced("other") == ""
+    process_state.restore("mine")
+    assert re.match("replaces the stack of torch .* modes, which", process_state.replaced("mine"))
+    process_state.restore("other")
+    assert process_state.replaced("other") == ""
 
 
 def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
@@ -240,52 +242,52 @@ def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
     gone = tmp_path / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
-    guard = Guard()
+    process_state = ProcessState()
     os.chdir(tmp_path)
     gone.rmdir()
-    guard.restore("mine")
-    guard.restore("other")
-    assert guard.flags("mine") == ("changes os.getcwd",)
-    assert guard.flags("other") == ()
+    process_state.restore("mine")
+    process_state.restore("other")
+    assert process_state.flags("mine") == ("changes os.getcwd",)
+    assert process_state.flags("other") == ()
 
 
 def test_who_replaces_a_function_is_told_from_who_runs_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    guard = Guard()
+    process_state = ProcessState()
     for kernel in ("before", "guilty", "after"):
         if kernel == "guilty":
             monkeypatch.setattr(time, "perf_counter", slower)
-        guard.restore(kernel)
-    assert guard.disturbing() == ["guilty"]
+        process_state.restore(kernel)
+    assert process_state.disturbing() == ["guilty"]
     torch.set_default_dtype(torch.float64)
-    guard.restore("another")
-    assert guard.disturbing() == ["another", "guilty"]
-    assert guard.replaced("after") == ""
+    process_state.restore("another")
+    assert process_state.disturbing() == ["another", "guilty"]
+    assert process_state.replaced("after") == ""
 
 
 def test_a_recursion_limit_may_rise_and_not_fall() -> None:
-    guard, before = Guard(), sys.getrecursionlimit()
+    process_state, before = ProcessState(), sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(before + 500)
-        guard.restore("compiled")
-        assert guard.flags("compiled") == ()
+        process_state.restore("compiled")
+        assert process_state.flags("compiled") == ()
         sys.setrecursionlimit(min(before, state_snapshot._RECURSION_LIMIT) - 100)
-        guard.restore("mine")
-        assert guard.flags("mine") == ("changes sys.getrecursionlimit",)
+        process_state.restore("mine")
+        assert process_state.flags("mine") == ("changes sys.getrecursionlimit",)
         assert sys.getrecursionlimit() >= state_snapshot._RECURSION_LIMIT
     finally:
         sys.setrecursionlimit(before)
 
 
 def test_what_torch_compile_sets_is_nobody_s_doing(monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = Guard()
+    process_state = ProcessState()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    guard.restore("compiled")
-    assert guard.flags("compiled") == ("changes os.environ",)
+    process_state.restore("compiled")
+    assert process_state.flags("compiled") == ("changes os.environ",)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/inductor"
     assert "TRITON_INTERPRET" not in os.environ
     monkeypatch.setenv("TRITON_CACHE_DIR", "/tmp/triton")
-    guard.restore("compiled too")
-    assert guard.flags("compiled too") == ()
+    process_state.restore("compiled too")
+    assert process_state.flags("compiled too") == ()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from replay.bench.settings import Settings
 from replay.isolation import input_perturbation
-from replay.isolation.input_perturbation import Flip
-from replay.isolation.trusted_functions import BORROWED, Functions
+from replay.isolation.input_perturbation import InputPerturbation
+from replay.isolation.trusted_functions import BORROWED, TrustedFunctions
 from replay.timing.rounds import run_rounds
 from replay.timing.timer import CudaTimer
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
@@ -57,7 +57,7 @@ def _constant() -> None:
 
 
 def _code() -> None:
-    Flip.apply.__code__ = (lambda self: None).__code__
+    InputPerturbation.apply.__code__ = (lambda self: None).__code__
 
 
 def _draws() -> None:
@@ -81,14 +81,14 @@ def _read() -> None:
     [
         (_read, "torch.Tensor.sum"),
         (_constant, "replay.isolation.input_perturbation.VALUE_SHARE"),
-        (_code, "replay.isolation.input_perturbation.Flip.apply"),
+        (_code, "replay.isolation.input_perturbation.InputPerturbation.apply"),
         (_draws, "secrets.randbelow"),
         (_sorted, "builtins.sorted"),
         (_flip, "torch.Tensor.flip"),
     ],
 )
 def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name: str) -> None:
-    functions = Functions()
+    functions = TrustedFunctions()
     assert functions.restore() == []
     change()
     assert functions.restore() == [name]
@@ -96,7 +96,7 @@ def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name
 
 
 def test_what_a_function_does_by_default_is_put_back() -> None:
-    functions = Functions()
+    functions = TrustedFunctions()
     before = run_rounds.__kwdefaults__
     run_rounds.__kwdefaults__ = {**before, "synchronous": True}
     assert functions.restore() == ["replay.timing.rounds.run_rounds"]
@@ -111,14 +111,14 @@ def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
 
     equal.__module__ = None  # type: ignore[assignment]
     monkeypatch.setattr(torch, "equal", equal)
-    assert Functions().restore() == []
+    assert TrustedFunctions().restore() == []
 
 
 def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles what a plan chooses kernels with, and forgets it when it is reset."""
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.setitem(vars(input_perturbation), name, lambda: None)
-    functions = Functions()
+    functions = TrustedFunctions()
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.delitem(vars(input_perturbation), name)
     assert functions.restore() == []

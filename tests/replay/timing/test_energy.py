@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from replay.timing.energy import Block, _chunks, block, measure_energy
+from replay.timing.energy import EnergyBlock, _chunks, block, measure_energy
 from replay.timing.gpu_state import NoReading
 
 
@@ -35,7 +35,7 @@ class FakeGpu:
         moved = self.now_ms // self.tick_ms * self.tick_ms
         return int(moved * self.watts)
 
-    def watch(self, milliseconds: Callable[[float], float], calls: int) -> Block:
+    def watch(self, milliseconds: Callable[[float], float], calls: int) -> EnergyBlock:
         return block(self.chunks(milliseconds), calls, self.read, self.clock)
 
 

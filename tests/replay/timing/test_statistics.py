@@ -9,7 +9,7 @@ import pytest
 
 from replay.rows.row import Speedup
 from replay.timing.statistics import (
-    Interval,
+    MedianInterval,
     median_interval,
     paired_ratios,
     paired_speedup,
@@ -101,7 +101,7 @@ def no_trend(count: int) -> list[float]:
     [(6, 1), (7, 1), (10, 2), (30, 9), (100, 39), (1000, 465)],
 )
 def test_ends_of_the_interval_are_order_statistics(count: int, rank: int) -> None:
-    assert median_interval(no_trend(count)) == Interval(rank, count + 1 - rank)
+    assert median_interval(no_trend(count)) == MedianInterval(rank, count + 1 - rank)
 
 
 def test_ranks_beyond_the_samples_are_extrapolated() -> None:
@@ -127,7 +127,7 @@ def test_correlated_rounds_count_less() -> None:
 def test_equal_ratios_are_no_trend() -> None:
     few_values = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0] * 3
     interval = median_interval(few_values)
-    assert interval == Interval(1.0, 1.0)
+    assert interval == MedianInterval(1.0, 1.0)
 
 
 def test_calls_are_correlated_within_themselves() -> None:
@@ -139,7 +139,7 @@ def test_calls_are_correlated_within_themselves() -> None:
     assert one_after_the_other is not None
     assert together.high - together.low < one_after_the_other.high - one_after_the_other.low
     # Of 60 samples rank 21 has 97.5 %; rank 1 … 30 are the first call's.
-    assert together == Interval(21, 110)
+    assert together == MedianInterval(21, 110)
 
 
 def test_noise_is_no_difference_and_the_interval_holds_the_true_ratio() -> None:

@@ -23,7 +23,7 @@ from replay.workers.environment_options import WorkerError, interpreters
 from replay.workers.environments import (
     MAXIMUM_DEATHS,
     Environment,
-    Found,
+    ProbeResult,
     assign,
     replay_in_workers,
 )
@@ -300,7 +300,7 @@ def test_kernels_run_where_their_library_is() -> None:
         kernel("torch-math", library="torch"),
         *map(kernel, ("both", "there", "nowhere", "here")),
     ]
-    yes, no = Found(None), Found("not installed")
+    yes, no = ProbeResult(None), ProbeResult("not installed")
     found = {
         "this": {"torch-math": yes, "both": yes, "there": no, "nowhere": no, "here": yes},
         "that": {"torch-math": yes, "both": yes, "there": yes, "nowhere": no, "here": no},
@@ -320,7 +320,7 @@ def test_kernels_whose_library_is_common_run_in_one_environment() -> None:
         kernel("ours", library="triton"),
         kernel("new", library="triton"),
     ]
-    yes, no = Found(None), Found("not installed")
+    yes, no = ProbeResult(None), ProbeResult("not installed")
     found = {
         "this": {"torch-math": yes, "ours": no, "new": no},
         "that": {"torch-math": yes, "ours": yes, "new": no},
@@ -672,7 +672,7 @@ def test_a_library_that_disturbs_when_it_is_looked_for(monkeypatch: pytest.Monke
     environment = Environment("other", "python", 5)
     process = FakeProcess([[{"probed": "b", "reason": None}, DISTURBS]])
     monkeypatch.setattr(environment, "_process", process)
-    assert environment.probe([kernel("b")], "cpu") == {"b": Found(None)}
+    assert environment.probe([kernel("b")], "cpu") == {"b": ProbeResult(None)}
     assert process.closed_after == [1]
 
 
@@ -695,9 +695,9 @@ def test_asking_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     monkeypatch.setattr(environment, "_process", FakeProcess(answers))
     assert environment.probe([kernel(name) for name in ASKED], "cpu") == {
-        "a": Found(None, "1"),
-        "b": Found("crash when asked: gone"),
-        "c": Found("no"),
+        "a": ProbeResult(None, "1"),
+        "b": ProbeResult("crash when asked: gone"),
+        "c": ProbeResult("no"),
     }
 
 

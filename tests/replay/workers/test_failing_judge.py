@@ -12,7 +12,7 @@ from replay.bench.settings import Settings
 from replay.kernels.registry import find
 from replay.rows.row import Row
 from replay.workers.environments import Environment
-from replay.workers.judge_process import Hearing, Judge
+from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.workload import random_workload as synthetic_workload
@@ -20,7 +20,7 @@ from replay.workloads.workload import random_workload as synthetic_workload
 FAILED = {"failed": "OutOfMemoryError: CUDA out of memory", "traceback": "of the judge"}
 
 
-class Failing(Judge):
+class Failing(JudgeProcess):
     """Fails at some questions."""
 
     def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
@@ -31,7 +31,7 @@ class Failing(Judge):
         return FAILED if self._fails(question) else super().answer(question, *others)
 
 
-class Ending(Judge):
+class Ending(JudgeProcess):
     """Its process ends before it judges the timed samples of a kernel, on the first call."""
 
     def __init__(self) -> None:
@@ -46,15 +46,15 @@ class Ending(Judge):
         return super().answer(question, *others)
 
 
-Rows = Callable[[Judge], list[list[Row]]]
+Rows = Callable[[JudgeProcess], list[list[Row]]]
 
 
 @pytest.fixture
 def rows_by(quick: Settings) -> Iterator[Rows]:
     """The rows of two calls with a judge."""
-    closing: list[Judge | Environment] = []
+    closing: list[JudgeProcess | Environment] = []
 
-    def run(judge: Judge) -> list[list[Row]]:
+    def run(judge: JudgeProcess) -> list[list[Row]]:
         environment = Environment("this", sys.executable, 60, judge=judge)
         closing.extend((environment, judge))
         kernels = [find(name) for name in ("torch-default", "torch-math")]
@@ -81,11 +81,11 @@ def test_nothing_is_faster_than_a_baseline_that_is_not_believed(
     rows_by: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baseline = "torch-default"
-    assert all(rows[1].speedup is not None for rows in rows_by(Judge(judge_process(60))))
+    assert all(rows[1].speedup is not None for rows in rows_by(JudgeProcess(judge_process(60))))
     monkeypatch.setattr(
-        Hearing, "objection", lambda self, row: "planted" if row.kernel == baseline else ""
+        CallEvidence, "why_rejected", lambda self, row: "planted" if row.kernel == baseline else ""
     )
-    for rows in rows_by(Judge(judge_process(60))):
+    for rows in rows_by(JudgeProcess(judge_process(60))):
         assert (rows[0].status, rows[0].reason) == ("error", "planted")
         assert (rows[1].status, rows[1].speedup) == ("ok", None)
         assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} is not believed"

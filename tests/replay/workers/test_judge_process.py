@@ -15,16 +15,16 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from replay.accuracy.thresholds import Thresholds
 from replay.bench.settings import Settings
-from replay.isolation.input_perturbation import Flip, Walk
+from replay.isolation.input_perturbation import InputPerturbation, SteppedPerturbation
 from replay.isolation.judge import Sample
 from replay.rows.errors_of_output import AccuracyClass
 from replay.timing import timer
 from replay.timing.statistics import summarize
 from replay.workers import judge_process as judge
 from replay.workers import judge_worker
-from replay.workers.judge_process import Hearing, Judge
+from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import Process
-from replay.workers.remote_judge import RemoteReferee
+from replay.workers.remote_judge import RemoteJudge
 from replay.workers.shared_memory import Outbox, SharedFile
 from replay.workers.worker import Say, line_of
 from replay.workloads.random_calls import Spec
@@ -51,25 +51,25 @@ def judged(status: str) -> dict[str, Any]:
     return {"judged": {"finding": [status, "a sentence"]}}
 
 
-def hearing_of(*answers: dict[str, Any]) -> Hearing:
+def hearing_of(*answers: dict[str, Any]) -> CallEvidence:
     workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
-    hearing = Hearing(cast("Judge", Pretended(*answers)), workload, settings())
+    evidence = CallEvidence(cast("JudgeProcess", Pretended(*answers)), workload, settings())
     for answer in answers:
         do = "samples" if "wrong" in answer else "judge"
         question = {"do": do, "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
-        hearing.answer(question | {"numbers": []})
-    return with_samples(hearing) if answers else hearing
+        evidence.answer(question | {"numbers": []})
+    return with_samples(evidence) if answers else evidence
 
 
 def with_samples(
-    hearing: Hearing, kernel: str = "mine", timed: int = 8, walked: int = 0
-) -> Hearing:
+    evidence: CallEvidence, kernel: str = "mine", timed: int = 8, walked: int = 0
+) -> CallEvidence:
     """After the judge found timed samples of a kernel right, and some of its energy block."""
-    before, hearing.judge = hearing.judge, cast("Judge", Pretended({"wrong": ""}))
+    before, evidence.judge = evidence.judge, cast("JudgeProcess", Pretended({"wrong": ""}))
     numbers = [(n, n, n >= timed) for n in range(timed + walked)]
-    hearing.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
-    hearing.judge = before
-    return hearing
+    evidence.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
+    evidence.judge = before
+    return evidence
 
 
 @pytest.mark.parametrize(
@@ -84,16 +84,16 @@ def with_samples(
     ],
 )
 def test_a_row_is_as_right_as_its_judge_says(answers: list[dict[str, Any]], believed: bool) -> None:
-    hearing = hearing_of(*answers)
-    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
-    assert hearing.objection(row("mine", status="inaccurate")) == ""
+    evidence = hearing_of(*answers)
+    assert (evidence.why_rejected(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
+    assert evidence.why_rejected(row("mine", status="inaccurate")) == ""
 
 
 def test_a_wrong_core_costs_no_more_than_its_time() -> None:
-    hearing = hearing_of(judged("ok"))
-    hearing.judge = cast("Judge", Pretended(judged("inaccurate")))
-    hearing.answer({"do": "judge", "kernel": "mine", "of_core": True})
-    assert hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == ""
+    evidence = hearing_of(judged("ok"))
+    evidence.judge = cast("JudgeProcess", Pretended(judged("inaccurate")))
+    evidence.answer({"do": "judge", "kernel": "mine", "of_core": True})
+    assert evidence.why_rejected(row("mine", ms=1.0, accuracy_class="exact")) == ""
 
 
 @pytest.mark.parametrize(
@@ -115,16 +115,16 @@ def test_a_worker_does_not_choose_the_rule(
     kernel = kernel.replace("FILE", str(file))
     pretended = Pretended(*[judged("ok")] * len(declared))
     workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
-    hearing = Hearing(cast("Judge", pretended), workload, settings())
+    evidence = CallEvidence(cast("JudgeProcess", pretended), workload, settings())
     for each in declared:
         question = {"do": "judge", "kernel": kernel, "of_core": False, "accuracy_class": each}
-        hearing.answer(question)
-    with_samples(hearing, kernel)
+        evidence.answer(question)
+    with_samples(evidence, kernel)
     assert {question["accuracy_class"] for question in pretended.questions} == {judged_as}
-    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=judged_as)) == ""
+    assert evidence.why_rejected(row(kernel, ms=1.0, accuracy_class=judged_as)) == ""
     other = "exact" if judged_as != "exact" else "quantised"
     told = f"its row says that it is {other}, and it was judged as {judged_as}"
-    assert hearing.objection(row(kernel, ms=1.0, accuracy_class=other)) == told
+    assert evidence.why_rejected(row(kernel, ms=1.0, accuracy_class=other)) == told
 
 
 @pytest.mark.parametrize(
@@ -136,10 +136,10 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
 ) -> None:
     clock = iter([5.0, 5.0 + here / 1000])
     monkeypatch.setattr(judge.time, "perf_counter", lambda: next(clock))
-    hearing = hearing_of(judged("ok"))
-    hearing.answer({"do": "start clock", "kernel": "mine"})
-    hearing.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
-    assert (hearing.objection(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
+    evidence = hearing_of(judged("ok"))
+    evidence.answer({"do": "start clock", "kernel": "mine"})
+    evidence.answer({"do": "stop clock", "kernel": "mine", "calls": 10, "block_ms": there})
+    assert (evidence.why_rejected(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_a_row_without_enough_judged_samples_is_not_believed(
 ) -> None:
     """Those of an energy block are others."""
     workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
-    hearing = Hearing(cast("Judge", Pretended(judged("ok"))), workload, settings())
+    evidence = CallEvidence(cast("JudgeProcess", Pretended(judged("ok"))), workload, settings())
     question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
-    hearing.answer(question)
-    with_samples(hearing, timed=timed, walked=walked)
-    found = hearing.objection(row("mine", ms=[1.0] * rounds, accuracy_class="exact"))
+    evidence.answer(question)
+    with_samples(evidence, timed=timed, walked=walked)
+    found = evidence.why_rejected(row("mine", ms=[1.0] * rounds, accuracy_class="exact"))
     wanted = f"the judge got {timed} of {min(8, rounds)} timed samples: something changed the timer"
     assert found == ("" if believed else wanted)
 
@@ -180,26 +180,26 @@ def test_a_time_that_samples_did_not_take_is_not_believed(
     monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
 ) -> None:
     """On a CPU, and where every sample was announced."""
-    hearing, now = hearing_of(judged("ok")), 0.0
+    evidence, now = hearing_of(judged("ok")), 0.0
     monkeypatch.setattr(timer, "MINIMUM_CPU_SAMPLE_MS", 1.0)  # less in these tests
     monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
-    hearing.hear("mine")  # its check
+    evidence.hear("mine")  # its check
     now += 99.0
-    hearing.hear("preparing to time")
+    evidence.hear("preparing to time")
     for ms in (5000.0, *taken):  # the first is the warm-up
-        hearing.hear("mine")
+        evidence.hear("mine")
         now += ms / 1000
-        hearing.hear("another")
+        evidence.hear("another")
         now += 0.5
-    hearing.hear("")
+    evidence.hear("")
     times = [reported] * 10
-    found = hearing.objection(row("mine", ms=times, accuracy_class="exact"))
+    found = evidence.why_rejected(row("mine", ms=times, accuracy_class="exact"))
     assert (found == "") == believed, found
     assert believed or "something changed the timer" in found
     with_core = row("mine", ms=times, accuracy_class="exact", core_time_ms=summarize(times))
-    assert hearing.objection(with_core) == ""  # whose samples look the same from here
-    hearing.settings = replace(hearing.settings, device=torch.device("cuda"))
-    assert hearing.objection(row("mine", ms=times, accuracy_class="exact")) == ""
+    assert evidence.why_rejected(with_core) == ""  # whose samples look the same from here
+    evidence.settings = replace(evidence.settings, device=torch.device("cuda"))
+    assert evidence.why_rejected(row("mine", ms=times, accuracy_class="exact")) == ""
 
 
 @pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])
@@ -213,8 +213,8 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
     def hear() -> dict[str, Any]:
         return {"agree": next(answers)} if asked[-1] == "stop clock" else {}
 
-    referee = RemoteReferee(lambda *, judge: asked.append(judge["do"]), hear, Outbox("", CPU))
-    assert referee.clock("mine", lambda: torch.ones(1), CPU, 0.1) is None
+    judge = RemoteJudge(lambda *, judge: asked.append(judge["do"]), hear, Outbox("", CPU))
+    assert judge.clock("mine", lambda: torch.ones(1), CPU, 0.1) is None
     assert asked == ["start clock", "stop clock"] * blocks
 
 
@@ -228,8 +228,8 @@ def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -
         outputs.append(torch.ones(1))
         return outputs[-1]
 
-    referee = RemoteReferee(lambda *, judge: None, lambda: next(answers), Outbox("", CPU))
-    output = referee.clock("mine", run, CPU, 100.0)
+    judge = RemoteJudge(lambda *, judge: None, lambda: next(answers), Outbox("", CPU))
+    output = judge.clock("mine", run, CPU, 100.0)
     assert len(outputs) == calls
     assert (output is outputs[0]) == (calls == 1)
 
@@ -243,49 +243,49 @@ def into(answers: list[dict[str, Any]]) -> Say:
 
 
 @pytest.fixture
-def court() -> Iterator[Callable[..., RemoteReferee]]:
-    """A worker's referee that asks the judge's process, all in this one."""
+def court() -> Iterator[Callable[..., RemoteJudge]]:
+    """A worker's judge that asks the judge's process, all in this one."""
     shared = SharedFile()
 
-    def begin(settings: Settings, seed: int = 5) -> RemoteReferee:
+    def begin(settings: Settings, seed: int = 5) -> RemoteJudge:
         answers: list[dict[str, Any]] = []
 
         def say(*, judge: dict[str, Any]) -> None:
             request = {**judge, "workload": CALL.source.to_json(), "settings": settings.to_json()}
             judge_worker.handle(request, into(answers), answers.pop)
 
-        factory = RemoteReferee.factory(say, answers.pop, Outbox(shared.path, CPU))
-        referee = factory(CALL.load(settings.device), seed, settings, None)
-        assert isinstance(referee, RemoteReferee)
-        return referee
+        factory = RemoteJudge.factory(say, answers.pop, Outbox(shared.path, CPU))
+        judge = factory(CALL.load(settings.device), seed, settings, None)
+        assert isinstance(judge, RemoteJudge)
+        return judge
 
     yield begin
     shared.close()
     judge_worker._inbox.cache_clear()  # the next file may have the same descriptor
 
 
-Court = Callable[..., RemoteReferee]
+Court = Callable[..., RemoteJudge]
 
 
 def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> None:
-    referee, call = court(settings()), CALL.load(CPU)
-    walk, samples = Walk(call, seed=5), []
+    judge, call = court(settings()), CALL.load(CPU)
+    walk, samples = SteppedPerturbation(call, seed=5), []
     for _ in range(30):
         walk.step()
         output = scaled_dot_product_attention(**call.arguments())
         rows = (each.of(output) for each in walk.rows(walk.number))
-        samples.append(Sample(walk.number, walk.number, *rows, of_walk=True))
-    assert referee.judge_samples("mine", "exact", samples, None) == ""
+        samples.append(Sample(walk.number, walk.number, *rows, is_stepped=True))
+    assert judge.judge_samples("mine", "exact", samples, None) == ""
     stale = samples[-1]._replace(number=walk.number - 10)
-    assert "exceeds" in referee.judge_samples("mine", "exact", [*samples[:3], stale], None)
+    assert "exceeds" in judge.judge_samples("mine", "exact", [*samples[:3], stale], None)
 
 
 def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
-    referee, call = court(settings()), CALL.load(CPU)
+    judge, call = court(settings()), CALL.load(CPU)
     few = (torch.arange(90) < 9).expand(16, 90)
     on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
     found = {
-        each: referee.judge(each, each, on_few, few).finding.status for each in ("exact", "sparse")
+        each: judge.judge(each, each, on_few, few).finding.status for each in ("exact", "sparse")
     }
     assert found == {"exact": "inaccurate", "sparse": "ok"}
 
@@ -300,7 +300,7 @@ def test_a_call_that_is_expected_is_loaded_once(
         return CALL.source
 
     monkeypatch.setattr(judge_worker, "source_from_json", source_from_json)
-    monkeypatch.setattr(judge_worker, "_referees", {})
+    monkeypatch.setattr(judge_worker, "_judges", {})
     request = {"do": "expect", "workload": CALL.source.to_json(), "settings": settings().to_json()}
     answers: list[dict[str, Any]] = []
     for _ in range(2):  # its worker dies and begins again
@@ -317,11 +317,11 @@ def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
 ) -> None:
     """Of the device's own peak, which a worker measures as it loads a call."""
     monkeypatch.setattr(judge_worker, "source_from_json", lambda source: CALL.source)
-    monkeypatch.setattr(judge_worker, "_referees", {})
+    monkeypatch.setattr(judge_worker, "_judges", {})
     wanted = replace(settings(), roofline=roofline).to_json()
     request = {"do": "expect", "workload": CALL.source.to_json(), "settings": wanted}
     judge_worker.handle(request, lambda **answer: None, dict)
-    assert len(judge_worker._referees) == (not roofline)
+    assert len(judge_worker._judges) == (not roofline)
 
 
 def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> None:
@@ -345,7 +345,7 @@ def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> No
         def close(self) -> None: ...
 
     process = Answering()
-    judge = Judge(cast("Process", process))
+    judge = JudgeProcess(cast("Process", process))
     judge.expect(CALL, settings())
     assert process.asked == []
     assert judge.answer({"do": "open"}, CALL, settings()) == {"opened": True}
@@ -373,14 +373,14 @@ def test_timed_samples_are_judged_by_the_users_tolerances(
 ) -> None:
     call, tolerances = CALL.load(CPU), Thresholds.from_tables(loosened)
     chosen = torch.ones(16, 90, dtype=torch.bool) if kernel == "sparse" else None
-    flip = Flip(call, 5, 0, values_only=chosen is not None)
-    flip.apply()
+    perturbation = InputPerturbation(call, 5, 0, values_only=chosen is not None)
+    perturbation.apply()
     output = scaled_dot_product_attention(**call.arguments())
 
     def judged(by: float, thresholds: Thresholds) -> str:
-        rows = (off(each.of(output), by) for each in flip.rows(3))
-        referee = court(settings(tolerances=thresholds))
-        return referee.judge_samples(kernel, kernel, [Sample(0, 3, *rows)], chosen)
+        rows = (off(each.of(output), by) for each in perturbation.rows(3))
+        judge = court(settings(tolerances=thresholds))
+        return judge.judge_samples(kernel, kernel, [Sample(0, 3, *rows)], chosen)
 
     assert "exceeds" in judged(error, Thresholds())
     assert judged(error, tolerances) == ""

@@ -1,4 +1,4 @@
-"""A worker's process: how it starts, dies, is heard and is stopped."""
+"""A worker's process: how it starts, dies, is reply and is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from replay.bench.settings import Settings
-from replay.isolation.process_state import Guard
+from replay.isolation.process_state import ProcessState
 from replay.kernels.compiled_functions import import_compiler
 from replay.kernels.registry import Kernel, catalogue
 from replay.workers import kernel_server
@@ -281,21 +281,21 @@ def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
         kernel("broken", fails),
         kernel("needs", lambda: done.append("imported")),
     ]
-    guard = Guard()
-    monkeypatch.setattr(guard, "restore", lambda name: done.append(f"{name} settled"))
+    process_state = ProcessState()
+    monkeypatch.setattr(process_state, "restore", lambda name: done.append(f"{name} settled"))
 
     def hear() -> dict[str, Any]:
-        done.append("heard")
+        done.append("reply")
         return {"answer": 1}
 
     monkeypatch.setattr(kernel_server, "_warm", set())
     monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
-    busy = kernel_server._busy_at_first(hear, kernels, guard)
+    busy = kernel_server._busy_at_first(hear, kernels, process_state)
     assert [busy(), busy()] == [{"answer": 1}] * 2
     at_first = ["failed", "broken settled", "imported", "needs settled", "frozen"]
-    assert done == [*at_first, "heard", "heard"]
-    kernel_server._busy_at_first(hear, kernels, guard)()
-    assert done == [*at_first, "heard", "heard", "heard"]
+    assert done == [*at_first, "reply", "reply"]
+    kernel_server._busy_at_first(hear, kernels, process_state)()
+    assert done == [*at_first, "reply", "reply", "reply"]
 
 
 def test_kernels_that_compile_with_torch_say_so() -> None:
