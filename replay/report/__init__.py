@@ -1,1 +1,1 @@
-"""Results for people: tables on a terminal."""
+"""Results for people: tables on a terminal, charts, and an HTML report."""

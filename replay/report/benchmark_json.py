@@ -1,4 +1,4 @@
-"""Times in the form that github-action-benchmark reads, which draws them commit by commit.
+"""Times for github-action-benchmark, which draws them commit by commit.
 
 Its tool `customSmallerIsBetter` takes a list of name, value, unit and, as text, range and extra
 (https://github.com/benchmark-action/github-action-benchmark).
@@ -18,7 +18,7 @@ from replay.rows.row import Row
 
 
 class Entry(TypedDict):
-    """A line of a chart."""
+    """Point of a chart."""
 
     name: str
     unit: str
@@ -28,9 +28,9 @@ class Entry(TypedDict):
 
 
 def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
-    """The median time of each kernel that is correct on a group of calls, the median over calls.
+    """Return the median time over calls of each kernel that is correct on a group of calls.
 
-    The range is from p10 to p90; the speed-up over the baseline and the machine stand beside it.
+    The range is from p10 to p90; `extra` names the speed-up over the baseline and the machine.
     """
     entries: list[Entry] = []
     groups = group_rows(rows)
@@ -41,16 +41,16 @@ def benchmark_entries(rows: Sequence[Row]) -> list[Entry]:
             if time is None or not all(row.is_correct for row in members):
                 continue
             speedup = None if kernel.name == group.baseline else pooled_speedup(group, kernel)
-            told = [counted(len(members), "call"), members[0].machine.device]
+            extra = [counted(len(members), "call"), members[0].machine.device]
             if speedup is not None:
-                told.insert(0, f"{speedup_text(speedup)} vs {group.baseline}")
+                extra.insert(0, f"{speedup_text(speedup)} vs {group.baseline}")
             entries.append(
                 Entry(
                     name=printable(f"{kernel} · {title}"),
                     unit="ms",
                     value=time.p50,
                     range=f"{time.p10:.4g}-{time.p90:.4g}",
-                    extra=printable(", ".join(filter(None, told))),
+                    extra=printable(", ".join(filter(None, extra))),
                 )
             )
     return entries

@@ -34,8 +34,8 @@ def print_report(
     """Print tables of all rows.
 
     Args:
-        metrics: which of `METRICS` to show; all figures come from the same run.
-        errors_against: what errors are relative to: `reference`, `captured` or a kernel's name.
+        metrics: names of `METRICS` to show; all figures come from the same run.
+        errors_against: output that errors are relative to: `reference`, `captured` or a kernel.
         per_call: print a table per call instead of one per group.
         compare_stats: also print range, mean and deviation of output and reference.
     """
@@ -79,7 +79,7 @@ def _group_report(
         parts.extend(_programs(group, ran))
         if "accuracy" in metrics or "all" in metrics:
             parts.extend(_notes(group, ran, errors_against))
-    parts.extend(_restated(group, ran))
+    parts.extend(_rewritten_masks(group, ran))
     parts.extend(_refusals(group))
     return Renderables(*parts)
 
@@ -185,14 +185,14 @@ def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
     return [Text(line, style="dim") for line in lines]
 
 
-def _restated(group: Group, ran: Sequence[KernelId]) -> list[Text]:
+def _rewritten_masks(group: Group, ran: Sequence[KernelId]) -> list[Text]:
     """List the kernels that ran calls without their masks."""
     kernels: dict[str, list[str]] = {}
     for name in ran:
         for words in dict.fromkeys(row.restated_as for row in group.rows[name]):
             kernels.setdefault(words, []).append(str(name))
     return [
-        Text(f"mask restated as {words}: {', '.join(names)}", style="dim")
+        Text(f"mask rewritten as {words}: {', '.join(names)}", style="dim")
         for words, names in kernels.items()
         if words
     ]
@@ -217,7 +217,7 @@ def _refusals(group: Group) -> list[Text]:
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:
-    """Print the kernels that cannot run here, grouped by reason."""
+    """Print the kernels that cannot run on this machine, grouped by reason."""
     unavailable = {str(row.id): row.reason for row in rows if row.status == "unavailable"}
     if not unavailable:
         return
@@ -249,7 +249,7 @@ def _fastest(group: Group, found: Fastest, name: str) -> Text:
     if found.speedup is not None:
         line.append(f" {speedup_text(found.speedup)} vs {group.baseline}")
     if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
-        line.append(f", its mask restated as {' or '.join(sorted(words))}", "dim")
+        line.append(f", its mask rewritten as {' or '.join(sorted(words))}", "dim")
     if found.ties:
         line.append(f", tied with {', '.join(map(str, found.ties))}", "dim")
     return line

@@ -1,4 +1,4 @@
-"""Table cells: one kernel's rows over several calls, summarised in a few characters."""
+"""Table cells that summarise one kernel's rows over several calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
     Args:
         path: the field that the column shows (`replay.rows.fields.COLUMNS`).
-        errors_against: what errors are relative to: `reference`, `captured` or a kernel's name.
+        errors_against: output that errors are relative to: `reference`, `captured` or a kernel.
     """
     column, rows = COLUMNS[path], group.rows[kernel]
     if column.over_calls == "counts":
@@ -45,8 +45,10 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
 
 def speedup_text(speedup: Speedup) -> str:
-    """Format as `1.25× (1.21-1.30)`, with enough decimals to exclude 1, as `1.00× same`, as
-    `1.02× ? (0.95-1.10)` where it is ambiguous, or as `too few rounds`."""
+    """Format as `1.25× (1.21-1.30)`, `1.00× same`, `1.02× ? (0.95-1.10)` or `too few rounds`.
+
+    An interval gets enough decimals to exclude 1; the question mark stands for an ambiguous one.
+    """
     if speedup.low is None or speedup.high is None:
         return "too few rounds"
     if speedup.verdict == "same":

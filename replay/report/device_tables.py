@@ -1,4 +1,4 @@
-"""Which kernel on which type of device: speed-ups of the same calls, side by side."""
+"""Speed-ups of the same calls on several types of device, side by side."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
+from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.comparison.device_types import AcrossDevices
 from replay.report.call_tables import print_report
@@ -19,8 +20,8 @@ from replay.rows.row import KernelId
 
 SPEEDUP = "speedup.ratio"
 READING = (
-    "each device's speed-up is over its own baseline; fastest: of the correct kernels that are "
-    "exact, or quantised; tied: the rounds do not tell it from that one"
+    "each device's speed-up is over its own baseline; fastest: the fastest correct kernel that is "
+    "exact, or quantised; tied: not distinguishable from it"
 )
 
 
@@ -30,7 +31,7 @@ def print_devices(
     """Print each device's own tables, then a matrix of kernels and devices for each kind of call.
 
     Args:
-        metrics: what the devices' own tables show (`replay.rows.fields.METRICS`).
+        metrics: metrics in the devices' own tables (`replay.rows.fields.METRICS`).
     """
     for device, rows in merged.rows.items():
         console.print(Text(printable(device), "bold underline"))
@@ -58,7 +59,7 @@ def print_matrices(merged: AcrossDevices, console: Console) -> None:
 
 
 def devices_markdown(merged: AcrossDevices) -> str:
-    """The matrices as Markdown."""
+    """Return the matrices as Markdown."""
     parts = [READING, *filter(None, [left_out(merged)])]
     for title, headings, lines in matrices(merged):
         rows = [headings, ["---"] * len(headings), *lines]
@@ -68,11 +69,11 @@ def devices_markdown(merged: AcrossDevices) -> str:
 
 
 def left_out(merged: AcrossDevices) -> str:
-    """Say how many calls are in no matrix; empty if all are."""
+    """Describe the calls that no matrix has; empty if there are none."""
     if not merged.left_out:
         return ""
-    calls = "1 call is" if merged.left_out == 1 else f"{merged.left_out} calls are"
-    return f"{calls} left out, which some device did not replay"
+    count = counted(merged.left_out, "call")
+    return f"left out: {count} that some device did not replay"
 
 
 def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]]]]:
@@ -97,7 +98,7 @@ def _by_title(groups: Sequence[Group]) -> dict[str, Group]:
 
 
 def _lines(groups: Sequence[Group]) -> list[list[str]]:
-    """A line for each kernel, with a cell for the group of each device."""
+    """Return a line for each kernel, with a cell for the group of each device."""
     ran = [
         kernel
         for kernel in dict.fromkeys(kernel for group in groups for kernel in group.rows)
@@ -124,7 +125,7 @@ def _cell(group: Group, marks: dict[KernelId, str], kernel: KernelId) -> str:
 
 
 def _marks(group: Group) -> dict[KernelId, str]:
-    """What is said of the fastest kernels of each class, and of those that tie with them."""
+    """Return the marks of the fastest kernels of each class, and of kernels that tie with them."""
     marks: dict[KernelId, str] = {}
     for found in (fastest(group, "exact"), fastest(group, "quantised")):
         if found is not None:

@@ -1,4 +1,4 @@
-"""Fast alone, slow in the model: one paragraph that says why, with numbers that add up."""
+"""Paragraph that explains why a kernel is fast alone and slow in the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """Explain a kernel's time in a model.
 
     Args:
-        phase: a phase, or `RUN`; by default the phase that takes most of a run.
+        phase: a phase, or `RUN`; default: the phase that takes most of a run.
     """
     phase = phase or main_phase(checked)
     found = break_down(checked, phase)
@@ -40,8 +40,9 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
 
 
 def most_disappointing(checks: Sequence[ModelResult]) -> ModelResult | None:
-    """The kernel that is fast alone and loses most of it in the model; None if none loses a notable
-    share of the time.
+    """Return the kernel that is fast alone and loses the most time in the model.
+
+    None if no kernel loses a notable share of the time.
     """
     worst, most = None, NOTABLE
     for checked in checks:
@@ -74,7 +75,7 @@ def _sentences(
         )
     if abs(found.preparation) > NEGLIGIBLE * before:
         yield (
-            "What it does to its inputs before the core (layout copies, quantisation) "
+            "Layout changes and quantisation of its inputs before the core "
             f"{_costs(found.preparation)}."
         )
     if predicted.waiting_share:
@@ -82,7 +83,7 @@ def _sentences(
         launch = "" if more is None else f" and launching its layers takes {_more(more)}"
         yield (
             f"The GPU waits for the host {_percent(predicted.waiting_share)} of the time{launch}, "
-            f"so that the host decides, which {_costs(found.launches)}."
+            f"so the host decides, which {_costs(found.launches)}."
         )
     yield (
         f"That predicts {in_ms(found.predicted)} ({before / found.predicted:.2f}×); "

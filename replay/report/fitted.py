@@ -1,7 +1,7 @@
-"""A table of any width that breaks text at spaces before it breaks a name or a number.
+"""Table that breaks text at spaces before it breaks a name or a number.
 
-rich makes the widest columns narrower, whatever is in them, and cuts off what a `min_width` leaves
-no room for.
+rich itself narrows the widest columns regardless of their contents, and cuts off what a `min_width`
+leaves no room for.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from rich.table import Column, Table
 
 
 class FittedTable(Table):
-    """Columns get the width of their longest word, then that of their longest line.
+    """Table whose columns first get the width of their longest word, then of their longest line.
 
-    One with `no_wrap` gets that of its longest line at once; one with a `min_width` may be broken
-    down to it anywhere, as modules' paths may. Where even the words leave no room, the longest of
-    them are broken.
+    A column with `no_wrap` gets the width of its longest line at once. One with a `min_width`, such
+    as a module's path, may be broken anywhere down to it. If even the words do not fit, the longest
+    are broken.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class FittedTable(Table):
 
 
 def _widths(columns: list[Column], room: int) -> list[int]:
-    """The width of each column without its padding."""
+    """Return the width of each column without its padding."""
     texts = [[str(each) for each in (column.header, *column.cells)] for column in columns]
     whole = [max(cell_len(line) for text in each for line in text.split("\n")) for each in texts]
     widths = [

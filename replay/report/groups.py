@@ -18,13 +18,13 @@ class Group:
 
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
-    """In the calls' order."""
+    """Rows of each kernel in the calls' order."""
     baseline: str
-    """The kernel that speed-ups are relative to; empty if there are none."""
+    """Kernel that speed-ups are relative to; empty if there are none."""
 
     @property
     def title(self) -> str:
-        """`flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
+        """Text such as `flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
         parts = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place, self.size)
         return joined(*parts)
 
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def shape(self) -> str:
-        """`1×4/2×1024×128`; `1×4/2×1/1026…1031×128` where a cache grows."""
+        """Text such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` where a cache grows."""
         shape = self.calls[0].shape
         lengths = sorted({call.shape.kv_len for call in self.calls})
         if len(lengths) == 1:
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def mask(self) -> str:
-        """`no mask`, `causal` or `bool 1×1×64×64 mask`, and what else SDPA has no argument for."""
+        """`no mask`, `causal` or `bool 1×1×64×64 mask`, and options that SDPA does not have."""
         first = self.calls[0]
         mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
         if first.mask_structure:
@@ -63,13 +63,13 @@ class Group:
 
     @property
     def place(self) -> str:
-        """`step 3 layers.0` if it is one call that a module made; else empty."""
+        """Place of a single call, such as `step 3 layers.0`; empty for several calls."""
         first, *others = self.calls
         return place(first) if first.module and not others else ""
 
     @property
     def size(self) -> str:
-        """`3 calls`."""
+        """Text such as `3 calls`."""
         return counted(len(self.calls), "call")
 
     @property
@@ -78,17 +78,17 @@ class Group:
 
     @property
     def backends(self) -> str:
-        """What its calls were recorded with, by name; empty if none says so."""
+        """Names of the backends that its calls were recorded with."""
         return printable(", ".join(sorted({call.backend for call in self.calls} - {""})))
 
     @property
     def classes(self) -> list[AccuracyClass]:
-        """The accuracy classes of its kernels that ran, each once."""
+        """Accuracy classes of the kernels that ran, without repetition."""
         ran = (name for name, rows in self.rows.items() if any(row.accuracy for row in rows))
         return list(dict.fromkeys(self.class_of(name) for name in ran))
 
     def class_of(self, kernel: KernelId) -> AccuracyClass:
-        """A kernel's accuracy class; exact where none of its rows says so."""
+        """Return a kernel's accuracy class; `exact` if its rows do not name one."""
         known = (row.accuracy_class for row in self.rows[kernel] if row.accuracy_class)
         return next(known, "exact")
 
@@ -105,7 +105,7 @@ def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
 
 
 def joined(*parts: str) -> str:
-    """The parts of a title as one line, without the empty ones."""
+    """Join the parts of a title that are not empty."""
     return " · ".join(filter(None, parts))
 
 
@@ -154,7 +154,7 @@ def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
 
 
 def place(call: CallFacts) -> str:
-    """Locate a call: `step 3 transformer_blocks.0.attn1`, or its name if no module made it."""
+    """Return the place of a call, `step 3 transformer_blocks.0.attn1`, or its name if unknown."""
     return printable(f"step {call.step} {call.module}" if call.module else call.name)
 
 

@@ -1,4 +1,4 @@
-"""The list of kernels, and where each can run."""
+"""List of kernels, and of the environments in which each can run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def print_kernels(
     """Print each kernel, its number of variants, and where it can run; variants are not listed.
 
     Args:
-        found: whether a kernel can run, by environment and kernel.
+        found: state of each kernel, by environment and kernel.
     """
     variants = Counter(kernel.variant_of for kernel in kernels)
     for kernel in kernels:

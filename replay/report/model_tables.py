@@ -27,7 +27,7 @@ TITLES = {
 }
 
 DELAYED = 0.05
-"""Delays are reported if they exceed the baseline's by this share of the runs' time."""
+"""Smallest excess of delays over the baseline's that is reported, as a share of the time."""
 
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "
@@ -134,7 +134,7 @@ def _outcome(others: Sequence[ModelResult]) -> Table:
 
 
 def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
-    """Say why there is no prediction, once per reason."""
+    """Return the reasons for missing predictions, each with its kernels."""
     by_reason: dict[str, list[str]] = {}
     for checked in others:
         reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
@@ -151,8 +151,8 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
         for reason, count in checked.fallbacks.items()
     ]
     notes += [
-        f"{checked.kernel}: changes its {each} in place: a model that reads it again, e.g. from a "
-        "key/value cache, reads the changed values"
+        f"{checked.kernel}: changes its {each} in place: a model that reads the {each} again, e.g. "
+        "from a key/value cache, reads the changed values"
         for each in checked.changed_inputs
     ]
     if checked.delayed - own.delayed > DELAYED:

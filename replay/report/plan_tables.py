@@ -18,9 +18,9 @@ from replay.rows.meaning import floored
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
-"""Characters available for a module's path in a table of 80 columns."""
+"""Characters for a module's path in a table of 80 columns."""
 PATH_WIDTH = 8
-"""To which a path is broken before the name of a kernel is."""
+"""Width to which a path is broken before the name of a kernel is."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
@@ -67,7 +67,7 @@ def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
     A merged name denotes exactly its members, even with several ranges.
     """
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
-    # From the end: layer indices are usually deeper in the path than those of model parts.
+    # From the end, because layer indices lie deeper in the path than those of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
         mergeable: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
         for parts, members in groups:

@@ -41,7 +41,7 @@ def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None)
     stored: its speed-up is the median over the calls of each call's ratio and interval.
 
     Args:
-        over: the kernel to compare with, by default the baseline in the kernel's own environment.
+        over: kernel to compare with; default: the baseline in the kernel's own environment.
 
     Returns:
         None for kernels of two environments or processes, whose rounds are not paired.

@@ -1,4 +1,4 @@
-"""Which kernels of a group are correct, in which order, and which of a class is the fastest."""
+"""Order of the kernels of a group, and the fastest correct kernel of a class."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from replay.rows.row import KernelId, Speedup
 
 @dataclass(frozen=True)
 class Fastest:
-    """The fastest correct kernel of a group in one accuracy class."""
+    """Fastest correct kernel of a group in one accuracy class."""
 
     kernel: KernelId
     ties: list[KernelId]
-    """Those that the rounds do not tell from it."""
+    """Kernels that the rounds cannot tell from it."""
     speedup: Speedup | None
-    """Over the group's baseline; None if it is the baseline, or ties with it."""
+    """Speed-up over the group's baseline; None if it is the baseline, or ties with it."""
 
 
 def is_correct(group: Group, kernel: KernelId) -> bool:
-    """Whether it is on all calls that it ran."""
+    """Tell whether a kernel is correct on all calls that it ran."""
     return all(row.is_correct for row in group.rows[kernel])
 
 
 def rank(group: Group, kernel: KernelId) -> tuple[bool, float]:
-    """A key that sorts correct kernels first, then by time."""
+    """Return a key that sorts correct kernels first, then by time."""
     time = typical_time(group.rows[kernel])
     return (not is_correct(group, kernel), time.p50 if time else float("inf"))
 
 
 def fastest(group: Group, accuracy_class: AccuracyClass) -> Fastest | None:
-    """The fastest that may stand in a model; None if none of the class was timed and correct.
+    """Return the fastest usable kernel of a class; None if none was timed and correct.
 
-    Do not ask it for sparse kernels: they do less work, and speed does not show whether that is
-    enough.
+    The class must not be `sparse`: sparse kernels do less work, and their speed does not show
+    whether that is enough.
     """
     timed = [
         kernel

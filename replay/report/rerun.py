@@ -1,4 +1,4 @@
-"""What changed since the same calls were replayed a moment ago, a line for each kernel."""
+"""Changes since the same calls were replayed a moment ago, a line for each kernel."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from replay.rows.row import Row
 
 
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
-    """Lines such as `mine.py:attention: 0.148 → 0.11 ms, inaccurate → ok`.
+    """Return lines such as `mine.py:attention: 0.148 → 0.11 ms, inaccurate → ok`.
 
-    Of several calls it is the geometric mean of the ratios of their times, as `0.74 × the time`.
+    For several calls, a line has the geometric mean of the ratios of times, `0.74 × the time`.
     """
     rows = {(row.kernel, row.call.name): row for row in before}
     pairs: dict[str, list[tuple[Row, Row]]] = {}
@@ -43,7 +43,7 @@ def _times(pairs: Sequence[tuple[Row, Row]]) -> str:
         if one.time_ms is not None and other.time_ms is not None
     ]
     if not timed:
-        return "no two times"
+        return "not timed in both runs"
     if len(pairs) == 1:
         return f"{timed[0][0]:.4g} → {timed[0][1]:.4g} ms"
     mean = math.exp(sum(math.log(other / one) for one, other in timed) / len(timed))

@@ -1,4 +1,4 @@
-"""How far random inputs mislead: recorded calls beside twins of random values."""
+"""Recorded calls beside synthetic counterparts with random values."""
 
 from __future__ import annotations
 
@@ -16,33 +16,31 @@ from replay.workloads.synthetic_counterparts import KINDS
 
 
 @dataclass(frozen=True)
-class Misled:
-    """A kernel on recorded calls of one kind, and by kind of twin on the same calls' twins.
+class Counterparts:
+    """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts.
 
-    Medians over the calls where it ran on all of them; None where a figure was not measured.
+    They are medians over the calls of which all versions ran; None if a figure was not measured.
     """
 
     kernel: KernelId
     calls: int
     recorded: dict[str, float | None]
-    """By figure: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
-    twins: dict[str, dict[str, float | None]]
+    """Figures by name: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
+    synthetic: dict[str, dict[str, float | None]]
+    """The same by kind of counterpart."""
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
     "time": lambda row: row.time_ms.p50 if row.time_ms else None,
     "speedup": lambda row: row.speedup.ratio if row.speedup else None,
     "error": lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None,
-    # Not that of `gpu_during`: kernels take turns while it is read.
+    # `gpu_during` would not do: kernels take turns while it is read.
     "power": lambda row: row.energy.power_w if row.energy else None,
 }
 
 
-def misled(rows: Sequence[Row]) -> list[tuple[Group, list[Misled]]]:
-    """By group of recorded calls: its kernels that ran, in the rows' order.
-
-    Kernels that are slow or wrong alike on all values are there too.
-    """
+def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
+    """Return the kernels that ran, for each group of recorded calls, in the rows' order."""
     by_place = {(row.call.name, row.id): row for row in rows}
     weights = {weights for weights, _ in KINDS.values()}
     found = []
@@ -55,20 +53,21 @@ def misled(rows: Sequence[Row]) -> list[tuple[Group, list[Misled]]]:
             ]
             whole = [each for each in sets if all(row and row.accuracy for row in each)]
             if whole:
-                recorded, *twins = (
+                recorded, *synthetic = (
                     _figures(list(filter(None, part))) for part in zip(*whole, strict=True)
                 )
-                by_kind = dict(zip(KINDS, twins, strict=True))
-                kernels.append(Misled(kernel, len(whole), recorded, by_kind))
+                by_kind = dict(zip(KINDS, synthetic, strict=True))
+                kernels.append(Counterparts(kernel, len(whole), recorded, by_kind))
         if kernels:
             found.append((group, kernels))
     return found
 
 
 def print_versus_random(rows: Sequence[Row], console: Console) -> None:
-    """Print a table for each group of recorded calls; random figures as multiples of recorded."""
+    """Print a table for each group of recorded calls; random figures are multiples of recorded
+    ones."""
     console.print(Text("recorded against random inputs", style="bold"))
-    for group, kernels in misled(rows):
+    for group, kernels in counterparts(rows):
         console.print(Text(group.title))
         table = FittedTable()
         table.add_column("kernel", overflow="fold")
@@ -82,7 +81,7 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
             for name in shown:
                 own = each.recorded[name]
                 cells.append("-" if own is None else FORMS[name](own))
-                cells += [_multiple(each.twins[kind][name], own) for kind in KINDS]
+                cells += [_multiple(each.synthetic[kind][name], own) for kind in KINDS]
             table.add_row(Text(str(each.kernel)), *cells)
         console.print(table)
         console.print()
@@ -90,14 +89,14 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
 
 
 HEADINGS = {"speedup": "speed-up", "error": "rel L1", "power": "W"}
-"""Of the figures that a line has room for."""
+"""Headings of the figures that a line has room for."""
 FORMS: dict[str, Callable[[float], str]] = {
     "speedup": lambda value: f"{value:.2f}×",
     "error": lambda value: f"{value:.1e}",
     "power": lambda value: f"{value:.0f}",
 }
 LEGEND = (
-    "random: what standard normal values would have made of the figure before it, as a multiple; "
+    "random: the figure before it with standard normal inputs, as a multiple; "
     "matched: the same with the mean and deviation of each recorded channel"
 )
 
@@ -110,9 +109,9 @@ def _figures(rows: Sequence[Row]) -> dict[str, float | None]:
     return found
 
 
-def _multiple(twin: float | None, own: float | None) -> str:
-    """`0.12×`; a dash where there is nothing to compare."""
-    if twin is None or not own:
+def _multiple(synthetic: float | None, own: float | None) -> str:
+    """Format as `0.12×`; a dash if a figure is missing."""
+    if synthetic is None or not own:
         return "-"
-    ratio = twin / own
+    ratio = synthetic / own
     return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×"

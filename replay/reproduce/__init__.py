@@ -1,1 +1,1 @@
-"""A kernel's failure on a recorded call, made small and shown without this project."""
+"""A kernel's failure on a recorded call, reduced and shown without this project."""

@@ -1,8 +1,8 @@
 """Parts of a call: some of its sequences, heads, queries or keys.
 
-Whoever leaves out sequences, whole groups of heads, or queries does not change what the others get,
-so the recorded output is cropped with them. Keys that some query sees cannot be left out without
-changing it: such a call is derived from the recorded one, and its output has to be computed anew.
+Leaving out sequences, whole groups of heads or queries does not change the output of the others, so
+the recorded output is cropped with them. Leaving out keys that some query sees changes it: such a
+call is derived from the recorded one, and its output has to be computed anew.
 
 Parts are views, so that the strides stay those of the model.
 """
@@ -22,16 +22,17 @@ from capture.storage.header import CallHeader, stored_tensors
 
 @dataclass(frozen=True)
 class Axis:
-    """What can be left out of a call."""
+    """Dimension along which parts of a call can be left out."""
 
     name: str
-    """In the plural, as in `queries 5-7`."""
+    """Name in the plural, as in `queries 5-7`."""
     length: Callable[[AttentionCall], int]
     take: Callable[[AttentionCall, int, int], AttentionCall | None]
-    """The part from the first up to, but without, the end; None where the call's own options cannot
-    say it, or it would not return what was recorded."""
+    """Function that returns the part from the first up to, but excluding, the end.
+
+    It returns None if the call's options cannot express the part, or its output would differ."""
     is_exact: bool = True
-    """Whether the outputs that remain are the recorded ones; otherwise `take` leaves none."""
+    """True if the remaining outputs are the recorded ones; otherwise the part has no output."""
 
 
 def _sequences(call: AttentionCall) -> int:
@@ -68,7 +69,7 @@ def _take_sequences(call: AttentionCall, first: int, end: int) -> AttentionCall:
 
 
 def _take_groups(call: AttentionCall, first: int, end: int) -> AttentionCall:
-    """Key heads, each with all query heads that share it."""
+    """Return some key heads, each with all query heads that share it."""
     group = call.shape.q_heads // call.shape.kv_heads
     heads = first * group, end * group
     part = _narrowed(call, 1, *heads, "query", "output", "attn_mask")
@@ -78,15 +79,15 @@ def _take_groups(call: AttentionCall, first: int, end: int) -> AttentionCall:
 
 
 def _queries(call: AttentionCall) -> int:
-    """Packed sequences keep all their queries."""
+    """Return the number of queries that can be cropped; packed sequences keep all of theirs."""
     return 1 if call.cu_seqlens_q is not None else call.shape.q_len
 
 
 def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | None:
-    """Queries, and without keys that none of them sees.
+    """Return some queries, without the keys that none of them sees.
 
-    Where a diagonal decides what a query sees, later positions need one that is aligned bottom
-    right: the last query left is beside the last key left. A single query needs none.
+    If a diagonal limits what a query sees, later positions need one that is aligned bottom right:
+    the last remaining query is beside the last remaining key. A single query needs no diagonal.
     """
     if call.cu_seqlens_q is not None:
         return call
@@ -95,7 +96,7 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
     right = 0 if call.is_causal and right is None else right
     if left is None and right is None:
         return part
-    if call.seqused_k is not None:  # a diagonal for each sequence
+    if call.seqused_k is not None:  # each sequence has its own diagonal
         stays = end == call.shape.q_len if call.variant.bottom_right else first == 0
         return part if stays else None
     seen_first, seen_end = (each[0, first:end] for each in call.key_ranges)
@@ -109,7 +110,7 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
         plain = replace(part.variant, window=(None, None), bottom_right=False)
         part = replace(part, is_causal=False, variant=plain)
     elif first + offset:
-        if keys[1] != end + offset:  # then the last query left is not beside the last key left
+        if keys[1] != end + offset:  # the last query is not beside the last key
             return None
         part = replace(part, variant=replace(part.variant, bottom_right=True))
     else:
@@ -117,12 +118,12 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
     dropped = (each[:, :, : keys[0]] for each in (call.key, call.value))
     after = (each[:, :, keys[1] :] for each in (call.key, call.value))
     if not all(bool(each.isfinite().all()) for each in (*dropped, *after)):
-        return None  # SDPA lets a NaN through that it masks
+        return None  # SDPA passes on the NaN of a masked key
     return _with_keys(part, *keys)
 
 
 def _keys(call: AttentionCall) -> int:
-    """Packed sequences and pages keep all their keys."""
+    """Return the number of keys that can be cropped; packed and paged ones are all kept."""
     is_apart = call.cu_seqlens_q is not None or call.page_table is not None
     return 1 if is_apart else call.shape.kv_len
 
@@ -144,17 +145,17 @@ EXACT = (
     Axis("key heads", lambda call: call.shape.kv_heads, _take_groups),
     Axis("queries", _queries, _take_queries),
 )
-"""What can be left out without a change of what the rest gets."""
+"""Dimensions along which parts can be left out without changing the other outputs."""
 
 DERIVED = (
     Axis("keys", _keys, _take_keys, is_exact=False),
     Axis("queries", _queries, _take_any_queries, is_exact=False),
 )
-"""What can be left out where the output is computed anew; options stay as they are."""
+"""Dimensions along which parts can be left out if the output is computed anew."""
 
 
 def left_alone(call: AttentionCall) -> str:
-    """What is not cropped, and why; empty for nothing."""
+    """Describe what is never cropped, and why; empty if everything may be."""
     if call.cu_seqlens_q is not None:
         return "queries and keys are left as they are within each packed sequence"
     if call.page_table is not None:
@@ -177,7 +178,7 @@ def _mask_columns(call: AttentionCall, first: int, end: int) -> AttentionCall:
 
 
 def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
-    """A view of part of a dimension; of a mask's that is broadcast, all of it."""
+    """Return a view of part of a dimension, or all of a dimension that a mask broadcasts."""
     dim -= 4 - tensor.ndim
     if dim < 0 or tensor.shape[dim] == 1:
         return tensor
@@ -185,10 +186,10 @@ def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
 
 
 def storable(call: AttentionCall) -> AttentionCall:
-    """The call, without gaps where these would be out of proportion to its file.
+    """Return the call, without gaps between its rows if these are out of proportion to its file.
 
-    A head of a model with many leaves gaps of all the others, and files of others are not believed
-    to need as much (`capture.storage.header`).
+    One head of a large model has the gaps of all others, and readers refuse files that claim so
+    much memory (`capture.storage.header`).
     """
     header = CallHeader.of(call)
     nbytes = sum(narrow_expanded(each).nbytes for each in stored_tensors(call).values())

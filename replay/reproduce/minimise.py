@@ -1,8 +1,8 @@
-"""The smallest part of a call on which a kernel still fails in the same way.
+"""Search for the smallest part of a call on which a kernel still fails in the same way.
 
-Like delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
+As in delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
 input"), but on ranges: along each axis in turn, all but one, halves, quarters … are left out at
-either end as long as the failure stays. Where the errors were largest is tried first.
+either end as long as the failure stays. The places with the largest errors are tried first.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from replay.reproduce.crop import DERIVED, EXACT, Axis
 from replay.reproduce.trials import TrialOutcome
 
 Range = tuple[int, int]
-"""The first, and the one after the last."""
+"""First index, and the index after the last."""
 
 
 @dataclass
 class Smallest:
-    """What is left of a call."""
+    """Remaining part of a call."""
 
     call: AttentionCall
     outcome: TrialOutcome
     kept: dict[str, Range] = field(default_factory=dict)
-    """By axis, of the recorded call."""
+    """Remaining ranges of the recorded call, by axis."""
     is_derived: bool = False
-    """Whether keys were left out that a query sees, so that the call has no output yet."""
+    """True if the search left out keys that a query sees, so that the call has no output yet."""
     trials: int = 0
     is_complete: bool = True
-    """False where the time was over before nothing more could be left out."""
+    """False if the time limit ended the search early."""
 
 
 def minimise(
@@ -42,13 +42,13 @@ def minimise(
     report: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Smallest:
-    """Leave out of a call what its kernel fails without.
+    """Leave out everything that a kernel's failure does not depend on.
 
     Args:
-        outcome: of the kernel on the whole call: a failure.
-        run: what it does on a part.
-        seconds: time for all of it; a trial that runs is not interrupted.
-        report: told, before each trial, what is tried.
+        outcome: the kernel's failure on the whole call.
+        run: runs the kernel on a part.
+        seconds: time limit for the search; a running trial is not interrupted.
+        report: called with each trial before it runs.
     """
     search = _Search(Smallest(call, outcome), run, clock() + seconds, report, clock)
     search.along(EXACT)
@@ -57,7 +57,7 @@ def minimise(
 
 
 class _TimeIsOver(Exception):
-    """Stops the search where it is."""
+    """Ends the search."""
 
 
 class _Search:
@@ -76,7 +76,7 @@ class _Search:
         self._clock = clock
 
     def along(self, axes: tuple[Axis, ...]) -> None:
-        """Shorten the axes, and again as long as another has become shorter since."""
+        """Shorten each axis, until no axis becomes shorter."""
         try:
             while sum(self._shorten(axis) for axis in axes):
                 continue
@@ -98,7 +98,7 @@ class _Search:
         return axis.length(self.found.call) < before
 
     def _fails(self, axis: Axis, first: int, end: int) -> bool:
-        """Try a part, and go on from it if the failure is still there."""
+        """Try a part, and continue from it if the failure is still there."""
         found = self.found
         part = axis.take(found.call, first, end)
         if part is None:
@@ -119,7 +119,7 @@ class _Search:
 
 
 def _guesses(axis: Axis, found: Smallest) -> Iterator[Range]:
-    """Where the errors are largest."""
+    """Yield the ranges with the largest errors."""
     call, worst, where = found.call, found.outcome.worst_row, found.outcome.where
     places: list[tuple[int, int, Range]] = []
     if worst is not None:

@@ -1,4 +1,4 @@
-"""From a recorded call that a kernel fails on to a directory that shows it to others."""
+"""From a recorded call that a kernel fails on to a directory that shows the failure."""
 
 from __future__ import annotations
 
@@ -40,34 +40,34 @@ from replay.workloads.workload import Workload
 
 
 class ReproduceError(Error):
-    """Nothing was written; the message says why."""
+    """Reason why nothing was written."""
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """What is to be shown."""
+    """Failure to reproduce."""
 
     workload: Workload
     kernel: str
     settings: Settings
     seconds: float
-    """For the search of the smallest part."""
+    """Time limit of the search for the smallest part."""
     timeout: float
-    """Seconds after which a kernel hangs."""
+    """Seconds after which a kernel counts as hanging."""
     python: str = sys.executable
-    """The interpreter that the kernel runs in."""
+    """Interpreter that the kernel runs in."""
 
 
 @dataclass(frozen=True)
 class Reproduced:
-    """What came of it."""
+    """Result of a reproduction."""
 
     whole: TrialOutcome
-    """On the recorded call; not a failure where there is nothing to show."""
+    """Outcome on the recorded call; no failure means there is nothing to show."""
     smallest: Smallest | None = None
-    """None then."""
+    """Smallest failing part, if there is a failure."""
     no_script: str = ""
-    """Why there is no script; empty if there is."""
+    """Reason why there is no script; empty if there is one."""
 
 
 def reproduce(
@@ -76,8 +76,8 @@ def reproduce(
     """Write the smallest part of a call that shows a kernel's failure, and a script that shows it.
 
     Args:
-        out: a directory that is not there yet, or is empty.
-        report: told what is done now.
+        out: a directory that does not exist yet, or is empty.
+        report: called with the name of each step.
 
     Raises:
         ReproduceError: the directory cannot be written, or the failure comes and goes.
@@ -119,8 +119,8 @@ def _write(
         again = tried.of(recorded_call(entry))
     if not again.is_like(smallest.outcome):
         raise ReproduceError(
-            f"{request.kernel} fails on {request.workload.name} and, on the same call in a new "
-            f"worker, it is {again.status}: nothing written, for such a failure comes and goes"
+            f"{request.kernel} fails on {request.workload.name}, but in a new worker "
+            f"it is {again.status}: nothing was written, because the failure comes and goes"
         )
     smallest.outcome = again
     no_script = ""
@@ -146,7 +146,7 @@ _ONE = {"sequences": "sequence", "key heads": "key head", "queries": "query"}
 
 
 def _finished(smallest: Smallest, whole: AttentionCall, name: str) -> AttentionCall:
-    """The part, with an output, and what of which call it is."""
+    """Return the part with an output, and with its place in the recorded call."""
     call, origin, parts = storable(smallest.call), whole.origin, []
     for axis, (first, end) in smallest.kept.items():
         if axis == "key heads":

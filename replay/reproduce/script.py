@@ -1,7 +1,7 @@
 """`reproduce.py`: a kernel's failure, shown with PyTorch, safetensors and its library alone.
 
-Beside it lie the call, what it should return and how far from that is allowed (`EXPECTED`), and the
-files of a kernel that is in no library (`kernel/`).
+Beside it lie the call, the expected output with its tolerances (`EXPECTED`), and the files of a
+kernel that belongs to no library (`kernel/`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from replay.reproduce.trials import TrialOutcome
 SCRIPT = "reproduce.py"
 EXPECTED = "expected.safetensors"
 KERNEL = "kernel"
-"""The folder of a kernel's own files."""
+"""Folder of a kernel's own files."""
 
 
 class ScriptError(Error):
-    """No script shows the failure; the message says why."""
+    """Reason why no script shows the failure."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Shown:
     source: KernelCall
     call: AttentionCall
     file: str
-    """The call's file, beside the script."""
+    """Name of the call's file, beside the script."""
     outcome: TrialOutcome
     device: torch.device
     timeout: float
-    """Seconds after which a kernel hangs."""
+    """Seconds after which a kernel counts as hanging."""
 
 
 def write_script(shown: Shown, directory: Path, stored: Path, thresholds: Thresholds) -> None:
     """Write the script and what it needs beside the call.
 
     Args:
-        stored: the file that `replay.reproduce.kernel_call` wrote.
+        stored: file that `replay.reproduce.kernel_call` wrote.
     """
     constants = _write_expected(shown, directory / EXPECTED, stored, thresholds)
     copied = _copy_kernel(shown, directory / KERNEL)

@@ -1,4 +1,4 @@
-"""Whether a kernel fails on a call: it runs in a worker, and is judged outside of it."""
+"""Trials of a kernel on a call: it runs in a worker and is judged outside of it."""
 
 from __future__ import annotations
 
@@ -22,31 +22,31 @@ from replay.workloads.recorded import recorded_call
 from replay.workloads.workload import Workload
 
 FAILURES = ("inaccurate", "error", "crash", "timeout")
-"""Statuses that are failures of a kernel."""
+"""Statuses that count as failures of a kernel."""
 
 
 class TrialError(Error):
-    """A kernel could not be tried; the message says why."""
+    """Reason why a kernel could not be tried."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """What a kernel did on a call."""
+    """Result of a kernel on a call."""
 
     status: Status
     reason: str
     accuracy_class: AccuracyClass = "exact"
     where: Where | None = None
-    """Where its errors are largest, if it returned something."""
+    """Place of its largest errors, if it returned something."""
     worst_row: tuple[int, int, int] | None = None
-    """(batch element, head, query)."""
+    """Batch element, head and query."""
 
     @property
     def fails(self) -> bool:
         return self.status in FAILURES
 
     def is_like(self, other: TrialOutcome) -> bool:
-        """Whether both are the same failure: of one status, and of one exception."""
+        """Tell whether both failures have the same status, and the same exception if they raise."""
         return self.status == other.status and self._exception == other._exception
 
     @property
@@ -56,10 +56,10 @@ class TrialOutcome:
 
 
 class Trials:
-    """One kernel, on calls in memory.
+    """Trials of one kernel, on calls in memory.
 
     Args:
-        settings: of the replay; nothing but this kernel runs, as few times as a replay may.
+        settings: settings of the replay, in which only this kernel runs.
         scratch: a directory for the calls.
     """
 
@@ -73,18 +73,18 @@ class Trials:
         self._path = scratch / "trial.safetensors"
 
     def on(self, call: AttentionCall) -> TrialOutcome:
-        """What the kernel does on a call.
+        """Run the kernel on a call.
 
         Raises:
-            TrialError: a process does not start, or the call cannot be worked on.
+            TrialError: a process does not start, or the call cannot be used.
         """
         return self.of(recorded_call(PackedCall.of(storable(call)).write(self._path)))
 
     def of(self, workload: Workload) -> TrialOutcome:
-        """What the kernel does on a recorded call.
+        """Run the kernel on a recorded call.
 
         Raises:
-            TrialError: a process does not start, or the call cannot be worked on.
+            TrialError: a process does not start, or the call cannot be used.
         """
         self._judge.expect(workload, self._settings)
         evidence = CallEvidence(self._judge, workload, self._settings)
@@ -139,7 +139,7 @@ def trials(
     scratch: Path,
     python: str = sys.executable,
 ) -> Iterator[Trials]:
-    """Trials in a worker and beside a judge of their own, which end with the `with` block."""
+    """Yield trials in a worker and beside a judge of their own, until the `with` block ends."""
     judge, worker = JudgeProcess(judge_process(timeout)), Process(python, timeout)
     try:
         worker.start()

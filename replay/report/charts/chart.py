@@ -1,7 +1,7 @@
-"""What all charts share: the look, the colours, titles, and which kernels a chart has room for.
+"""Parts of all charts: look, colours, titles, and the choice of kernels for charts of lines.
 
-Every value is in the specification, so that an author can restyle a chart without its rows. Text
-from a recording is data there: no specification has an expression, link or address made of it.
+Every value is in the specification, so that an author can restyle a chart without its rows. Text of
+a recording is only data in it: it becomes part of no expression, link or address.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import HERE, Row
 
 VEGA_LITE = "6.1"
-"""The version of the language."""
+"""Version of the Vega-Lite language."""
 
 OKABE_ITO = {
     "blue": "#0072b2",
@@ -28,8 +28,8 @@ OKABE_ITO = {
     "black": "#000000",
     "grey": "#7f7f7f",
 }
-"""The palette of Okabe and Ito, which is safe for colour-blind readers, with a grey for its yellow,
-which is hard to see on white."""
+"""Palette of Okabe and Ito, safe for colour-blind readers, with grey for its yellow, which is
+hard to see on white."""
 CLASS_COLOURS: dict[AccuracyClass, str] = {
     "exact": OKABE_ITO["blue"],
     "quantised": OKABE_ITO["vermillion"],
@@ -37,16 +37,16 @@ CLASS_COLOURS: dict[AccuracyClass, str] = {
 }
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 SHAPES += ["triangle-right", "triangle-left"]
-"""So that lines are told apart in black and white too."""
+"""Shapes that tell lines apart in black and white too."""
 
 LEGEND_SYMBOL, LETTER = 34, 6.0
-"""Widths in a legend, in pixels: a symbol with the space around it, and a letter."""
+"""Widths in a legend, in pixels: of a symbol with the space around it, and of a letter."""
 
 MOST_LINES = len(OKABE_ITO)
-"""Kernels in a chart of lines."""
+"""Most kernels in a chart of lines."""
 
 LONGEST_WORD = 40
-"""Letters of a model or a GPU in a file's name, which file systems limit to 255 bytes."""
+"""Most letters of a model or a GPU in a file's name, which file systems limit to 255 bytes."""
 
 STYLE = {
     "font": "Helvetica, Arial, Liberation Sans, sans-serif",
@@ -69,23 +69,23 @@ Spec = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """A chart, and what its files are called."""
+    """Chart, and the name of its files."""
 
     name: str
     spec: Spec
 
 
 class Lines(NamedTuple):
-    """The kernels that a chart of lines shows."""
+    """Kernels that a chart of lines shows."""
 
     names: list[str]
-    """As `line_name` gives them, the fastest first."""
+    """Names as `line_name` gives them, the fastest first."""
     note: list[str]
-    """What it leaves out, a sentence each."""
+    """Sentences about kernels that are not shown."""
 
 
 def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> Chart:
-    """Add to a specification what all have; the parts of its name become a file's."""
+    """Add the common parts to a specification; the parts of `name` become the file's name."""
     words = [re.sub(r"\W+", "-", part).strip("-")[:LONGEST_WORD] for part in name]
     whole = {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json",
@@ -106,16 +106,15 @@ def _printable_tree(value: Any) -> Any:
 
 
 def line_name(row: Row) -> str:
-    """`sage2 (quantised)`; an exact kernel's class goes without saying."""
+    """Return a name such as `sage2 (quantised)`; the class of exact kernels is left out."""
     of_class = row.accuracy_class or "exact"
     return printable(str(row.id) + (f" ({of_class})" if of_class != "exact" else ""))
 
 
 def lines(rows: Sequence[Row]) -> Lines:
-    """Choose the correct kernels of the rows, and the fastest of them if there are too many.
+    """Choose the correct kernels of the rows, or the fastest of them if there are too many.
 
-    How fast one is among the others is its median time over the calls, in units of the fastest
-    kernel's.
+    A kernel's rank is its median time over the calls, in units of the fastest kernel's.
     """
     baselines = {row.speedup.vs for row in rows if row.speedup}
     # Another environment runs the baseline too, to pair its rounds with.
@@ -144,10 +143,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def line_encoding(names: Sequence[str], width: float) -> Spec:
-    """A colour and a shape for each kernel; the legend below lists them as given.
+    """Return a colour and a shape for each kernel; the legend below lists them in this order.
 
     Args:
-        width: of the whole chart, in pixels, which the legend is to keep within.
+        width: width of the whole chart, in pixels, which the legend must not exceed.
     """
     columns = max(1, int(width / (LEGEND_SYMBOL + LETTER * max(map(len, names)))))
     legend = {"orient": "bottom", "columns": columns, "title": None}

@@ -21,11 +21,11 @@ PNG_SCALE = 3.0
 
 
 class PlotError(Error):
-    """Charts cannot be written; the message names the remedy."""
+    """Reason why charts cannot be written; the message names the remedy."""
 
 
 def prepare(directory: Path) -> None:
-    """Make the directory, and find out before an hour's work whether charts can be drawn after it.
+    """Make the directory, and check early that charts can be drawn.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.
@@ -41,14 +41,14 @@ def prepare(directory: Path) -> None:
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Every chart that rows have figures for. An incorrect kernel is in none."""
+    """Yield every chart that the rows have figures for, without incorrect kernels."""
     yield from sweep_charts(rows)
     yield from model_charts(rows)
     yield from layer_charts(rows)
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Write each chart as `.svg`, `.png` and, for those who restyle it, `.vl.json`.
+    """Write each chart as `.svg`, `.png` and, to be restyled, `.vl.json`.
 
     Returns:
         The files; none if the rows have no figures to draw.
@@ -60,15 +60,15 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     prepare(directory)
     written: list[Path] = []
     try:
-        for name, spec in _with_names_of_their_own(charts(rows)):
+        for name, spec in _with_unique_names(charts(rows)):
             written += write_chart(spec, directory / name)
     except OSError as error:
         raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
     return written
 
 
-def _with_names_of_their_own(found: Iterable[Chart]) -> Iterator[Chart]:
-    """Number charts whose models or machines are the same but for what a file's name leaves out."""
+def _with_unique_names(found: Iterable[Chart]) -> Iterator[Chart]:
+    """Number charts of models or machines whose file names would be equal."""
     seen: Counter[str] = Counter()
     for chart in found:
         seen[chart.name] += 1

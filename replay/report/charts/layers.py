@@ -12,13 +12,14 @@ from replay.report.charts.models import by_model
 from replay.rows.row import Row
 
 MOST_LABELS = 24
-"""Below the layers, where the labels are more than numbers."""
+"""Most labels below the layers, where the labels are more than numbers."""
 
 
 def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """A line per correct kernel: median speed-up and worst relative L1 over a layer's calls.
+    """Yield a line for each correct kernel: median speed-up and worst relative L1 of a layer's
+    calls.
 
-    There is a chart for each machine, model and phase of which two layers or more were replayed.
+    Each machine, model and phase with at least two replayed layers has a chart.
     """
     phases: dict[tuple[str, str, str], list[Row]] = {}
     for (device, model), members in by_model(rows).items():
@@ -56,9 +57,9 @@ def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _in_order(rows: Sequence[Row]) -> list[str]:
-    """The modules of the rows: kinds of layers as they were first called, each by its numbers.
+    """Return the modules of the rows: kinds of layers by their first call, each by its numbers.
 
-    Sampled calls are of different steps, so that their order is not that of the layers.
+    Sampled calls are of different steps, so their order is not that of the layers.
     """
     kinds: dict[str, int] = {}
     for row in rows:
@@ -73,7 +74,7 @@ def _in_order(rows: Sequence[Row]) -> list[str]:
 
 
 def layer_labels(modules: Sequence[str]) -> tuple[list[str], str]:
-    """Shorten paths to what differs between them, and give the rest as a pattern.
+    """Shorten paths to their differing parts, and return the rest as a pattern.
 
     `blocks.0.attn1` and `blocks.7.attn1` are 0 and 7 of `blocks.*.attn1`.
     """
@@ -90,7 +91,7 @@ def layer_labels(modules: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _axis(labels: Sequence[str]) -> Spec:
-    """Numbers stand upright; of many longer labels, every second or third is shown."""
+    """Keep numbers upright; thin out many longer labels."""
     if max(map(len, labels)) < 4:
         return {"labelAngle": 0, "labelOverlap": "greedy"}
     shown = labels[:: math.ceil(len(labels) / MOST_LABELS)]

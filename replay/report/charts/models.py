@@ -1,4 +1,4 @@
-"""The speed-up of each kernel on the calls of a model."""
+"""Speed-up of each kernel on the calls of a model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from replay.rows.row import Row
 
 
 def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """A bar per correct kernel, the fastest first, with the 95 % interval of its speed-up.
+    """Yield a bar for each correct kernel, the fastest first, with the interval of its speed-up.
 
-    There is a chart for each machine and model, with a panel for each kind of call. The figures are
-    those of the tables: pooled over the paired rounds of all calls.
+    Each machine and model has a chart, with a panel for each kind of call. Figures are pooled over
+    the paired rounds of all calls, as in the tables.
     """
     for (device, model), members in by_model(rows).items():
         groups = [(group, values) for group in group_rows(members) if (values := _values(group))]
@@ -36,7 +36,7 @@ def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def by_model(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """The rows of recorded calls by machine and model."""
+    """Return the rows of recorded calls by machine and model."""
     found: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.kernel and row.call.phase != "synthetic":

@@ -1,4 +1,4 @@
-"""TFLOPS against sequence length, as the papers of FlashAttention and SageAttention show them."""
+"""TFLOPS against sequence length, as in the papers of FlashAttention and SageAttention."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ PANEL_WIDTH = 210
 
 
 def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """A line per kernel for random calls of two lengths or more; GB/s for decoding.
+    """Yield a line for each kernel on random calls of several lengths; GB/s for decoding.
 
-    There is a chart for each machine, dtype and B×H, with a panel for each head_dim, causal and
-    not. Bars reach from the 10th to the 90th percentile of a kernel's times.
+    Each machine, dtype and B×H has a chart, with a panel for each head_dim, causal and not. Bars
+    reach from the 10th to the 90th percentile of a kernel's times.
     """
     sweeps: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -63,7 +63,7 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _sweep(row: Row) -> tuple[str, ...]:
-    """What the calls of a chart share."""
+    """Return what the calls of a chart have in common."""
     call = row.call
     batch, heads, kv_heads = call.shape.batch, call.shape.q_heads, call.shape.kv_heads
     shared = f"B={batch}, H={heads}" + (f"/{kv_heads}" if kv_heads != heads else "")
@@ -80,7 +80,7 @@ def _panel(head_dim: int, is_causal: bool) -> str:
 
 
 def _length(keys: int) -> str:
-    """`8k` for 8192."""
+    """Format 8192 as `8k`."""
     return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
 
 

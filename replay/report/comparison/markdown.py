@@ -1,4 +1,4 @@
-"""Comparisons as Markdown that fits into a comment of a pull request, whatever they hold."""
+"""Comparisons as Markdown that fits into a comment of a pull request."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from replay.report.comparison.sections import Sections, Table
 
 BUDGET = 59_000
-"""Bytes; GitHub takes 65,536 characters in a comment."""
+"""Most bytes of the text; GitHub accepts 65,536 characters in a comment."""
 
 LONGEST = 200
-"""Characters of a cell or a sentence."""
+"""Most characters of a cell or a sentence."""
 
 NOTES = 10
-"""Sentences on how two runs were compared."""
+"""Most sentences about how two runs were compared."""
 
 
 def to_markdown(compared: Sequence[Sections]) -> str:
     """Write the comparisons one after the other, with as many lines of tables as fit.
 
-    Nothing in it is Markdown or HTML, a mention or a link but what we write ourselves.
+    Names in the rows cannot become Markdown, HTML, mentions or links.
     """
     heads = [_head(said) for said in compared]
     left = BUDGET - _size(_left_out(len(heads)))

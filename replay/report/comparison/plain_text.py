@@ -1,4 +1,4 @@
-"""A comparison as text, 80 columns wide."""
+"""Comparison as text, 80 columns wide."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replay.report.comparison.sections import Sections, Table
 from replay.report.fitted import FittedTable
 
 LINES = 20
-"""Of a table; the machine formats have all."""
+"""Most lines of a table; the JSON has all."""
 
 
 def print_comparison(said: Sections, console: Console) -> None:

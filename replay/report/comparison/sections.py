@@ -1,7 +1,7 @@
-"""What is said of a comparison, in order: sentences and tables of plain text.
+"""Contents of a comparison, in order: sentences and tables of plain text.
 
-Names in rows may be anybody's. Here they are data, made printable; whoever writes a format escapes
-everything that it is given.
+Names in rows come from files and may contain anything. They become printable text; each format
+escapes all of it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from replay.report.groups import place
 from replay.rows.row import HERE, Row, SpeedVerdict
 
 LONGEST = 200
-"""Characters of a sentence from a row."""
+"""Most characters of a sentence from a row."""
 
 NAMED = 5
-"""Kernels that a sentence names."""
+"""Most kernels that a sentence names."""
 
 SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "ambiguous")
 ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambiguous")
@@ -31,7 +31,7 @@ ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambig
 
 @dataclass(frozen=True)
 class Table:
-    """Worst first."""
+    """Table with the worst line first."""
 
     title: str
     headings: tuple[str, ...]
@@ -40,18 +40,18 @@ class Table:
 
 @dataclass(frozen=True)
 class Sections:
-    """All that there is to say."""
+    """Contents of a comparison."""
 
     title: str
     answer: str
     """One sentence."""
     is_worse: bool
-    """Whether something got worse."""
+    """True if something got worse."""
     notes: tuple[str, ...]
-    """How it was compared."""
+    """Sentences about how the runs were compared."""
     counts: Table
     tables: tuple[Table, ...]
-    """Only those that have lines."""
+    """Tables that have lines."""
 
 
 def sections(comparison: Comparison) -> Sections:
@@ -249,7 +249,7 @@ def _came_and_went(comparison: Comparison) -> Table:
 
 
 def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tuple[str, ...]]:
-    """One line a kernel; those whose every row is in one run alone are named without calls."""
+    """Return one line per kernel; kernels that one run lacks are named without calls."""
     known = {row.id for row in others}
     calls: dict[str, list[str]] = {}
     for row in rows:
@@ -298,11 +298,11 @@ def _is_worse(kernel: KernelChange) -> bool:
 
 
 def _kernel_order(kernel: KernelChange) -> tuple[bool, bool, float]:
-    """As rows are ordered."""
+    """Return a key that sorts failures first, then lost accuracy, then the slowest."""
     ratio = kernel.speed.ratio if kernel.speed else 1.0
     return (not any(map(_fails, kernel.pairs)), not any(map(_lost_accuracy, kernel.pairs)), ratio)
 
 
 def _row_order(pair: Pair) -> tuple[bool, bool, float]:
-    """Failures first, then lost accuracy, then the slowest, then what became better."""
+    """Return a key that sorts failures first, then lost accuracy, then the slowest."""
     return (not _fails(pair), not _lost_accuracy(pair), pair.speed.ratio if pair.speed else 1.0)

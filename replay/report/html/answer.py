@@ -1,4 +1,4 @@
-"""What a report says first: the fastest kernels of a group of calls, in a sentence."""
+"""First sentence of a report about a group of calls: its fastest kernels."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from replay.report.ranking import fastest
 
 
 def fastest_kernels(group: Group) -> str:
-    """`fastest exact kernel: triton-fa3, 1.13× (1.12-1.14) vs torch-default; fastest quantised …`
+    """Return `fastest exact kernel: triton-fa3, 1.13× (1.12-1.14) vs torch-default; fastest …`.
 
-    A class without a kernel that was timed and correct is left out.
+    A class without a timed and correct kernel is left out.
     """
     found = []
     for accuracy_class in ("exact", "quantised"):

@@ -1,4 +1,4 @@
-"""The chart library: Vega, Vega-Lite and vega-embed, as vl-convert-python bundles them."""
+"""Chart library: Vega, Vega-Lite and vega-embed, as vl-convert-python bundles them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import importlib.util
 from capture.errors import MissingPackage
 
 ONCE_THERE = "window.vegaEmbed = vegaEmbed; window.dispatchEvent(new Event('charts'));"
-"""What the bundle does when a browser has run it."""
+"""Code that runs when a browser has run the bundle."""
 
 
 def require() -> None:
-    """Find out whether it is installed.
+    """Check that it is installed.
 
     Raises:
-        MissingPackage: it is not.
+        MissingPackage: it is not installed.
     """
     if importlib.util.find_spec("vl_convert") is None:
         raise MissingPackage(
@@ -24,7 +24,7 @@ def require() -> None:
 
 
 def bundle() -> str:
-    """A JavaScript module, about 0.9 MB, that asks nothing of a network.
+    """Return a JavaScript module of about 0.9 MB, which uses no network.
 
     Raises:
         MissingPackage: it is not installed.
@@ -35,7 +35,7 @@ def bundle() -> str:
 
 @functools.cache
 def _bundled() -> str:
-    """Once a process: it takes a second, and whoever watches a recording writes many reports."""
+    # Kept, since it takes a second, and watching a recording writes many reports.
     import vl_convert
 
     text: str = vl_convert.javascript_bundle(ONCE_THERE)

@@ -1,6 +1,6 @@
-"""What the page draws from: rows as columns, and figures pooled over the calls of a group.
+"""Data of the page: rows as columns, and figures pooled over the calls of a group.
 
-All of it is data in the page as well: the script puts it there as text, never as markup.
+The script puts all of it on the page as text, never as markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIGURES = {
     "speedup.low": "from",
     "speedup.high": "to",
 }
-"""The first figures of the table; the other columns of `replay.rows.fields` follow."""
+"""First figures of the table; the other columns of `replay.rows.fields` follow."""
 FACTS = (
     "call.name",
     "call.model",
@@ -42,26 +42,26 @@ FACTS = (
     "roof.tflops",
     "roof.gb_per_s",
 )
-"""Fields that charts need and the table does not show, or shows elsewhere."""
+"""Fields that charts need and the table shows elsewhere or not at all."""
 
 FIELD = (32, 32)
-"""Heads and ranges of queries at most, of one field of errors."""
+"""Most heads and ranges of queries of one field of errors."""
 DECADE = 8
-"""Levels of error per power of ten, which a field is stored in."""
+"""Levels of error per power of ten in a stored field."""
 LEAST = 1e-9
-"""The error of the lowest level."""
+"""Error of the lowest level."""
 FIRST_LEVEL = "0"
-"""Its character; the next level has the next one."""
+"""Character of the lowest level; the next level has the next character."""
 NOT_FINITE = "~"
 
 
 def page_data(
     rows: Sequence[Row], groups: Sequence[Group], budget: Budget | None
 ) -> dict[str, Any]:
-    """All that the page draws of the rows, as plain JSON.
+    """Return everything that the page draws of the rows, as plain JSON.
 
     Args:
-        groups: of these very rows (`replay.report.groups.group_rows`).
+        groups: groups of exactly these rows (`replay.report.groups.group_rows`).
     """
     headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
     headings = FIGURES | headings | dict.fromkeys(FACTS, "")
@@ -123,7 +123,7 @@ def _groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
-    """Speed, speed-up and worst error of each kernel over the group's calls."""
+    """Yield speed, speed-up and worst error of each kernel over the group's calls."""
     for kernel, rows in group.rows.items():
         time, ran = typical_time(rows), [row for row in rows if row.accuracy]
         if not ran:
@@ -152,7 +152,7 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
 
 
 def _error(figure: float, metric: str) -> float:
-    """The figure as something that grows from 0: a cosine's distance from 1."""
+    """Return the figure as an error that grows from 0: a cosine becomes its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
 
 
@@ -161,14 +161,14 @@ def _badness(budget: Budget) -> float:
 
 
 def _short(value: Any) -> Any:
-    """JSON without digits that nobody reads; cosines are told apart by their last ones."""
+    """Drop digits that are not shown; cosines differ only in their last ones."""
     if isinstance(value, float):
         return float(f"{value:.9g}" if 0.99 < abs(value) <= 1 else f"{value:.5g}")
     return value
 
 
 def _without_series(row: Row) -> Row:
-    """The row without what is long and not shown as it is: its samples and its field of errors."""
+    """Drop long parts that the page does not show: samples, and the field of errors."""
     time = row.time_ms and replace(row.time_ms, samples=())
     core = row.core_time_ms and replace(row.core_time_ms, samples=())
     accuracy = row.accuracy and replace(row.accuracy, where=None)
@@ -176,9 +176,9 @@ def _without_series(row: Row) -> Row:
 
 
 def _field(row: Row) -> list[str] | None:
-    """Where an output is wrong: a string for each head, its levels of error by range of queries.
+    """Return an output's levels of error: a string for each head, by range of queries.
 
-    Larger fields are pooled: a cell is the worst of those that it stands for.
+    A cell of a field that is too large is the worst of the places that it stands for.
     """
     where = None if row.accuracy is None else row.accuracy.where
     if where is None or not any(where.relative_l1):

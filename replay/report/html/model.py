@@ -1,4 +1,4 @@
-"""The end-to-end check in a report: what the model gained, predicted beside measured."""
+"""End-to-end check in a report: the model's predicted and measured gain."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from replay.end_to_end.predicted_times import RUN
 from replay.report.model_tables import TITLES
 
 Check = Mapping[str, Any]
-"""One line of `replay --e2e-json`: one kernel in one model."""
+"""One line of the checks' JSON: one kernel in one model."""
 
 
 def answers(checks: Sequence[Check]) -> Iterator[str]:
-    """For each span of one model, the kernel that it was fastest with, and the output then."""
+    """Yield a sentence on the fastest kernel and its output, for each span of one model."""
     for span in _spans(checks):
         timed = [each for each in checks if each["status"] == "ok" and _speedup(each, span)]
         if not timed:
@@ -33,7 +33,7 @@ def answers(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def model_data(checks: Sequence[Check]) -> dict[str, Any]:
-    """What the page draws of one model: a line for each kernel and span, and what became of it."""
+    """Return everything that the page draws of one model."""
     return {
         "spans": [
             {
@@ -70,12 +70,12 @@ def _title(span: str) -> str:
 
 
 def _speedup(checked: Check, span: str) -> Any:
-    """Ratio, ends of its interval and verdict; None for the model's own attention."""
+    """Return ratio, ends of its interval and verdict; None for the model's own attention."""
     return checked["measured"].get(span, {}).get("speedup")
 
 
 def _predicted(checked: Check, span: str) -> Any:
-    """Value, low and high; None where the replay allows no prediction."""
+    """Return value, low and high; None if the replay allows no prediction."""
     found = checked["prediction"] or {"run": None, "phases": {}}
     place = found["run"] if span == RUN else found["phases"].get(span)
     return place and place["speedup"]

@@ -1,4 +1,4 @@
-"""The outputs that `--save-output` kept of each model, small enough for a page."""
+"""Saved outputs of each model, small enough for a page."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from replay.end_to_end.saved_outputs import safe_name
 from replay.report.html.model import Check
 
 WIDTH = 256
-"""Pixels of a picture."""
+"""Width of a picture in pixels."""
 PICTURES = 3
-"""Of each kernel: the first, the middle and the last."""
+"""Pictures of each kernel: the first, the middle and the last."""
 KERNELS = 24
-"""Of each model; the page says how many others there are."""
+"""Most kernels of each model; the page gives the number of others."""
 CHARACTERS = 4000
-"""Of a text."""
+"""Most characters of a text."""
 
 
 def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:
-    """What was saved of each model's checks, the model's own attention first.
+    """Return the saved outputs of each model's checks, the model's own attention first.
 
     Returns:
-        By model: `kernel`, `pictures` as data URLs, and `text` or None. A kernel without a file
-        that can be looked at has no entry.
+        Lists by model: `kernel`, `pictures` as data URLs, and `text` or None. A kernel without a
+        viewable file has no entry.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for check in checks:

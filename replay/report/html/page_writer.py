@@ -1,8 +1,7 @@
 """Writes the report: a page, a style sheet, a script, the chart library, and compressed data.
 
-The file asks nothing of any network (its content security policy forbids it), so that it works from
-a disk and from a mail. Whatever comes from a dataset is escaped here, or put on the page as text by
-the script.
+The file uses no network, which its content security policy enforces, so that it works from a disk
+or a mail. Text of a dataset is escaped here, or put on the page as text by the script.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from replay.rows.row import Row
 from replay.rows.row_files import plain
 
 MOST_ANSWERS = 12
-"""Kinds of calls that have a sentence of their own at the top."""
+"""Most kinds of calls that have a sentence of their own at the top."""
 
 
 class ReportError(Error):
-    """A report cannot be written; the message names the remedy."""
+    """Reason why a report cannot be written; the message names the remedy."""
 
 
 def write_html(
@@ -47,16 +46,16 @@ def write_html(
     outputs: Path | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Write one file that shows what a replay found.
+    """Write one file that shows the results of a replay.
 
     Args:
         checks: the lines of `--e2e-json`.
         outputs: the directory of `--save-output`.
-        budget: drawn where errors are, in its metric; without one, errors are relative L1.
+        budget: drawn in the charts of errors, in its metric; without one, errors are relative L1.
 
     Raises:
-        ReportError: there are no rows of kernels, they are of several types of device, or the file
-            cannot be written.
+        ReportError: no row is about a kernel, the rows are of several types of device, or the
+        file cannot be written.
         MissingPackage: the chart library is not installed.
     """
     groups = group_rows(rows)
@@ -65,7 +64,7 @@ def write_html(
     devices = sorted({row.machine.device for row in rows} - {""})
     if len(devices) > 1:
         raise ReportError(
-            f"the rows are of {' and '.join(devices)}, and a page is for one type of device: "
+            f"the rows are of {' and '.join(devices)}, but a page is for one type of device: "
             "replay each into a file of its own, and merge them with `replay devices`"
         )
     models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
@@ -101,7 +100,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _machine(rows: Sequence[Row]) -> str:
-    """`NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
+    """Return `NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
     parts = []
     for machine in dict.fromkeys(row.machine for row in rows if row.machine.device):
         versions = [
@@ -120,7 +119,7 @@ def _machine(rows: Sequence[Row]) -> str:
 
 
 def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:
-    """List items; the models' own speed first, since it is what a user gets."""
+    """Yield list items, first the models' own speed, which is what a user gets."""
     for name, checks in models.items():
         for sentence in model.answers(checks):
             yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
@@ -132,7 +131,7 @@ def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> I
 
 
 def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
-    """A paragraph for each reason why kernels could not run, with their names."""
+    """Yield a paragraph for each reason why kernels could not run, with their names."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.status == "unavailable":
@@ -147,5 +146,5 @@ def _resource(name: str) -> str:
 
 
 def _packed(text: str) -> str:
-    """Compressed, in characters that no markup has."""
+    """Compress a text, into characters that need no escaping."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

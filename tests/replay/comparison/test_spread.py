@@ -12,7 +12,7 @@ from replay.comparison.speed_change import NO_SPREAD, Spread
 from replay.comparison.spread import read_spread
 from replay.rows.row import Machine
 from replay.rows.row_files import save_jsonl
-from replay.selftest.all_checks import Verdict
+from replay.selftest.all_checks import SelftestReport
 from replay.selftest.result import Result
 from tests.replay.comparison.simulated import HERE, run
 
@@ -21,7 +21,7 @@ BEFORE = run("before", {"a": 0.5})
 
 def selftest(path: Path, machine: Machine = HERE, **figures: float) -> str:
     results = (Result("same kernel", True, ""), Result("run to run", True, "", figures=figures))
-    path.write_text(json.dumps(Verdict(machine, results, None).to_json()))
+    path.write_text(json.dumps(SelftestReport(machine, results, None).to_json()))
     return str(path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.console import Console
 
-from replay.report.versus_random import misled, print_versus_random
+from replay.report.versus_random import counterparts, print_versus_random
 from replay.rows.row import Energy, GpuState, Row
 from replay.workloads.synthetic_counterparts import KINDS
 from tests import factories
@@ -43,17 +43,17 @@ def rows(watts: bool = True) -> list[Row]:
 
 
 def test_medians_over_the_calls_that_have_all_their_twins() -> None:
-    ((group, (fast,)),) = misled(rows())
+    ((group, (fast,)),) = counterparts(rows())
     assert (group.weights, fast.kernel.name, fast.calls) == ("trained", "fast", 2)
     assert fast.recorded == {"time": 3.0, "speedup": 2.0, "error": 0.03, "power": 610.0}
-    assert fast.twins == {
+    assert fast.synthetic == {
         "random": {"time": 2.0, "speedup": 3.0, "error": 0.01, "power": 510.0},
         "matched": {"time": 3.0, "speedup": 2.0, "error": 0.06, "power": 610.0},
     }
 
 
 def test_power_is_that_of_the_kernel_alone() -> None:
-    ((_, (fast,)),) = misled(rows(watts=False))
+    ((_, (fast,)),) = counterparts(rows(watts=False))
     assert fast.recorded["power"] is None
     console = Console(width=100)
     with console.capture() as printed:
