@@ -13,7 +13,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import results
-from benchmarks.tables import declared, end_to_end, inputs, overheads, quoted, speed, trials
+from benchmarks.tables import (
+    declared,
+    end_to_end,
+    inputs,
+    options,
+    overheads,
+    quoted,
+    speed,
+    trials,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").glob("*.md"))]
@@ -49,6 +58,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "launch_cost": overheads.launch_cost,
     "defence_overhead": overheads.defence_overhead,
     "public_tests": trials.public_tests,
+    "options_of_capture": partial(options.options, "capture"),
+    "options_of_replay": partial(options.options, "replay"),
     "glossary": declared.glossary,
     "fields": declared.fields,
     "thresholds": declared.thresholds,

@@ -12,7 +12,7 @@ def demo() -> str:
 
 
 def end_to_end_printed() -> str:
-    """Quote what `replay --e2e` printed for the built-in CogVideoX, up to the legend."""
+    """Quote the output of `replay verify` for the built-in CogVideoX, up to the legend."""
     printed = (results.DIRECTORY / "end_to_end_demo.txt").read_text().splitlines()
     start = next(n for n, line in enumerate(printed) if line.startswith("cogvideo end to end"))
     end = next(n for n in range(start, len(printed)) if printed[n].startswith("predicted: "))
@@ -36,5 +36,6 @@ def attention_structure() -> str:
 
 
 def devices() -> str:
-    """Show the matrices that `replay devices --markdown` wrote."""
-    return (results.DIRECTORY / "devices.md").read_text()
+    """Show the matrices that `replay devices --markdown` wrote, without its legend."""
+    _, heading, matrices = (results.DIRECTORY / "devices.md").read_text().partition("**")
+    return heading + matrices

@@ -32,7 +32,7 @@ ROADS = {
 def roads(model: Foreign) -> str:
     """How a model calls attention, in words."""
     taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
-    unseen = [f"code of its own ({'told' if model.calls else 'told, nothing recorded'})"]
+    unseen = [f"code of its own ({'counted' if model.calls else 'counted, nothing recorded'})"]
     return ", ".join(taken + (unseen if model.unseen else [])) or "none"
 
 
