@@ -46,7 +46,7 @@ class Pair:
 
     @property
     def outcome(self) -> Presence:
-        """How the kernel's ability to run changed; empty if it did not."""
+        """Change of the kernel's ability to run; empty if there is none."""
         ran = [each not in (*FAILED, *REFUSED) for each in (self.before.status, self.after.status)]
         if ran == [True, False]:
             return "failed" if self.after.status in FAILED else "refused"

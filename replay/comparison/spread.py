@@ -23,7 +23,7 @@ def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> S
     The repetition is a second run of what `before` ran. Without any, the spread is zero.
 
     Raises:
-        ComparisonError: the text is none of these, or the file is about other machines or kernels.
+        ComparisonError: the text is neither, or the file is about other machines or kernels.
         RowsError: the rows cannot be read.
     """
     if given is None:

@@ -44,8 +44,10 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     outlier_channel,
     zeroed,
 )
-"""Hypotheses in the order of their tests: first those that make other experiments meaningless, then
-those that need no run of the kernel, then narrow experiments before wide ones."""
+"""Hypotheses in the order of their tests.
+
+The first make other experiments meaningless. The next need no run of the kernel. Then narrow
+experiments come before wide ones."""
 
 HARMLESS = ("unsupported", "unavailable")
 

@@ -1,1 +1,1 @@
-"""What a kernel is, what it can run, and every kernel there is."""
+"""Kernels, their limits, and the catalogue of all of them."""

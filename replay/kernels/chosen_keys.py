@@ -1,4 +1,4 @@
-"""How a sparse kernel says which keys it attends to."""
+"""Masks of the keys that a sparse kernel attends to."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from capture.call.attention_call import AttentionCall
 
 
 def mask_of_tokens(indices: Tensor, call: AttentionCall) -> Tensor:
-    """(B, Hq, 1, Sk) bool, True for the keys in `indices` (B, Hkv, K).
+    """Return (B, Hq, 1, Sk), bool: True for the keys in `indices` (B, Hkv, K).
 
-    The query heads that share a key/value head share its keys; entries outside 0…Sk-1 are none.
+    Query heads that share a key head share its keys. Entries outside 0…Sk-1 are ignored.
     """
     shape = call.shape
     none = torch.tensor(shape.kv_len, device=indices.device)

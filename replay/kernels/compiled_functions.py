@@ -5,8 +5,8 @@
 code object of its own, and its compilation is the one a model with that shape would see.
 
 `max-autotune` records CUDA graphs on a GPU. They share one memory pool and one history, which two
-things upset: calls whose outputs nobody announced as finished, and a recording that failed (out of
-memory), after which every later graph fails too. Both are dealt with here.
+things upset: outputs that are not announced as finished, and a recording that failed (out of
+memory), after which every later graph fails too. This module deals with both.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from capture.large_imports import without_collecting
 
 
 def import_compiler() -> None:
-    """Import what `torch.compile` imports when it first compiles, in two thirds of the time."""
+    """Import the compiler before its first use, in two thirds of the time."""
     with without_collecting():
         import torch._inductor.compile_fx  # noqa: F401
 
 
 class CompiledPerSignature:
-    """`function` compiled with `torch.compile(mode=…, fullgraph=True, dynamic=False)`.
+    """Function compiled with `torch.compile(mode=…, fullgraph=True, dynamic=False)`.
 
-    Called like `function`; tensors may be positional or keyword.
+    It is called like the function itself, with positional or keyword tensors.
     """
 
     def __init__(self, function: FunctionType, mode: str = "default") -> None:
@@ -61,9 +61,9 @@ class CompiledPerSignature:
             raise
 
     def _to_compile(self, number: int) -> Callable[..., Tensor]:
-        """The function with a code object of its own, which compiles when it is first called."""
+        """Return the function with a code object of its own, compiled at its first call."""
         import_compiler()
-        # Its search reports every candidate that did not compile as an error.
+        # The search would report every candidate that does not compile as an error.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
         return torch.compile(
             _with_own_code(self._function, f"{self._function.__name__}_{number}"),
@@ -75,8 +75,8 @@ class CompiledPerSignature:
     def _in_this_process(self) -> contextlib.AbstractContextManager[object]:
         """Start no pool of compiling processes, except for a search among many programs.
 
-        An attention call is one program or a few: they would be compiled before the pool, which
-        imports PyTorch once more, is there. Its processes then start while others are timed.
+        An attention call is one program or a few, which are compiled before the pool, which imports
+        PyTorch again, is ready. Its processes would then start while other kernels are timed.
         """
         if self._mode == "max-autotune":
             return contextlib.nullcontext()
@@ -88,7 +88,7 @@ class CompiledPerSignature:
 def _facts(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return (tuple(value.shape), value.stride(), value.dtype, value.device)
-    if isinstance(value, BlockMask):  # a new object for every call of packed sequences
+    if isinstance(value, BlockMask):  # packed sequences get a new object at every call
         return value.shape
     return value if isinstance(value, Hashable) else id(value)
 

@@ -1,12 +1,12 @@
-"""What kernels ask of a call, a sentence each where it is not met.
+"""Checks of a call that return a sentence if a kernel cannot run it.
 
-A kernel states its limits as a list of these checks; the first that objects is its reason:
+A kernel lists its limits; the first one that is not met is the reason in its row:
 
     limits=(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
 
-They keep a kernel from being given a call that it would answer with something else: FlashAttention
-ignores no argument of SDPA, because an argument it has no counterpart for is a reason here. Those
-in `ASKED_AT_EVERY_CALL` hold even where nobody asked first: the drop-in itself raises them.
+They keep a kernel from calls that it would answer with another output. In particular, an argument
+of SDPA without a counterpart is a reason, and is never ignored. The checks in `ASKED_AT_EVERY_CALL`
+are repeated by the drop-in itself, which raises them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
 
 AnyCall = Arguments | AttentionCall
-"""One call of SDPA, as it is being made or as it was recorded: the same names."""
+"""Call of SDPA, at the time of the call or from a recording; both use the same names."""
 
 Constraint = Callable[[AttentionCall], str | None]
 
 
 def all_of(*constraints: Constraint) -> Constraint:
-    """All of the constraints; the sentence of the first that is not met."""
+    """Combine constraints; the result is the sentence of the first that is not met."""
 
     def check(call: AttentionCall) -> str | None:
         return next(filter(None, (constraint(call) for constraint in constraints)), None)
@@ -38,7 +38,7 @@ def all_of(*constraints: Constraint) -> Constraint:
 
 
 def no_dropout(call: AnyCall) -> str | None:
-    return "dropout: its output is random, so nothing can judge it" if call.dropout_p > 0 else None
+    return "dropout makes the output random, so it cannot be judged" if call.dropout_p > 0 else None
 
 
 def no_mask(call: AnyCall) -> str | None:
@@ -69,10 +69,10 @@ def mask_shared_by_heads(call: AnyCall) -> str | None:
 
 
 def causal_only_square(call: AnyCall) -> str | None:
-    """For kernels whose diagonal ends bottom right, as that of nearly every library but SDPA.
+    """Allow a causal mask only where both alignments agree; for libraries that align bottom right.
 
-    A call aligned top left is the same where there are as many queries as keys. Comparing packed
-    lengths waits for the GPU.
+    A call aligned top left is the same if it has as many queries as keys. Comparing packed lengths
+    waits for the GPU.
     """
     variant = call.variant
     if variant.bottom_right or not (call.is_causal or variant.window != (None, None)):
@@ -89,17 +89,17 @@ def causal_only_square(call: AnyCall) -> str | None:
         return None
     else:
         lengths = f"{call.query.shape[2]} queries and {call.key.shape[2]} keys"
-    return f"{what} with {lengths}: its mask is aligned bottom right, SDPA's top left"
+    return f"{what} with {lengths}: the kernel aligns it bottom right, SDPA top left"
 
 
 def window_only_square(call: AnyCall) -> str | None:
-    """For kernels with causal masks of both alignments, and all else bottom right."""
+    """Limit windows; for kernels with causal masks of both alignments and all else bottom right."""
     is_plain = call.variant.window == (None, None) and call.cu_seqlens_q is None
     return None if is_plain else causal_only_square(call)
 
 
 def mask_alone(call: AnyCall) -> str | None:
-    """For kernels that turn a mask into lengths, or windows and lengths into a mask."""
+    """Refuse a mask beside a window or lengths, for kernels that turn one into the other."""
     if call.attn_mask is None:
         return None
     if not {"window", "packed", "key-lengths"}.intersection(call.features):
@@ -108,22 +108,22 @@ def mask_alone(call: AnyCall) -> str | None:
 
 
 def left_window_only(call: AnyCall) -> str | None:
-    """For kernels that count the keys before the diagonal and end after it, or nowhere."""
+    """Refuse bounded right sides; for kernels with windows to the left only."""
     _, right = call.variant.window
     if not right or call.is_causal:
         return None
-    return f"a window to {right} keys after the query: none or all that follow"
+    return f"a window to {right} keys after the query: supports none or all that follow"
 
 
 def no_gqa(call: AttentionCall) -> str | None:
     q_heads, kv_heads = call.shape.q_heads, call.shape.kv_heads
     if q_heads == kv_heads:
         return None
-    return f"{q_heads} query heads over {kv_heads} key heads: needs as many of both"
+    return f"{q_heads} query heads over {kv_heads} key heads: needs equal numbers"
 
 
 def max_queries(most: int) -> Constraint:
-    """For decode kernels: with more queries than this a prefill kernel is the one to compare."""
+    """Limit the queries of decode kernels; more are compared with prefill kernels."""
     allowed = "one query" if most == 1 else f"at most {most} queries"
 
     def check(call: AttentionCall) -> str | None:
@@ -137,7 +137,7 @@ decode_only = max_queries(1)
 
 
 def decode_or_key_lengths(call: AttentionCall) -> str | None:
-    """For kernels over caches, which take any number of queries where only some keys count."""
+    """Allow several queries only with key lengths; for kernels over caches."""
     return None if call.seqused_k is not None else decode_only(call)
 
 
@@ -160,18 +160,18 @@ def page_size_of(only: int) -> Constraint:
 
 
 def needs_pages(call: AnyCall) -> str | None:
-    """For kernels that read keys through a page table alone."""
+    """Require a page table, for kernels that read keys only through one."""
     return None if call.page_table is not None else "for keys in pages: this call has no page table"
 
 
 def value_in_key(call: AnyCall) -> str | None:
-    """For absorbed MLA, whose kernels are given no value: it is the first columns of the key."""
+    """Require the value in the key's first columns, for kernels of absorbed MLA."""
     shares = is_leading_part(call.value, call.key)
-    return None if shares else "for absorbed MLA: the value is no part of this call's key"
+    return None if shares else "for absorbed MLA: the value is not part of this call's key"
 
 
 def packed_in_pages_only(call: AnyCall) -> str | None:
-    """For kernels over caches that take packed queries, whose keys are not packed."""
+    """Require pages with packed queries, for kernels over caches whose keys are not packed."""
     if call.cu_seqlens_q is None or call.page_table is not None:
         return None
     return "packed sequences whose keys do not lie in pages"
@@ -188,8 +188,11 @@ MOST_SOFTCAP = 2.0**14
 
 
 def no_huge_softcap(call: AnyCall) -> str | None:
-    """For kernels whose tanh is right to float32's rounding of the cap, and so of no use to scores
-    that are a millionth of it."""
+    """Refuse a huge soft cap in 16 bits.
+
+    The kernels' tanh is accurate to float32's rounding of the cap, which is too coarse for scores
+    that are a millionth of it.
+    """
     cap = call.variant.softcap
     if cap is None or cap <= MOST_SOFTCAP or call.query.dtype == torch.float32:
         return None
@@ -209,7 +212,7 @@ def same_value_dim(call: AttentionCall) -> str | None:
 
 
 def adjacent_elements(call: AttentionCall) -> str | None:
-    """For kernels whose own entry point refuses other strides; most adapters copy instead."""
+    """Require adjacent elements, for kernels that refuse other strides; most adapters copy."""
     for name in ("query", "key", "value"):
         stride = getattr(call, name).stride(-1)
         if stride != 1:
@@ -222,7 +225,7 @@ def _listed(names: list[str]) -> str:
 
 
 def head_dims(*allowed: int) -> Constraint:
-    """Only these head dimensions."""
+    """Allow only these head dimensions."""
     listed = _listed([str(dim) for dim in allowed])
 
     def check(call: AttentionCall) -> str | None:
@@ -254,7 +257,7 @@ multiple_of_8 = head_dim_multiple_of(8)
 
 
 def min_length(least: int) -> Constraint:
-    """Queries and keys both at least this long."""
+    """Require queries and keys of at least this length."""
 
     def check(call: AttentionCall) -> str | None:
         shortest = min(call.shape.q_len, call.shape.kv_len)
@@ -283,21 +286,21 @@ up_to_float32 = dtypes(torch.float16, torch.bfloat16, torch.float32)
 
 
 class KeyRange(NamedTuple):
-    """The keys that a padding mask leaves: per batch element, how many and from where."""
+    """Keys of each batch element that a padding mask leaves."""
 
     lengths: Tensor
-    """(B,) int32."""
+    """Numbers of keys: (B,) int32."""
     starts: Tensor
-    """(B,) int32; all 0 when the padding is at the end."""
+    """Indices of the first keys: (B,) int32; all 0 if the padding is at the end."""
     keys: Tensor
-    """(B, Sk) bool, True where a key counts."""
+    """True where a key counts: (B, Sk), bool."""
 
 
 def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
-    """The keys that a padding mask leaves, or None when it is not a padding mask.
+    """Return the keys that a padding mask leaves; None if the mask is of another kind.
 
-    A padding mask is bool, the same for every head and every query, and leaves every batch element
-    one unbroken run of at least one key that touches the beginning or the end.
+    A padding mask is bool, the same for all heads and queries, and leaves each batch element one
+    unbroken run of at least one key that touches the beginning or the end.
     """
     if attn_mask.dtype != torch.bool or attn_mask.ndim > 4:
         return None
@@ -318,25 +321,26 @@ def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
 
 
 def padding_mask_only(call: AttentionCall) -> str | None:
-    """No mask, or one that `key_range` understands."""
+    """Allow no mask, or one that `key_range` understands."""
     mask, shape = call.attn_mask, call.shape
     if mask is None or key_range(mask, shape.batch, shape.kv_len) is not None:
         return None
     if mask.dtype != torch.bool:
         return f"takes a bool padding mask only, not {dtype_name(mask.dtype)}"
     return (
-        "takes a padding mask only: the same for all heads and queries, "
-        "masking keys before or after the rest"
+        "takes a padding mask only: the same for all heads and queries, and "
+        "masking keys before or after the others"
     )
 
 
 def needs_mask(call: AnyCall) -> str | None:
-    """For variable-length kernels: without padding each is its plain sibling."""
+    """Require a mask; without padding, a variable-length kernel is the same as its plain
+    sibling."""
     return None if call.attn_mask is not None else "for padded batches: this call has no attn_mask"
 
 
 def needs_lengths(call: AnyCall) -> str | None:
-    """For variable-length kernels that take padded and packed batches and lengths of keys."""
+    """Require a mask or lengths, for kernels of padded and packed batches and of key lengths."""
     given = (call.attn_mask, call.cu_seqlens_q, call.seqused_k)
     if all(each is None for each in given):
         return "for sequences of different lengths: this call has no attn_mask, and is not packed"
@@ -362,4 +366,4 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     default_scale,
     no_huge_softcap,
 )
-"""Arguments that a kernel would ignore or read in another way. Each looks at no tensor's values."""
+"""Arguments that a kernel would ignore or misread. The checks read no tensor's values."""

@@ -1,4 +1,4 @@
-"""What a kernel's exception says: a status and a sentence for its row."""
+"""Status and sentence of a kernel's exception, for its row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FREE = re.compile(r"total capacity of (?P<all>[\d.]+ \w+) of which (?P<free>[\d.
 
 
 class Finding(NamedTuple):
-    """What has been found about a kernel on a call so far."""
+    """Present finding about a kernel on a call."""
 
     status: Status
     reason: str = ""
 
 
 class ContextLost(Exception):
-    """A kernel left this process unusable: its GPU refuses work, or its memory is gone."""
+    """Loss of this process to a kernel: its GPU refuses work, or its memory is gone."""
 
     def __init__(self, reason: str, status: Status = "crash") -> None:
         super().__init__(reason)
@@ -35,21 +35,22 @@ class ContextLost(Exception):
 
 
 class CannotJudge(Exception):
-    """The judge failed, with an output or with a call; its message is the whole sentence."""
+    """Failure of the judge with an output or a call; the message is the whole sentence."""
 
 
 def classify(error: BaseException) -> Finding:
-    """The status and one printable line of what a kernel raised, be it `SystemExit`.
+    """Return the status and one printable line for what a kernel raised, including `SystemExit`.
 
     Raises:
-        KeyboardInterrupt: that is what it was, and it is the user's.
+        KeyboardInterrupt: the error is one, which is the user's.
     """
     if isinstance(error, KeyboardInterrupt):
         raise error
-    said, place, is_own = _message(error).strip(), *_place(error)
-    # A library's story is long, and begins with what counts; the author of a kernel wants all.
-    line = " ".join(said.split()) if is_own else said.partition("\n")[0]
-    # It is shown in a terminal: no escape codes, no surrogates, no megabytes.
+    message, place, is_own = _message(error).strip(), *_place(error)
+    # A library's message is long and begins with the cause; a kernel's author wants all of their
+    # own.
+    line = " ".join(message.split()) if is_own else message.partition("\n")[0]
+    # A terminal shows it: no escape codes, no surrogates, no megabytes.
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
         return Finding("error", text)
@@ -60,7 +61,7 @@ def classify(error: BaseException) -> Finding:
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
-    """Where in a user's `file.py:function` an error came up, and whether that raised it."""
+    """Return the place in a user's `file.py:function`, and whether that code raised the error."""
     place, is_own = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
         is_own = str(frame.f_globals.get("__name__")).startswith(USER_MODULE)
@@ -77,7 +78,7 @@ def _message(error: BaseException) -> str:
 
 
 def _shortage(text: str) -> str:
-    """What was needed and what was free, from the long message of PyTorch's allocators."""
+    """Shorten a long message of PyTorch's allocators to the needed and the free memory."""
     needed, free = NEEDED.search(text), FREE.search(text)
     if needed is None:
         return text
@@ -86,7 +87,7 @@ def _shortage(text: str) -> str:
 
 
 def _readable(amount: str) -> str:
-    """`1.5 GiB` for `1610612736 bytes`."""
+    """Format `1610612736 bytes` as `1.5 GiB`."""
     number, unit = amount.split()
     if unit != "bytes":
         return amount

@@ -1,7 +1,7 @@
-"""The arguments that FlashAttention's functions have in common, whichever their version.
+"""Arguments that the functions of all FlashAttention versions share.
 
-Windows and causality follow the bottom-right diagonal. What a call does not ask is not passed, so
-that versions without windows or soft caps serve the calls that need none.
+Windows and causality follow the bottom-right diagonal. Options that a call does not use are not
+passed, so that versions without windows or soft caps serve calls without them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import Packed
 
 KNOWN = ("bottom-right", "window", "softcap")
-"""What these functions know beyond SDPA."""
+"""Features beyond SDPA that these functions have."""
 
 
 def options(call: AnyCall, unlimited: int | None = -1) -> dict[str, Any]:
-    """Everything but tensors.
+    """Return all arguments except tensors.
 
     Args:
-        unlimited: what stands in a window for a side without a limit.
+        unlimited: value for a side of a window without a limit.
     """
     found: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.is_causal}
     left, right = call.variant.window
@@ -36,7 +36,7 @@ def options(call: AnyCall, unlimited: int | None = -1) -> dict[str, Any]:
 
 
 def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) -> dict[str, Any]:
-    """Those of `flash_attn_varlen_func`, `seqused_k` and `page_table` if there are any."""
+    """Return the arguments of `flash_attn_varlen_func`, with key lengths and pages if present."""
     pages = {} if packed.page_table is None else {"page_table": packed.page_table}
     lengths = {} if packed.seqused_k is None else {"seqused_k": packed.seqused_k}
     return {
@@ -54,6 +54,6 @@ def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) 
 
 
 def output_of(returned: Any) -> Tensor:
-    """The output, of functions that return the log-sum-exp too in some versions."""
+    """Return the output of functions that in some versions return the log-sum-exp too."""
     output: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return output

@@ -1,4 +1,4 @@
-"""Names of kernels as arguments give them, told apart without importing any. Imports no torch."""
+"""Names of kernels in arguments, split and checked without importing torch or a kernel."""
 
 from __future__ import annotations
 
@@ -7,25 +7,26 @@ import re
 from pathlib import Path
 
 ENTRY_POINTS = "attention_replay.kernels"
-"""Entry-point group through which an installed package offers kernels: `name = "module:function"`
-(`register_kernel` on the function adds constraints)."""
+"""Entry-point group through which installed packages offer kernels: `name = "module:function"`.
+
+`register_kernel` on the function adds constraints."""
 
 USER_MODULE = "attention_replay_user_"
-"""Begins the name of the module that a user's `file.py:function` is imported as."""
+"""Beginning of the module name under which a user's `file.py:function` is imported."""
 
 _ADAPTERS = Path(__file__).with_name("adapters")
 
 
 def parts(patterns: str) -> list[str]:
-    """Comma-separated names and globs. A comma in brackets separates a variant's options."""
+    """Split comma-separated names and globs; a comma in brackets separates a variant's options."""
     given = re.split(r",(?![^\[\]]*\])", patterns)
     return [part for part in map(str.strip, given) if part]
 
 
 def look_known(patterns: str) -> bool:
-    """Whether kernels of these names and globs probably exist; False for most misspelt ones.
+    """Guess whether kernels of these names and globs exist; False for most misspelt ones.
 
-    A name is made of words that stand in the file of some adapter.
+    The words of a name occur in the file of its adapter.
     """
     source = "\n".join(path.read_text("utf-8") for path in _ADAPTERS.glob("*.py")).lower()
     words = set(re.findall(r"[a-z0-9]+", source))

@@ -1,7 +1,7 @@
-"""From SDPA's tensors to a library's and back.
+"""Conversion of SDPA's tensors to a library's layout and back.
 
-Suffixes: B batch, H heads, S sequence, D head dimension, T tokens of all batch elements in a row.
-SDPA has BHSD, with any strides; most libraries want BSHD, whose views usually cost nothing.
+Suffixes: B batch, H heads, S sequence, D head dimension, T tokens of all sequences in a row. SDPA
+has BHSD with any strides; most libraries want BSHD, whose views usually cost nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from replay.kernels.wrapping import Attend, Prepare
 
 
 def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
-    """The same call with query, key and value laid out in another way."""
+    """Return the call with query, key and value in another layout."""
     return Arguments(
         layout(call.query),
         layout(call.key),
@@ -38,22 +38,22 @@ def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """A copy where the elements of a head are not adjacent, which no fused kernel can read."""
+    """Copy a tensor whose head elements are not adjacent, which no fused kernel can read."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def bshd(tensor_BHSD: Tensor) -> Tensor:
-    """A view, as diffusers hands it over, unless elements of a head are not adjacent."""
+    """Return BSHD, a view as in diffusers unless the elements of a head are not adjacent."""
     return unit_stride(tensor_BHSD).transpose(1, 2)
 
 
 def contiguous_bshd(tensor_BHSD: Tensor) -> Tensor:
-    """What the authors of kernels for BSHD measure."""
+    """Return contiguous BSHD, the layout that authors of such kernels measure."""
     return tensor_BHSD.transpose(1, 2).contiguous()
 
 
 def on_bshd(run: Attend) -> tuple[Attend, Prepare]:
-    """The drop-in and the core of a kernel that takes and returns BSHD."""
+    """Return the drop-in and the core of a kernel that takes and returns BSHD."""
 
     def attend(call: Arguments) -> Tensor:
         return run(in_layout(call, bshd)).transpose(1, 2)
@@ -66,15 +66,15 @@ def on_bshd(run: Attend) -> tuple[Attend, Prepare]:
 
 
 def on_bhsd(run: Attend) -> Attend:
-    """The drop-in of a kernel that takes and returns BHSD (HND, as the Sage family calls it)."""
+    """Return the drop-in of a kernel that takes and returns BHSD (HND in the Sage family)."""
     return lambda call: run(in_layout(call, unit_stride))
 
 
 def padding_keys(call: AnyCall) -> Tensor | None:
-    """(B, Sk) bool: the keys that the call's padding mask leaves; None without a mask.
+    """Return the keys that the call's padding mask leaves, (B, Sk) bool; None without a mask.
 
-    What `constraints.key_range` has found to be one: nothing is checked here, since that would make
-    every timed call wait for the GPU.
+    `constraints.key_range` has checked the mask before; checking it here would make every timed
+    call wait for the GPU.
     """
     if call.attn_mask is None:
         return None
@@ -84,32 +84,32 @@ def padding_keys(call: AnyCall) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one after another: THD tensors and where each begins.
+    """Sequences one after another: THD tensors and the beginnings of the sequences.
 
-    A packed call as it is, a padded batch without its padding, or a batch whose sequences have as
-    many keys as `seqused_k` says. Keys in pages stay (P, page_size, H, D).
+    They come from a packed call, from a padded batch without its padding, or from a batch with key
+    lengths (`seqused_k`). Keys in pages stay (P, page_size, H, D).
     """
 
     query_THD: Tensor
     key_THD: Tensor
     value_THD: Tensor
     q_offsets: Tensor
-    """(N + 1,) int32, as FlashAttention's `cu_seqlens_q`."""
+    """Beginnings of the queries, (N + 1,) int32: FlashAttention's `cu_seqlens_q`."""
     k_offsets: Tensor | None
-    """None of keys in pages."""
+    """Beginnings of the keys; None for keys in pages."""
     longest_query: int
     longest_key: int
     batch: int
-    """Batch elements of the call; 1 of a packed one, whatever N is."""
+    """Batch elements of the call; 1 for a packed call with any N."""
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
 
     @classmethod
     def of(cls, call: AnyCall) -> Packed:
-        """A packed call, or one with a padding mask or lengths of keys, packed.
+        """Pack a call that is packed already, or has a padding mask or key lengths.
 
-        SDPA answers every query, those of padding tokens too, so only keys and values are packed.
-        Finding lengths that nobody stated waits for the GPU once, as in every model that does this.
+        SDPA answers every query, including those of padding tokens, so only keys and values are
+        packed. Finding unstated lengths waits for the GPU once, as in every model that does this.
         """
         if call.page_table is not None:
             return cls._of_pages(call, call.page_table)
@@ -178,14 +178,14 @@ class Packed:
         )
 
     def unpack(self, output_THD: Tensor) -> Tensor:
-        """The output as (B, H, S, D)."""
+        """Return the output as (B, H, S, D)."""
         return output_THD.unflatten(0, (self.batch, -1)).transpose(1, 2)
 
 
 def on_packed(
     run: Callable[[AnyCall, Packed], Tensor],
 ) -> Callable[[AnyCall], Callable[[], Tensor]]:
-    """The core of a function that takes and returns THD."""
+    """Return the core of a function that takes and returns THD."""
 
     def prepare(call: AnyCall) -> Callable[[], Tensor]:
         packed = Packed.of(call)
@@ -195,10 +195,10 @@ def on_packed(
 
 
 def thd(tensor_BHSD: Tensor) -> Tensor:
-    """(B · S, H, D), a view where the memory allows it."""
+    """Return (B · S, H, D), a view if the memory layout allows it."""
     return unit_stride(tensor_BHSD).transpose(1, 2).flatten(0, 1)
 
 
 def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    """(B + 1,) int32: where sequences of one length begin in a packed tensor, and the end."""
+    """Return the beginnings of sequences of one length in a packed tensor: (B + 1,) int32."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

@@ -1,4 +1,4 @@
-"""Whether a kernel's library can be used here, found by trying, and importing it when first asked.
+"""Libraries of kernels: tried on a device, and imported when first needed.
 
 Nothing in this directory imports a kernel library at its top: the libraries take seconds to import,
 collide with one another, and break in many ways when they were built for another PyTorch.
@@ -22,25 +22,25 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Library:
-    """A library as one kernel needs it: where it is, in which version, on which GPUs."""
+    """Library as one kernel needs it: its place, its version, and the GPUs it runs on."""
 
     module: str
-    """What is imported: `flash_attn.cute`."""
+    """Module to import: `flash_attn.cute`."""
     package: str
-    """What is installed and has a version: `flash-attn-4`."""
+    """Installed package, which has a version: `flash-attn-4`."""
     install: str
-    """The command that installs it."""
+    """Command that installs it."""
     functions: tuple[str, ...] = ()
-    """What the kernel calls in the module."""
+    """Functions of the module that the kernel calls."""
     series: int | None = None
-    """The first number of the versions that this kernel is for; None for any."""
+    """First number of the versions that this kernel is for; None for any."""
     runs_on: Callable[[Capability], bool] = lambda capability: capability >= (8, 0)
-    """Whether a GPU of some compute capability can run it."""
+    """Function that tells whether a GPU of a compute capability can run it."""
     needs: str = "8.0 or higher"
-    """`runs_on` in words."""
+    """Text for `runs_on`."""
 
     def load(self) -> ModuleType:
-        """The imported module.
+        """Return the imported module.
 
         Raises:
             ImportError: with the reason that `unavailable` gives.
@@ -51,7 +51,7 @@ class Library:
         return found
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Why it cannot be used on a device, the least curable reason first."""
+        """Return the reason why it cannot be used on a device, the hardest to cure first."""
         if reason := self.wrong_device(device):
             return reason
         installed = version(self.package)
@@ -71,21 +71,21 @@ class Library:
         return None
 
     def wrong_device(self, device: torch.device) -> str | None:
-        """Why no version of it can be used on a device."""
+        """Return the reason why no version of it can be used on a device."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "needs a CUDA GPU"
         capability = torch.cuda.get_device_capability(device)
         if self.runs_on(capability):
             return None
-        here = ".".join(map(str, capability))
-        return f"needs compute capability {self.needs} (this GPU has {here})"
+        present = ".".join(map(str, capability))
+        return f"needs compute capability {self.needs} (this GPU has {present})"
 
     def _import_failure(self, reason: str) -> str:
         return f"cannot be imported: {reason}" if reason else f"not installed: {self.install}"
 
 
 def version(package: str) -> str:
-    """The installed version of a package, empty when it is not installed."""
+    """Return the installed version of a package; empty if it is not installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -93,7 +93,7 @@ def version(package: str) -> str:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter here: correct, and of no use for timing."""
+    """Tell whether Triton kernels run in its interpreter: correct, but useless for timing."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
@@ -130,9 +130,9 @@ TRITON = TritonLibrary(
 
 @functools.cache
 def _import(name: str) -> ModuleType | str:
-    """The module, or the first line of why not; empty when it is simply not there.
+    """Return the module, or the first line of its error; empty if the module does not exist.
 
-    Kept, because a failed import costs seconds each time it is tried again.
+    The result is kept, because a failed import costs seconds each time.
     """
     try:
         return importlib.import_module(name)
@@ -140,7 +140,7 @@ def _import(name: str) -> ModuleType | str:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             return ""
         return _first_line(error)
-    except Exception as error:  # a build for another PyTorch fails in any way it likes
+    except Exception as error:  # a build for another PyTorch may raise anything
         return _first_line(error)
 
 

@@ -1,4 +1,4 @@
-"""The files that a user's kernel consists of: its own, and those beside it that it imports."""
+"""Files of a user's kernel: its own, and those beside it that it imports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 def own_files(
     path: Path, root: Path, others: tuple[str, ...] = (), seen: set[Path] | None = None
 ) -> Iterator[tuple[str, Path]]:
-    """A file and those below `root` that it imports, by their paths relative to it.
+    """Yield a file and the files below `root` that it imports, with their relative paths.
 
     Args:
-        others: packages that are left out.
+        others: packages to leave out.
     """
     seen = set() if seen is None else seen
     if path in seen or not path.is_file():
@@ -27,7 +27,7 @@ def own_files(
 
 
 def _imported(path: Path, root: Path) -> Iterator[Path]:
-    """What a file imports: `a/b` for `a.b`, maybe of a function."""
+    """Yield the paths of what a file imports: `a/b` for `a.b`, which may also be a function."""
     folder = path.relative_to(root).parent.parts
     try:
         nodes = list(ast.walk(ast.parse(path.read_bytes())))

@@ -1,4 +1,4 @@
-"""What a kernel is to the replay, and where kernels are found.
+"""Kernels, and the places where they are found.
 
 A kernel is one function with SDPA's own arguments, registered under a name:
 
@@ -9,8 +9,8 @@ A kernel is one function with SDPA's own arguments, registered under a name:
              *, scale=None, enable_gqa=False):
         ...
 
-Every file in `replay/kernels/adapters/` registers its kernels when imported; adding one is adding a
-file. A library is imported when its kernel is first asked for, never with the file.
+Every file in `replay/kernels/adapters/` registers its kernels when imported, so a new file is
+enough to add one. A library is imported when its kernel is first needed, not with the file.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Attention = Callable[..., Tensor]
 
 
 class KernelNameError(Error):
-    """A name that no kernel has; the message lists the nearest."""
+    """Unknown name of a kernel; the message lists the nearest names."""
 
 
 def _always(_: object) -> None:
@@ -53,9 +53,9 @@ def _always(_: object) -> None:
 
 @dataclass(frozen=True)
 class ScaledCore:
-    """A core whose output has yet to be multiplied by a number, as those in 8 bits have.
+    """Core of an 8-bit kernel, whose output has to be multiplied by a number.
 
-    Its time is that of `run` alone; what is judged is the product.
+    Only `run` is timed; the product is judged.
     """
 
     run: Callable[[], Tensor]
@@ -66,7 +66,7 @@ class ScaledCore:
         return self.run()
 
     def product(self) -> Tensor:
-        """The output in float32."""
+        """Return the output in float32."""
         return self.run().float() * self.scale
 
 
@@ -76,78 +76,82 @@ def _never(_: AttentionCall) -> bool:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel as the replay sees it."""
+    """Kernel with its limits and options."""
 
     name: str
     attention: Attention
-    """The drop-in call: what a model would run, layout changes and quantisation included."""
+    """Drop-in call: what a model would run, layout changes and quantisation included."""
     accuracy_class: AccuracyClass = "exact"
-    """`exact` (16 or 32 bits throughout), `quantised` or `sparse`: by which rule its output is
-    judged."""
+    """Rule to judge by: `exact` (16 or 32 bits throughout), `quantised` or `sparse`."""
     unavailable: Callable[[torch.device], str | None] = _always
-    """Why it cannot run on a device at all (not installed, wrong architecture), found by trying."""
+    """Function that tries to use a device, and returns the reason why the kernel cannot."""
     unsupported: Callable[[AttentionCall], str | None] = _always
-    """Why it cannot run one call (mask, head_dim, dtype …); `refuses` asks."""
+    """Function that returns the reason why it cannot run a call (mask, head_dim, dtype …)."""
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
-    """The core alone: everything before the kernel done once, the returned callable the rest. Its
-    output is laid out and judged as the kernel's own; the dtype may be another, and a `ScaledCore`
-    leaves out the scale."""
+    """Function that does everything before the kernel's core, and returns the core.
+
+    The core's output is laid out and judged like the kernel's, but may have another dtype, and a
+    `ScaledCore` leaves out the scale."""
     default: bool = True
-    """Whether it runs when no kernel is named."""
+    """True if it runs when no kernel is named."""
     about: str = ""
-    """One line for `--list-kernels`."""
+    """Line for the list of kernels."""
     library: str = ""
-    """The package whose version is shown, and in which one environment differs from another."""
+    """Package that has the kernel; its version is shown."""
     install: str = ""
-    """The command that installs the library, shown where the kernel is unavailable."""
+    """Command that installs the library."""
     variant_of: str = ""
-    """The kernel this one is with other options: `base[option=value,…]`. Never a default."""
+    """Kernel that this one is with other options, `base[option=value,…]`; it never runs by
+    default."""
     own_process: bool = False
-    """Whether it must not share a worker with another such kernel, because a library serves one
-    kernel a process. Asking `unavailable` must settle nothing: all are asked in one worker."""
+    """True if it must not share a worker with another such kernel, because its library serves one
+    kernel per process. `unavailable` of all of them is called in one worker, and must settle
+    nothing."""
 
     chosen: Callable[[AttentionCall], Tensor] | None = None
-    """Which keys a `sparse` kernel attends to, the same each time: bool, True = attended,
-    broadcasts to (B, Hq, Sq, Sk). `replay.mask_of_tokens` makes it from indices."""
+    """Function that returns the keys a `sparse` kernel attends to: bool, True = attended,
+    broadcasts to (B, Hq, Sq, Sk), the same each time. `replay.mask_of_tokens` makes it from
+    indices."""
     options: Callable[..., Kernel] | None = None
-    """Makes this kernel with other options, which are its keyword arguments: each has a default,
-    of the type that a value must have. `name[option=value,…]` is then a name, and it raises
-    ValueError, in a sentence, for a value that makes no sense."""
+    """Function that makes this kernel with other options.
+
+    Its keyword arguments have defaults of the type that a value must have. It raises ValueError
+    with a sentence for a meaningless value. `name[option=value,…]` calls it."""
 
     features: frozenset[str] = frozenset()
-    """Features beyond SDPA that it knows (`capture.call.attention_variant.FEATURES`): `attention`
-    gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`, `window`,
-    `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+    """Features beyond SDPA that it has (`capture.call.attention_variant.FEATURES`).
+
+    `attention` gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`,
+    `window`, `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
 
     prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never
-    """Whether it runs such a call in place of one with a mask that says the same, although it takes
-    the mask (`capture.call.mask_structure`). One that refuses the mask always does."""
+    """Function that tells whether to run a call without its mask, given options that say the same
+    (`capture.call.mask_structure`). A kernel that refuses the mask always does."""
 
     warm_up: Callable[[], None] | None = None
-    """Imports what else its first call in a process would, so that a worker can do it before."""
+    """Function that imports what the first call in a process would import."""
 
     load: Callable[[], Kernel] | None = None
-    """Brings the real kernel, where importing it runs somebody else's code: a user's file or an
-    installed package's entry point. It runs when the kernel is first asked for anything."""
+    """Function that imports the kernel when it is first needed: a user's file or an installed
+    package's entry point, whose code runs then."""
 
     def __post_init__(self) -> None:
         if not self.name.strip() or not self.name.isprintable():
-            raise ValueError(f"a kernel's name must be one printable line, not {self.name!r}")
+            raise ValueError(f"invalid kernel name {self.name!r}: expected one printable line")
         if (self.accuracy_class == "sparse") != (self.chosen is not None):
-            raise ValueError(f"{self.name}: a sparse kernel, and no other, says what is `chosen`")
+            raise ValueError(f"{self.name}: a kernel is sparse if and only if `chosen` is given")
         if unknown := self.features - FEATURES.keys():
-            raise ValueError(
-                f"{self.name}: {', '.join(sorted(unknown))} is no feature; "
-                f"there are {', '.join(FEATURES)}"
-            )
+            known = ", ".join(FEATURES)
+            unknown_names = ", ".join(sorted(unknown))
+            raise ValueError(f"{self.name}: unknown feature {unknown_names} (known: {known})")
 
     def refuses(self, call: AttentionCall) -> str | None:
-        """Why it cannot run a call, in a sentence; None if it can."""
+        """Return the reason why it cannot run a call; None if it can."""
         unknown = [FEATURES[name] for name in call.features if name not in self.features]
         return f"has no {' and no '.join(unknown)}" if unknown else self.unsupported(call)
 
     def loaded(self) -> Kernel:
-        """The kernel itself, imported if need be. Raises what the import raises."""
+        """Return the kernel itself, after its import if it has not been imported yet."""
         return self if self.load is None else self.load()
 
 
@@ -232,7 +236,7 @@ def register_kernel(
 
 
 def catalogue() -> dict[str, Kernel]:
-    """Every registered kernel by name, ours loaded."""
+    """Return every registered kernel by name, after importing ours."""
     package = importlib.import_module("replay.kernels.adapters")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -244,15 +248,15 @@ def catalogue() -> dict[str, Kernel]:
 
 
 def registered() -> tuple[str, ...]:
-    """The names of the kernels that are registered so far; nothing is imported."""
+    """Return the names of the kernels registered so far, without importing any."""
     return tuple(_kernels)
 
 
 def _from_file(target: str) -> Kernel:
-    """A user's `path/file.py:function`; nothing of it is imported yet.
+    """Return a user's `path/file.py:function`, without importing it yet.
 
     Raises:
-        KernelNameError: there is no such file, or it plainly does not define the function.
+        KernelNameError: the file does not exist, or clearly does not define the function.
     """
     path, _, function = target.rpartition(":")
     if not target.isprintable():
@@ -264,13 +268,13 @@ def _from_file(target: str) -> Kernel:
         near = difflib.get_close_matches(function, bound.functions)
         hint = f"did you mean {', '.join(near)}?" if near else None
         if function in bound.literals:
-            wrong = f"{function} in {path} is no function; {hint or 'name one'}"
+            wrong = f"{function} in {path} is not a function; {hint or 'name one'}"
         else:
             wrong = f"{path} has no function {function!r}; {hint or 'add it'}"
         raise KernelNameError(f"no kernel {target!r}: {wrong}")
 
     def load() -> Attention:
-        # By its whole path, since two files may have one name.
+        # Named by its whole path, since two files may have the same name.
         name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
@@ -284,19 +288,19 @@ def _from_file(target: str) -> Kernel:
             except BaseException:
                 del sys.modules[name]
                 raise
-        module = sys.modules[name]  # which may have replaced itself
+        module = sys.modules[name]  # a module may replace itself
         if not hasattr(module, function):
             known = _kernels.get(function)
             own = "" if known is None else getattr(known.attention, "__name__", "")
-            hint = f": {own} is what it registers by that name" if own in vars(module) else ""
+            hint = f": it registers {own} by that name" if own in vars(module) else ""
             raise KernelNameError(f"{path} has no function {function!r}{hint}")
         attention = getattr(module, function)
         if not callable(attention):
-            raise KernelNameError(f"{function} in {path} is no function")
+            raise KernelNameError(f"{function} in {path} is not a function")
         if not _takes_a_call(attention):
             raise KernelNameError(
-                f"{path}: {function} must take SDPA's arguments by SDPA's names, query, key and "
-                "value first, and need no others"
+                f"{path}: {function} must take SDPA's arguments by name, query, key and value "
+                "first, and must not require others"
             )
         found: Attention = attention
         return found
@@ -311,14 +315,14 @@ class _Bound(NamedTuple):
     """Names that a file's source binds."""
 
     names: set[str]
-    """All but those of literals alone."""
+    """All names except those of literals."""
     literals: set[str]
     functions: list[str]
-    """Those that are defined in it, and no part of anything."""
+    """Functions at the top of the file."""
 
 
 def _bound_in(path: Path) -> _Bound | None:
-    """What a file's source binds; None if only running it would tell."""
+    """Return the names that a file's source binds; None if only running it would tell."""
     try:
         tree = ast.parse(path.read_bytes())
         nodes = list(ast.walk(tree))
@@ -350,26 +354,26 @@ def _bound_in(path: Path) -> _Bound | None:
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with query, key and value by name, as far as it tells."""
+    """Tell whether a function can be called with query, key and value by name."""
     try:
         own = inspect.signature(function, follow_wrapped=False)
         own.bind(query=None, key=None, value=None)
     except TypeError:
         return False
-    except ValueError:  # of C, without a signature
+    except ValueError:  # C functions have no signature
         return True
     return True
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
-    """A kernel whose function is imported when needed; constraints it registered itself count."""
+    """Return a kernel whose function is imported when needed; its registered limits apply."""
 
     def loaded() -> Kernel:
         before = dict(_kernels)
         try:
             attention = load()
         except BaseException:
-            # Else the second attempt says that a name is taken, and not what is wrong.
+            # Otherwise a second attempt would report a taken name instead of the real cause.
             _kernels.clear()
             _kernels.update(before)
             raise
@@ -391,15 +395,15 @@ _NO_NAME = (
 
 
 def find(name: str) -> Kernel:
-    """The kernel of that name: a registered one, or a user's `file.py:function`.
+    """Return the registered kernel of a name, or a user's `file.py:function`.
 
     Raises:
-        KernelNameError: there is none.
-        TypeError: `name` is no string.
+        KernelNameError: no kernel has the name.
+        TypeError: `name` is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(_NO_NAME.format(type(name).__name__))
-    if name in _kernels:  # to see what is installed takes milliseconds
+    if name in _kernels:  # looking for installed packages takes milliseconds
         return _kernels[name]
     kernels = catalogue()
     if name in kernels:
@@ -410,41 +414,41 @@ def find(name: str) -> Kernel:
     if base in kernels and name.endswith("]") and kernels[base].options is not None:
         return _with_texts(kernels[base], given.removesuffix("]"))
     near = difflib.get_close_matches(name, kernels, n=3, cutoff=0.4)
-    hint = f"did you mean {', '.join(near)}?" if near else "see `replay --list-kernels`"
+    hint = f"did you mean {', '.join(near)}?" if near else "see `replay kernels`"
     if name.endswith(".py"):
         hint = f"name a function in it, {name}:FUNCTION"
     raise KernelNameError(f"no kernel {name!r}: {hint}")
 
 
 def option_names(kernel: Kernel) -> list[str]:
-    """The options that may stand in brackets behind its name."""
+    """Return the options that the kernel takes in brackets behind its name."""
     return list(inspect.signature(kernel.options).parameters) if kernel.options else []
 
 
 def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
-    """The kernel with those options set that it has; itself where it has none of them.
+    """Return the kernel with those of the options that it has.
 
     Raises:
-        KernelNameError: a value makes no sense.
+        KernelNameError: a value is invalid.
     """
     values = {name: values[name] for name in option_names(kernel) if name in values}
     if not values or kernel.options is None:
         return kernel
-    told = ",".join(f"{name}={value}" for name, value in values.items())
+    text = ",".join(f"{name}={value}" for name, value in values.items())
     try:
         made = kernel.options(**values)
     except ValueError as error:
-        raise KernelNameError(f"{kernel.name}[{told}]: {error}") from error
+        raise KernelNameError(f"{kernel.name}[{text}]: {error}") from error
     return replace(
-        made, name=f"{kernel.name}[{told}]", variant_of=kernel.name, default=False, options=None
+        made, name=f"{kernel.name}[{text}]", variant_of=kernel.name, default=False, options=None
     )
 
 
 def _with_texts(kernel: Kernel, given: str) -> Kernel:
-    """The kernel with the options of `option=value,…`.
+    """Return the kernel with the options of `option=value,…`.
 
     Raises:
-        KernelNameError: it has no such option, or not with such a value.
+        KernelNameError: the option does not exist, or has an invalid value.
     """
     assert kernel.options is not None
     known = inspect.signature(kernel.options).parameters
@@ -459,22 +463,22 @@ def _with_texts(kernel: Kernel, given: str) -> Kernel:
         try:
             values[option] = kind(text)
         except ValueError as error:
-            raise KernelNameError(f"{kernel.name}[{given}]: {text!r} is no {kind.__name__}") from (
-                error
-            )
+            raise KernelNameError(
+                f"{kernel.name}[{given}]: {text!r} is not a valid {kind.__name__}"
+            ) from error
     return with_options(kernel, values)
 
 
 def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
-    """The kernels that a comma-separated list of names and globs chooses, and which were named.
+    """Return the kernels of a comma-separated list of names and globs, and the names among them.
 
-    A name may also be a user's `file.py:function`. None chooses the default ones, `all` every one
-    but variants; `variants` adds those of every kernel chosen. In a glob `*` and `?` are special
-    and brackets are not, since names of variants have them.
+    A name may also be a user's `file.py:function`. None chooses the default kernels, `all` every
+    kernel without its variants; `variants` adds those of every chosen kernel. In a glob, `*` and
+    `?` are special; brackets are not, since names of variants have them.
 
     Raises:
         KernelNameError: a name or glob fits no kernel.
-        TypeError: `patterns` is no string.
+        TypeError: `patterns` is not a string.
     """
     if not isinstance(patterns, str | None):
         raise TypeError(_NO_NAME.format(type(patterns).__name__))
@@ -496,12 +500,12 @@ def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], 
             named.append(pattern)
         chosen.update((name, kernels[name]) for name in matches)
     if not chosen:
-        raise KernelNameError("--kernels names no kernel; see `replay --list-kernels`")
+        raise KernelNameError("--kernels names no kernel; see `replay kernels`")
     return list((_with_variants(chosen) if variants else chosen).values()), named
 
 
 def _with_variants(chosen: dict[str, Kernel]) -> dict[str, Kernel]:
-    """The chosen kernels, each followed by those variants of it that are not chosen already."""
+    """Return the chosen kernels, each followed by its variants that are not chosen already."""
     kernels = catalogue().values()
     found: dict[str, Kernel] = {}
     for name, kernel in chosen.items():

@@ -1,7 +1,7 @@
-"""How another library's function becomes a kernel.
+"""Conversion of a library's function to a kernel.
 
-An adapter is a function of one call's arguments. Here, and nowhere else, it gets SDPA's signature,
-and what it cannot do becomes an error instead of another output.
+An adapter is a function of one call's arguments. This module gives it SDPA's signature, and turns
+what it cannot do into an error instead of another output.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Attend = Callable[[Arguments], Tensor]
 """Attention of one call."""
 
 Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
-"""What `Kernel.prepare` is: all that comes before the core, and the core."""
+"""Function of a call that does everything before the core, and returns the core."""
 
 
 def drop_in(
     attend: Attend, limits: Sequence[Constraint], features: Collection[str] = ()
 ) -> Attention:
-    """`attend` with SDPA's own signature, and what a call may have beyond it.
+    """Give `attend` SDPA's own signature, plus the arguments that a call may have beyond it.
 
-    It raises NotImplementedError where an argument has no counterpart, of those limits that can be
-    asked at every call (`ASKED_AT_EVERY_CALL`), and for a feature that it does not know.
+    The result raises NotImplementedError for a missing feature, and for limits that are not met and
+    can be checked at every call (`ASKED_AT_EVERY_CALL`).
     """
     known = frozenset(features)
     asked = sorted((each for each in ASKED_AT_EVERY_CALL if each in limits), key=limits.index)
@@ -67,9 +67,9 @@ def drop_in(
 
 
 def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
-    """The call with arguments beyond SDPA's, as `AttentionCall.arguments` names them.
+    """Return the call with arguments beyond SDPA's, named as in `AttentionCall.arguments`.
 
-    They are put in their places: `_replace` takes thrice as long, at every call.
+    A list is filled because `_replace` takes three times as long, at every call.
     """
     arguments, options = list(call), {}
     for name, each in beyond.items():
@@ -78,7 +78,7 @@ def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
             options[name] = each
         else:
             arguments[place] = each
-    if options:  # beside what a `CausalBias` may have said
+    if options:  # a `CausalBias` may have set some before
         is_plain = call.variant is PLAIN
         variant = AttentionVariant(**options) if is_plain else replace(call.variant, **options)
         arguments[_PLACE_OF_VARIANT] = variant
@@ -90,7 +90,7 @@ _PLACE_OF_VARIANT = Arguments._fields.index("variant")
 
 
 def at_once(prepare: Callable[[Arguments], Callable[[], Tensor]]) -> Attend:
-    """The drop-in of a kernel that prepares a call and runs the core, and nothing else."""
+    """Return the drop-in of a kernel that only prepares a call and runs the core."""
     return lambda call: prepare(call)()
 
 
@@ -112,12 +112,12 @@ def adapt(
     features: Collection[str] = (),
     prefers_rewritten_mask: bool = False,
 ) -> Kernel:
-    """A kernel of `library`; what is not said here, `Kernel` says.
+    """Return a kernel of `library`; `Kernel` describes the other arguments.
 
     Args:
-        limits: what it asks of a call; the first that is not met is its reason.
-        unavailable: instead of the library's own.
-        prefers_rewritten_mask: always, or only where it refuses the mask.
+        limits: conditions on a call; the first that is not met is the reason.
+        unavailable: replaces the library's own check.
+        prefers_rewritten_mask: True to rewrite masks always, not only if the mask is refused.
     """
     return Kernel(
         name,

@@ -12,7 +12,7 @@ A kernel that changes in place what later calls read again (`Row.overwrites`), s
 model's key, is not chosen there, even if each call on its own was correct.
 
 A plan runs in one process. Kernels that were replayed in other environments are therefore not
-chosen, and of those that cannot share a process with one another, only one is.
+chosen, and at most one of several kernels that cannot share a process is.
 """
 
 from __future__ import annotations

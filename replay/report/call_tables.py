@@ -230,7 +230,8 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """Print the fastest correct kernel of each group and class, and those that tie with it."""
+    """Print the fastest correct kernel of each group and class, and the kernels that tie with
+    it."""
     console.print(Text("fastest correct kernel", style="bold"))
     names = [joined(group.model, group.phase, group.shape) for group in groups]
     for group, name in zip(groups, told_apart(groups, names), strict=True):

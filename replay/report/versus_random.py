@@ -19,7 +19,7 @@ from replay.workloads.synthetic_counterparts import KINDS
 class Counterparts:
     """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts.
 
-    They are medians over the calls of which all versions ran; None if a figure was not measured.
+    Medians over the calls that ran in every version; None if a figure was not measured.
     """
 
     kernel: KernelId

@@ -62,7 +62,8 @@ def _cured(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
 
 
 def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
-    """Tell whether a length past the next multiple is wrong again, so length alone is no cure."""
+    """Tell whether a length past the next multiple is wrong again; otherwise any length may
+    help."""
     shape = subject.call.shape
     beyond = _Longer(
         *(

@@ -1,10 +1,10 @@
 """cuDNN's FP8 attention, through `nvidia-cudnn-frontend`: PyTorch calls cuDNN in 16 bits only.
 
 Query, key and value have one scale each, a power of two, so that the multiplication in 16 bits is
-exact. On Hopper cuDNN writes FP8 too, and has no such kernel for a single query. An output is an
-average of values and cannot exceed the largest by more than the rounding of the probabilities: half
-the value's scale never overflows. The drop-in finds the scales, quantises, and turns the output
-back into the call's dtype; the core is cuDNN's kernel alone.
+exact. On Hopper cuDNN also writes FP8, and has no such kernel for a single query. An output is an
+average of values and can exceed the largest only by the rounding of the probabilities, so half the
+value's scale never overflows. The drop-in finds the scales, quantises, and converts the output to
+the call's dtype; the core is cuDNN's kernel alone.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LIBRARY = Library(
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 LARGEST_SCALE = {torch.float16: 2.0**15, torch.bfloat16: 2.0**100}
-"""What the dtype itself can hold."""
+"""Largest scale that the dtype can hold."""
 PROBABILITY_SCALE = 64.0
-"""As in cuDNN's own tests: a probability may exceed 1 while a new maximum is not yet counted."""
+"""Scale of cuDNN's own tests; probabilities exceed 1 until a new maximum is counted."""
 
 INPUTS = ("q", "k", "v")
 SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -54,12 +54,12 @@ Sizes = tuple[int, ...]
 
 
 class _Graph(NamedTuple):
-    """What cuDNN has built for calls of one shape."""
+    """Graph that cuDNN has built for calls of one shape."""
 
     graph: Any
     workspace_bytes: int
     constants: dict[str, Tensor]
-    """The scales of the probabilities, and where the largest numbers go, which nobody reads."""
+    """Scales of the probabilities, and destinations of the largest numbers, which are not read."""
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def _graph(
 
 
 def _bshd_strides(shape: Sizes) -> Sizes:
-    """Strides of a (B, H, S, D) tensor whose memory is BSHD."""
+    """Return the strides of a (B, H, S, D) tensor whose memory is BSHD."""
     _, heads, length, head_dim = shape
     return (length * heads * head_dim, head_dim, heads * head_dim, 1)
 
@@ -133,7 +133,7 @@ def _prepare(call: AnyCall) -> ScaledCore:
         .transpose(1, 2)
         for (name, each), scale in zip(inputs.items(), scales, strict=True)
     }
-    # cuDNN wants every pointer to be a multiple of 16 bytes: each number in a row of its own.
+    # cuDNN wants every pointer to be a multiple of 16 bytes, so each number has a row of its own.
     descale_q, descale_k, descale_v = scales.reciprocal()[:, None].repeat(1, 4)
     factors = {
         "descale_q": descale_q,

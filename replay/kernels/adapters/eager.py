@@ -1,8 +1,8 @@
-"""What models do without a fused kernel, in plain PyTorch, with everything a call can ask.
+"""Attention of models without a fused kernel, in plain PyTorch, with all features of a call.
 
 `eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, a
-second product. `torch-masked` is SDPA given causality, window and sequences as a mask, which is how
-models reach SDPA with what it has no argument for. Both copy keys that lie in pages together first.
+second product. `torch-masked` is SDPA with causality, window and sequences as a mask, which is how
+models use SDPA for features without an argument. Both first copy paged keys together.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from replay.kernels.wrapping import at_once, drop_in
 
 
 def _gathered(call: AnyCall) -> AnyCall:
-    """A call whose keys lie in pages, with them copied into one piece for each sequence."""
+    """Return a call with paged keys copied into one piece for each sequence."""
     table, lengths = call.page_table, call.seqused_k
     if table is None or lengths is None:
         return call
     sequences, page_size = table.shape[0], call.key.shape[2]
     most = max(-(-int(lengths.max()) // page_size), 1)
-    # What follows a sequence's last page may be any number.
+    # Entries behind a sequence's last page may be arbitrary numbers.
     table = torch.where(
         torch.arange(most, device=table.device) * page_size < lengths[:, None], table[:, :most], 0
     )
@@ -48,7 +48,7 @@ def _gathered(call: AnyCall) -> AnyCall:
 
 
 def _seen(call: AnyCall) -> Tensor | None:
-    """(B or 1, 1, Sq, Sk) bool: what causality, window and sequences leave; None for everything."""
+    """Return what causality, window and sequences leave, (B or 1, 1, Sq, Sk) bool; None for all."""
     q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
     if not (call.is_causal or call.features):
         return None
@@ -79,7 +79,7 @@ def _seen(call: AnyCall) -> Tensor | None:
 
 
 def _mask(call: AnyCall) -> Tensor | None:
-    """The call's mask and `_seen` in one."""
+    """Combine the call's mask with `_seen`."""
     seen, mask = _seen(call), call.attn_mask
     if seen is None or mask is None:
         return mask if seen is None else seen
@@ -111,7 +111,7 @@ def _eager(call: AnyCall) -> Tensor:
 
 
 def _may_see_nothing(call: AnyCall) -> bool:
-    """Whether lengths or the diagonal can leave a query without keys."""
+    """Tell whether lengths or the diagonal can leave a query without keys."""
     has_lengths = call.cu_seqlens_q is not None or call.seqused_k is not None
     return has_lengths or call.query.shape[2] > call.key.shape[2]
 
@@ -119,7 +119,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
     call = _gathered(call)
     mask = _mask(call)
-    # SDPA's backends disagree about rows without a key, which only such calls have.
+    # SDPA's backends disagree about rows without keys, which only such calls have.
     without = None
     if mask is not None and mask.dtype == torch.bool and _may_see_nothing(call):
         without = ~mask.any(dim=-1, keepdim=True)
@@ -139,7 +139,7 @@ def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _is_beyond_sdpa(call: AnyCall) -> str | None:
-    return None if call.features else "for calls beyond SDPA: this one is torch-default's"
+    return None if call.features else "for calls beyond SDPA: torch-default runs this one"
 
 
 register(
@@ -148,7 +148,7 @@ register(
         drop_in(_eager, (no_dropout,), FEATURES),
         unsupported=no_dropout,
         default=False,
-        about="matmul, softmax, matmul in plain PyTorch, as models' own code has it",
+        about="matmul, softmax, matmul in plain PyTorch, like models' own code",
         library="torch",
         features=frozenset(FEATURES),
     )
@@ -160,7 +160,7 @@ register(
         unsupported=all_of(no_dropout, _is_beyond_sdpa),
         prepare=_prepare_masked,
         default=False,
-        about="SDPA with window and sequences written out as a mask",
+        about="SDPA with window and sequences expressed as a mask",
         library="torch",
         features=frozenset(FEATURES.keys() - {"softcap", "sinks"}),
     )

@@ -1,9 +1,9 @@
 """FlashAttention 2: the package `flash-attn` (`flash_attn.flash_attn_func` and its siblings).
 
 It takes BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a causal mask
-aligned bottom right (SDPA's is top left, so its causal calls need as many queries as keys). It
-takes no mask: `fa2-varlen` and `fa2-kvcache` serve those that only hide padding, and `fa2-varlen`
-packed sequences, `fa2-kvcache` lengths of keys, and both keys in pages of multiples of 256.
+aligned bottom right (SDPA aligns top left, so its causal calls need as many queries as keys). It
+takes no mask, but `fa2-varlen` and `fa2-kvcache` serve padding masks. `fa2-varlen` also takes
+packed sequences, `fa2-kvcache` key lengths, and both take keys in pages of multiples of 256.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LIBRARY = Library(
 )
 
 PAGE_SIZE = 256
-"""A page has a multiple of so many keys."""
+"""Number of keys that divides every page size."""
 
 _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), multiple_of_8)
 
@@ -65,7 +65,7 @@ def _run(call: Arguments) -> Tensor:
 
 def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     arguments = varlen_arguments(call, packed)
-    if packed.page_table is not None:  # lengths of keys are said by offsets, also of pages
+    if packed.page_table is not None:  # key lengths are given as offsets, even with pages
         lengths = arguments.pop("seqused_k").cumsum(0, dtype=torch.int32)
         arguments["cu_seqlens_k"] = torch.nn.functional.pad(lengths, (1, 0))
         arguments["block_table"] = arguments.pop("page_table")
@@ -73,7 +73,7 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
-    """Where the keys of each batch element begin and end, and their pages."""
+    """Return where the keys of each batch element begin and end, and their pages."""
     if call.seqused_k is not None:
         pages = {} if call.page_table is None else {"block_table": call.page_table}
         return {"cache_seqlens": call.seqused_k, **pages}
@@ -86,7 +86,7 @@ def _key_limits(call: AnyCall) -> dict[str, Tensor]:
 
 
 def _run_cached(call: Arguments, key_limits: dict[str, Tensor]) -> Tensor:
-    """`flash_attn_with_kvcache`: a few new queries over a cache, split over keys."""
+    """Run `flash_attn_with_kvcache`: a few new queries over a cache, split over keys."""
     output = LIBRARY.load().flash_attn_with_kvcache(
         call.query, call.key, call.value, **options(call), **key_limits
     )

@@ -1,11 +1,12 @@
 """FlashAttention 3: the module `flash_attn_interface`, built from `hopper/` of its repository.
 
-Beyond SDPA it knows the bottom-right diagonal, windows and soft caps; `fa3-varlen` packed sequences
-and lengths of keys; `fa3-kvcache` lengths of keys, and keys in pages, also of packed queries.
+Beyond SDPA it has the bottom-right diagonal, windows and soft caps; `fa3-varlen` has packed
+sequences and key lengths; `fa3-kvcache` has key lengths, and keys in pages, also with packed
+queries.
 
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
-and key head (the shape its `q_descale`, `k_descale` and `v_descale` have). The drop-in includes
-that; the core does not. Its output is bfloat16, converted here to the dtype that SDPA would return.
+and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this; the
+core does not. Its output is bfloat16, converted to the dtype that SDPA would return.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256))
 
 
 def _run(call: Arguments, **descale: Tensor) -> Tensor:
-    # Before 3.0.0b1's last months it returned the log-sum-exp too.
+    # Some versions before 3.0.0b1 also return the log-sum-exp.
     return output_of(
         LIBRARY.load().flash_attn_func(call.query, call.key, call.value, **options(call), **descale)
     )
@@ -85,7 +86,7 @@ def _run_cached(call: Arguments) -> Tensor:
 
 
 def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """A tensor in float8 and the (B, Hkv) factors that turn it back."""
+    """Return a tensor in float8, and the (B, Hkv) factors that restore it."""
     grouped = tensor_BSHD.unflatten(2, (kv_heads, -1))
     largest = grouped.abs().amax(dim=(1, 3, 4)).float()
     descale = (largest / LARGEST_FP8).clamp(min=torch.finfo(torch.float32).tiny)
@@ -94,7 +95,7 @@ def quantise(tensor_BSHD: Tensor, kv_heads: int) -> tuple[Tensor, Tensor]:
 
 
 def _prepare_fp8(call: AnyCall) -> Callable[[], Tensor]:
-    """FlashAttention 3 on float8 copies of query, key and value."""
+    """Prepare FlashAttention 3 on float8 copies of query, key and value."""
     laid_out, kv_heads = in_layout(call, bshd), call.key.shape[1]
     query, q_descale = quantise(laid_out.query, kv_heads)
     key, k_descale = quantise(laid_out.key, kv_heads)

@@ -2,16 +2,15 @@
 
 Its tensors are (S, H, D) without a batch. A batch of one goes through
 `single_prefill_with_kv_cache`; a larger one is laid out in a row for
-`BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` sorts out the work and whose `run` does it. The
-drop-in is plan and run, as for a call that stands alone; the core is run, as for the later layers
-of a model, which share one plan. Decode goes through `BatchDecodeWithPagedKVCacheWrapper`: SDPA's
-key and value are first copied into pages, which the drop-in counts and the core does not.
+`BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` distributes the work and whose `run` does it.
+The drop-in is plan and run, as for a single call; the core is run, as for the later layers of a
+model, which share one plan. Decode goes through `BatchDecodeWithPagedKVCacheWrapper`: SDPA's key
+and value are first copied into pages, which the drop-in includes and the core does not.
 
-A bool mask shared by the heads is passed to the FA2 kernels, unless there is a window; FA3 takes
-none. Causal is aligned bottom right, and so are windows, which are counted to the left. Packed
-sequences go through the ragged wrapper as they are; decode takes lengths of keys. Sinks belong to a
-wrapper of their own, over pages, which is not called here. Every kind of call is compiled (nvcc,
-ninja) when it first occurs.
+The FA2 kernels get a bool mask shared by the heads, unless there is a window; FA3 takes no mask.
+Causality and windows, which reach to the left only, are aligned bottom right. Packed sequences go
+through the ragged wrapper unchanged; decode takes key lengths. Sinks need a wrapper over pages that
+this adapter does not use. Every kind of call is compiled (nvcc, ninja) when it first occurs.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ LIBRARY = Library(
 )
 
 WORKSPACE_BYTES = 128 * 2**20
-"""What FlashInfer recommends."""
+"""Size that FlashInfer recommends."""
 
 _limits = (no_dropout, half_precision, same_value_dim, head_dims(64, 128, 256))
 
@@ -69,7 +68,7 @@ _KNOWN = ("bottom-right", "window", "softcap")
 
 
 def _queries_within_keys(call: AnyCall) -> str | None:
-    """It refuses a bottom-right causal call in which the first queries see no key."""
+    """Refuse a bottom-right causal call whose first queries see no key, as FlashInfer does."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     if call.cu_seqlens_q is not None or q_len <= kv_len or not _options(call)["causal"]:
         return None
@@ -78,7 +77,7 @@ def _queries_within_keys(call: AnyCall) -> str | None:
 
 @functools.lru_cache(maxsize=2)
 def _workspace(name: str, device: torch.device) -> Tensor:
-    # The decode wrapper asks for zeros at first use, so prefill's leavings must not be in it.
+    # The decode wrapper expects zeros at first use, so it must not share prefill's memory.
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -88,15 +87,15 @@ def _new_wrapper(name: str, device: torch.device, **options: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> Any:
-    """A wrapper that drop-in calls share, as a model's layers do.
+    """Return a wrapper that drop-in calls share, as a model's layers do.
 
-    Masked calls have their own: a wrapper that has planned with a mask applies it ever after.
+    Masked calls have their own, since a wrapper that has planned with a mask keeps applying it.
     """
     return _new_wrapper(name, device, **options)
 
 
 def _whole_mask(call: AnyCall) -> Tensor | None:
-    """(B, Sq, Sk) bool from anything that broadcasts to it and has one head."""
+    """Return a mask that broadcasts and has one head as (B, Sq, Sk) bool."""
     if call.attn_mask is None:
         return None
     mask = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
@@ -104,7 +103,7 @@ def _whole_mask(call: AnyCall) -> Tensor | None:
 
 
 def _options(call: AnyCall) -> dict[str, Any]:
-    """What `plan` and the function for one sequence take by the same names."""
+    """Return the arguments that `plan` and the function for one sequence share."""
     left, right = call.variant.window
     found: dict[str, Any] = {"causal": call.is_causal or right == 0, "sm_scale": call.scale}
     return found | _window_and_cap(left, call.variant.softcap)
@@ -116,7 +115,7 @@ def _window_and_cap(left: int | None, softcap: float | None) -> dict[str, Any]:
 
 
 def _single(call: Arguments, backend: str, **mask: Tensor) -> Tensor:
-    """`call` has tensors (S, H, D)."""
+    """Run one sequence, whose tensors are (S, H, D)."""
     output = LIBRARY.load().single_prefill_with_kv_cache(
         call.query,
         call.key,
@@ -182,9 +181,9 @@ def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
 
 
 def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
-    """(pages, page_size, H, D), those of a batch element in a row; the last page's rest is zeros.
+    """Return pages (pages, page_size, H, D), each batch element's in a row, padded with zeros.
 
-    That rest is never read: the wrapper is told how long the last page is.
+    The padding is never read: the wrapper knows the length of the last page.
     """
     batch, heads, length, head_dim = tensor_BHSD.shape
     pages = -(-length // page_size)
@@ -222,12 +221,12 @@ def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
 
 
 def _tensor_cores(call: AnyCall) -> bool:
-    """Whether to take the kernel for grouped heads; FlashInfer advises it from 4 on."""
+    """Choose the kernel for grouped heads, which FlashInfer advises for groups of 4 or more."""
     return call.query.shape[1] >= 4 * call.key.shape[1]
 
 
 def _decode(call: Arguments, page_size: int) -> Tensor:
-    """Paged decode: paging, planning and running."""
+    """Run paged decode: paging, planning and running."""
     wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
     cache = (_paged(call.key, page_size), _paged(call.value, page_size))

@@ -1,9 +1,8 @@
 """Kernels from the Hugging Face Hub, by the package `kernels` (`get_kernel`): `hub:ORG/REPO`.
 
-A kernel is a small Python package around a compiled library, chosen for the PyTorch and CUDA at
-hand and loaded under a name of its own, so it does not collide with an installed one. Without a
-network only what is in the cache can be loaded; whether the Hub answers is asked once, for two
-seconds at most.
+A kernel is a small Python package around a compiled library. It is built for the present PyTorch
+and CUDA and loaded under a name of its own, so it does not collide with an installed one. Without a
+network only cached kernels can be loaded; the Hub is contacted once, for at most two seconds.
 """
 
 from __future__ import annotations
@@ -44,12 +43,12 @@ _limits = (no_dropout, half_precision, no_mask, causal_only_square, same_value_d
 
 @dataclass(frozen=True)
 class HubKernel:
-    """A repository and the function in it that is attention."""
+    """Repository, and the function in it that is attention."""
 
     repository: str
     function: str
     is_flash: bool
-    """Whether it has FlashAttention's arguments, and BSHD; else SageAttention's, and BHSD."""
+    """True for FlashAttention's arguments and BSHD; False for SageAttention's and BHSD."""
     about: str
     limits: tuple[Constraint, ...]
     accuracy_class: AccuracyClass = "exact"
@@ -95,14 +94,14 @@ class HubKernel:
 
 @functools.cache
 def _fetch(repository: str) -> ModuleType | str:
-    """The kernel as a module, or why there is none."""
+    """Return the kernel as a module, or the reason why it is missing."""
     import huggingface_hub.constants as hub
 
     kernels = importlib.import_module("kernels")
     offline = hub.HF_HUB_OFFLINE
     unreachable = "" if offline else _unreachable()
     try:
-        # Otherwise every attempt waits for a network that is not there.
+        # Otherwise every attempt waits for a missing network.
         hub.HF_HUB_OFFLINE = bool(offline or unreachable)
         return kernels.get_kernel(repository, revision="main")
     except Exception as error:  # no build for this PyTorch, not cached, broken build …
@@ -113,7 +112,7 @@ def _fetch(repository: str) -> ModuleType | str:
 
 
 def _unreachable() -> str:
-    """Why the Hub cannot be asked for anything, empty when it can."""
+    """Return the reason why the Hub cannot be reached; empty if it can."""
     import urllib.request
 
     endpoint = urllib.parse.urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))

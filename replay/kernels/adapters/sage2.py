@@ -1,17 +1,17 @@
 """SageAttention 2 and 2++ (`sageattention` 2.x, built from source): INT8 QKᵀ, float16 or FP8 PV.
 
-`sage2` is `sageattn`, which picks one of the others by the GPU's architecture. The rest are those
-others by name, with a variant for each combination of options that the function really uses:
+`sage2` is `sageattn`, which picks a function by the GPU's architecture. The other kernels are these
+functions, with a variant for each combination of options that the function really uses:
 
-- `quant`: `qk_quant_gran`, a scale for every warp's rows or every thread's
-- `accum`: `pv_accum_dtype`, in what PV is summed
-- `smooth_k`: subtract the key's mean over the sequence before quantising (not in place here)
-- `smooth_v`: the same for the value; only where `accum` does not make the function ignore it
-- `quantizer`: `quantization_backend`, which code quantises
+- `quant`: `qk_quant_gran`, a scale for the rows of every warp or of every thread
+- `accum`: `pv_accum_dtype`, the dtype in which PV is summed
+- `smooth_k`: subtract the key's mean over the sequence before quantising (not in place)
+- `smooth_v`: the same for the value; only if `accum` does not make the function ignore it
+- `quantizer`: `quantization_backend`, the code that quantises
 
-All take BHSD (`tensor_layout="HND"`), and pad head_dim to 64 or 128 themselves. Causal needs as
-many queries as keys. Only the Triton kernel takes a mask, and only a bool one is passed: a float
-one it would add in units of log 2, to scores it has multiplied by log2(e).
+All take BHSD (`tensor_layout="HND"`), and pad head_dim to 64 or 128 themselves. Causal calls need
+as many queries as keys. Only the Triton kernel takes a mask, and only bool masks are passed: it
+would add a float mask in units of log 2, to scores that it has multiplied by log2(e).
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ _limits = (no_dropout, half_precision, same_value_dim, max_head_dim(128))
 
 Options = dict[str, Any]
 Variants = dict[str, Options]
-"""Options by what stands in the brackets of a variant's name."""
+"""Options by the text in the brackets of a variant's name."""
 
 
 @dataclass(frozen=True)
 class Function:
-    """One of the package's functions as a kernel."""
+    """Function of the package as a kernel."""
 
     kernel: str
     function: str
@@ -72,10 +72,10 @@ class Function:
     needs: str
     variants: Variants = field(default_factory=dict)
     built: str = ""
-    """The flag of `sageattention.core` that says whether the compiled part is there."""
+    """Flag of `sageattention.core` that tells whether the compiled part exists."""
     mask: Constraint = no_mask
     core: Callable[..., Callable[[], Tensor]] | None = None
-    """The core: (call, **options) to what `Kernel.prepare` returns."""
+    """Function of (call, **options) that returns what `Kernel.prepare` returns."""
 
     @property
     def library(self) -> Library:
@@ -124,7 +124,7 @@ def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
 
 
 def _cuda_variants(accumulators: dict[str, bool], takes_smooth_v: bool = True) -> Variants:
-    """Variants of a CUDA function, whose accumulators say whether `smooth_v` has an effect."""
+    """Return the variants of a CUDA function; accumulators tell if `smooth_v` has an effect."""
     found: Variants = {}
     for quant, (accum, effective), smooth_k, smooth_v in itertools.product(
         ("per_warp", "per_thread"), accumulators.items(), (True, False), (False, True)
@@ -198,7 +198,7 @@ FUNCTIONS = (
         "SageAttention 2 (CUDA, Hopper): INT8 QKᵀ, FP8 PV",
         lambda capability: capability == (9, 0),
         "9.0",
-        # It takes pv_accum_dtype="fp32" too, and raises NotImplementedError.
+        # It accepts pv_accum_dtype="fp32" too, but raises NotImplementedError.
         _cuda_variants({"fp32+fp32": False}, takes_smooth_v=False),
         built="SM90_ENABLED",
         core=sage2_core.fp8_sm90,
@@ -207,7 +207,7 @@ FUNCTIONS = (
 
 
 def _prepare_varlen(call: AnyCall, smooth_k: bool) -> Callable[[], Tensor]:
-    """`sageattn_varlen`; its quantisation is inside, so its core lacks the packing only."""
+    """Prepare `sageattn_varlen`, which quantises inside, so its core only lacks the packing."""
     packed = Packed.of(in_layout(call, unit_stride))
 
     def run() -> Tensor:

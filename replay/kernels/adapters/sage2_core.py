@@ -1,9 +1,9 @@
-"""SageAttention 2's kernels alone, on tensors quantised beforehand: what its papers time.
+"""SageAttention 2's kernels alone, on tensors quantised beforehand, as its papers time them.
 
-Each function follows what the public function of the same name does (its default options too) up to
+Each function does what the public function of the same name does (with its default options) up to
 the launch, through the names that `sageattention.core` imports: the quantisers of
-`sageattention.quant` and the compiled parts. The library pads other head dimensions than 64 and 128
-first; for those there is no core time.
+`sageattention.quant` and the compiled parts. The library pads head dimensions other than 64 and 128
+first; these have no core time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from capture.call.attention_call import AttentionCall
 from replay.kernels.layout import unit_stride
 
 BHSD = 1
-"""The compiled parts' number for `tensor_layout="HND"`."""
+"""Number of `tensor_layout="HND"` in the compiled parts."""
 GRANULARITY = {"per_warp": 2, "per_thread": 3}
 
 Core = Callable[[], Tensor]
@@ -81,7 +81,7 @@ def fp8_cuda(
     core, query, key, value = _start(call)
     quantised = _quantise(core, query, key, qk_quant_gran, smooth_k, (128, 32, 64, 64))
     smooth_v = smooth_v and pv_accum_dtype == "fp32"
-    # Values are kept small enough for a float16 accumulator where there is one.
+    # A float16 accumulator needs small values.
     largest = 2.25 if pv_accum_dtype == "fp32+fp16" else 448.0
     value_fp8, v_scale, mean = core.per_channel_fp8(
         value, tensor_layout="HND", scale_max=largest, smooth_v=smooth_v
@@ -127,7 +127,7 @@ def _quantise(
     smooth_k: bool,
     tiles: tuple[int, int, int, int],
 ) -> tuple[Tensor, ...]:
-    """(query int8, its scales, key int8, its scales); tiles are block and warp rows of Q and K."""
+    """Return query, scales, key, scales in int8; tiles are block and warp rows of Q and K."""
     q_block, q_warp, k_block, k_warp = tiles
     sizes = {"BLKQ": q_block, "WARPQ": q_warp, "BLKK": k_block}
     quantise = core.per_warp_int8_cuda
@@ -145,7 +145,7 @@ def _launcher(
     extra: tuple[Tensor, ...],
     granularity: str,
 ) -> Core:
-    """A call of a compiled part, which writes its output where it is told."""
+    """Return a call of a compiled part, which writes into an output that it is given."""
     query_int8, q_scale, key_int8, k_scale = quantised
     size, is_causal, scale = call.query.shape, int(call.is_causal), call.softmax_scale
 

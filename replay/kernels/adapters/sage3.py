@@ -1,8 +1,8 @@
 """SageAttention 3 (`sageattn3`, built from source): FP4 attention on consumer Blackwell.
 
 `sageattn3.sageattn3_blackwell` takes BHSD. It ignores a mask and a scale, subtracts the key's mean
-in place (nothing hides it here, and the row tells: `changed_inputs`), has no grouped heads, and for
-head_dim 256 calls PyTorch's SDPA instead, so 256 is refused.
+in place (the row reports it in `changed_inputs`), has no grouped heads, and for head_dim 256 calls
+PyTorch's SDPA instead, so 256 is refused.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _limits = (
 
 
 def _run(call: Arguments, per_block_mean: bool) -> Tensor:
-    # The scale is the default one: `default_scale` has seen to it.
+    # `default_scale` has checked that the scale is the default.
     return LIBRARY.load().sageattn3_blackwell(
         call.query, call.key, call.value, is_causal=call.is_causal, per_block_mean=per_block_mean
     )

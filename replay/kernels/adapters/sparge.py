@@ -1,12 +1,12 @@
 """SpargeAttn (`spas_sage_attn`, built from source): SageAttention 2 on a part of the blocks.
 
 `spas_sage2_attn_meansim_topk_cuda` keeps for every block of queries the share `topk` of the blocks
-of keys that pooled scores rank first; variants are other shares, and `topk=1.0` leaves nothing out.
-What it leaves out is error that the accuracy columns show.
+of keys that pooled scores rank first; variants have other shares, and `topk=1.0` keeps all. The
+blocks that it leaves out cause errors, which the accuracy columns show.
 
-It ignores a mask. Causal is refused too: the function chooses blocks by it but does not hand it to
-its kernel, so the blocks on the diagonal are not masked inside. Block choice knows no grouped
-heads, and a sequence must be at least one block of 128 long.
+It ignores a mask. Causal is refused too: the function uses causality to choose blocks but does not
+pass it to its kernel, so blocks on the diagonal are not masked inside. The choice of blocks does
+not know grouped heads, and a sequence must have at least 128 tokens, one block.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""PyTorch's SDPA with FlashAttention 3 or 4 in the place of its own FlashAttention 2.
+"""PyTorch's SDPA with FlashAttention 3 or 4 in place of its own FlashAttention 2.
 
 `torch.nn.attention.activate_flash_attention_impl` (PyTorch 2.11) replaces the flash backend of the
-whole process, so it is done and undone around every call: other kernels must stay themselves. That
-costs the host some tens of microseconds (in `host_ms`, and in the time of calls shorter than that);
-a model would activate once. PyTorch has only the adapters: FA3 and FA4 are installed as for `fa3`
-and `fa4`, and the adapter of one PyTorch fits some of their versions.
+whole process, so it is activated and restored around every call, to leave other kernels alone. That
+costs the host some tens of microseconds (in `host_ms`, and in the time of shorter calls); a model
+would activate it once. PyTorch only has the adapters: FA3 and FA4 are installed as for `fa3` and
+`fa4`, and the adapter of one PyTorch fits some of their versions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from replay.kernels.registry import Attention, Kernel, register
 
 @contextlib.contextmanager
 def activated(implementation: str) -> Iterator[None]:
-    """Make the flash backend `FA3` or `FA4` inside the block, and what it was before after it."""
+    """Make the flash backend `FA3` or `FA4` inside the block, and restore it afterwards."""
     functions = torch.nn.attention
     before = functions.current_flash_attention_impl()
     functions.activate_flash_attention_impl(implementation)
@@ -63,12 +63,12 @@ def _attention(implementation: str) -> Attention:
 
 @functools.cache
 def _trial(attention: Attention, device: torch.device) -> str | None:
-    """What a small call says, once: an adapter fails on a version it was not written for."""
+    """Run a small call once, since an adapter fails on versions that it was not written for."""
     try:
         with torch.no_grad():
             query = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)
             attention(query, query, query)
-    except Exception as error:  # it is the library's adapter that fails, in its own ways
+    except Exception as error:  # a library's adapter may raise anything
         return str(error).strip().partition("\n")[0] or type(error).__name__
     return None
 

@@ -49,11 +49,11 @@ _SWITCHES: dict[SDPBackend, tuple[Callable[[], bool], Callable[[bool], None]]] =
     SDPBackend.EFFICIENT_ATTENTION: (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     SDPBackend.CUDNN_ATTENTION: (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 }
-"""What reads and what sets whether PyTorch may choose a backend, on CPUs too."""
+"""Functions that read and set whether PyTorch may choose a backend, on CPUs too."""
 
 
 def _eager(backend: SDPBackend | None) -> Attention:
-    """SDPA, restricted to one backend or as it is.
+    """Return SDPA, restricted to one backend or as it is.
 
     A user restricts a whole model once; here other kernels run in between. `sdpa_kernel` takes
     longer than a short call (8 µs beside 6 on an AMD EPYC), setting its switches directly 1 µs.
@@ -78,11 +78,11 @@ def _eager(backend: SDPBackend | None) -> Attention:
 
 
 def _to_compile(backend: SDPBackend | None) -> FunctionType:
-    """The same, as `torch.compile` can trace it.
+    """Return the same in a form that `torch.compile` can trace.
 
-    The restriction stands inside the function because PyTorch's compile cache does not know about
-    one outside: a graph traced under `sdpa_kernel(MATH)` would be answered with one that was cached
-    for flash (seen with torch 2.13).
+    The restriction is inside the function because PyTorch's compile cache ignores one outside: a
+    graph traced under `sdpa_kernel(MATH)` would be served by one cached for flash (seen with torch
+    2.13).
     """
 
     def attention(*arguments: Any, **named: Any) -> Tensor:
@@ -104,7 +104,7 @@ def _unavailable(backend: SDPBackend | None, device: torch.device) -> str | None
 
 
 def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
-    """PyTorch's own reason for refusing the call on this backend."""
+    """Return PyTorch's own reason for refusing the call on this backend."""
     if reason := mask_or_causal(call) or no_dropout(call):
         return reason
     only = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
@@ -127,9 +127,9 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
 
 
 def _too_large_for_math(call: AttentionCall) -> str | None:
-    """On the CPU an allocation that does not fit kills the process instead of raising."""
+    """Refuse calls on the CPU whose allocations would kill the process instead of raising."""
     shape = call.shape
-    # Scores and probabilities, in float32 at least.
+    # Scores and probabilities, at least in float32.
     needed = 2 * shape.batch * shape.q_heads * shape.q_len * shape.kv_len * 4
     if call.device.type != "cpu" or needed < available_bytes(call.device):
         return None
@@ -137,7 +137,7 @@ def _too_large_for_math(call: AttentionCall) -> str | None:
 
 
 def _reason(messages: list[str]) -> str:
-    """The sentence that matters among the warnings PyTorch gives for every backend it skips."""
+    """Return the informative sentence among the warnings about every backend that is skipped."""
     sentences = [message.partition(" (Triggered internally")[0].strip() for message in messages]
     return next(
         (

@@ -1,8 +1,8 @@
 """PyTorch's own attention over packed sequences: `torch.nn.attention.varlen.varlen_attn`.
 
 It runs the FlashAttention 2 that is built into PyTorch, on THD; causality is a window whose right
-side is 0, aligned bottom right. Each release since 2.10 added to its parameters, so what is missing
-here is a reason.
+side is 0, aligned bottom right. Each release since 2.10 has more parameters; a missing one is a
+reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ LIBRARY = Library(
 
 @functools.cache
 def _parameters() -> frozenset[str]:
-    """Those of this PyTorch's `varlen_attn`."""
+    """Return the parameters of this PyTorch's `varlen_attn`."""
     return frozenset(inspect.signature(LIBRARY.load().varlen_attn).parameters)
 
 

@@ -1,13 +1,13 @@
 """Transformer Engine: `transformer_engine.pytorch.DotProductAttention`, a kernel for each backend.
 
-Which backend runs is settled by environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`,
-`NVTE_UNFUSED_ATTN`) that are read when the library is imported and when it first sees a kind of
-call, and remembered. So one process serves one of the three kernels: each has a worker of its own,
-and without workers the first that is called runs and the others say so. It takes BSHD and returns
-the heads joined, (B, S, Hq · Dv).
+Environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`, `NVTE_UNFUSED_ATTN`) choose the
+backend. The library reads them when it is imported and when it first sees a kind of call, and
+remembers the choice. So a process serves one of the three kernels: each has a worker of its own,
+and without workers the first that is called runs and the others are refused. It takes BSHD and
+returns the heads joined, (B, S, Hq · Dv).
 
-No mask is passed. Causal is aligned top left or bottom right, as its type says; windows, where a
-call has them, are bottom right, so a call aligned top left needs as many queries as keys.
+No mask is passed. Causal calls have either alignment; windows are aligned bottom right, so a call
+aligned top left with a window needs as many queries as keys.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ LIBRARY = Library(
 SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
 _chosen: str | None = None
-"""The backend this process is for, once one has been called."""
+"""Backend of this process, once one has been called."""
 
 
 def choose(backend: str) -> None:
-    """Settle the backend of this process; to be called before the library is imported.
+    """Choose the backend of this process, before the library is imported.
 
     Raises:
-        RuntimeError: it is settled already, on another.
+        RuntimeError: another backend has been chosen.
     """
     global _chosen
     if _chosen == backend:
@@ -70,7 +70,7 @@ def choose(backend: str) -> None:
 def _taken(backend: str) -> str | None:
     if _chosen not in (None, backend):
         return (
-            f"this process runs te-{_chosen}, and Transformer Engine has one backend a process: "
+            f"this process runs te-{_chosen}, and Transformer Engine has one backend per process: "
             f"name te-{backend} alone"
         )
     if _chosen is None and LIBRARY.module in sys.modules:
@@ -83,7 +83,7 @@ def _unavailable(backend: str, device: torch.device) -> str | None:
         return reason
     if _chosen == backend:
         return LIBRARY.unavailable(device)
-    # Importing it would settle the backend, which asking must not.
+    # Importing the library would choose the backend, which this check must not.
     if reason := LIBRARY.wrong_device(device):
         return reason
     if not version(LIBRARY.package) and importlib.util.find_spec("transformer_engine") is None:
@@ -115,8 +115,8 @@ def _mask_type(call: Arguments) -> str:
 
 
 def _window(call: Arguments) -> dict[str, tuple[int, int]]:
-    """The library takes windows with no limit on both sides or on neither, and causal ones that end
-    at the diagonal."""
+    """Return the window; the library has windows without a limit on both sides or on neither,
+    and causal windows that end at the diagonal."""
     left, right = call.variant.window
     if (left, right) == (None, None):
         return {}
@@ -147,7 +147,7 @@ def _run(call: Arguments, backend: str) -> Tensor:
 
 
 def _prepare(call: AnyCall, backend: str) -> Callable[[], Tensor]:
-    """Its fused backend reads tensors of any strides as if they were contiguous (2.20.2)."""
+    """Copy the tensors: the fused backend ignores strides (2.20.2)."""
     laid_out = in_layout(call, contiguous_bshd)
     return lambda: _run(laid_out, backend).transpose(1, 2)
 

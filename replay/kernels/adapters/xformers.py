@@ -1,13 +1,13 @@
 """xFormers: `xformers.ops.memory_efficient_attention`, which chooses among kernels of its own.
 
 It takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the query's dtype;
-and masks of its own: `LowerTriangularMask`, aligned top left as SDPA's causal mask is, others for
-bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool mask becomes a bias
-inside the timed call. Bias rows must be aligned to 8 elements: a part of a larger mask is copied
-where they are not, and masks over another number of keys are refused rather than padded.
+and masks of its own: `LowerTriangularMask`, aligned top left like SDPA's causal mask, and others
+for bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool mask becomes a bias
+inside the timed call. Bias rows must be aligned to 8 elements: parts of a larger mask are copied if
+they are not, and masks over other numbers of keys are refused rather than padded.
 
-Windows run on its FlashAttention alone, the rest also on PyTorch's efficient kernel. Without its
-compiled part the library can be imported, and refuses every call.
+Windows only run on its FlashAttention, all else also on PyTorch's efficient kernel. Without its
+compiled part the library can be imported, but refuses every call.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _window_of_flash(call: AttentionCall) -> str | None:
 
 
 def _enough_keys(call: AttentionCall) -> str | None:
-    """Comparing lengths waits for the GPU."""
+    """Refuse causal packed sequences with fewer keys than queries, which waits for the GPU."""
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None or offsets_k is None:
         return None
@@ -97,7 +97,7 @@ def _causal_packed_window(call: AnyCall) -> str | None:
 
 
 def _structure(call: AnyCall) -> object:
-    """Causality, window and sequences as a mask of its own; None for none of them."""
+    """Return causality, window and sequences as a mask of the library; None if there are none."""
     module: Any = LIBRARY.load()
     left, right = call.variant.window
     is_causal = call.is_causal or right == 0
@@ -126,7 +126,7 @@ def _structure(call: AnyCall) -> object:
 
 
 def _bias(call: AnyCall) -> object:
-    """A mask as (B, Hq, Sq, Sk) of the query's dtype, as views where nothing must change."""
+    """Return the mask as (B, Hq, Sq, Sk) in the query's dtype, as a view if possible."""
     if (structure := _structure(call)) is not None:
         return structure
     mask, dtype = call.attn_mask, call.query.dtype
@@ -143,7 +143,7 @@ def _bias(call: AnyCall) -> object:
 
 
 def _grouped(call: Arguments, bias: object) -> tuple[Tensor, Tensor, Tensor, object]:
-    """BSHD tensors and their bias, with grouped heads as (B, S, key heads, heads in a group, D)."""
+    """Return BSHD tensors and their bias, with grouped heads as (B, S, key heads, group, D)."""
     query, key, value = call.query, call.key, call.value
     kv_heads = key.shape[2]
     if query.shape[2] == kv_heads:

@@ -50,7 +50,7 @@ def _tables(said: Sections, budget: int) -> str:
 
 
 def _table(table: Table, budget: int) -> str:
-    """The lines that fit, and how many do not; empty where not even the headings fit."""
+    """Return the lines that fit, and the number of others; empty if not even the headings fit."""
     text = (
         f"\n**{escaped(table.title)}**\n\n"
         f"| {' | '.join(map(escaped, table.headings))} |\n"

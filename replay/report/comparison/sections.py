@@ -113,7 +113,7 @@ def _named(
     holds: Callable[[Pair], bool],
     overall: SpeedVerdict | None = None,
 ) -> str:
-    """Name the kernels of which something holds: over all calls, or on how many."""
+    """Name the kernels for which a condition holds over all calls, or on some."""
     over_all, on_some = [], []
     for each in sorted(comparison.kernels, key=_kernel_order):
         name, count = printable(str(each.kernel)), sum(map(holds, each.pairs))
@@ -187,7 +187,7 @@ def _counts(comparison: Comparison) -> Table:
 
 
 def _kernels(comparison: Comparison) -> Table:
-    """Those of which there is something to say, over all their calls."""
+    """Return the table of kernels that changed, over all their calls."""
     lines = [
         (
             printable(str(each.kernel)),

@@ -122,7 +122,7 @@ def test_one_whose_choice_fails_costs_its_row(
 
 
 def test_only_sparse_kernels_choose() -> None:
-    with pytest.raises(ValueError, match="says what is `chosen`"):
+    with pytest.raises(ValueError, match="sparse if and only if `chosen` is given"):
         Kernel("mine", sparse, accuracy_class="sparse")
-    with pytest.raises(ValueError, match="says what is `chosen`"):
+    with pytest.raises(ValueError, match="sparse if and only if `chosen` is given"):
         Kernel("mine", sparse, chosen=every_other)

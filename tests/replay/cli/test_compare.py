@@ -121,7 +121,7 @@ def test_each_file_that_cannot_be_written_is_named(
         (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x: create its"),
         (("before.jsonl", "slow.jsonl", "--markdown", "."), "cannot write .: it is a directory"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", "no/x"), "cannot write no/x: create"),
-        (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "cannot be a baseline's name"),
+        (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "invalid baseline name"),
         (("before.jsonl",), "required: AFTER"),
     ],
 )
@@ -211,7 +211,7 @@ def test_times_are_written_for_a_chart(run_cli: RunCli) -> None:
     [
         (("--compare-to", "nightly"), "no baseline 'nightly' of"),
         (("--compare-to", "x.jsonl"), "x.jsonl: no such file"),
-        (("--save-baseline", ".."), "cannot be a baseline's name"),
+        (("--save-baseline", ".."), "invalid baseline name"),
         (("--save-baseline", "n" * 250), "File name too long"),
         (("--fail-on", "slow"), "--fail-on requires --compare-to"),
         (("--spread", "1%"), "--spread requires --compare-to"),

@@ -113,7 +113,7 @@ def test_every_run_is_compared_with_the_one_before(
         watch.watch(arguments, replay)
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if line.startswith("mine.py:f")]
-    assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: no two times, ok → error"]
+    assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: not timed in both runs, ok → error"]
     assert "replay: no function 'f'\n" in printed.err
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 

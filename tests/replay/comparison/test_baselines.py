@@ -68,7 +68,7 @@ def test_one_that_is_not_there_names_those_that_are() -> None:
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a b", "x\x1b", "ü", "-x"])
 def test_what_cannot_be_a_name(name: str) -> None:
-    with pytest.raises(ComparisonError, match="cannot be a baseline's name"):
+    with pytest.raises(ComparisonError, match="invalid baseline name"):
         save(name, [row("a")], H200)
 
 

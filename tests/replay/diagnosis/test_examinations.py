@@ -140,7 +140,7 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     asked = ("--dir", str(recorded), "--kernels", "torch-math", "--in-process", "--json", "-")
     code, out, err = run_cli("doctor", *asked, "--call", "model-000001", "--device", "cpu")
     assert (code, json.loads(out)) == (0, [])
-    assert err.splitlines()[-1] == "healthy: nothing wrong in 1 run of a kernel on a call"
+    assert err.splitlines()[-1] == "healthy: no error in 1 run of a kernel on a call"
 
 
 def test_a_timeout_that_would_do_nothing_is_refused(run_cli: RunCli) -> None:

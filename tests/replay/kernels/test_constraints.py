@@ -31,7 +31,7 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
     (
         constraints.no_dropout,
         {"dropout_p": 0.1},
-        "dropout: its output is random, so nothing can judge it",
+        "dropout makes the output random, so it cannot be judged",
     ),
     (constraints.no_mask, {}, None),
     (constraints.no_mask, {"attn_mask": ANY_MASK}, "takes no attn_mask"),
@@ -63,13 +63,13 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
     (
         constraints.causal_only_square,
         {"is_causal": True},
-        "causal with 9 queries and 13 keys: its mask is aligned bottom right, SDPA's top left",
+        "causal with 9 queries and 13 keys: the kernel aligns it bottom right, SDPA top left",
     ),
     (constraints.no_gqa, {}, None),
     (
         constraints.no_gqa,
         {"q_heads": 6, "kv_heads": 2},
-        "6 query heads over 2 key heads: needs as many of both",
+        "6 query heads over 2 key heads: needs equal numbers",
     ),
     (constraints.decode_only, {"q_len": 1}, None),
     (constraints.decode_only, {}, "decode only: one query per sequence, not 9"),

@@ -349,7 +349,7 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
 
 
 BOTTOM_RIGHT = (
-    "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+    "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
 )
 FLOAT32 = "dtype float32: needs float16 or bfloat16"
 NO_MASK = "takes no attn_mask"
@@ -515,7 +515,7 @@ def test_what_flash_mla_declines() -> None:
         )
     }
     assert refused == {
-        "for absorbed MLA: the value is no part of this call's key",
+        "for absorbed MLA: the value is not part of this call's key",
         "pages of 16 keys: needs 64",
         "value head_dim 256: needs 512",
         "head_dim 520: needs 576 or 512",

@@ -53,8 +53,8 @@ def test_a_name_with_options_is_a_variant() -> None:
     ("name", "sentence"),
     [
         ("mine[depth=3]", "mine has no option 'depth': it has keep, size"),
-        ("mine[keep=much]", "'much' is no float"),
-        ("mine[size=1.5]", "'1.5' is no int"),
+        ("mine[keep=much]", "'much' is not a valid float"),
+        ("mine[size=1.5]", "'1.5' is not a valid int"),
         ("mine[keep=2]", "at most 1, not 2"),
         ("mine[]", "mine has no option ''"),
         ("torch-math[keep=1]", "no kernel 'torch-math"),

@@ -40,7 +40,7 @@ Formula = Callable[..., Tensor]
 Unavailable = Callable[..., "str | None"]
 
 BOTTOM_RIGHT = (
-    "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+    "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
 )
 FLOAT32 = "dtype float32: needs float16 or bfloat16"
 NARROW = "value head_dim 32 differs from query head_dim 64"
@@ -341,13 +341,13 @@ def test_transformer_engine_has_one_backend_a_process(
     transformer_engine.choose("fused")
     te()
     taken = (
-        "this process runs te-fused, and Transformer Engine has one backend a process: "
+        "this process runs te-fused, and Transformer Engine has one backend per process: "
         "name te-flash alone"
     )
     assert unavailable("te-flash") == taken
     assert unavailable("te-fused") is None
     check("te-fused", "plain")
-    with pytest.raises(RuntimeError, match="one backend a process"):
+    with pytest.raises(RuntimeError, match="one backend per process"):
         check("te-flash", "plain")
 
 

@@ -108,7 +108,7 @@ def test_only_names_in_full_are_named() -> None:
     ("patterns", "sentence"),
     [
         ("torch-mth", r"no kernel 'torch-mth': did you mean torch-math\b"),
-        ("torch-math,qqqqq", "no kernel 'qqqqq': see `replay --list-kernels`"),
+        ("torch-math,qqqqq", "no kernel 'qqqqq': see `replay kernels`"),
         ("zzz*", r"no kernel 'zzz\*'"),
         ("mine.py", "no kernel 'mine.py': name a function in it, mine.py:FUNCTION"),
         (" , ", "--kernels names no kernel"),

@@ -33,7 +33,7 @@ Calls = list[dict[str, Any]]
 
 REFUSED = {
     "causal, longer keys": (
-        "causal with 130 queries and 150 keys: its mask is aligned bottom right, SDPA's top left"
+        "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
     ),
     "float32": "dtype float32: needs float16 or bfloat16",
     "narrow values": "value head_dim 32 differs from query head_dim 64",
@@ -515,9 +515,9 @@ def sage_3(install: Install, formula: Formula) -> list[bool]:
 
 
 FEWER_KEY_HEADS = {
-    "grouped": "4 query heads over 2 key heads: needs as many of both",
-    "grouped, causal, batch": "6 query heads over 2 key heads: needs as many of both",
-    "decode": "8 query heads over 2 key heads: needs as many of both",
+    "grouped": "4 query heads over 2 key heads: needs equal numbers",
+    "grouped, causal, batch": "6 query heads over 2 key heads: needs equal numbers",
+    "decode": "8 query heads over 2 key heads: needs equal numbers",
 }
 OTHER_HEAD_DIMS = {
     "head_dim 96": "head_dim 96: needs 64 or 128",

@@ -117,7 +117,7 @@ def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
 
 def test_what_is_no_function_once_it_is_there(folder: Path) -> None:
     (folder / "mine.py").write_text("three = int('3')\n")
-    with pytest.raises(KernelNameError, match=r"^three in mine.py is no function$"):
+    with pytest.raises(KernelNameError, match=r"^three in mine.py is not a function$"):
         find("mine.py:three").loaded()
 
 
@@ -129,8 +129,8 @@ def test_a_function_that_cannot_be_called_as_sdpa_is(
     row = run("mine.py:attend")["mine.py:attend"]
     assert row["status"] == "error"
     assert row["reason"] == (
-        "KernelNameError: mine.py: attend must take SDPA's arguments by SDPA's names, query, key "
-        "and value first, and need no others"
+        "KernelNameError: mine.py: attend must take SDPA's arguments by name, query, key and "
+        "value first, and must not require others"
     )
 
 
@@ -229,9 +229,9 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
         ("import attend\nattend = print\n'attend'", "has no function 'atend'; add it"),
         ("def attention(): pass", "has no function 'atend'; add it"),
         ("def other():\n    def attend(): pass", "has no function 'atend'; add it"),
-        ("atend = 3", "atend in mine.py is no function; name one"),
-        ("atend = [print]", "atend in mine.py is no function; name one"),
-        ("atend = 3\ndef attend(): pass", "is no function; did you mean attend?"),
+        ("atend = 3", "atend in mine.py is not a function; name one"),
+        ("atend = [print]", "atend in mine.py is not a function; name one"),
+        ("atend = 3\ndef attend(): pass", "is not a function; did you mean attend?"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )

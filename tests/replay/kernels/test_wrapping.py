@@ -109,7 +109,7 @@ BASES: list[dict[str, Any]] = [
 """Every kernel supports at least one of these calls."""
 
 FEATURES: dict[str, tuple[dict[str, Any], str]] = {
-    "dropout": ({"dropout_p": 0.1}, "dropout: its output is random, so nothing can judge it"),
+    "dropout": ({"dropout_p": 0.1}, "dropout makes the output random, so it cannot be judged"),
     "mask": (
         {"attn_mask": torch.rand(160) < 0.5},
         "takes no attn_mask|takes a padding mask only: .*",
@@ -139,7 +139,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "grouped": (
         {"q_heads": 4, "kv_heads": 2},
-        "4 query heads over 2 key heads: needs as many of both",
+        "4 query heads over 2 key heads: needs equal numbers",
     ),
     "narrow values": ({"v_head_dim": 32}, "value head_dim 32 differs from query head_dim 64"),
     "odd head_dim": ({"head_dim": 60}, "head_dim 60: (needs|at most) .*"),

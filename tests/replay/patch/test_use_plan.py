@@ -417,16 +417,19 @@ def test_of_several_plans_the_one_of_this_device_is_used(
         transformer(STATES, TIMESTEP)
     assert {name: tally.hits for name, tally in swap.kernels.items()} == {"thrice": 1}
     wrong = {
-        r"none is for this machine, cpu: .*H200\.json was made on H200, .*; name one": files[::2],
+        r"no plan fits this machine, cpu: .*H200\.json was made on H200, .*; name one": files[::2],
         r"old\.json was made on an unknown type of GPU": [files[0], files[3]],
-        "several are for this machine, cpu": [files[1], files[1]],
-        "no plan is named": [],
-        "NoneType is no plan: name a file": [None],
+        "several plans fit this machine, cpu": [files[1], files[1]],
+        "no plan is given": [],
+        "expected a plan, got NoneType: name a": [None],
     }
     for message, given in wrong.items():
         with pytest.raises(PlanError, match=message), use_plan(given, transformer):
             pass
-    with pytest.raises(PlanError, match="NoneType is no plan"), use_plan(None, transformer):
+    with (
+        pytest.raises(PlanError, match="expected a plan, got NoneType"),
+        use_plan(None, transformer),
+    ):
         pass
 
 
@@ -436,7 +439,7 @@ def test_a_file_that_names_no_device_is_used_with_a_warning(
     transformer: Transformer, tmp_path: Path
 ) -> None:
     made_on("").save(tmp_path / "plan.json")
-    told = pytest.warns(UserWarning, match="does not say which type of GPU it was made on")
+    told = pytest.warns(UserWarning, match="does not name the type of GPU that it was made on")
     with told as warned, use_plan(tmp_path / "plan.json", transformer) as swap:
         transformer(STATES, TIMESTEP)
     assert swap.hits == 1

@@ -367,4 +367,4 @@ def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it()
     assert chosen(rows, counted) == {"layers.0": "old"}
     [_, cost] = layer_costs(rows, counted, COSINE, "old")
     assert (cost.status, cost.worst, cost.saved_ms) == ("unsupported", None, 0.0)
-    assert "mask restated as window 1023/0" in cost.reason
+    assert "mask rewritten as window 1023/0" in cost.reason

@@ -456,5 +456,5 @@ def test_kernels_that_ran_without_the_mask_are_told_apart() -> None:
     assert len(group_rows(rows)) == 2
     text = " ".join(report(rows).split())
     assert "bool 1×1×64×64 mask = window 15/0 ·" in text
-    assert "mask restated as window 15/0: fast" in text
-    assert re.search("fast .* vs base, its mask restated as window 15/0", text)
+    assert "mask rewritten as window 15/0: fast" in text
+    assert re.search("fast .* vs base, its mask rewritten as window 15/0", text)

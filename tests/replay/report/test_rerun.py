@@ -22,6 +22,6 @@ def test_several_calls_have_a_mean_ratio() -> None:
 
 def test_a_kernel_that_does_not_run_has_no_time() -> None:
     assert changes([row("a", ONE, 1.0)], [row("a", ONE, status="crash")]) == [
-        "a: no two times, ok → crash"
+        "a: not timed in both runs, ok → crash"
     ]
     assert changes([], [row("a", ONE, 1.0)]) == []
