@@ -158,9 +158,12 @@ def of_model(
                     found = plain()
                     start = time.perf_counter()
                 found.flush = time.perf_counter() - start
-                found.nbytes, found.kept = recording.nbytes, recording.kept
-                found.allocation = recording.allocation_seconds
-                found.waited, found.written = recording.waited_seconds, recording.written_bytes
+                found.nbytes, found.kept = recording.counts.nbytes, recording.kept
+                found.allocation = recording.counts.allocation_seconds
+                found.waited, found.written = (
+                    recording.counts.waited_seconds,
+                    recording.counts.written_bytes,
+                )
                 for problem in recording.problems:
                     print(f"problem: {problem}")
             return found

@@ -64,7 +64,7 @@ def capture_a_transformers_checkpoint() -> None:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained("language")
     _command("capture", "--model", "language", "--max", "4", "--steps", "2", "--out", "checkpoint")
-    _command("capture", "--verify", "checkpoint")
+    _command("capture", "check", "checkpoint")
 
 
 def capture_a_diffusers_checkpoint() -> None:

@@ -37,8 +37,8 @@ from attention_replay.errors import Error
 from capture import load
 from capture.call.attention_call import AttentionCall, Origin
 from capture.call.attention_variant import AttentionVariant
-from capture.cli.check import check_files
-from capture.cli.show import show, show_findings
+from capture.cli.dataset_tables import show, show_file_checks
+from capture.cli.file_checks import check_files
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import MANIFEST, Dataset
@@ -386,7 +386,7 @@ def use(directory: Path) -> None:
     def opened() -> None:
         dataset = load(directory)
         show(dataset, console)
-        show_findings(check_files(dataset), console)
+        show_file_checks(check_files(dataset), console)
         for entry in dataset.entries:
             attempt(lambda entry=entry: attention(entry.load(), torch.float32))
         for record in dataset.captures:

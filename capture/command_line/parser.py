@@ -33,7 +33,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     """
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+        super().__init__(allow_abbrev=False, **options)
         self.register("type", None, not_empty)
         for action in (None, "store"):
             self.register("action", action, Once)
@@ -76,9 +76,9 @@ class OneSentenceParser(argparse.ArgumentParser):
         return action is not None and action.nargs is None
 
     def _is_option(self, name: str) -> bool:
-        """Whether it is one, begins one, or is one of a letter with its value, such as -b2."""
+        """Return whether it is an option, or one of a letter with its value, such as -b2."""
         options = self._option_string_actions
-        if any(option.startswith(name) for option in options):
+        if name in options:
             return True
         action = options.get(name[:2])
         if action is None or action.nargs == 0:
@@ -99,9 +99,10 @@ class OneSentenceParser(argparse.ArgumentParser):
             **options,
         )
 
-    def add_version(self) -> None:
+    def add_version(self, group: Any = None) -> None:
         """Add `--version`: our version, and those of torch, Triton and Python."""
-        self.add_argument("--version", action=_Version, help="show versions and exit")
+        place = self if group is None else group
+        place.add_argument("--version", action=_Version, help="show versions and exit")
 
 
 class _Version(argparse.Action):

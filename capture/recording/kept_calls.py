@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -14,17 +13,16 @@ from capture.call.attention_call import Origin
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import CallSite, ModuleTracker
+from capture.hooks.modules import CallSite
 from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_builder import as_call, can_be_copied
+from capture.recording.context import RecordingContext
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.parts import WHOLE, RankPart, as_local, is_distributed, of_weights
-from capture.recording.sampling import SamplePlace, Sampler
-from capture.recording.seen_calls import SeenCalls
+from capture.recording.seen_calls import SeenCalls, SimilarCalls
 from capture.recording.writer import WaitingCall, Writer
-from capture.storage.capture_record import CaptureRecord
 from capture.storage.header import CallHeader, stored_tensors
 from capture.text.counted import counted
 
@@ -33,67 +31,42 @@ class KeptCalls:
     """The calls of a recording that are stored, or in memory and to be stored.
 
     Args:
-        directory: where they are written, for what is told.
         tell: takes a sentence for each thing that goes wrong; any thread may call it.
     """
 
     def __init__(
-        self,
-        seen: SeenCalls,
-        tracker: ModuleTracker,
-        sampler: Sampler,
-        capture: CaptureRecord,
-        directory: Path,
-        tell: Callable[[str], None],
-        *,
-        seed: int | None,
-        rank: int | None,
-        part: RankPart | None,
-        keeps_output: bool,
-        heads: Sequence[int] | None,
+        self, context: RecordingContext, seen: SeenCalls, tell: Callable[[str], None]
     ) -> None:
         self.writer: Writer | None = None
         """Set before the first call."""
-        self.lost = 0
-        """Calls that were chosen and could not be stored."""
-        self.without_values = 0
-        """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
-        self.without_heads = 0
-        """Calls that cannot be stored because there is no call of just the wanted heads."""
-        self._seen, self._tracker, self._sampler, self._capture = seen, tracker, sampler, capture
-        self._directory, self._tell = directory, tell
-        self._seed, self._rank, self._part = seed, rank, part
-        self._keeps_output, self._heads = keeps_output, heads
+        self._seen, self._tell = seen, tell
+        self._tracker, self._sampler = context.tracker, context.sampler
+        self._capture, self._options = context.capture, context.options
+        self._directory, self._counts = context.target.directory, context.counts
         self._copier = HostCopier()
-        self._counts: dict[int, CallCount] = {}
-        """By index, of each call that is kept, those like it."""
-        self._sizes: dict[int, int] = {}
+        self._kept: dict[int, tuple[CallCount, int]] = {}
+        """Count of the calls like each kept call, and its size, by the kept call's index."""
         self._failed: deque[int] = deque()
         """Calls that the writer's thread could not write; it must not wait for a lock."""
 
     def __len__(self) -> int:
-        return len(self._counts)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of their tensors."""
-        return sum(self._sizes.copy().values())
+        return len(self._kept)
 
     def store(
         self,
         index: int,
         site: CallSite,
-        place: SamplePlace,
-        count: CallCount,
+        group: SimilarCalls,
         arguments: Arguments,
         result: Tensor,
         sdpa: Callable[..., Tensor],
     ) -> None:
         """Store a call that the sampler wants, unless it has no values or does not fit."""
-        writer = self.writer
+        writer, counts, options = self.writer, self._counts, self._options
         assert writer is not None
+        assert group.place is not None
         self._forget_failed(writer)
-        part = self._part
+        part = options.part
         if is_distributed(arguments):
             found = as_local(arguments, result)
             if found is None:
@@ -104,21 +77,21 @@ class KeptCalls:
                 return
             arguments, result, part = found
         if not can_be_copied(arguments):
-            self.without_values += 1
+            counts.without_values += 1
             return
         if part is None:
             stack = self._tracker.running.stack
-            part = WHOLE if self._rank is None else of_weights(stack[-1][0], *arguments[:2])
-        if self._heads is not None:
+            part = WHOLE if options.rank is None else of_weights(stack[-1][0], *arguments[:2])
+        if options.heads is not None:
             part = WHOLE  # some of a part's heads are not to be joined with anything
-        output = result if self._keeps_output else None
+        output = result if options.keeps_output else None
         call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
-        if self._heads is not None:
-            kv_heads = kv_heads_of(self._heads, call.shape.q_heads, call.shape.kv_heads)
+        if options.heads is not None:
+            kv_heads = kv_heads_of(options.heads, call.shape.q_heads, call.shape.kv_heads)
             if kv_heads is None:
-                self.without_heads += 1
+                counts.without_heads += 1
                 return
-            call = pick(call, self._heads, kv_heads)
+            call = pick(call, options.heads, kv_heads)
         if self._sampler.by_difficulty:
             call = with_difficulty(call)
         tensors, header = stored_tensors(call), CallHeader.of(call)
@@ -127,7 +100,8 @@ class KeptCalls:
             self._tell(f"a call cannot be stored: {fault}")
             return
         difficulty = call.origin.difficulty
-        decision = self._sampler.offer(index, place, site.step, nbytes, difficulty)
+        decision = self._sampler.offer(index, group.place, site.step, nbytes, difficulty)
+        counts.refused_for_bytes = self._sampler.refused_for_bytes
         if not decision.keep:
             return
         try:
@@ -138,8 +112,9 @@ class KeptCalls:
             except BaseException:
                 writer.release(buffer)
                 raise
-            self._counts[index], self._sizes[index] = count, nbytes
-            count.kept += 1
+            self._kept[index] = group.count, nbytes
+            group.count.kept += 1
+            counts.nbytes += nbytes
             waiting = WaitingCall(replace(header, layouts=copy.layouts), copy)
             for dropped in writer.put(waiting, decision.drop):
                 self._forget(dropped)
@@ -158,10 +133,10 @@ class KeptCalls:
         writer = self.writer
         assert writer is not None
         self._forget_failed(writer)
-        given_up = [index for index in self._counts if index not in writer.completed]
+        given_up = [index for index in self._kept if index not in writer.completed]
         if given_up:
             self._tell(f"gave up {counted(len(given_up), 'call')}, only in memory so far")
-            self.lost += len(given_up)
+            self._counts.lost += len(given_up)
             for index in given_up:
                 self._forget(index)
 
@@ -169,13 +144,14 @@ class KeptCalls:
         while self._failed:
             index = self._failed.popleft()
             if index not in writer.completed:
-                self.lost += 1
+                self._counts.lost += 1
                 self._forget(index)
 
     def _forget(self, index: int) -> None:
-        self._sizes.pop(index, None)
-        if count := self._counts.pop(index, None):
+        if found := self._kept.pop(index, None):
+            count, nbytes = found
             count.kept -= 1
+            self._counts.nbytes -= nbytes
 
     def _origin(
         self,
@@ -198,15 +174,15 @@ class KeptCalls:
             step=site.step,
             phase=site.phase,
             device=described,
-            seed=self._seed,
-            rank=self._rank,
+            seed=self._options.seed,
+            rank=self._options.rank,
             entry_point=arguments.entry_point,
             backend=arguments.backend or function_or_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
             heads=self._capture.heads or part.heads,
             split=part.split,
             split_ranks=[*part.ranks],
-            call_in_step=0 if self._rank is None else self._seen.position(site),
+            call_in_step=0 if self._options.rank is None else self._seen.position(site),
             versions=self._capture.versions,
         )
 

@@ -13,6 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from capture.recording.counts import RecordingCounts
+
 SHARE = 4
 """The default limit is free memory divided by this."""
 
@@ -69,8 +71,8 @@ class HostBuffer:
 class BufferPool:
     """Buffers that are used again: pinning memory takes longer than copying to it."""
 
-    allocation_seconds: float = 0.0
-    """Time that allocating and pinning took."""
+    counts: RecordingCounts = field(default_factory=RecordingCounts)
+    """Counts the time that allocating and pinning takes."""
     nbytes: int = 0
     """Memory held, in use or not."""
     _taken: set[HostBuffer] = field(default_factory=set)
@@ -101,7 +103,7 @@ class BufferPool:
                 if not pinned:
                     raise
                 buffer = HostBuffer(_allocate(nbytes, pinned=False), False, for_pinned=True)
-        self.allocation_seconds += time.perf_counter() - began
+        self.counts.allocation_seconds += time.perf_counter() - began
         self.nbytes += nbytes
         self._taken.add(buffer)
         return buffer

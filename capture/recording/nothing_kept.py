@@ -15,16 +15,16 @@ def no_match(globs: str, paths: list[str]) -> str:
 
 def nothing_kept(recording: Recording) -> str:
     """Say why a recording that ended without a problem has kept no call, with the remedy."""
-    if recording.refused_for_bytes:
+    if recording.counts.refused_for_bytes:
         return "no call fits in `max_bytes=`; increase it"
     if not recording.seen:
         return f"no attention call was seen: {_other_attention(recording)}"
     seen = counted(recording.seen, "attention call")
-    if recording.without_values:
+    if recording.counts.without_values:
         return (
             f"none of {seen} can be stored: their tensors are meta, fake or nested, or inside vmap"
         )
-    if recording.without_heads:
+    if recording.counts.without_heads:
         return (
             f"none of the attention calls has the heads {recording.capture.heads}, or as many of "
             "them for each key/value head as for the others; choose others with `heads=`"

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.call.head_ranges import parse_ranges, ranges
+from capture.call.head_ranges import ranges
 from capture.errors import CaptureError
-from capture.hooks.audit import Audit
 from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import observe
-from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
+from capture.hooks.modules import ModuleTracker, matches, roots_of
+from capture.recording.context import RecordingContext
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
-from capture.recording.memory import default_buffer_bytes
 from capture.recording.nothing_kept import no_match, nothing_kept
-from capture.recording.parts import declared
+from capture.recording.record_options import RecordOptions
 from capture.recording.recording import Recording
-from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.target import CaptureTarget, current_rank, no_empty_directory, rank_name
-from capture.text.limits import natural, positive
+from capture.storage.target import CaptureTarget, no_empty_directory, rank_name
 
 
 @contextlib.contextmanager
@@ -110,66 +107,57 @@ def record(
         ...     pipe("a panda playing guitar")
         >>> print(recording.kept, recording.problems)
     """
-    if phase is not None and phase not in PHASES:
-        raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
-    rank = current_rank() if rank is None else natural("rank", rank)
-    if seed is not None:
-        seed = natural("seed", seed)
-    if buffer_bytes is None:
-        buffer_bytes = default_buffer_bytes()
-    buffer_bytes = positive("buffer_bytes", buffer_bytes)
-    if heads is not None and (isinstance(heads, str) or not isinstance(heads, Iterable)):
-        raise ValueError(f"heads must be a list of numbers, such as [0, 2], not {heads!r}")
-    part = declared(split, split_ranks, rank, heads)
-    if heads is not None:
-        heads = parse_ranges(",".join(map(str, heads)))
     roots = roots_of(module)
-    if modules is None:
-        modules = ",".join(f"{name},{name}.*" for name in denoisers(roots) if name) or "*"
+    options = RecordOptions.of(
+        roots,
+        max=max,
+        sample=sample,
+        modules=modules,
+        phase=phase,
+        heads=heads,
+        seed=seed,
+        rank=rank,
+        split=split,
+        split_ranks=split_ranks,
+        max_bytes=max_bytes,
+        buffer_bytes=buffer_bytes,
+        durable=durable,
+        output=output,
+        audit=audit,
+    )
     capture = checked(
         CaptureRecord(
-            model=rank_name(name or type(module).__name__, rank),
+            model=rank_name(name or type(module).__name__, options.rank),
             weights=weights or name_of_weights(module),
             settings=plain_settings(settings or {}),
             versions=versions(),
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
             sample=sample,
-            modules=modules,
-            phase=phase or "",
-            heads=ranges(heads or ()),
+            modules=options.modules,
+            phase=options.phase,
+            heads=ranges(options.heads or ()),
         ),
-        seed,
-        rank,
+        options.seed,
+        options.rank,
     )
     tracker = ModuleTracker(roots)
-    if not any(matches(path, modules) for path in tracker.paths):
-        raise CaptureError(no_match(modules, tracker.paths))
-    sampler = make_sampler(sample, max, max_bytes, seed or 0)
+    if not any(matches(path, options.modules) for path in tracker.paths):
+        raise CaptureError(no_match(options.modules, tracker.paths))
     complete = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_empty_directory(Path(out)))
         target = CaptureTarget.check(out, capture.model, overwrite=overwrite)
         recording = Recording(
-            tracker,
-            sampler,
-            target,
-            capture,
-            seed=seed,
-            rank=rank,
-            part=part,
-            keeps_output=output,
-            heads=heads,
-            buffer_bytes=buffer_bytes,
-            durable=durable,
+            RecordingContext(options, options.new_sampler(), tracker, target, capture)
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())
-        stack.enter_context(observe(recording.observer()))
-        stack.enter_context(follow_entry_points(recording.handle))
+        stack.enter_context(observe(recording.calls.observer()))
+        stack.enter_context(follow_entry_points(recording.calls.handle))
         stack.enter_context(recording.fused.counted())
-        if audit:
-            recording.audit = Audit(tracker)
+        if recording.audit is not None:
             stack.enter_context(recording.audit.counted())
+        # Called first on the way out: the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording

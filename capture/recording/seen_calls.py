@@ -14,10 +14,10 @@ from torch import Tensor
 from capture.hooks.census import CallCount, Census
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modes import outside_of_modes
-from capture.hooks.modules import CallSite, ModuleTracker, matches
+from capture.hooks.modules import CallSite, matches
 from capture.hooks.phases import RECOMPUTE
-from capture.recording.sampling import SamplePlace, Sampler
-from capture.storage.capture_record import CaptureRecord
+from capture.recording.context import RecordingContext
+from capture.recording.sampling import SamplePlace
 
 
 @dataclass(eq=False, slots=True)
@@ -37,22 +37,16 @@ class SeenCalls:
     """All calls of a recording, stored or not.
 
     Args:
-        capture: whose `modules` and `phase` say which calls may be stored.
-        lock: held while calls are met that are like no other so far.
+        lock: held while a call is looked at that is like no earlier one.
     """
 
-    def __init__(
-        self,
-        tracker: ModuleTracker,
-        sampler: Sampler,
-        capture: CaptureRecord,
-        lock: threading.RLock,
-    ) -> None:
+    def __init__(self, context: RecordingContext, lock: threading.RLock) -> None:
         self.census = Census()
         self.groups: dict[tuple[object, ...], SimilarCalls] = {}
         """By what is quickly read from a call."""
         self._places: dict[CallCount, SamplePlace | None] = {}
-        self._tracker, self._sampler, self._capture = tracker, sampler, capture
+        self._tracker, self._sampler = context.tracker, context.sampler
+        self._options = context.options
         self._lock = lock
         self._visits: dict[str, list[int]] = {}
         """By module: the step of its latest call, and that call's position in the step."""
@@ -126,12 +120,9 @@ class SeenCalls:
 
     def _place(self, site: CallSite, count: CallCount) -> SamplePlace | None:
         """Return where calls like these are sampled; None if they are not to be stored."""
-        if (
-            count.signature.refusal
-            or site.module == ""
-            or not matches(site.module, self._capture.modules)
-        ):
+        options = self._options
+        if count.signature.refusal or not site.module or not matches(site.module, options.modules):
             return None
-        if site.phase == RECOMPUTE or self._capture.phase not in ("", site.phase):
+        if site.phase == RECOMPUTE or options.phase not in ("", site.phase):
             return None
         return self._sampler.place((site.phase, *count.signature.stratum), site.module)

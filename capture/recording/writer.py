@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from capture.recording.copies import HostCopy
+from capture.recording.counts import RecordingCounts
 from capture.recording.memory import BufferPool, HostBuffer
 from capture.recording.termination import started
 from capture.storage import plain_files
@@ -45,6 +46,7 @@ class Writer:
 
     Args:
         journal: told of every call that is chosen, dropped and completed; STEM is its name.
+        counts: told of the time that the model waits, and of the bytes written.
         buffer_bytes: memory for calls that wait; one larger call is taken when nothing else waits.
         final: the sampler never drops a call, so none is held back.
         durable: every call is on the disk before `put` returns.
@@ -57,19 +59,17 @@ class Writer:
     def __init__(
         self,
         journal: Journal,
+        counts: RecordingCounts,
         *,
         buffer_bytes: int,
         final: bool,
         durable: bool,
         failed: Callable[[int, Exception], None],
     ) -> None:
-        self.pool = BufferPool()
+        self.pool = BufferPool(counts)
         self.completed: dict[int, int] = {}
         """The calls whose files are complete, and the sizes of these."""
-        self.waited_seconds = 0.0
-        """Time that the model waited for memory."""
-        self.written_bytes = 0
-        """Of all files, also of those that were dropped later."""
+        self._counts = counts
         self._journal = journal
         self._directory = os.stat(journal.path.parent)
         self._buffer_bytes = buffer_bytes
@@ -104,7 +104,7 @@ class Writer:
                     self._changed.wait(_POLL_SECONDS)
             finally:
                 self._short -= 1
-                self.waited_seconds += time.perf_counter() - began
+                self._counts.waited_seconds += time.perf_counter() - began
             buffer = self.pool.take(nbytes, pinned=pinned, limit=self._buffer_bytes)
             self._reserved += buffer.nbytes
             return buffer
@@ -240,7 +240,7 @@ class Writer:
         path = self.path(call.index)
         self._require_directory()
         entry = PackedCall.with_values(call.header, call.copy.values).write(path)
-        self.written_bytes += entry.nbytes
+        self._counts.written_bytes += entry.nbytes
         try:
             if self._durable:
                 plain_files.sync(path)

@@ -305,7 +305,7 @@ class Dataset(Sequence[AttentionCall]):
             self._add_note(
                 f"{model} is still being recorded or was killed, which a file system without locks "
                 "does not tell; if killed, finish it with "
-                f"`capture --repair {quoted(self.directory)}`"
+                f"`capture repair {quoted(self.directory)}`"
             )
             return
         lost = found.lacks(journalled)
@@ -318,7 +318,7 @@ class Dataset(Sequence[AttentionCall]):
         kept = "; the one that the manifest lists is read" if is_other else ""
         if journalled.replaces:
             kept = "; the earlier one, which it was to replace, is read"
-        self._add_note(f"{state}{kept}; finish it with `capture --repair {quoted(self.directory)}`")
+        self._add_note(f"{state}{kept}; finish it with `capture repair {quoted(self.directory)}`")
 
     def _add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))

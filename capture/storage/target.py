@@ -130,7 +130,7 @@ class CaptureTarget:
                     if not os.path.samestat(os.stat(path), begun):
                         problems.append(
                             f"{path} was replaced meanwhile: the calls are not listed; if it was"
-                            " moved, `capture --repair` lists those that lie there now"
+                            " moved, `capture repair` lists those that lie there now"
                         )
                         return problems
                 told = finish(
@@ -140,13 +140,13 @@ class CaptureTarget:
                 if self._journal.path.exists():
                     problems.append(
                         f"{self._journal.path} was damaged meanwhile: list its calls with "
-                        f"`capture --repair {quoted(self.directory)}`"
+                        f"`capture repair {quoted(self.directory)}`"
                     )
         except (OSError, DatasetError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
                 f"could not write the manifest ({reason}): once that is mended, list the calls "
-                f"with `capture --repair {quoted(self.directory)}`"
+                f"with `capture repair {quoted(self.directory)}`"
             )
         else:
             if self._journal.stem in told:
@@ -181,7 +181,7 @@ class CaptureTarget:
             raise CaptureError(
                 f"another capture of {self.model} is writing to {self.directory} or was killed, "
                 "which a file system without locks does not tell; if killed, finish it with "
-                f"`capture --repair {quoted(self.directory)}`"
+                f"`capture repair {quoted(self.directory)}`"
             )
 
     def _replaces(self, dataset: Dataset) -> bool:

@@ -127,8 +127,8 @@ def _examine(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         return _examine_directory(arguments)
     from capture.cli.main import main as capture
-    from capture.cli.show import share
     from capture.storage.dataset import Dataset
+    from capture.text.counted import share
 
     device = device_of(arguments.device)
     kernels = _kernels(arguments, device)  # what cannot run is said before a long run

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from capture.cli.models_package import import_models
 from capture.hooks.modules import denoisers
+from capture.models_package import import_models
 from replay.end_to_end.census_check import counting
 from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN

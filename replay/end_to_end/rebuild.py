@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from attention_replay.errors import Error
-from capture.cli.models_package import import_models
+from capture.models_package import import_models
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import required, shown, typed
 

@@ -106,7 +106,7 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run_cli("--show", "x")`: the command in this process; exit code, stdout and stderr."""
+    """`run_cli("show", "x")`: the command in this process; exit code, stdout and stderr."""
     from capture.cli.main import main
 
     return runner(main, capsys)

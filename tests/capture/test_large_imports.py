@@ -83,7 +83,7 @@ def test_the_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) ->
     (tmp_path / "empty").mkdir()
     in_a_process(
         "import gc, sys; from capture.cli.main import main\n"
-        "try: main(['--show', sys.argv[1]])\n"
+        "try: main(['show', sys.argv[1]])\n"
         "except SystemExit as stop: assert stop.code == 2\n"
         "assert gc.isenabled()\n"
         f"assert ('torch' in sys.modules) == {place == 'empty'}\n"

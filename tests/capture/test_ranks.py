@@ -102,7 +102,7 @@ def test_a_rank_that_is_killed(tmp_path: Path) -> None:
     dataset = load(tmp_path / "killed")
     assert sum(entry.origin.rank == 1 for entry in dataset.entries) == 1
     # Said until the other rank ends its capture, which puts the calls into the manifest.
-    said = f"finish it with `capture --repair {tmp_path / 'killed'}`"
+    said = f"finish it with `capture repair {tmp_path / 'killed'}`"
     killed = f"the capture of model.rank1 was killed: 1 complete call; {said}"
     assert dataset.note in (killed, "")
     joined = dataset.joined()

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from capture import load
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.storage.dataset import Dataset
 from models import pretrained_weights
 
@@ -173,11 +173,11 @@ def test_what_is_kept_is_what_matters(recorded: Recorded, data: Dataset) -> None
 
 
 def test_show_and_verify(recorded: Recorded, run_cli: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = run_cli("--show", str(recorded.directory))
+    code, out, err = run_cli("show", str(recorded.directory))
     assert (code, err) == (0, "")
     assert f"{recorded.name} · 10 of " in out
     assert weights(recorded.name) in " ".join(out.split())
-    code, out, _ = run_cli("--verify", str(recorded.directory))
+    code, out, _ = run_cli("check", str(recorded.directory))
     assert code == 0
     assert out.endswith("10 of 10 files passed\n")
 
@@ -190,8 +190,8 @@ def test_all_recorded_into_one_directory(
         short = ("--size", "tiny", "--steps", str(STEPS[name]), "--device", "cpu")
         assert run_cli("--model", name, *short, "--out", str(tmp_path))[0] == 0
     assert [capture.model for capture in load(tmp_path).captures] == names
-    code, out, _ = run_cli("--show", str(tmp_path))
+    code, out, _ = run_cli("show", str(tmp_path))
     assert code == 0
     for name in names:
         assert f"{name} · 10 of " in out
-    assert run_cli("--verify", str(tmp_path))[1].endswith("20 of 20 files passed\n")
+    assert run_cli("check", str(tmp_path))[1].endswith("20 of 20 files passed\n")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.recording import copies
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -89,7 +89,7 @@ def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
     assert recording.problems == []
     assert recording._writer is not None
     assert recording._writer.pool.nbytes == 0
-    assert recording.written_bytes < 1.1 * load(tmp_path).nbytes
+    assert recording.counts.written_bytes < 1.1 * load(tmp_path).nbytes
 
 
 def test_the_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
@@ -115,5 +115,5 @@ def test_a_cuda_graph_is_captured_as_without_us(tmp_path: Path) -> None:
         torch.cuda.synchronize()
         assert torch.equal(output, expected)
     assert recording.kept == 1
-    assert recording.without_values == 1
+    assert recording.counts.without_values == 1
     assert recording.problems == []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture import load, record
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from replay.cli import main as replay_main
 from replay.kernels.registry import find
 

@@ -38,7 +38,7 @@ def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
     assert len(dataset) == 6
     assert {entry.header.dtype for entry in dataset.entries} == {"bfloat16"}
     assert all(entry.origin.device.startswith("cuda (") for entry in dataset.entries)
-    _exits(0, capture.cli.main.main, ["--verify", str(recorded)])
+    _exits(0, capture.cli.main.main, ["check", str(recorded)])
     assert "6 of 6 files passed" in capsys.readouterr().out
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import replay.cli.main as cli
 from capture import load
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from tests.distributed_model import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from capture import load
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.errors import RecordingWarning
 
 Run = Callable[..., tuple[int, str, str]]
@@ -206,24 +206,29 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max", "0", "--model", "llama"], "must be an integer of at least 1, not 0"),
         (["--max", "many", "--model", "llama"], "must be an integer of at least 1, not many"),
         (["--steps", "-1", "--model", "llama"], "must be an integer of at least 1, not -1"),
-        (["--max-bytes", "lots", "--model", "llama"], "'lots' is not a size; use e.g. 500M or 20G"),
-        (["--max-bytes", "inf", "--model", "llama"], "'inf' is not a size"),
-        (["--max-bytes", "0", "--model", "llama"], "'0' is not a size"),
+        (["--max-bytes", "lots"], "invalid size 'lots' (must be such as 500M or 20G)"),
+        (["--max-bytes", "inf"], "invalid size 'inf'"),
+        (["--max-bytes", "0"], "invalid size '0'"),
         (
             ["--sample", "random"],
             "must be spread, hard, first, every:N or reservoir (N at least 1), not 'random'",
         ),
         (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
         (["--modle", "llama"], "no option --modle: did you mean --modules or --model?"),
-        (["--show", "a", "--verify", "b"], "--show and --verify are different jobs"),
-        (["--model", "llama", "--show", "a"], "--model and --show are different jobs"),
+        (["--overw"], "no option --overw: did you mean --overwrite"),
+        (["shwo", "a"], "unknown verb 'shwo': did you mean show?"),
+        (["show", "a", "--max", "10"], "no option --max"),
+        (["--show", "a"], "--show became a verb: use `capture show a`"),
+        (["--show=a", "--stats"], "--show became a verb: use `capture show a`"),
+        (["--verify", "two words"], "--verify became a verb: use `capture check 'two words'`"),
+        (["--repair"], "--repair became a verb: use `capture repair DIR`"),
     ],
 )
 def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
     code, out, err = run_cli(*arguments)
     assert (code, out) == (2, "")
     assert sentence in err
-    assert err.startswith("capture: ")
+    assert re.match("capture( show)?: ", err)
     assert err.count("\n") == 1
     assert "_positive" not in err
 
@@ -233,7 +238,7 @@ def test_wrong_usage(run_cli: Run, arguments: list[str], sentence: str) -> None:
     [("500M", 500 * 10**6), ("20G", 20 * 10**9), ("1.5k", 1500), ("7", 7), ("2TB", 2 * 10**12)],
 )
 def test_sizes(text: str, nbytes: int) -> None:
-    from capture.cli.main import _size
+    from capture.cli.record_command import _size
 
     assert _size(text) == nbytes
 
@@ -429,7 +434,7 @@ def test_brackets_in_a_name_are_no_markup(run_cli: Run, tmp_path: Path) -> None:
     assert "[red]x[/blue]" in err.replace("\n", "")
 
 
-@pytest.mark.parametrize("option", ["--show", "--verify"])
+@pytest.mark.parametrize("option", ["show", "check"])
 def test_looking_at_what_is_not_there(run_cli: Run, tmp_path: Path, option: str) -> None:
     assert "no such directory" in sentence_of(run_cli(option, str(tmp_path / "nowhere")), 2)
     assert "name too long, name another" in sentence_of(run_cli(option, "n" * 300), 2)
@@ -438,17 +443,17 @@ def test_looking_at_what_is_not_there(run_cli: Run, tmp_path: Path, option: str)
     assert "this version reads" in sentence_of(run_cli(option, str(tmp_path)), 2)
 
 
-def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     out = tmp_path / "out"
     run_cli("--model", f"{model_file}:build", "--out", str(out))
-    code, printed, _ = run_cli("--verify", str(out))
+    code, printed, _ = run_cli("check", str(out))
     assert (code, printed.splitlines()[-1]) == (0, "4 of 4 files passed")
     altered, missing = sorted(out.glob("*.safetensors"))[:2]
     content = bytearray(altered.read_bytes())
     content[-1] ^= 1
     altered.write_bytes(content)
     missing.unlink()
-    code, printed, _ = run_cli("--verify", str(out))
+    code, printed, _ = run_cli("check", str(out))
     assert code == 1
     # A line each, however long, for those who pipe it into something.
     assert printed.splitlines()[:2] == [
@@ -457,7 +462,7 @@ def test_verify_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pa
     ]
     assert printed.splitlines()[-1] == "2 of 4 files passed"
     (out / "manifest.json").unlink()
-    code, _, err = run_cli("--verify", str(out))
+    code, _, err = run_cli("check", str(out))
     assert code == 1
     assert "is missing: read the files instead" in err
 

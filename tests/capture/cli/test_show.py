@@ -1,4 +1,4 @@
-"""What `capture --show` says of masks, pages and shared memory."""
+"""What `capture show` says of masks, pages and shared memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.main import main
-from capture.cli.show import show, show_statistics
+from capture.cli.dataset_tables import show, show_statistics
 from capture.storage.call_file import PackedCall
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call
@@ -76,13 +75,6 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     table = [line.split() for line in lines if line.startswith(("layers", "[red]"))]
     assert [(line[0], line[1]) for line in table] == [("[red]x", "1"), ("layers.2", "2")]
     assert table[0][4:] == ["1.000", "0.016", "0.016"]
-
-
-def test_statistics_are_about_a_recording(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["--model", "llama", "--stats"])
-    assert stopped.value.code == 2
-    assert "give --show DIR too" in capsys.readouterr().err
 
 
 def test_a_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path: Path) -> None:

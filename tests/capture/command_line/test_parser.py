@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from capture.cli.main import _parser
+from capture.cli.record_command import parser as capture_parser
 from replay.cli.arguments import parser
 from replay.cli.files import output_file
 
@@ -23,7 +23,7 @@ MAY_BE_LARGE = {"--scale", "--max-seconds", "--timeout", "--max-bytes", "--buffe
 
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
-    for command in (_parser(), parser()):
+    for command in (capture_parser(), parser()):
         for action in command._actions:
             option = action.option_strings[-1]
             if action.nargs == 0 or option == "--prompt":  # which may be empty
@@ -68,7 +68,7 @@ def test_a_wrong_value_is_one_sentence(
 
 
 def test_an_empty_prompt_is_a_prompt() -> None:
-    assert _parser().parse_args(["--prompt", ""]).prompt == ""
+    assert capture_parser().parse_args(["--prompt", ""]).prompt == ""
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_a_misspelt_option_is_one_sentence(
 
 @pytest.mark.parametrize(
     ("command", "given"),
-    [(_parser(), ["--model", "llama", "--out", "x"]), (parser(), ["--random"])],
+    [(capture_parser(), ["--model", "llama", "--out", "x"]), (parser(), ["--random"])],
     ids=["capture", "replay"],
 )
 def test_a_current_directory_that_was_deleted_is_one_sentence(
@@ -125,5 +125,5 @@ def test_what_else_begins_with_a_dash() -> None:
     """Values of one-letter options, beginnings of long ones, numbers, and words of a prompt."""
     found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kern", "a", "--scale=1e-3", "-q"])
     assert (found.b, found.d, found.hq, found.kernels, found.quiet) == (2, 32, 8, "a", True)
-    assert _parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"
-    assert _parser().parse_args(["--prompt=-p"]).prompt == "-p"
+    assert capture_parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"
+    assert capture_parser().parse_args(["--prompt=-p"]).prompt == "-p"

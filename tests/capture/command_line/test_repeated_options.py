@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from capture.cli.main import _parser
+from capture.cli.record_command import parser as capture_parser
 from replay.cli.arguments import parser
 from replay.cli.main import SUBCOMMANDS
 from tests.noted_options import options, values_of
@@ -34,7 +34,7 @@ NEEDED = {
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, list[str]]]:
     others = (importlib.import_module(name).parser() for name in SUBCOMMANDS.values())
-    for command in (_parser(), parser(), *others):
+    for command in (capture_parser(), parser(), *others):
         for action in options(command):
             if len(values := values_of(action)) == 2:
                 yield command, action.option_strings[-1], values
@@ -76,14 +76,14 @@ def test_no_value_is_dropped(
 
 def test_the_same_twice_is_no_contradiction() -> None:
     """In two ways of writing it, and beside a flag that is given twice."""
-    found = _parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
+    found = capture_parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
     assert (found.max, found.audit) == (2, True)
     assert parser().parse_args(["--random", "-d", "64", "-d64"]).d == 64
 
 
 def test_names_of_a_default_are_not_among_those_given() -> None:
     assert parser().parse_args(["--metric", "energy"]).metric == "energy"
-    assert _parser().parse_args(["--heads", "0-2", "--heads", "2,9"]).heads == (0, 1, 2, 9)
+    assert capture_parser().parse_args(["--heads", "0-2", "--heads", "2,9"]).heads == (0, 1, 2, 9)
 
 
 def test_what_was_given_is_known_even_where_it_is_the_default() -> None:

@@ -73,12 +73,12 @@ def test_a_stdout_that_is_full(tmp_path: Path, given: str) -> None:
     ("command", "told"),
     [
         ("capture --model llama >/dev/full", "cannot write to stdout: No space left on device"),
-        ("capture --show captured_inputs >/dev/full", "cannot write to stdout: No space left"),
+        ("capture show captured_inputs >/dev/full", "cannot write to stdout: No space left"),
         (f"{REPLAY} --json - | true", ""),
     ],
 )
 def test_what_cannot_be_printed_is_a_sentence(tmp_path: Path, command: str, told: str) -> None:
-    if "--show" in command:
+    if "show" in command:
         run(f"{sys.executable} -m capture --model llama", tmp_path)
     done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)
     assert told in done.stderr.decode()
@@ -102,7 +102,7 @@ def test_no_terminal_is_0_columns_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "COLUMNS" not in os.environ
 
 
-@pytest.mark.parametrize("given", ["--help", "--show …"])
+@pytest.mark.parametrize("given", ["--help", "show …"])
 def test_sentences_in_ascii(tmp_path: Path, given: str) -> None:
     command = f"exec {sys.executable} -m capture {given}"
     done = run(command, tmp_path, PYTHONIOENCODING="ascii")

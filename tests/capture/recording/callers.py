@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import load, record
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.storage.dataset import Dataset
 
 MakeLayers = Callable[..., Any]

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture import record
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.recording.callers import Caller, assert_good, attend, recorded

@@ -183,7 +183,7 @@ def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         with record(model, tmp_path, max=2, sample=sample, name=sample):
             model(planted()[:6])
     with pytest.raises(SystemExit):
-        main(["--show", str(tmp_path)])
+        main(["show", str(tmp_path)])
     hard, _, spread = capsys.readouterr().out.partition("spread · ")
     (line,) = [line for line in hard.splitlines() if line.startswith("   5 ")]
     assert f"{load(tmp_path)[1].origin.difficulty:.2%}" in line

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from capture import load, record
 from capture.call.head_ranges import parse_ranges, ranges
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.errors import RecordingWarning
 from capture.recording.heads import kv_heads_of, pick
 from tests.factories import random_call
@@ -106,7 +106,7 @@ def test_recording_some_heads(tmp_path: Path) -> None:
     model = Grouped()
     with record(model, tmp_path, heads=[3, 1]) as recording:
         model(torch.zeros(1, 6))
-    assert (recording.kept, recording.without_heads) == (1, 1)
+    assert (recording.kept, recording.counts.without_heads) == (1, 1)
     dataset = load(tmp_path)
     (call,) = dataset
     assert call.shape[1:3] == (2, 2)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from capture import AttentionCall, load, record
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend
@@ -426,4 +426,4 @@ def test_a_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
     with record(model, tmp_path) as recording:
         make_fx(lambda each: model(attend(each, each, each)), tracing_mode="symbolic")(query)
         model(attend(query, query, query))
-    assert (recording.kept, recording.without_values, recording.problems) == (1, 1, [])
+    assert (recording.kept, recording.counts.without_values, recording.problems) == (1, 1, [])

@@ -58,13 +58,13 @@ def test_exactly_max_files_and_a_census_of_all(
 def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
     with record(layers, tmp_path / "all", max=1) as recording:
         layers(states)
-    one = recording.nbytes
+    one = recording.counts.nbytes
     assert one == 4 * 5 * 16 * 4
     with record(layers, tmp_path / "some", max_bytes=3 * one + 1) as recording:
         for _ in range(5):
             layers(states)
     assert recording.kept == len(load(tmp_path / "some")) == 3
-    assert recording.refused_for_bytes
+    assert recording.counts.refused_for_bytes
     with (
         pytest.warns(RecordingWarning, match="no call fits in `max_bytes=`"),
         record(layers, tmp_path / "none", max_bytes=one - 1),

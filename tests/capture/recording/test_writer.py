@@ -18,6 +18,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.recording import memory
 from capture.recording.copies import HostCopier, stored_bytes
+from capture.recording.counts import RecordingCounts
 from capture.recording.writer import WaitingCall, Writer
 from capture.storage import call_file
 from capture.storage.call_file import FileEntry
@@ -35,8 +36,9 @@ class Wanted:
         self.directory = directory
         self.journal = Journal.begin(directory / "model.journal", {"model": "m"}, replaces=False)
         settings = {"buffer_bytes": 1 << 30, "final": False, "durable": False}
+        self.counts = RecordingCounts()
         self.writer = Writer(
-            self.journal, failed=self.failures.__setitem__, **{**settings, **options}
+            self.journal, self.counts, failed=self.failures.__setitem__, **{**settings, **options}
         )
         self.make_call = make_call
 
@@ -76,7 +78,7 @@ def test_what_is_dropped_from_memory_is_never_written(wanted: Callable[..., Want
     assert to.files() == []
     to.writer.close()
     assert to.files() == to.listed() == [17, 18, 19]
-    assert to.writer.written_bytes == sum(map(os.path.getsize, map(to.writer.path, to.files())))
+    assert to.counts.written_bytes == sum(map(os.path.getsize, map(to.writer.path, to.files())))
 
 
 def test_a_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
@@ -102,7 +104,7 @@ def test_more_than_fits_in_memory_waits_for_the_disk(
     to = wanted(buffer_bytes=2 * one)
     for index in range(10):
         to.put(index)
-    assert to.writer.waited_seconds > 0
+    assert to.counts.waited_seconds > 0
     assert len(to.listed()) >= 7
     to.writer.close()
     assert to.files() == to.listed() == list(range(10))

@@ -22,7 +22,7 @@ from torch import Tensor
 from capture import load
 from capture.call.attention_call import AttentionCall, Origin
 from capture.call.attention_variant import AttentionVariant
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.errors import DatasetError
 from capture.storage.call_file import FORMAT, FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -413,7 +413,7 @@ def test_calls_of_a_capture_that_the_manifest_does_not_describe_are_shown(
     assert {capture.model for capture in again.captures} == {
         entry.origin.model for entry in again.entries
     }
-    code, out, _ = run_cli("--show", str(dataset.directory))
+    code, out, _ = run_cli("show", str(dataset.directory))
     assert code == 0
     shown = re.findall(r" · (\d+) calls?", out)
     assert sum(map(int, shown)) == len(dataset)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from capture import load
 from capture.call.attention_call import AttentionCall
-from capture.cli.check import check_files
+from capture.cli.file_checks import check_files
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -351,7 +351,7 @@ def test_a_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object
 ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"
 
 
-@pytest.mark.parametrize("command", ["--show", "--verify"])
+@pytest.mark.parametrize("command", ["show", "check"])
 def test_a_recording_says_nothing_to_the_terminal(
     dataset: Dataset, run_cli: RunCli, command: str
 ) -> None:
@@ -375,6 +375,6 @@ def test_a_recording_says_nothing_to_the_terminal(
 def test_errors_say_nothing_to_the_terminal(tmp_path: Path, run_cli: RunCli) -> None:
     directory = tmp_path / "a\x1b[2Jb"
     directory.mkdir()
-    code, out, err = run_cli("--show", str(directory))
+    code, out, err = run_cli("show", str(directory))
     assert (code, out) == (2, "")
     assert "\x1b" not in err

@@ -302,7 +302,7 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         [told] = target.end(ended("model"))
-    assert re.search(r"could not write the manifest .*No space.*capture --repair", told)
+    assert re.search(r"could not write the manifest .*No space.*capture repair", told)
     assert calls(tmp_path) == {"model": [0, 1]}
     repair(tmp_path)
     assert load(tmp_path).captures[0].complete

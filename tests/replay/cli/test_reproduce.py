@@ -112,7 +112,7 @@ def test_a_planted_fault_is_shown_without_this_project(
         mended = run_alone()
         assert mended.returncode == 0
         assert mended.stdout.endswith("does not fail\n")
-        for option, text in (("--show", "(derived: sequence"), ("--verify", "; derived: sequence")):
+        for option, text in (("show", "(derived: sequence"), ("check", "; derived: sequence")):
             with pytest.raises(SystemExit) as ended:
                 capture([option, "bug"])
             assert ended.value.code == 0

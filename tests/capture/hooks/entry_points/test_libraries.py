@@ -298,7 +298,7 @@ def test_a_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> Non
         output, _ = layer(query, cache, TABLE, lengths, 16, None)
     assert torch.equal(output, expected)
     assert recording.problems == []
-    assert recording.nbytes == 4 * (query.numel() + 4 * 4 * 24 + output.numel() + 10 + 2)
+    assert recording.counts.nbytes == 4 * (query.numel() + 4 * 4 * 24 + output.numel() + 10 + 2)
     (call,) = load(tmp_path / "calls")
     assert call.shape == (2, 4, 1, 1, 20, 24, 16)
     assert (call.origin.entry_point, call.origin.backend, call.scale) == (

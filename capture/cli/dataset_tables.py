@@ -15,13 +15,13 @@ from capture.call.attention_variant import VARIANT_TENSORS
 from capture.call.head_ranges import ranges
 from capture.call.statistics import CallStatistics, call_statistics, mean
 from capture.call.strides import Layout
-from capture.cli.check import FileCheck
+from capture.cli.file_checks import FileCheck
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.header import CallHeader
-from capture.text.counted import counted
+from capture.text.counted import counted, human_bytes
 from capture.text.printable import printable
 
 
@@ -123,27 +123,11 @@ def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
     return groups
 
 
-def show_findings(findings: list[FileCheck], console: Console) -> None:
-    """Print the findings of `verify`, one line per file."""
-    for finding in findings:
-        mark = Text("ok   ", style="green") if finding.good else Text("FAIL ", style="bold red")
-        line = mark + _text(f"{finding.path.name}  {finding.text}", "default")
-        console.print(line, soft_wrap=True)
-
-
-def share(kept: int, seen: int, nbytes: int) -> str:
-    """How much of what a model computed was recorded: `3 of 24 attention calls (1.2 MB)`."""
-    return f"{kept:,} of {counted(seen, 'attention call')} ({human_bytes(nbytes)})"
-
-
-def human_bytes(nbytes: int) -> str:
-    """Format a size as `5.2 MB` (decimal units)."""
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1000
-    return f"{size:.1f} TB"
+def show_file_checks(checks: list[FileCheck], console: Console) -> None:
+    """Print the results of `check_files`, one line per file."""
+    for check in checks:
+        mark = Text("ok   ", style="green") if check.good else Text("FAIL ", style="bold red")
+        console.print(mark + _text(f"{check.path.name}  {check.text}", "default"), soft_wrap=True)
 
 
 def _text(text: str, style: str = "") -> Text:

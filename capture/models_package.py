@@ -18,7 +18,7 @@ _NAME = "attention_replay_models"
 def import_models() -> ModuleType:
     """Import the package in `models/`, next to `capture/`."""
     if _NAME not in sys.modules:
-        directory = Path(__file__).resolve().parents[2] / "models"
+        directory = Path(__file__).resolve().parents[1] / "models"
         spec = importlib.util.spec_from_file_location(
             _NAME, directory / "__init__.py", submodule_search_locations=[str(directory)]
         )

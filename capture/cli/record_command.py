@@ -1,0 +1,353 @@
+"""`capture --model MODEL`: run a model and record its attention calls. Imports no torch early."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention_replay.errors import Error
+from capture.call.head_ranges import parse_ranges
+from capture.call.splits import SPLITS
+from capture.cli.verbs import add_common_options, new_parser, with_flags
+from capture.command_line.parser import OneSentenceParser, natural, not_empty, positive
+from capture.command_line.repeated_options import Listed
+from capture.large_imports import import_for_good, interruptible
+from capture.models_package import import_models
+from capture.recording.sampling import PHASES, SAMPLES, check_sample
+from capture.text.counted import counted, human_bytes, share
+from capture.text.printable import printable
+
+if TYPE_CHECKING:
+    from capture.recording.recording import Recording
+
+logger = logging.getLogger(__name__)
+
+USAGE = """capture --model MODEL [options]
+       capture show DIR | check DIR | repair DIR"""
+
+DESCRIPTION = """\
+Record the attention calls a model really makes (query, key, value, mask, output) in a directory
+of safetensors files. Other verbs, each with a --help of its own: show lists a recording, check
+verifies its files, repair finishes what a killed recording left."""
+
+EXAMPLES = """\
+  capture --model cogvideo --max 10                    10 calls of CogVideoX
+  capture --model my_model.py:build                    your function: returns (module, run)
+  capture --model llama --phase decode --heads 0-3     part of each call of one phase
+  capture show captured_inputs --stats                 what makes the values hard for a kernel
+  capture check captured_inputs                        verify the files, recompute the outputs
+then: replay --dir captured_inputs --metric all"""
+
+
+def parser() -> OneSentenceParser:
+    """Return the parser of `capture --model MODEL`."""
+    command = new_parser("", DESCRIPTION, examples=EXAMPLES, usage=USAGE)
+    _add_run_options(command)
+    _add_storage_options(command)
+    add_common_options(command)
+    return command
+
+
+def _add_run_options(command: OneSentenceParser) -> None:
+    run = command.add_argument_group("what to run")
+    run.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or a function of yours, "
+        "FILE.py:FUNCTION",
+    )
+    run.add_argument(
+        "--size",
+        choices=["tiny", "full"],
+        help="tiny: built in, no download (default without a GPU); full: the official size",
+    )
+    run.add_argument(
+        "--weights",
+        choices=["pretrained", "random"],
+        help="random weights suit timing, not judging quantised kernels",
+    )
+    run.add_argument(
+        "--checkpoint", metavar="ID_OR_DIR", help="weights in place of the official ones"
+    )
+    run.add_argument(
+        "--prompt",
+        type=str,
+        help="text to run the model on (empty is allowed for images and video)",
+    )
+    run.add_argument(
+        "--steps", type=positive, metavar="N", help="denoising steps, or tokens to decode"
+    )
+    run.add_argument(
+        "--seed", type=natural, default=0, metavar="N", help="seed of weights and noise (default 0)"
+    )
+    command.add_dtype(run)
+    run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
+
+
+def _add_storage_options(command: OneSentenceParser) -> None:
+    store = command.add_argument_group("what to store")
+    store.add_argument(
+        "--max", type=positive, default=10, metavar="N", help="calls to store (default 10)"
+    )
+    store.add_argument(
+        "--sample",
+        type=_sample,
+        default="spread",
+        metavar="HOW",
+        help="spread over layers, steps, phases and shapes (default); hard, the most difficult in "
+        "8 bits; first; every:N; or reservoir, at random by --seed",
+    )
+    store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
+    store.add_argument(
+        "--heads",
+        action=Listed,
+        type=_heads,
+        metavar="LIST",
+        help="query heads to store, such as 0,8-11, with their key/value heads (default: all)",
+    )
+    store.add_argument(
+        "--modules", action=Listed, metavar="LIST", help="paths or globs of the modules to record"
+    )
+    store.add_argument(
+        "--max-bytes", type=_size, metavar="SIZE", help="size limit, such as 500M or 20G"
+    )
+    store.add_argument("--no-output", action="store_true", help="leave out attention outputs")
+    store.add_argument(
+        "--out",
+        default="captured_inputs",
+        metavar="DIR",
+        help="directory to write to (default captured_inputs)",
+    )
+    store.add_argument(
+        "--overwrite", action="store_true", help="replace an earlier recording of this model"
+    )
+    store.add_argument(
+        "--rank",
+        type=natural,
+        metavar="N",
+        help="rank of this process; ranks share DIR (default: as torchrun sets it)",
+    )
+    store.add_argument(
+        "--split",
+        choices=SPLITS,
+        help="part of a call that each rank has, for `replay --join-ranks` (default: heads, where "
+        "distributed tensors show it)",
+    )
+    store.add_argument(
+        "--buffer-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="host memory for unwritten calls (default: a quarter of what is free)",
+    )
+    store.add_argument(
+        "--durable", action="store_true", help="write each call to disk before the model goes on"
+    )
+    store.add_argument(
+        "--audit", action="store_true", help="count attention operators that are not seen (slower)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the model and record its calls; return the exit code.
+
+    `arguments.left_behind` says afterwards what an early end left in the directory.
+    """
+    if not arguments.model:
+        raise Error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
+    out = Path(arguments.out).absolute()  # a model may change the directory
+    begun: list[Recording] = []
+    try:
+        # This imports PyTorch's compiler too, which is kept from compiling what is recorded.
+        import_for_good("torch", "capture.recording.record")
+        from capture.storage.target import no_empty_directory
+
+        with no_empty_directory(out):
+            return _record(arguments, begun)
+    except BaseException as error:
+        if any(recording.kept for recording in begun):
+            arguments.left_behind = f"; calls already in {printable(str(out))} are readable"
+        elif isinstance(error, KeyboardInterrupt):
+            arguments.left_behind = "; nothing was recorded"
+        raise
+
+
+def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
+    """Load the model, record its run and report; add the recording to `begun` when it begins."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from capture.errors import RecordingWarning
+    from capture.recording.parts import declared
+    from capture.recording.record import record
+    from capture.storage.target import CaptureTarget, current_rank, rank_name
+
+    name = _capture_name(arguments.model)
+    progress = Console(stderr=True, quiet=arguments.quiet)
+    # A full-size model takes minutes to load, so fail early.
+    rank = current_rank() if arguments.rank is None else arguments.rank
+    declared(arguments.split, None, rank, arguments.heads)
+    CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
+    with progress.status(Text(f"loading {arguments.model} …")), interruptible():
+        runnable = import_models().load(
+            arguments.model,
+            size=arguments.size,
+            weights=arguments.weights,
+            checkpoint=arguments.checkpoint,
+            prompt=arguments.prompt,
+            steps=arguments.steps,
+            seed=arguments.seed,
+            dtype=arguments.dtype,
+            device=arguments.device,
+        )
+    logger.info("loaded %s", name)
+    progress.print(Text(f"{name}: weights {runnable.weights}"))
+    if runnable.note:
+        progress.print(Text(f"{name}: {runnable.note}"))
+    options = {option: getattr(arguments, option) for option in ("prompt", "steps", "dtype")}
+    given = {option: value for option, value in options.items() if value is not None}
+    with (
+        _problems_at_once(RecordingWarning) as printed,
+        record(
+            runnable.roots,
+            out=arguments.out,
+            max=arguments.max,
+            name=name,
+            sample=arguments.sample,
+            phase=arguments.phase,
+            heads=arguments.heads,
+            modules=arguments.modules,
+            weights=runnable.weights,
+            seed=arguments.seed,
+            rank=rank,
+            split=arguments.split,
+            settings={"model": arguments.model, "given": given, **runnable.settings},
+            max_bytes=arguments.max_bytes,
+            buffer_bytes=arguments.buffer_bytes,
+            durable=arguments.durable,
+            output=not arguments.no_output,
+            overwrite=arguments.overwrite,
+            audit=arguments.audit,
+        ) as recording,
+    ):
+        begun.append(recording)
+        _run_with_progress(runnable, recording, progress)
+        logger.info("ran %s: %d calls seen, %d kept", name, recording.seen, recording.kept)
+    logger.info("stored %s", human_bytes(recording.counts.nbytes))
+    unprinted = [problem for problem in recording.problems if problem not in printed]
+    return _report(recording, unprinted, arguments, progress)
+
+
+def _report(
+    recording: Recording, problems: Sequence[str], arguments: argparse.Namespace, progress: Any
+) -> int:
+    """Print what was recorded and what was not, and return the exit code."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from capture.errors import CaptureError
+
+    counts = recording.counts
+    if not recording.kept and not recording.lost:
+        if problems:
+            raise CaptureError("; ".join(problems))
+        return 2
+    notices = Console(stderr=True)
+    if counts.without_heads:
+        without = counted(counts.without_heads, "call")
+        notices.print(f"{without} not stored, for lack of a call with just these heads")
+    if counts.refused_for_bytes:
+        notices.print("reached --max-bytes: fewer calls are stored, less evenly spread")
+    size = share(recording.kept, recording.seen, counts.nbytes)
+    print(f"recorded {size} in {arguments.out}/")
+    if recording.summary:
+        progress.print(Text(recording.summary))
+    if recording.audit:
+        notices.print(Text(str(recording.audit)))
+    for missed in recording.missed_attention:
+        print(f"note: not seen, and not in the census: {printable(str(missed))}", file=sys.stderr)
+    for problem in problems:
+        print(f"capture: {with_flags(problem)}", file=sys.stderr)
+    if recording.kept and not arguments.quiet:
+        command = printable(shlex.join(["replay", "--dir", arguments.out]))
+        print(f"next: replay these calls through every kernel: {command}", file=sys.stderr)
+    return 1 if recording.problems else 0
+
+
+@contextlib.contextmanager
+def _problems_at_once(category: type[Warning]) -> Iterator[list[str]]:
+    """Print a recording's warnings as they come, with option names; yield those printed so far."""
+    printed: list[str] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", category)
+        show = warnings.showwarning
+
+        def shown(message: Warning | str, kind: type[Warning], *where: Any) -> None:
+            if not issubclass(kind, category):
+                show(message, kind, *where)
+                return
+            printed.append(str(message).removeprefix("recording: "))
+            print(f"capture: {printable(with_flags(printed[-1]))}", file=sys.stderr, flush=True)
+
+        warnings.showwarning = shown  # type: ignore[assignment]
+        yield printed
+
+
+def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> None:
+    from rich.live import Live
+    from rich.spinner import Spinner
+    from rich.text import Text
+
+    spinner = Spinner("dots")
+
+    def status() -> Any:
+        stored = f"{recording.kept} stored, {human_bytes(recording.counts.nbytes)}"
+        seen = counted(recording.seen, "call")
+        spinner.update(text=Text(f"running {runnable.name}: {seen} seen, {stored}"))
+        return spinner
+
+    with Live(get_renderable=status, console=console, refresh_per_second=8, transient=True):
+        runnable.run()
+
+
+def _capture_name(model: str) -> str:
+    """Return a built-in name as is, and the last component of a directory or function path."""
+    return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
+
+
+def _sample(text: str) -> str:
+    not_empty(text)
+    try:
+        check_sample(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
+    return text
+
+
+def _heads(text: str) -> tuple[int, ...]:
+    not_empty(text)
+    try:
+        return parse_ranges(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _size(text: str) -> int:
+    not_empty(text)
+    units = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    number, unit = text.upper().removesuffix("B"), 1
+    if number[-1:] in units:
+        number, unit = number[:-1], units[number[-1]]
+    try:
+        value = int(float(number) * unit)
+    except (ValueError, OverflowError):
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"invalid size {text!r} (must be such as 500M or 20G)")
+    return value

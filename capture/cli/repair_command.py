@@ -1,0 +1,35 @@
+"""`capture repair DIR`: finish what a killed recording left."""
+
+from __future__ import annotations
+
+import argparse
+
+from capture.cli.verbs import add_common_options, new_parser
+from capture.command_line.parser import OneSentenceParser
+from capture.large_imports import import_for_good
+from capture.text.printable import printable
+
+DESCRIPTION = """\
+List the complete calls of killed recordings, delete incomplete files, and restore a missing or
+damaged manifest. On a file system without locks, make sure that nothing records into DIR."""
+
+EXAMPLES = "  capture repair captured_inputs"
+
+
+def parser() -> OneSentenceParser:
+    """Return the parser of `capture repair`."""
+    usage = "capture repair DIR [options]"
+    command = new_parser("repair", DESCRIPTION, examples=EXAMPLES, usage=usage)
+    command.add_argument("dir", metavar="DIR", help="directory to repair")
+    add_common_options(command)
+    return command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Repair the directory and print what was done; return the exit code."""
+    import_for_good("torch")
+    from capture.storage.repair import repair
+
+    for sentence in repair(arguments.dir) or ["nothing to repair"]:
+        print(printable(sentence))
+    return 0

@@ -1,0 +1,65 @@
+"""`capture show DIR`: list what a recording contains."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from capture.cli.verbs import add_common_options, new_parser
+from capture.command_line.parser import OneSentenceParser
+from capture.large_imports import import_for_good
+
+if TYPE_CHECKING:
+    from capture.storage.dataset import Dataset
+
+DESCRIPTION = """\
+List the calls of a recording: a directory, a .zip, .tar or .tar.gz of one, or an address such as
+hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://HOST/PATH."""
+
+EXAMPLES = """\
+  capture show captured_inputs           one line per call
+  capture show captured_inputs --stats   outlier channels and attention structure, layer by layer"""
+
+
+def parser() -> OneSentenceParser:
+    """Return the parser of `capture show`."""
+    usage = "capture show DIR [--stats] [options]"
+    command = new_parser("show", DESCRIPTION, examples=EXAMPLES, usage=usage)
+    command.add_argument("dir", metavar="DIR", help="recording to list")
+    command.add_argument(
+        "--stats",
+        action="store_true",
+        help="also show outlier channels of K and the structure of the attention, layer by layer",
+    )
+    add_common_options(command)
+    return command
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the recording's tables and return the exit code."""
+    dataset = open_dataset(arguments.dir, quiet=arguments.quiet, whole=arguments.stats)
+    from rich.console import Console
+
+    from capture.cli.dataset_tables import show, show_statistics
+
+    console = Console()
+    show(dataset, console)
+    if arguments.stats:
+        show_statistics(dataset, console)
+    return 0
+
+
+def open_dataset(where: str, *, quiet: bool, whole: bool) -> Dataset:
+    """Open a dataset; copy a remote one as a whole, or only the files that list its calls."""
+    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.locations import directory_of
+
+    directory_of(where)  # reports a missing directory before torch is imported
+    import_for_good("torch")
+    from capture.storage.dataset import Dataset
+
+    with shown_arrivals(quiet=quiet) as report:
+        dataset = Dataset.open(where, report=report)
+        if whole:
+            dataset.fetch(report=report)  # a file that cannot be copied is reported when it is read
+    return dataset

@@ -1,0 +1,64 @@
+"""The verbs of `capture`, and the options that every verb has. Imports no torch."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+from capture.command_line.parser import OneSentenceParser
+from capture.command_line.verbosity import add_verbosity
+from capture.text.printable import quoted
+
+MODULES = {
+    "record": "capture.cli.record_command",
+    "show": "capture.cli.show_command",
+    "check": "capture.cli.check_command",
+    "repair": "capture.cli.repair_command",
+}
+"""Module of each verb, with its `parser()` and `run(arguments)`."""
+
+MOVED_FLAGS = {
+    "--show": "show DIR",
+    "--stats": "show DIR --stats",
+    "--verify": "check DIR",
+    "--repair": "repair DIR",
+}
+"""Flags of earlier versions, and the verbs that took their place."""
+
+
+def new_parser(verb: str, description: str, *, examples: str, usage: str) -> OneSentenceParser:
+    """Return a parser without options whose help ends with examples."""
+    return OneSentenceParser(
+        prog=f"capture {verb}".strip(),
+        usage=usage,
+        description=description,
+        epilog=f"examples:\n{examples}",
+        formatter_class=lambda prog: argparse.RawDescriptionHelpFormatter(
+            prog, max_help_position=26, width=100
+        ),
+    )
+
+
+def add_common_options(parser: OneSentenceParser) -> None:
+    """Add the options that every verb has, as the last ones."""
+    add_verbosity(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    parser.add_version()
+    parser.set_defaults(left_behind="")
+
+
+def moved_flag(given: list[str]) -> str:
+    """Return a sentence about the first flag that became a verb; empty if there is none."""
+    for position, argument in enumerate(given):
+        flag, _, value = argument.partition("=")
+        if flag in MOVED_FLAGS:
+            value = value or next(iter(given[position + 1 :]), "")
+            place = "DIR" if not value or value.startswith("-") else quoted(value)
+            command = MOVED_FLAGS[flag].replace("DIR", place)
+            return f"{flag} became a verb: use `capture {command}`"
+    return ""
+
+
+def with_flags(message: str) -> str:
+    """Replace `record`'s keyword arguments by this command's flags: `max_bytes=` is --max-bytes."""
+    return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)

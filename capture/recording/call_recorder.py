@@ -1,0 +1,203 @@
+"""Receives the attention calls of a running model: counts each, and stores those wanted."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
+from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
+from capture.hooks.modes import outside_of_modes
+from capture.hooks.modules import CallSite, outside
+from capture.hooks.signals import is_meant_for_program
+from capture.recording.call_builder import has_symbolic_sizes
+from capture.recording.context import RecordingContext
+from capture.recording.kept_calls import KeptCalls, reason_of
+from capture.recording.seen_calls import SeenCalls, SimilarCalls
+
+
+class CallRecorder:
+    """Takes every call of the model, and raises nothing but what is meant for the program.
+
+    Args:
+        tell: takes a sentence for each thing that goes wrong; any thread may call it.
+    """
+
+    def __init__(self, context: RecordingContext, tell: Callable[[str], None]) -> None:
+        self.is_closed = True
+        """True before the recording begins and after it has ended."""
+        self.lock = threading.RLock()
+        self.seen = SeenCalls(context, self.lock)
+        self.kept = KeptCalls(context, self.seen, tell)
+        self._context, self._tell = context, tell
+        self._next_index = itertools.count().__next__
+
+    def observer(self) -> Observer:
+        """Return a function that counts each SDPA call, and stores it if the sampler selects it.
+
+        Every call of the model passes here, and most are to cost as little as possible: one look-up
+        in a dictionary. They take no lock: the GIL is not released within `+= 1`, and a call that
+        the sampler refused stays refused until the sampler changes.
+        """
+        groups, running = self.seen.groups, self._context.tracker.running
+        sampler, next_index = self._context.sampler, self._next_index
+        count_visit = self.seen.visit if self._context.options.rank is not None else None
+        is_tracing = torch._C._is_tracing
+
+        def observe(
+            output: object,
+            sdpa: Callable[..., Tensor],
+            query: Tensor,
+            key: Tensor,
+            value: Tensor,
+            attn_mask: Tensor | None = None,
+            dropout_p: float = 0.0,
+            is_causal: bool = False,
+            *,
+            scale: float | None = None,
+            enable_gqa: bool = False,
+        ) -> None:
+            if self.is_closed:
+                return
+            # While torch.jit or torch.fx traces, our work would become part of the trace.
+            if is_tracing() or not isinstance(output, Tensor):
+                self._context.counts.without_values += 1
+                return
+            try:
+                stack = running.stack
+                site = stack[-1][1] if stack else outside()
+                module, step, phase = site
+                dtype = autocast_dtype(query) if is_any_enabled() and sdpa is TORCH_SDPA else None
+                like: tuple[object, ...] | None
+                try:
+                    like = (
+                        module,
+                        phase,
+                        query.shape,
+                        key.shape,
+                        value.shape,
+                        query.dtype,
+                        None
+                        if attn_mask is None
+                        else (attn_mask.shape, attn_mask.dtype, getattr(attn_mask, "variant", 0)),
+                        is_causal,
+                        scale,
+                        enable_gqa,
+                        dtype,
+                    )
+                    group = groups.get(like)
+                except (RuntimeError, TypeError) as error:
+                    if is_meant_for_program(error):
+                        raise
+                    like = group = None  # not every tensor has a shape to compare
+                if group is None:
+                    if has_symbolic_sizes(query, key, value):
+                        self._context.counts.without_values += 1
+                        return
+                elif group.place is None or (
+                    group.refused_step == step and group.refused_at == sampler.changes
+                ):
+                    # The fast path: no arguments are bound, and the sampler is not asked.
+                    next_index()
+                    group.count.calls += 1
+                    group.count.last_step = step
+                    if count_visit is not None:
+                        count_visit(site)
+                    return
+                arguments = bind(
+                    query,
+                    key,
+                    value,
+                    attn_mask,
+                    dropout_p,
+                    is_causal,
+                    scale=scale,
+                    enable_gqa=enable_gqa,
+                )
+                if group is None:
+                    group = self.seen.find(like, site, arguments, dtype)
+                self._count_and_offer(group, site, arguments, dtype, output, sdpa)
+            except Exception as error:
+                self._tell_failure(error)
+
+        return observe
+
+    def handle(
+        self,
+        arguments: Arguments,
+        proceed: Callable[[], Tensor],
+        function: Callable[..., Tensor],
+    ) -> Tensor:
+        """Count a call that came by another entry point than SDPA, and store it if selected."""
+        output = proceed()
+        if self.is_closed:
+            return output
+        if torch._C._is_tracing() or not isinstance(output, Tensor):
+            self._context.counts.without_values += 1
+            return output
+        try:
+            if has_symbolic_sizes(*arguments[:3]):
+                self._context.counts.without_values += 1
+                return output
+            site = self._context.tracker.site
+            mask, table = arguments.attn_mask, arguments.page_table
+            packed = arguments.cu_seqlens_q
+            like = (
+                site.module,
+                site.phase,
+                *(tensor.shape for tensor in arguments[:3]),
+                arguments.query.dtype,
+                None if mask is None else (mask.shape, mask.dtype),
+                None if packed is None else packed.shape,
+                None if table is None else table.shape,
+                arguments.sinks is None,
+                arguments.seqused_k is None,
+                arguments[5:8],
+                *arguments[-5:],
+            )
+            group = self.seen.groups.get(like) or self.seen.find(like, site, arguments, None)
+            self._count_and_offer(group, site, arguments, None, output, function)
+        except Exception as error:
+            self._tell_failure(error)
+        return output
+
+    def _count_and_offer(
+        self,
+        group: SimilarCalls,
+        site: CallSite,
+        arguments: Arguments,
+        dtype: torch.dtype | None,
+        output: Tensor,
+        function: Callable[..., Tensor],
+    ) -> None:
+        """Count a call, and store it if the sampler wants it.
+
+        Args:
+            dtype: the dtype that autocast casts the arguments to.
+            function: the function that the model called.
+        """
+        index, sampler = self._next_index(), self._context.sampler
+        group.count.calls += 1
+        group.count.last_step = site.step
+        if self._context.options.rank is not None:
+            self.seen.visit(site)
+        if group.place is None:
+            return
+        # Held until the copies are queued, so that files change in the order of decisions.
+        with self.lock:
+            changes = sampler.changes
+            if not sampler.wants(group.place, site.step):
+                group.refused_step, group.refused_at = site.step, changes
+            elif not self.is_closed:
+                with outside_of_modes():
+                    given = cast(arguments, dtype)
+                    self.kept.store(index, site, group, given, output, function)
+
+    def _tell_failure(self, error: Exception) -> None:
+        if is_meant_for_program(error):
+            raise error
+        self._tell(f"an attention call could not be recorded: {reason_of(error)}")

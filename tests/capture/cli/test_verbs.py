@@ -1,0 +1,70 @@
+"""The helps of the verbs, and that no verb ignores an option."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from pathlib import Path
+
+import pytest
+
+from capture.cli.verbs import MODULES
+from tests.in_this_process import RunCli
+from tests.noted_options import Noted, options
+
+MODEL = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class Attention(nn.Module):
+    def forward(self, states):
+        return scaled_dot_product_attention(states, states, states)
+
+
+def build():
+    attention = Attention()
+    return attention, lambda: attention(torch.randn(1, 2, 5, 8))
+"""
+GIVEN = {
+    "record": ("--model", "my.py:build", "--overwrite"),
+    "show": ("captured_inputs",),
+    "check": ("captured_inputs",),
+    "repair": ("captured_inputs",),
+}
+
+
+@pytest.mark.parametrize("verb", MODULES)
+def test_help_is_short(run_cli: RunCli, verb: str) -> None:
+    code, printed, _ = run_cli(verb, "--help")
+    lines = printed.splitlines()
+    assert code == 0
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert verb == "record" or printed.startswith(f"usage: capture {verb} DIR")
+    parser = importlib.import_module(MODULES[verb]).parser()
+    assert len(options(parser)) <= 26
+
+
+def test_help_of_the_command_is_that_of_record_with_five_examples(run_cli: RunCli) -> None:
+    printed = run_cli("--help")[1]
+    assert printed == run_cli("record", "--help")[1]
+    assert printed.partition("examples:\n")[2].count("  capture ") == 5
+
+
+@pytest.mark.parametrize("verb", MODULES)
+def test_verb_reads_every_option(
+    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    (tmp_path / "my.py").write_text(MODEL)
+    monkeypatch.chdir(tmp_path)
+    assert run_cli(*GIVEN["record"])[0] == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse, "Namespace", Noted)
+        Noted.read = {"debug"}  # read where a command fails
+        code, _, err = run_cli(verb, *GIVEN[verb])
+    assert code == 0, err
+    parser = importlib.import_module(MODULES[verb]).parser()
+    unread = {action.dest for action in options(parser)} - Noted.read
+    assert unread <= ({"quiet"} if verb == "repair" else set())
