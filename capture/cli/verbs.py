@@ -9,7 +9,7 @@ from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import add_verbosity
 from capture.text.printable import quoted
 
-MODULES = {
+VERBS = {
     "record": "capture.cli.record_command",
     "show": "capture.cli.show_command",
     "check": "capture.cli.check_command",
