@@ -4,7 +4,7 @@
 # make test-all       the same with the slow tests too, as CI
 # make docs           the docs as a site, in site/; a dead link fails
 # make compatibility  try old, middle and new libraries, and write the versions in docs/index.md
-# make dist           build a release in dist/, check it, and try the wheel in a clean environment
+# make dist           build both wheels in dist/, check them, and try each in a clean environment
 # make clean          forget the environments, the recordings and the release
 
 PYTHON ?= python3
@@ -42,15 +42,16 @@ compatibility: $(READY)
 dist: $(READY)
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m build --outdir dist attention_kernels
 	$(BIN)/twine check --strict dist/*
 	$(BIN)/python -m compatibility.wheel dist/*.whl
 
 # torch first and alone: its exact version is the only thing that picks its wheel.
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml attention_kernels/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) --editable '.[all,dev]'
+	$(PIP) --editable '.[all,dev]' --editable ./attention_kernels
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) captured_inputs report.html build dist site
+	rm -rf $(VENV) captured_inputs report.html build attention_kernels/build dist site

@@ -1,22 +1,119 @@
-"""Our own attention kernels, written in Triton.
+"""Attention kernels in Triton and Gluon: functions of tensors with SDPA-like arguments.
 
-What others import are plain functions on BHSD tensors with SDPA-like arguments, which need torch
-and Triton only; `replay/kernels/adapters/triton_*.py` register them. Importing a file imports
-Triton, so adapters import them when a kernel is first run. With TRITON_INTERPRET=1 set before that,
-they run on the CPU in Triton's interpreter, which shows whether they are right and nothing about
-their speed.
+`attention` takes the arguments of `scaled_dot_product_attention` and runs the fastest exact kernel
+for the call. The other functions are the kernels themselves. Each is imported when it is first
+used, so that this package imports quickly, and without Triton.
 
-A file is such a function (`prefill.py`, `decode.py`), a kernel as the GPU runs it, to be read from
-the top (`…_kernel.py`), how that is planned and launched (the same name without `_kernel`), or a
-building block:
+A folder imports from those below it only:
 
-- of kernels for any GPU, in Triton: `online_softmax.py`, `masking.py`, `matmul.py`, and for decode
-  `kv_cache.py`;
-- of kernels for Hopper, in Gluon: `hopper_pipeline.py` (loads, barriers, turns), `hopper_scores.py`
-  and `persistent.py` (tiles and their order); docs/kernel-notes.md draws how they work;
-- of 8-bit operands: `quantise.py`, `quantised_operands.py`, `quantised_cache.py`;
-- of launches: `launch.py`, `descriptors.py`, `tensor_maps.py`, `workspace.py`.
+    dispatch.py   the choice of a kernel for a call
+    sparse/       decode that reads a choice of tokens
+    decode/       a few queries over a cache: in one piece, in pages, in 8 bits
+    quantised/    prefill with 8-bit operands, for any GPU and for Hopper
+    portable/     prefill in Triton for any GPU, which hands over to hopper/ where that is faster
+    hopper/       prefill in Gluon for Hopper (docs/kernel-notes.md draws how it works)
+    tiles/        parts of kernels: masking, online softmax, products, visited blocks
+    launch/       the host's side of a launch: plans, descriptors, workspace, shape checks
+    options.py    arguments of a call that SDPA does not have
 
-Suffixes: B batch, Hq query heads, Hkv key/value heads, H any heads, S sequence, D head dimension,
-T tokens of all batch elements in a row.
+A file is named after its function (`prefill.py`, `paged_decode.py`). `…_kernel.py` is what the GPU
+runs, to be read from the top; the file of the same name without `_kernel` plans and launches it.
+With TRITON_INTERPRET=1 set before the import, the Triton kernels run on the CPU in Triton's
+interpreter, which shows that they are right and nothing about their speed.
+
+Suffixes of names: B batch, Hq query heads, Hkv key/value heads, H any heads, S sequence, D head
+dimension, T tokens of all batch elements in a row.
 """
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attention_kernels.decode.contiguous_decode import contiguous_decode
+    from attention_kernels.decode.paged_decode import paged_decode
+    from attention_kernels.decode.quantised_cache import quantise_cache
+    from attention_kernels.decode.quantised_decode import quantised_decode
+    from attention_kernels.decode.split_kv import attend_to_cache
+    from attention_kernels.dispatch import attention
+    from attention_kernels.hopper.hopper_prefill import hopper_prefill
+    from attention_kernels.options import PLAIN, AttentionOptions
+    from attention_kernels.portable.masked_prefill import masked_prefill
+    from attention_kernels.portable.prefill import prefill
+    from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
+    from attention_kernels.quantised.quantise import quantise_key_value
+    from attention_kernels.quantised.quantised_prefill import (
+        attend_to_quantised,
+        quantised_prefill,
+    )
+    from attention_kernels.sparse.sparse_decode import paged_sparse_decode, sparse_decode
+    from attention_kernels.sparse.token_choice import choose_paged_tokens, choose_tokens
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "PLAIN": "options",
+    "AttentionOptions": "options",
+    "KeyRanges": "portable.varlen",
+    "attend_to_cache": "decode.split_kv",
+    "attend_to_quantised": "quantised.quantised_prefill",
+    "attention": "dispatch",
+    "choose_paged_tokens": "sparse.token_choice",
+    "choose_tokens": "sparse.token_choice",
+    "contiguous_decode": "decode.contiguous_decode",
+    "hopper_prefill": "hopper.hopper_prefill",
+    "masked_prefill": "portable.masked_prefill",
+    "packed_prefill": "portable.varlen",
+    "padded_prefill": "portable.varlen",
+    "paged_decode": "decode.paged_decode",
+    "paged_sparse_decode": "sparse.sparse_decode",
+    "prefill": "portable.prefill",
+    "quantise_cache": "decode.quantised_cache",
+    "quantise_key_value": "quantised.quantise",
+    "quantised_decode": "decode.quantised_decode",
+    "quantised_prefill": "quantised.quantised_prefill",
+    "sparse_decode": "sparse.sparse_decode",
+}
+"""The module of each public name. No public function is called like a folder or a file here, which
+would take its place in this namespace once it is imported."""
+
+__all__ = [
+    "PLAIN", "AttentionOptions", "KeyRanges", "attend_to_cache", "attend_to_quantised", "attention",
+    "choose_paged_tokens", "choose_tokens", "contiguous_decode", "hopper_prefill", "masked_prefill",
+    "packed_prefill", "padded_prefill", "paged_decode", "paged_sparse_decode", "prefill",
+    "quantise_cache", "quantise_key_value", "quantised_decode", "quantised_prefill",
+    "sparse_decode",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for.
+
+    Raises:
+        ImportError: it needs Triton, or a newer one; the message says what to do.
+    """
+    module = _MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    except (ImportError, AttributeError) as error:  # an old Triton lacks modules, or names in them
+        raise ImportError(_refusal(name, error)) from error
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+def _refusal(name: str, error: Exception) -> str:
+    """Return why a kernel cannot be imported and what to do about it, in one sentence."""
+    try:
+        installed = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return f"{__name__}.{name} needs Triton: pip install triton"
+    least = "3.6" if name == "hopper_prefill" else "3.4"
+    return f"{__name__}.{name} needs Triton {least} or newer ({installed} is installed): {error}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -35,6 +36,17 @@ class AttentionOptions:
 
 PLAIN = AttentionOptions()
 """Options of SDPA itself."""
+
+
+class Lengths(NamedTuple):
+    """Rows of the tensors that belong to each batch element; `forward_kernel._rows` reads them."""
+
+    kind: str
+    batches: int
+    longest_query: int
+    q_offsets: Tensor | None = None
+    k_starts: Tensor | None = None
+    k_lengths: Tensor | None = None
 
 
 def is_leading_part(part: Tensor, whole: Tensor) -> bool:

@@ -33,7 +33,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.quantised_cache import QuantisedCache, quantise_cache
 from attention_kernels.decode.quantised_decode import random_pages
-from attention_kernels.decode.split_kv import attend, planned
+from attention_kernels.decode.split_kv import attend_to_cache, planned
 from attention_kernels.decode.split_kv_plan import Tiling
 from benchmarks import results
 from benchmarks.gpu import gpu
@@ -219,15 +219,17 @@ def tilings(plan: Tiling, alternatives: Alternatives) -> dict[str, Tiling]:
     for block_n, warp_count, stage_count, factor in product(blocks, warps, stages, parts):
         tiles = plan._replace(block_n=int(block_n), warps=int(warp_count), stages=int(stage_count))
         if math.isnan(factor):
-            tiles = tiles._replace(deal=None)
-        elif tiles.deal is None:
+            tiles = tiles._replace(assignment=None)
+        elif tiles.assignment is None:
             tiles = tiles._replace(splits=max(1, round(plan.splits * factor)))
         else:
-            deal = tiles.deal
-            shares = max(1, round(deal.shares * factor))
-            least = max(1, round(deal.least / factor * plan.block_n / block_n))
-            worth = deal.worth * block_n / plan.block_n
-            tiles = tiles._replace(deal=deal._replace(shares=shares, least=least, worth=worth))
+            assignment = tiles.assignment
+            shares = max(1, round(assignment.shares * factor))
+            least = max(1, round(assignment.least / factor * plan.block_n / block_n))
+            worth = assignment.worth * block_n / plan.block_n
+            tiles = tiles._replace(
+                assignment=assignment._replace(shares=shares, least=least, worth=worth)
+            )
         if tiles != plan:
             found[_said(tiles)] = tiles
     return found
@@ -235,8 +237,8 @@ def tilings(plan: Tiling, alternatives: Alternatives) -> dict[str, Tiling]:
 
 def _said(tiles: Tiling) -> str:
     parts = f"splits {tiles.splits}"
-    if tiles.deal is not None:
-        parts = f"shares {tiles.deal.shares}, least {tiles.deal.least}"
+    if tiles.assignment is not None:
+        parts = f"shares {tiles.assignment.shares}, least {tiles.assignment.least}"
     return f"{tiles.block_n} keys, {tiles.warps} warps, {tiles.stages} stages, {parts}"
 
 
@@ -272,7 +274,7 @@ def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int
     for name in case.caches:
         cache = cache_of(name, call, in_pages)
         attending = partial(
-            attend,
+            attend_to_cache,
             call.query,
             cache,
             is_causal=call.is_causal,

@@ -124,13 +124,13 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
 def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
     """Return the predicted time of each schedule, in ms, and the schedule that is taken."""
     from attention_kernels.hopper import schedule as schedules
-    from attention_kernels.hopper.head_groups import Sight
+    from attention_kernels.hopper.head_groups import VisibleKeys
     from attention_kernels.hopper.persistent import multiprocessors
 
     right = 0 if spec.is_causal else None
-    sight = Sight(spec.q_len, spec.kv_len, 0, None, right, queries=1, keys=1)
+    visible = VisibleKeys(spec.q_len, spec.kv_len, 0, None, right, queries=1, keys=1)
     heads, group = spec.batch * spec.q_heads, spec.q_heads // spec.kv_heads
-    call = schedules.Whole(sight, heads, multiprocessors(device))
+    call = schedules.WholeCall(visible, heads, multiprocessors(device))
     times = schedules.times_of(group, call)
     line: dict[str, Any] = {
         f"{plan.consumers} consumers, predicted": time / 1000 for plan, time in times.items()

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv import attend
+from attention_kernels.decode.split_kv import attend_to_cache
 from attention_kernels.options import PLAIN, AttentionOptions
 
 
-def decode(
+def contiguous_decode(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -43,7 +43,7 @@ def decode(
     """
     if seqused_k is not None and seqused_k.dtype != torch.int32:
         seqused_k = seqused_k.int()  # descriptors take places of 32 bits
-    return attend(
+    return attend_to_cache(
         query,
         Cache(key, value, lengths=seqused_k),
         attn_mask=attn_mask,

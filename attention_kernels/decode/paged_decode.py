@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv import attend
+from attention_kernels.decode.split_kv import attend_to_cache
 from attention_kernels.options import PLAIN, AttentionOptions
 
 
@@ -37,4 +37,6 @@ def paged_decode(
         options: bottom right, window and soft cap; pages before every query's window are not read.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
-    return attend(query, cache, is_causal=is_causal, scale=scale, sinks=sinks, options=options)
+    return attend_to_cache(
+        query, cache, is_causal=is_causal, scale=scale, sinks=sinks, options=options
+    )

@@ -12,7 +12,7 @@ to the scores again.
 
 No number of the cache is ever multiplied by its scale, nor converted. Scales of keys are factors of
 their scores, those of values of their probabilities, which are two 8-bit numbers each, like the
-numbers of the query (`halves.py`). So that these have bits left, the largest product of a
+numbers of the query (`high_low_parts.py`). So that these have bits left, the largest product of a
 probability and its value's scale is the largest number they have, in each block anew.
 
 Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
@@ -43,7 +43,7 @@ from torch import Tensor
 from attention_kernels.launch.descriptors import described, nowhere
 from attention_kernels.launch.launcher import Launch, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes, vector
-from attention_kernels.quantised.quantise import (
+from attention_kernels.tiles.eight_bits import (
     FP8_MAX,
     INT8_MAX,
     SMALLEST_MAXIMUM,
@@ -51,7 +51,11 @@ from attention_kernels.quantised.quantise import (
     to_fp8,
     to_int8,
 )
-from attention_kernels.tiles.half_tiles import LOG2_LARGEST_FP8, LOG2_LARGEST_INT8, in_halves
+from attention_kernels.tiles.high_low_parts import (
+    LOG2_LARGEST_FP8,
+    LOG2_LARGEST_INT8,
+    high_low_parts,
+)
 from attention_kernels.tiles.matmul import INTERPRETED
 
 CACHE_BLOCK = tl.constexpr(128)
@@ -140,15 +144,15 @@ class QuantisedCache:
 
 @triton.jit
 def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
-    """A query (M, D) `in_halves`, each row's factor (M,) and its score of the mean (M,), which are
-    NaN where the row is not finite."""
+    """A query (M, D) `high_low_parts`, each row's factor (M,) and its score of the mean (M,), which
+    are NaN where the row is not finite."""
     query = query.to(tl.float32)
     mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
     offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
     query = tl.where(tl.abs(query) < float("inf"), query, 0.0)
     largest = tl.maximum(tl.max(tl.abs(query), axis=1), SMALLEST_MAXIMUM)
     unit: tl.constexpr = 2.0 ** (LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8)
-    halves = in_halves(query / largest[:, None] * unit, IS_INT8)
+    halves = high_low_parts(query / largest[:, None] * unit, IS_INT8)
     return halves, largest / unit, offsets
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attention_kernels.decode.paging import shuffled
 from attention_kernels.decode.quantised_cache import CACHE_BLOCK, quantise_cache
-from attention_kernels.decode.split_kv import attend
+from attention_kernels.decode.split_kv import attend_to_cache
 from attention_kernels.options import PLAIN, AttentionOptions
 
 
@@ -34,19 +34,20 @@ def quantised_decode(
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
 
-    A server quantises a token once; `split_kv.attend` on a `QuantisedCache` is what it runs then.
+    A server quantises a token once; `split_kv.attend_to_cache` on a `QuantisedCache` is what it
+    runs then.
 
     Args:
         dtype: int8 or float8_e4m3fn, of the cache. FP8 needs compute capability 8.9.
         in_pages: of `CACHE_BLOCK` tokens, in a random order.
 
-    The other arguments, and the result, are those of `decode.decode`. Key and value are not
+    The other arguments, and the result, are those of `contiguous_decode`. Key and value are not
     changed.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))
     table = random_pages(key) if in_pages else None
-    return attend(
+    return attend_to_cache(
         query,
         quantise_cache(key, value, dtype, lengths=seqused_k, block_table=table),
         attn_mask=attn_mask,

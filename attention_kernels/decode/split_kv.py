@@ -11,11 +11,11 @@ from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.quantised_cache import QuantisedCache
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_kernel import split_kv_kernel
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER
 from attention_kernels.decode.split_kv_plan import Plan, Tiling, merging, plan
-from attention_kernels.launch.launcher import Kept, Launch, PlannedCall, layout, named
+from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes, sizes_of
 from attention_kernels.launch.workspace import workspace
 from attention_kernels.options import PLAIN, AttentionOptions
@@ -23,7 +23,7 @@ from attention_kernels.tiles.masking import window_sides
 from attention_kernels.tiles.online_softmax import LOG2_E
 
 
-def attend(
+def attend_to_cache(
     query: Tensor,
     cache: Cache | QuantisedCache,
     *,
@@ -96,7 +96,7 @@ def planned(
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
 ) -> Plan:
-    """How `attend` cuts a call, arguments as there, unless it is told to do otherwise."""
+    """How `attend_to_cache` cuts a call, arguments as there, unless it is told to do otherwise."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
@@ -117,17 +117,17 @@ def planned(
     )
 
 
-class _PlannedCall(NamedTuple):
+class _PlannedDecode(NamedTuple):
     """What calls of one shape share."""
 
     call: PlannedCall
     output_shape: tuple[int, int, int, int]
     parts_numbers: int
-    """Room for the parts; 0 where there is one part only."""
+    """SharedRoom for the parts; 0 where there is one part only."""
     counters: int
 
 
-_calls: Kept[_PlannedCall] = Kept()
+_calls: PlanCache[_PlannedDecode] = PlanCache()
 
 
 def _plan_call(
@@ -139,9 +139,9 @@ def _plan_call(
     options: AttentionOptions,
     tiles: Tiling | None,
     sinks: Sizes | None,
-) -> _PlannedCall:
-    """All of a call but its tensors' addresses; arguments as those of `attend`, and of the sinks
-    their shape."""
+) -> _PlannedDecode:
+    """All of a call but its tensors' addresses; arguments as those of `attend_to_cache`, and of the
+    sinks their shape."""
     check_shapes(query.shape, *cache.shapes, sinks)
     _check_by_sequence(cache)
     batch, heads, q_len, head_dim = query.shape
@@ -155,12 +155,12 @@ def _plan_call(
     tiles = tiles or cut.tiling
     # A block of its own size could lie in two pages.
     has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
-    deal = tiles.deal
+    assignment = tiles.assignment
     heads_of_keys = batch * kv_heads
     programs, splits = heads_of_keys, tiles.splits
-    if deal is not None:
-        programs, splits = deal.programs(heads_of_keys), 1
-    is_merged = splits > 1 or deal is not None
+    if assignment is not None:
+        programs, splits = assignment.programs(heads_of_keys), 1
+    is_merged = splits > 1 or assignment is not None
     merged = merging(cut, tiles, heads_of_keys, group * q_len, _processors(query.device))
     scale, cap = head_dim**-0.5 if scale is None else float(scale), None
     if options.softcap is not None:
@@ -190,9 +190,11 @@ def _plan_call(
             "q_len": q_len,
             "kv_len": kv_len,
             "kept": kept,
-            "splits": splits if deal is None else None,
-            "sequences": None if deal is None else batch,
-            **(dict.fromkeys(Deal._fields) if deal is None else deal._asdict()),
+            "splits": splits if assignment is None else None,
+            "sequences": None if assignment is None else batch,
+            **(
+                dict.fromkeys(KeyAssignment._fields) if assignment is None else assignment._asdict()
+            ),
             "head_dim": head_dim - cache.tail,
             "tail_dim": cache.tail,
             "v_dim": v_dim,
@@ -211,7 +213,7 @@ def _plan_call(
             "ROW_CHUNKS": merged.row_chunks,
             "BLOCK_SPLITS": merged.block_splits,
             "TOGETHER": merged.together,
-            "BLOCK_SEQUENCES": 0 if deal is None else triton.next_power_of_2(batch),
+            "BLOCK_SEQUENCES": 0 if assignment is None else triton.next_power_of_2(batch),
         },
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -219,7 +221,7 @@ def _plan_call(
     descriptors = None
     if has_descriptors:
         descriptors = cache.descriptors(tiles.block_n, cut.block_d, cut.block_dv, cut.block_tail)
-    return _PlannedCall(
+    return _PlannedDecode(
         PlannedCall(launch, descriptors),
         (batch, heads, q_len, v_dim),
         programs * splits * group * q_len * (v_dim + 2) if is_merged else 0,

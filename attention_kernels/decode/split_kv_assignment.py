@@ -1,12 +1,13 @@
-"""How keys are dealt to programs where sequences have lengths of their own, which the GPU knows.
+"""How keys are assigned_part to programs where sequences have lengths of their own, which the GPU
+knows.
 
 The host launches as many programs whatever the lengths are. Each program reads all lengths, agrees
 with the others on the largest part, and finds its own by counting the parts before it. The longer a
 sequence, the more parts it has, and parts are about equally long: none is left when all others are
 done. Programs beyond the last part end at once.
 
-With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. So where
-c is at least all blocks divided by `shares`, all heads have no more parts than `shares` and heads
+With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. So where c
+is at least all blocks divided by `shares`, all heads have no more parts than `shares` and heads
 together, which is how many programs there are.
 """
 
@@ -20,7 +21,7 @@ import triton.language as tl
 from attention_kernels.tiles.matmul import INTERPRETED
 
 
-class Deal(NamedTuple):
+class KeyAssignment(NamedTuple):
     """What the GPU needs to know besides the lengths."""
 
     shares: int
@@ -69,7 +70,7 @@ def seen_positions(
 
 
 @triton.jit
-def dealt(
+def assigned_part(
     program,
     lengths_ptr,
     sequences,

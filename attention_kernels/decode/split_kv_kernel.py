@@ -28,13 +28,13 @@ from attention_kernels.decode.quantised_cache import (
     in_value_order,
     log2,
 )
-from attention_kernels.decode.split_kv_assignment import dealt, seen_positions
+from attention_kernels.decode.split_kv_assignment import assigned_part, seen_positions
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge
-from attention_kernels.tiles.half_tiles import (
+from attention_kernels.tiles.high_low_parts import (
     LOG2_LARGEST_FP8,
     LOG2_LARGEST_INT8,
-    in_halves,
-    product_of_halves,
+    high_low_parts,
+    high_low_product,
 )
 from attention_kernels.tiles.masking import in_base_2
 from attention_kernels.tiles.matmul import matmul
@@ -118,8 +118,8 @@ def split_kv_kernel(
     indices, table, `cap`, `left` and `right`; the parts and their counters where keys are not
     split; the scales and the mean where the cache is in 16 bits.
 
-    With BLOCK_SEQUENCES keys are dealt to programs by the lengths of that many sequences or fewer
-    (`split_kv_deal.py`), and `splits` is None; else what a `Deal` has is None.
+    With BLOCK_SEQUENCES keys are assigned_part to programs by the lengths of that many sequences or
+    fewer (`split_kv_deal.py`), and `splits` is None; else what a `KeyAssignment` has is None.
 
     `cap` is in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
     `head_dim` is what the key has before its tail: Dv.
@@ -140,7 +140,7 @@ def split_kv_kernel(
     kv_head = head % kv_heads
     parts = splits
     if BLOCK_SEQUENCES != 0:
-        batch, kv_head, split, parts = dealt(
+        batch, kv_head, split, parts = assigned_part(
             tl.program_id(0),
             lengths_ptr,
             sequences,
@@ -278,7 +278,7 @@ def split_kv_kernel(
                 other=0.0,
             )
         if IS_8_BIT:
-            scores = product_of_halves(query, key)
+            scores = high_low_product(query, key)
         else:
             scores = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         if BLOCK_TAIL != 0:
@@ -334,7 +334,7 @@ def split_kv_kernel(
             unscaled = weights * tl.math.exp2(-value_logs)[None, :]
             totals = totals * rescale[:, None] + unscaled * block_share
             value = value_ptr.load([place, kv_head, value_row, inside]).reshape(BLOCK_DV, BLOCK_N)
-            summed = product_of_halves(in_value_order(in_halves(weights, IS_INT8)), value)
+            summed = high_low_product(in_value_order(high_low_parts(weights, IS_INT8)), value)
             output = output * rescale[:, None] + summed * block_share
         else:
             largest = tl.max(scores, axis=1)

@@ -7,7 +7,7 @@ import math
 from typing import Literal, NamedTuple
 
 from attention_kernels.decode.kv_cache import Access
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 
 SHORTEST = 128
 """Keys for which a program of its own is worth its start."""
@@ -16,7 +16,8 @@ LONG = 4096
 RESIDENT = 2
 """Programs that a processor holds at once in most tilings, and that keep its memory busy."""
 MOST_SHARES = 8
-"""Parts a processor into which keys are dealt: more end more evenly, and begin more often."""
+"""Parts a processor into which keys are assigned_part: more end more evenly, and begin more often.
+"""
 LEAST_SHARE = 2**21
 """Bytes of keys and values beside which a program's start and end, some 2 µs, are little."""
 WORTH_DEALING = 2**26
@@ -98,9 +99,9 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     splits: int
-    """Equal parts that the keys of each head are cut into, where they are not dealt."""
-    deal: Deal | None = None
-    """How keys are dealt to programs by the sequences' lengths."""
+    """Equal parts that the keys of each head are cut into, where they are not assigned_part."""
+    assignment: KeyAssignment | None = None
+    """How keys are assigned_part to programs by the sequences' lengths."""
 
 
 class Plan(NamedTuple):
@@ -135,7 +136,9 @@ def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -
     Programs wait for each other only where all of them run at once: else those that wait would be
     in the way of those that are waited for.
     """
-    programs = heads * tiling.splits if tiling.deal is None else tiling.deal.programs(heads)
+    programs = (
+        heads * tiling.splits if tiling.assignment is None else tiling.assignment.programs(heads)
+    )
     parts = programs // heads
     merged_rows = _stored(rows, cut.block_m)
     runs_at_once = programs * cut.row_blocks <= processors
@@ -174,7 +177,7 @@ def plan(
             knows; else 1.
         largest_block: keys that descriptors load at once at most.
     """
-    # Beside 8 bits a row is two columns of a product (`halves.py`), whose registers 32 rows fill.
+    # In 8 bits a row is two columns of a product (`high_low_parts.py`): 32 rows fill its registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
     block_m = min(max(least, 1 << (rows - 1).bit_length()), most)
     row_blocks = -(-rows // block_m)
@@ -212,7 +215,7 @@ def plan(
         at_once = processors // (heads * row_blocks)
         most = max(most, min(at_once, math.isqrt(stored_rows * loaded // (2 * merged))))
     splits = max(1, min(splits, most, -(-positions // SHORTEST)))
-    deal = None
+    assignment = None
     if 1 < sequences <= MOST_SEQUENCES and heads * loaded >= WORTH_DEALING:
         a_block = block_n * loaded // positions
         resident = max(1, RESIDENT * processors // row_blocks)
@@ -225,15 +228,15 @@ def plan(
             turn = max(1, processors // row_blocks)
             resident = max(1, turn - heads)
             shares = max(1, min(-(-heads // turn) + 1, shares // turn)) * turn - heads
-        deal = Deal(
+        assignment = KeyAssignment(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
     # Where nothing is merged, more warps hide more latency of a small block's loads.
-    is_merged = splits > 1 or deal is not None
+    is_merged = splits > 1 or assignment is not None
     if widest <= 64 and not is_merged and access == "direct":
         warps = 8
     return Plan(
-        Tiling(block_n, warps, stages, splits, deal),
+        Tiling(block_n, warps, stages, splits, assignment),
         row_blocks,
         block_m,
         block_d,

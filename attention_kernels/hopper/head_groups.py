@@ -2,11 +2,11 @@
 
 Programs that work on the same head read its keys and values together, so that few of them come from
 memory: with few heads at a time, that is most. Where tiles differ in length, as below a diagonal,
-the number also decides whether programs end together. A section's tiles are numbered from the
-longest to the shortest, so where one section ends in the middle of a turn, some programs get the
+the number also decides whether programs end together. A head_group's tiles are numbered from the
+longest to the shortest, so where one head_group ends in the middle of a turn, some programs get the
 shortest tiles of that one and others the longest of the next. With 32 heads of 8,192 keys, a
-diagonal and 132 programs, the busiest has 1.66 times the average in sections of 4 heads and 1.006
-times in sections of 11.
+diagonal and 132 programs, the busiest has 1.66 times the average in head_groups of 4 heads and
+1.006 times in head_groups of 11.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 CACHED_BYTES = 12 * 2**20
-"""Of a section's keys and values that stay in the L2, so that they come from memory once."""
+"""Of a head_group's keys and values that stay in the L2, so that they come from memory once."""
 UNCACHED_BYTES = 64 * 2**20
 """From which on they come from memory for each program, or for those that read them together."""
 ALONE = 0.25
@@ -28,12 +28,14 @@ of it. A fit to 40 and 23 % with one, 5 to 10 with 2 to 3, and 0 to 9 with 4 (H1
 TILE_BLOCKS = 2
 """Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
 LEAST = 2
-"""Key heads of a section of tiles that are numbered by length: with one, calls of 512 and 1,024
+"""Key heads of a head_group of tiles that are numbered by length: with one, calls of 512 and 1,024
 keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
 NEARLY = 1.01
-"""How much longer than the best a smaller section may take. Small ones are better where memory is
-busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in sections of 8 as of 2, which
-are as even."""
+"""How much longer than the best a smaller head_group may take. Small ones are better where memory
+is
+busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in head_groups of 8 as of 2,
+which are as even.
+"""
 EACH_TRIED = 12
 """Key heads up to which each number is tried; a try takes a CPU some 50 µs, once for each shape of
 a call."""
@@ -41,7 +43,7 @@ STEP = 1.15
 """From one number to the next that is tried, beyond."""
 
 
-class Sight(NamedTuple):
+class VisibleKeys(NamedTuple):
     """What queries see: number i the keys from i + diagonal - left to i + diagonal + right."""
 
     q_len: int
@@ -57,19 +59,21 @@ class Sight(NamedTuple):
     """Of a block."""
 
 
-def section_of(sight: Sight, head_bytes: int, bundles: int, heads: int, programs: int) -> int:
+def head_group_size(
+    visible: VisibleKeys, head_bytes: int, bundles: int, heads: int, programs: int
+) -> int:
     """How many bundles of query heads are worked on at a time.
 
     Args:
-        sight: of the longest sequence, where they have lengths of their own.
+        visible: of the longest sequence, where they have lengths of their own.
         head_bytes: of a key head's keys and values.
         bundles: there are of query heads.
         heads: bundles that share a key head.
         programs: that share the tiles.
     """
-    if sight.right is None:
+    if visible.right is None:
         return heads
-    times = blocks_seen(sight) + TILE_BLOCKS
+    times = blocks_seen(visible) + TILE_BLOCKS
     if len(times) * bundles <= programs:
         return bundles
     average = int(times.sum()) * bundles / programs
@@ -84,7 +88,7 @@ def section_of(sight: Sight, head_bytes: int, bundles: int, heads: int, programs
 
 
 def _tried(key_heads: int) -> Iterator[int]:
-    """Sizes of sections of so many, the smallest first."""
+    """Sizes of head_groups of so many, the smallest first."""
     size = LEAST
     while size < key_heads:
         yield size
@@ -98,17 +102,17 @@ def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 
-def busiest_of(times: Tensor, bundles: int, section: int, programs: int) -> float:
+def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> float:
     """How long the program takes that has most to do.
 
     Args:
         times: of the tiles of a bundle, by their blocks of queries.
     """
     falling = times.flip(0)
-    sections, rest = divmod(bundles, section)
+    head_groups, rest = divmod(bundles, head_group)
     tiles = torch.cat(
         [
-            falling.repeat_interleave(section).repeat(sections),
+            falling.repeat_interleave(head_group).repeat(head_groups),
             falling.repeat_interleave(rest),
         ]
     )
@@ -120,9 +124,9 @@ def busiest_of(times: Tensor, bundles: int, section: int, programs: int) -> floa
     return float(by_turn.sum(0).max())
 
 
-def blocks_seen(sight: Sight) -> Tensor:
+def blocks_seen(visible: VisibleKeys) -> Tensor:
     """How many blocks of keys each block of queries sees a part of, (blocks,) int64."""
-    q_len, kv_len, diagonal, left, right, queries, keys = sight
+    q_len, kv_len, diagonal, left, right, queries, keys = visible
     first_query = torch.arange(0, q_len, queries, device="cpu")  # whatever the default is
     last_query = first_query + queries - 1
     first, last = torch.zeros_like(first_query), torch.full_like(last_query, kv_len - 1)
@@ -133,13 +137,13 @@ def blocks_seen(sight: Sight) -> Tensor:
     return (last // keys - first // keys + 1).clamp(min=1)
 
 
-def most_cut(sight: Sight, *, has_lengths: bool) -> int | None:
+def most_cut(visible: VisibleKeys, *, has_lengths: bool) -> int | None:
     """How many blocks of keys of a tile the right side cuts, at most; None: the last alone.
 
     Args:
-        has_lengths: batch elements have lengths of their own; `sight` is of the longest.
+        has_lengths: batch elements have lengths of their own; `visible` is of the longest.
     """
-    q_len, kv_len, diagonal, _, right, queries, keys = sight
+    q_len, kv_len, diagonal, _, right, queries, keys = visible
     if right is None:
         return None
     if has_lengths:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention_kernels.hopper.head_groups import Sight, most_cut, section_of
+from attention_kernels.hopper.head_groups import VisibleKeys, head_group_size, most_cut
 from attention_kernels.hopper.hopper_prefill_kernel import prefill_kernel
 from attention_kernels.hopper.operands import (
     are_loadable,
@@ -21,26 +21,25 @@ from attention_kernels.hopper.operands import (
 from attention_kernels.hopper.persistent import multiprocessors, work_of
 from attention_kernels.hopper.schedule import (
     LARGEST_HEAD_DIM,
-    Whole,
+    WholeCall,
     dims_of,
     room_for,
     schedule,
-    schedule_of_visits,
+    schedule_of_visited_blocks,
 )
 from attention_kernels.hopper.scores import ROWS
 from attention_kernels.hopper.stream_k import arguments_of, cut_for, memory_for
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Launch, PlannedCall
 from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
-from attention_kernels.options import PLAIN, AttentionOptions
-from attention_kernels.portable.forward import Lengths
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.tiles.masking import window_sides
 from attention_kernels.tiles.online_softmax import LOG2_E
-from attention_kernels.tiles.visited_blocks import Visits
+from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 
 @overload
-def prefill_hopper(
+def hopper_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -55,7 +54,7 @@ def prefill_hopper(
 
 
 @overload
-def prefill_hopper(
+def hopper_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -69,7 +68,7 @@ def prefill_hopper(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def prefill_hopper(
+def hopper_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -143,9 +142,9 @@ def forward_hopper(
     options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
-    visited: Visits | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`prefill_hopper` of padded and packed batches too: the output, and the log-sum-exp if asked.
+    """`hopper_prefill` of padded and packed batches too: the output, and the log-sum-exp if asked.
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
@@ -212,9 +211,9 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
 
 
 def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
-    """Queries of a tile and keys of a block, for `visits`."""
+    """Queries of a tile and keys of a block, for `visited_strides`."""
     size = loadable_type(attn_mask.dtype).itemsize
-    plan = schedule_of_visits(dims_of(query.shape[3], value.shape[3]), size)
+    plan = schedule_of_visited_blocks(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
 
 
@@ -229,7 +228,7 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
     return query.new_empty(batch, heads, length, v_head_dim)
 
 
-class _Planned(NamedTuple):
+class _PlannedPrefill(NamedTuple):
     """What calls of one shape share."""
 
     call: PlannedCall
@@ -251,17 +250,17 @@ def _planned(
     options: AttentionOptions | None,
     lengths: tuple[Any, ...] | None,
     mask: tuple[Sizes, Sizes, torch.dtype] | None,
-    visits: tuple[int, int] | None,
+    visited_strides: tuple[int, int] | None,
     others: tuple[Any, ...],
     sinks: Sizes | None,
-) -> _Planned:
+) -> _PlannedPrefill:
     """The launch of all calls that pass the same arguments, of the same types.
 
     Args:
         devices: of query, key and value.
         lengths: their kind, how many, the most queries, and the tensors' types and devices.
         mask: its shape, strides and type.
-        visits: strides of what the mask leaves, in tiles.
+        visited_strides: strides of what the mask leaves, in tiles.
         others: what is None or not, its type and device, and matters for nothing else.
         sinks: their shape.
 
@@ -291,7 +290,7 @@ def _planned(
     cap = None if options.softcap is None else options.softcap * unit
     scale = scale * unit if options.softcap is None else scale / options.softcap
     mask_size = 0 if mask is None else 1 if hides else mask[2].itemsize
-    visit_batch, visit_head = visits or (None, None)
+    visit_batch, visit_head = visited_strides or (None, None)
     group = q_heads // kv_heads
     dims = dims_of(head_dim, v_head_dim)
     seen = max(1, kv_len // batch) if is_packed else kv_len
@@ -299,24 +298,24 @@ def _planned(
         seen = min(seen, left + right + 1)
     longest = q_len if is_packed else kv_len
     diagonal = longest - q_len if is_bottom_right else 0
-    sight = Sight(q_len, longest, diagonal, left, right, queries=1, keys=1)
+    visible = VisibleKeys(q_len, longest, diagonal, left, right, queries=1, keys=1)
     processors = multiprocessors(devices[0])
-    call = None if lengths is not None else Whole(sight, batch * q_heads, processors)
+    call = None if lengths is not None else WholeCall(visible, batch * q_heads, processors)
     plan = schedule(dims, group, seen, mask_size, call)
-    if visits is not None:
-        plan = schedule_of_visits(dims, mask_size)
+    if visited_strides is not None:
+        plan = schedule_of_visited_blocks(dims, mask_size)
     room = room_for(dims, plan, mask_size)
     queries = ROWS.value * plan.consumers // plan.heads
     blocks = -(-q_len // queries)
     bundles = batch * q_heads // plan.heads
     tiles = blocks * bundles
-    sight = sight._replace(queries=queries, keys=plan.keys)
+    visible = visible._replace(queries=queries, keys=plan.keys)
     head_bytes = seen * (head_dim + v_head_dim) * dtype.itemsize
     cut = None
-    if lengths is None and visits is None:
-        cut = cut_for(sight, bundles, processors, plan.pace)
+    if lengths is None and visited_strides is None:
+        cut = cut_for(visible, bundles, processors, plan.tile_times)
     programs = min(tiles, processors) if cut is None else processors
-    section = section_of(sight, head_bytes, bundles, group // plan.heads, programs)
+    head_group = head_group_size(visible, head_bytes, bundles, group // plan.heads, programs)
     launch = Launch(
         prefill_kernel,
         (programs, 1, 1),
@@ -328,7 +327,7 @@ def _planned(
             "diagonal": None if is_bottom_right else 0,
             "left": left,
             "right": right,
-            "most_cut": most_cut(sight, has_lengths=lengths is not None),
+            "most_cut": most_cut(visible, has_lengths=lengths is not None),
             "mask_batch": None if mask is None else int(mask[0][0] > 1),
             "mask_head": None if mask is None else int(mask[0][1] > 1),
             "visit_batch": visit_batch,
@@ -346,7 +345,7 @@ def _planned(
             "ADDS_MASK": mask is not None and not hides,
             "BY_LENGTH": right is not None,
             "V_HEAD_DIM": v_head_dim if is_packed else dims.value,
-            **work_of(q_heads, group, blocks, bundles, section, programs),
+            **work_of(q_heads, group, blocks, bundles, head_group, programs),
             **arguments_of(cut),
         },
         num_warps=4,
@@ -363,7 +362,7 @@ def _planned(
         mask and _descriptor(*mask[:2], ROWS.value, plan.keys // (1 + hides), dtype=mask[2]),
     )
     shared = memory_for(cut, programs, plan.consumers, dims.value)
-    return _Planned(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
+    return _PlannedPrefill(PlannedCall(launch, descriptors, shared), bool(dims.rest), is_packed)
 
 
 def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:

@@ -30,14 +30,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attention_kernels.hopper.key_ranges import (
-    Bounds,
+    CallBounds,
     block_at,
-    element_of,
+    element_bounds_of,
     key_blocks_of,
     masked_of,
-    span_of,
+    memory_batch_of,
+    visited_blocks_at,
     visited_key,
-    visits_of,
 )
 from attention_kernels.hopper.mask_blocks import fill_mask
 from attention_kernels.hopper.output import Outputs, finish, sink_of
@@ -72,13 +72,13 @@ from attention_kernels.hopper.scores import (
     own_sums,
     start_scores,
 )
-from attention_kernels.hopper.softmax import Extras, unpack, weigh, weigh_whole
-from attention_kernels.hopper.stream_k import Share, gather
+from attention_kernels.hopper.softmax import SoftmaxExtras, unpack, weigh, weigh_whole
+from attention_kernels.hopper.stream_k import ProgramShare, gather
 from attention_kernels.tiles.division import quotient
 from attention_kernels.tiles.online_softmax import LOG2_E
 
 
-class Rings(NamedTuple):
+class PrefillRings(NamedTuple):
     """Blocks on their way from the producer to the consumers."""
 
     query: Any
@@ -101,8 +101,8 @@ class Rings(NamedTuple):
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
-        "turns", "blocks", "bundles", "section", "share_row", "share_each", "of_q_heads",
-        "of_group", "of_sections", "of_section", "of_last", "mask_batch", "mask_head",
+        "turns", "blocks", "bundles", "head_group", "share_row", "share_each", "of_q_heads",
+        "of_group", "of_head_groups", "of_head_group", "of_last", "mask_batch", "mask_head",
         "visit_batch", "visit_head",
     ]
 )  # fmt: skip
@@ -136,13 +136,13 @@ def prefill_kernel(
     turns,
     blocks,
     bundles,
-    section,
+    head_group,
     share_row,
     share_each,
     of_q_heads,
     of_group,
-    of_sections,
-    of_section,
+    of_head_groups,
+    of_head_group,
     of_last,
     mask_batch,
     mask_head,
@@ -165,12 +165,12 @@ def prefill_kernel(
     """A persistent program: its shared memory, and who does what.
 
     What a call lacks is None, and no argument of the compiled program: the second piece of the
-    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `Visits`), what a `Share` has,
-    `diagonal` and `most_cut` (as in `Bounds`), `left`, `right` and `cap`. The mask's `mask_batch`
-    and `mask_head` are 1, or 0 where all share its only one. Of a packed call, which has one batch
-    element in memory, `q_len` is the longest sequence's, `rows` are all queries, and `output` is
-    stored through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles
-    differ in length, and are worked on from the longest.
+    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), what a
+    `ProgramShare` has, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and `cap`.
+    The mask's `mask_batch` and `mask_head` are 1, or 0 where all share its only one. Of a packed
+    call, which has one batch element in memory, `q_len` is the longest sequence's, `rows` are all
+    queries, and `output` is stored through pointers, since a tile may end amid another sequence's
+    rows. BY_LENGTH: tiles differ in length, and are worked on from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
@@ -197,7 +197,7 @@ def prefill_kernel(
             bias = make_ring(buffers)
         else:
             mask = make_ring(buffers)
-    rings = Rings(
+    rings = PrefillRings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
         make_shared_ring(v_buffers, CONSUMERS),
@@ -207,20 +207,20 @@ def prefill_kernel(
         bias,
     )
     pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
-    visits = None
+    visited = None
     if visited is not None:
-        visits = (visited, visit_counts, visit_batch, visit_head)
-    bounds = Bounds(
-        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, visits
+        visited = (visited, visit_counts, visit_batch, visit_head)
+    bounds = CallBounds(
+        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, visited
     )
     share = None
     if parts_ptr is not None:
-        share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
-    reciprocals = (of_q_heads, of_sections, of_section, of_last)
-    work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
+        share = ProgramShare(share_row, share_each, parts_ptr, arrivals_ptr)
+    reciprocals = (of_q_heads, of_head_groups, of_head_group, of_last)
+    work = Work(q_heads, tiles, turns, blocks, bundles, head_group, reciprocals, share)
     descriptors = (q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc)
     load = (descriptors, rings, work, bounds, of_group, (mask_batch, mask_head))
-    extras = Extras(scale, cap, sinks)
+    extras = SoftmaxExtras(scale, cap, sinks)
     outputs = Outputs(o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows)
     attend = (rings, outputs, work, bounds, extras)
     # The first consumer is the program's own four warps. Gluon wants every list written out.
@@ -284,29 +284,29 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         kv_head = quotient(q_head, of_group)
         first = block * QUERIES
-        span = span_of(batch, bounds)
-        if has_tile(turn, first, span, work, bounds, QUERIES, KEYS):
-            element = element_of(batch, bounds)
-            if bounds.visits is None:
-                blocks = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+        element = element_bounds_of(batch, bounds)
+        if has_tile(turn, first, element, work, bounds, QUERIES, KEYS):
+            memory_batch = memory_batch_of(batch, bounds)
+            if bounds.visited is None:
+                blocks = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
                 steps = blocks[3] - blocks[0]
             else:
-                visits = visits_of(batch, q_head, block, bounds, KEYS)
-                steps = gl.maximum(visits[2] + visits[3], 1)
+                visited = visited_blocks_at(batch, q_head, block, bounds, KEYS)
+                steps = gl.maximum(visited[2] + visited[3], 1)
             for i in range(steps):
                 has_mask = True
-                if bounds.visits is None:
-                    key = span.k_start + block_at(i, blocks, bounds) * KEYS
+                if bounds.visited is None:
+                    key = element.k_start + block_at(i, blocks, bounds) * KEYS
                 else:
-                    key = visited_key(i, visits, bounds, KEYS)
-                    has_mask = i < gl.maximum(visits[3], 1)
+                    key = visited_key(i, visited, bounds, KEYS)
+                    has_mask = i < gl.maximum(visited[3], 1)
                 stage, phase = count % STAGES, count // STAGES
-                at = [element, kv_head, key, 0]
+                at = [memory_batch, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
                 if i == 0:  # not before: consumers give queries back last of all
                     for who in gl.static_range(CONSUMERS):
-                        row = span.q_start + first + who // HEADS * ROWS
-                        own = [element, q_head + who % HEADS, row, 0]
+                        row = element.q_start + first + who // HEADS * ROWS
+                        own = [memory_batch, q_head + who % HEADS, row, 0]
                         fill(rings.query, q_desc, own, who, done, q_rest)
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
                     if has_mask:
@@ -337,15 +337,15 @@ def _attend(
     for turn in range(turns_of_program(work, BY_LENGTH)):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
         q_head += WHO % HEADS
-        span = span_of(batch, bounds)
-        if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
-            place = (element_of(batch, bounds), q_head)
-            visits = ()
-            if bounds.visits is not None:
-                visits = visits_of(batch, q_head, block, bounds, KEYS)
+        element = element_bounds_of(batch, bounds)
+        if has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS):
+            place = (memory_batch_of(batch, bounds), q_head)
+            visited = ()
+            if bounds.visited is not None:
+                visited = visited_blocks_at(batch, q_head, block, bounds, KEYS)
             count, masks = _attend_tile(
-                turn, work, rings, outputs, place, span, bounds, visits, extras, block * QUERIES,
-                count, masks, done, WHO, HEADS, V_HEAD_DIM,
+                turn, work, rings, outputs, place, element, bounds, visited, extras,
+                block * QUERIES, count, masks, done, WHO, HEADS, V_HEAD_DIM,
             )  # fmt: skip
             done += 1
     tma.store_wait(0)
@@ -358,9 +358,9 @@ def _attend_tile(
     rings,
     outputs,
     place,
-    span,
+    element,
     bounds,
-    visits,
+    visited,
     extras,
     first_of_tile,
     count,
@@ -385,26 +385,26 @@ def _attend_tile(
         QUERIES > KEYS
         and bounds.most_cut is not None
         and bounds.left is None
-        and bounds.visits is None
+        and bounds.visited is None
         and rings.mask is None
         and rings.bias is None
         and work.share is None
     )
     skipped = 0
-    if bounds.visits is None:
-        blocks = blocks_of_tile(turn, first_of_tile, span, work, bounds, QUERIES, KEYS)
+    if bounds.visited is None:
+        blocks = blocks_of_tile(turn, first_of_tile, element, work, bounds, QUERIES, KEYS)
         masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
         if MAY_SKIP:
-            _, _, _, end = key_blocks_of(first, span, bounds, ROWS, KEYS)
+            _, _, _, end = key_blocks_of(first, element, bounds, ROWS, KEYS)
             skipped = blocks[3] - end
             for _ in range(skipped):
                 _skip(rings, count, WHO)
                 count += 1
         key = block_at(skipped, blocks, bounds) * KEYS
     else:
-        masked = gl.maximum(visits[3], 1)
-        steps = visits[2] + visits[3]
-        key = visited_key(0, visits, bounds, KEYS)
+        masked = gl.maximum(visited[3], 1)
+        steps = visited[2] + visited[3]
+        key = visited_key(0, visited, bounds, KEYS)
     wait_for(rings.query, WHO, done)
 
     # The block that is visited first, which has no PV before it.
@@ -418,11 +418,11 @@ def _attend_tile(
     OWN: gl.constexpr = own_sums(scores).type.layout
     nothing = gl.full([ROWS, 4], float("-inf"), gl.float32, OWN)
     packed, sums, reference, _ = weigh(
-        scores, nothing, rings, masks, first, key, span, bounds, extras, WHO, True
+        scores, nothing, rings, masks, first, key, element, bounds, extras, WHO, True
     )
     if bounds.k_lengths is not None or bounds.q_offsets is not None:
         # Behind the last key lie somebody else's values, or none that count.
-        left_over = span.kv_len - key
+        left_over = element.kv_len - key
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
             clear(matrix(rings.value.buffers.index(stage)), left_over)
@@ -431,17 +431,17 @@ def _attend_tile(
     count += 1
     masks += 1
     for i in range(skipped + 1, masked):
-        if bounds.visits is None:
+        if bounds.visited is None:
             key = block_at(i, blocks, bounds) * KEYS
         else:
-            key = visited_key(i, visits, bounds, KEYS)
-        state = _step(state, rings, count, masks, first, key, span, bounds, extras, WHO, True)
+            key = visited_key(i, visited, bounds, KEYS)
+        state = _step(state, rings, count, masks, first, key, element, bounds, extras, WHO, True)
         count += 1
         masks += 1
     for _ in range(masked, steps):
-        state = _step(state, rings, count, masks, first, 0, span, bounds, extras, WHO, False)
+        state = _step(state, rings, count, masks, first, 0, element, bounds, extras, WHO, False)
         count += 1
-        if bounds.visits is None:
+        if bounds.visited is None:
             masks += 1
     release(rings.query, WHO)
 
@@ -459,7 +459,7 @@ def _attend_tile(
         reference *= LOG2_E
     is_whole = True
     if work.share is not None:
-        begin, _, _, end = key_blocks_of(first_of_tile, span, bounds, QUERIES, KEYS)
+        begin, _, _, end = key_blocks_of(first_of_tile, element, bounds, QUERIES, KEYS)
         output, reference, total, is_whole = gather(
             output, reference, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
@@ -467,7 +467,7 @@ def _attend_tile(
         batch, q_head = place
         sink = sink_of(extras.sinks, q_head)
         at = (batch, work.q_heads, q_head, first)
-        finish(output, reference, total, sink, outputs, at, span, WHO, V_HEAD_DIM)
+        finish(output, reference, total, sink, outputs, at, element, WHO, V_HEAD_DIM)
     return count, masks
 
 
@@ -479,7 +479,7 @@ def _step(
     masks,
     first_query,
     first_key,
-    span,
+    element,
     bounds,
     extras,
     WHO: gl.constexpr,
@@ -514,13 +514,13 @@ def _step(
         FITS
         and not IS_MASKED
         and rings.bias is None
-        and (rings.mask is None or bounds.visits is not None)
+        and (rings.mask is None or bounds.visited is not None)
     )
     if IS_WHOLE:
         weights, sums, reference, factor = weigh_whole(scores, reference, extras, dtype)
     else:
         weights, sums, reference, factor = weigh(
-            scores, reference, rings, masks, first_query, first_key, span, bounds, extras, WHO,
+            scores, reference, rings, masks, first_query, first_key, element, bounds, extras, WHO,
             IS_MASKED,
         )  # fmt: skip
     total = total * factor + sums

@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from attention_kernels.hopper.scores import matrix
 
 
-class Bounds(NamedTuple):
+class CallBounds(NamedTuple):
     """What a call says of all its batch elements; what it lacks is None."""
 
     q_len: Any
@@ -39,12 +39,12 @@ class Bounds(NamedTuple):
     the first."""
     k_lengths: Any = None
     """(B,), how many keys count from there on; None: all."""
-    visits: Any = None
-    """What a mask leaves, of tiles of as many queries: `Visits.blocks` and `.counts`, and their
-    strides in tiles, from one batch element and one head to the next."""
+    visited: Any = None
+    """What a mask leaves, of tiles of as many queries: `VisitedBlocks.blocks` and `.counts`, and
+    their strides in tiles, from one batch element and one head to the next."""
 
 
-class Span(NamedTuple):
+class ElementBounds(NamedTuple):
     """A batch element."""
 
     q_start: Any
@@ -59,7 +59,7 @@ class Span(NamedTuple):
 
 
 @gluon.jit
-def span_of(batch, bounds):
+def element_bounds_of(batch, bounds):
     """Keys count from the element's first, queries too."""
     q_start = 0
     q_len = bounds.q_len
@@ -87,29 +87,29 @@ def span_of(batch, bounds):
     highest = 0
     if bounds.right is not None:
         highest = diagonal + bounds.right
-    return Span(q_start, q_len, k_start, kv_len, lowest, highest)
+    return ElementBounds(q_start, q_len, k_start, kv_len, lowest, highest)
 
 
 @gluon.jit
-def tile_exists(first_query, span, bounds):
+def tile_exists(first_query, element, bounds):
     """Whether there is such a tile: a packed sequence may be shorter than the longest."""
     exists = True
     if bounds.q_offsets is not None:
-        exists = first_query < span.q_len
+        exists = first_query < element.q_len
     return exists
 
 
 @gluon.jit
-def element_of(batch, bounds):
+def memory_batch_of(batch, bounds):
     """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
-    element = batch
+    memory_batch = batch
     if bounds.q_offsets is not None:
-        element = batch * 0
-    return element
+        memory_batch = batch * 0
+    return memory_batch
 
 
 @gluon.jit
-def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
+def key_blocks_of(first_row, element, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
     """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
     where what all of them see whole begins and ends, and where it ends.
 
@@ -118,15 +118,15 @@ def key_blocks_of(first_row, span, bounds, ROWS: gl.constexpr, KEYS: gl.constexp
     """
     first = 0
     whole_first = 0
-    last_key = span.kv_len
-    last_whole = span.kv_len
+    last_key = element.kv_len
+    last_whole = element.kv_len
     if bounds.right is not None:
-        last_key = gl.minimum(last_key, first_row + ROWS + span.highest)
-        last_whole = gl.minimum(last_whole, first_row + 1 + span.highest)
+        last_key = gl.minimum(last_key, first_row + ROWS + element.highest)
+        last_whole = gl.minimum(last_whole, first_row + 1 + element.highest)
     if bounds.left is not None:
-        last = gl.maximum(span.kv_len - 1, 0)
-        first = gl.minimum(gl.maximum(first_row + span.lowest, 0), last) // KEYS
-        whole_first = (gl.maximum(first_row + ROWS - 1 + span.lowest, 0) + KEYS - 1) // KEYS
+        last = gl.maximum(element.kv_len - 1, 0)
+        first = gl.minimum(gl.maximum(first_row + element.lowest, 0), last) // KEYS
+        whole_first = (gl.maximum(first_row + ROWS - 1 + element.lowest, 0) + KEYS - 1) // KEYS
     end = gl.maximum((last_key + KEYS - 1) // KEYS, first + 1)
     whole_end = end - 1
     if bounds.most_cut is not None:
@@ -164,53 +164,55 @@ def block_at(number, blocks, bounds):
 
 
 @gluon.jit
-def sees(scores, first_query, first_key, span, bounds):
+def sees(scores, first_query, first_key, element, bounds):
     """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
-    seen = _before_end(scores, first_query, first_key, span, bounds)
+    seen = _before_end(scores, first_query, first_key, element, bounds)
     if bounds.left is not None:
-        seen = seen & _behind_begin(scores, first_query, first_key, span)
+        seen = seen & _behind_begin(scores, first_query, first_key, element)
     return seen
 
 
 @gluon.jit
-def hide_unseen(scores, first_query, first_key, span, bounds):
+def hide_unseen(scores, first_query, first_key, element, bounds):
     """-inf where queries from `first_query` on do not see keys from `first_key` on.
 
     Large blocks are looked at on that side only where a window cuts them: few are cut on both.
     """
     if bounds.left is None or scores.shape[1] < 128:
-        seen = sees(scores, first_query, first_key, span, bounds)
+        seen = sees(scores, first_query, first_key, element, bounds)
         scores = gl.where(seen, scores, float("-inf"))
     else:
-        end = span.kv_len
+        end = element.kv_len
         if bounds.right is not None:
-            end = gl.minimum(end, first_query + 1 + span.highest)
+            end = gl.minimum(end, first_query + 1 + element.highest)
         if first_key + scores.shape[1] > end:
-            seen = _before_end(scores, first_query, first_key, span, bounds)
+            seen = _before_end(scores, first_query, first_key, element, bounds)
             scores = gl.where(seen, scores, float("-inf"))
-        if first_key < first_query + scores.shape[0] - 1 + span.lowest:
-            seen = _behind_begin(scores, first_query, first_key, span)
+        if first_key < first_query + scores.shape[0] - 1 + element.lowest:
+            seen = _behind_begin(scores, first_query, first_key, element)
             scores = gl.where(seen, scores, float("-inf"))
     return scores
 
 
 @gluon.jit
-def _before_end(scores, first_query, first_key, span, bounds):
+def _before_end(scores, first_query, first_key, element, bounds):
     """Whether keys are before the last that counts and the window's right side."""
     own, queries, threads = _places_of(scores)
-    queries, end = gl.broadcast(queries, span.kv_len - first_key - 2 * threads)
+    queries, end = gl.broadcast(queries, element.kv_len - first_key - 2 * threads)
     if bounds.right is not None:
-        end = gl.minimum(end, queries + (first_query + span.highest + 1 - first_key) - 2 * threads)
+        end = gl.minimum(
+            end, queries + (first_query + element.highest + 1 - first_key) - 2 * threads
+        )
     seen = own < end[:, None, :, None]
     LAYOUT: gl.constexpr = scores.type.layout
     return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _behind_begin(scores, first_query, first_key, span):
+def _behind_begin(scores, first_query, first_key, element):
     """Whether keys are behind the beginning of the window."""
     own, queries, threads = _places_of(scores)
-    begin = queries + (first_query + span.lowest - first_key) - 2 * threads
+    begin = queries + (first_query + element.lowest - first_key) - 2 * threads
     seen = own >= begin[:, None, :, None]
     LAYOUT: gl.constexpr = scores.type.layout
     return gl.convert_layout(seen.reshape(scores.shape), LAYOUT, assert_trivial=True)
@@ -236,7 +238,7 @@ def _places_of(scores):
 
 
 @gluon.jit
-def store_rows(block, pointer, stride_token, first, span, V_HEAD_DIM: gl.constexpr):
+def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.constexpr):
     """Store a block of output in shared memory, of a packed sequence's queries from `first` on, as
     far as the sequence goes; `pointer` is that of the head."""
     DV: gl.constexpr = block.shape[3]
@@ -244,16 +246,16 @@ def store_rows(block, pointer, stride_token, first, span, V_HEAD_DIM: gl.constex
     stored = matrix(block).load(STORED)
     queries = first + gl.arange(0, stored.shape[0], gl.SliceLayout(1, STORED))
     columns = gl.arange(0, DV, gl.SliceLayout(0, STORED))
-    at = (span.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
-    inside = (queries < span.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
+    at = (element.q_start + queries).to(gl.int64)[:, None] * stride_token + columns[None, :]
+    inside = (queries < element.q_len)[:, None] & (columns < V_HEAD_DIM)[None, :]
     gl.store(pointer + at, stored, mask=inside)
 
 
 @gluon.jit
-def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
+def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
     """A tile's blocks of keys: where the list of those without the mask begins, and of those with
     it, and how many there are of each."""
-    blocks, counts, stride_batch, stride_head = bounds.visits
+    blocks, counts, stride_batch, stride_head = bounds.visited
     width = (bounds.kv_len + KEYS - 1) // KEYS
     place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
     plain = blocks + place * 2 * width
@@ -261,11 +263,11 @@ def visits_of(batch, head, tile, bounds, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def visited_key(i, visits, bounds, KEYS: gl.constexpr):
+def visited_key(i, visited, bounds, KEYS: gl.constexpr):
     """The first key of block number i: those that need the mask come first. Where nothing is seen
     there is one all the same, behind the last key. It is a multiple of KEYS like the others: from
     byte 130 of a mask's rows, TMA was an illegal instruction (H200)."""
-    plain, masked, plain_count, masked_count = visits
+    plain, masked, plain_count, masked_count = visited
     pointer = masked + i
     if i >= masked_count:
         pointer = plain + (i - masked_count)

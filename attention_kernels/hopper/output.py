@@ -38,7 +38,7 @@ def finish(
     sink,
     outputs,
     place,
-    span,
+    element,
     WHO: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
     LOG2_UNIT: gl.constexpr = 0.0,
@@ -57,13 +57,13 @@ def finish(
         shrink, reference, total = add_sink(sink, reference, total, LOG2_UNIT)
     factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
-    _store(output, outputs, place, span, WHO, V_HEAD_DIM)
+    _store(output, outputs, place, element, WHO, V_HEAD_DIM)
     if outputs.lse is not None:
         batch, q_heads, q_head, first = place
         queries = first + gl.arange(0, ROWS, total.type.layout)
-        start = (batch * q_heads + q_head).to(gl.int64) * outputs.rows + span.q_start
+        start = (batch * q_heads + q_head).to(gl.int64) * outputs.rows + element.q_start
         logarithms = (reference + gl.log2(total)) * LN_2
-        gl.store(outputs.lse + start + queries, logarithms, mask=queries < span.q_len)
+        gl.store(outputs.lse + start + queries, logarithms, mask=queries < element.q_len)
 
 
 @gluon.jit
@@ -76,7 +76,7 @@ def sink_of(sinks, q_head):
 
 
 @gluon.jit
-def _store(output, outputs, place, span, WHO: gl.constexpr, V_HEAD_DIM: gl.constexpr):
+def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.constexpr):
     batch, _, q_head, first = place
     buffer = outputs.buffers.index(WHO)
     COLUMNS: gl.constexpr = buffer.shape[3]
@@ -92,7 +92,7 @@ def _store(output, outputs, place, span, WHO: gl.constexpr, V_HEAD_DIM: gl.const
             tma_store(outputs.descriptor, [batch, q_head, first, i * COLUMNS], buffer)
         else:
             to = pointer + i * COLUMNS
-            store_rows(buffer, to, outputs.stride_token, first, span, V_HEAD_DIM - i * COLUMNS)
+            store_rows(buffer, to, outputs.stride_token, first, element, V_HEAD_DIM - i * COLUMNS)
 
 
 @gluon.jit

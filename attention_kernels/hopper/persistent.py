@@ -31,12 +31,13 @@ class Work(NamedTuple):
     """Of queries, in a head."""
     bundles: Any
     """Of query heads that a tile has side by side, in the batch."""
-    section: Any
-    """Bundles worked on at a time (`sections.section_of`)."""
+    head_group: Any
+    """Bundles worked on at a time (`head_groups.head_group_size`)."""
     reciprocals: Any
-    """Those of `q_heads`, of a section's tiles, of `section`, and of the last section's bundles."""
+    """Those of `q_heads`, of a head_group's tiles, of `head_group`, and of the last head_group's
+    bundles."""
     share: Any = None
-    """A `stream_k.Share`, where the tiles of the last turn are shared."""
+    """A `stream_k.ProgramShare`, where the tiles of the last turn are shared."""
 
 
 @gluon.jit
@@ -58,9 +59,16 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
         number = tile_number(turn, program, programs, BY_LENGTH)
     else:
         number = tile_of_piece(turn, work.turns, work.share, program, programs)
-    of_q_heads, of_sections, of_section, of_last = work.reciprocals
+    of_q_heads, of_head_groups, of_head_group, of_last = work.reciprocals
     bundle, block = place_of(
-        number, work.blocks, work.bundles, work.section, of_sections, of_section, of_last, BY_LENGTH
+        number,
+        work.blocks,
+        work.bundles,
+        work.head_group,
+        of_head_groups,
+        of_head_group,
+        of_last,
+        BY_LENGTH,
     )
     head = bundle * HEADS
     batch = quotient(head, of_q_heads)
@@ -68,19 +76,19 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 
 @gluon.jit
-def has_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """Whether there is something to do in a turn, whose tile's first query is given."""
-    has_some = tile_exists(first, span, bounds)
+    has_some = tile_exists(first, element, bounds)
     if work.share is not None:
-        begin, _, _, end = blocks_of_tile(turn, first, span, work, bounds, QUERIES, KEYS)
+        begin, _, _, end = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
         has_some = begin < end
     return has_some
 
 
 @gluon.jit
-def blocks_of_tile(turn, first, span, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
+def blocks_of_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
     """`key_blocks_of` a turn's tile, or of the program's piece of it."""
-    begin, whole_first, whole_end, end = key_blocks_of(first, span, bounds, QUERIES, KEYS)
+    begin, whole_first, whole_end, end = key_blocks_of(first, element, bounds, QUERIES, KEYS)
     if work.share is not None:
         program, programs = gl.program_id(0), gl.num_programs(0)
         shared = work.tiles - work.turns * programs
@@ -119,7 +127,7 @@ def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
 
 
 def work_of(
-    q_heads: int, group: int, blocks: int, bundles: int, section: int, programs: int
+    q_heads: int, group: int, blocks: int, bundles: int, head_group: int, programs: int
 ) -> dict[str, int]:
     """`Work` as a kernel's arguments, and `of_group`, the reciprocal of how many query heads share
     a key head."""
@@ -129,30 +137,37 @@ def work_of(
         "turns": blocks * bundles // programs,
         "blocks": blocks,
         "bundles": bundles,
-        "section": section,
+        "head_group": head_group,
         "of_q_heads": reciprocal(q_heads),
         "of_group": reciprocal(group),
-        "of_sections": reciprocal(blocks * section),
-        "of_section": reciprocal(section),
-        "of_last": reciprocal(bundles % section or section),
+        "of_head_groups": reciprocal(blocks * head_group),
+        "of_head_group": reciprocal(head_group),
+        "of_last": reciprocal(bundles % head_group or head_group),
     }
 
 
 @gluon.jit
 def place_of(
-    tile, q_blocks, heads, section, of_sections, of_section, of_last, BY_LENGTH: gl.constexpr
+    tile,
+    q_blocks,
+    heads,
+    head_group,
+    of_head_groups,
+    of_head_group,
+    of_last,
+    BY_LENGTH: gl.constexpr,
 ):
     """Which head, counted over the batch, and which block of queries a tile is.
 
-    Heads come in sections whose keys and values stay in the L2 cache. Within a section all heads'
-    longest blocks come first, so that no long one is left for the end.
+    Heads come in head_groups whose keys and values stay in the L2 cache. Within a head_group all
+    heads' longest blocks come first, so that no long one is left for the end.
     """
-    number = quotient(tile, of_sections)
-    first = number * section
-    within = tile - number * (q_blocks * section)
-    size = section
-    of_size = of_section
-    if first + section > heads:
+    number = quotient(tile, of_head_groups)
+    first = number * head_group
+    within = tile - number * (q_blocks * head_group)
+    size = head_group
+    of_size = of_head_group
+    if first + head_group > heads:
         size = heads - first
         of_size = of_last
     q_block = quotient(within, of_size)

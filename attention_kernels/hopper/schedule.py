@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from attention_kernels.hopper.head_groups import Sight, blocks_seen, busiest_of
+from attention_kernels.hopper.head_groups import VisibleKeys, blocks_seen, busiest_of
 from attention_kernels.hopper.persistent import SHORT
 from attention_kernels.hopper.scores import ROWS
-from attention_kernels.hopper.stream_k import Pace, last_turn
-from attention_kernels.portable.forward_tiles import pieces
+from attention_kernels.hopper.stream_k import TileTimes, last_turn
+from attention_kernels.tiles.head_dim_pieces import pieces
 
 LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
@@ -36,11 +36,11 @@ class Schedule(NamedTuple):
     """Blocks of keys, and of values, that fit in shared memory."""
     registers: int
     """Registers per thread of a consumer."""
-    pace: Pace
+    tile_times: TileTimes
 
 
 class Costs(NamedTuple):
-    """µs of a schedule on an H100, beside its `pace`."""
+    """µs of a schedule on an H100, beside its `tile_times`."""
 
     call: float
     """Of any call."""
@@ -48,9 +48,9 @@ class Costs(NamedTuple):
     """More, of a block that needs a mask."""
 
 
-FOUR = Schedule(4, 4, 64, 6, 112, Pace(0.83, 2.1))
-THREE = Schedule(3, 1, 128, 3, 160, Pace(1.24, 0.8))
-TWO = Schedule(2, 2, 128, 3, 240, Pace(1.05, 1.9))
+FOUR = Schedule(4, 4, 64, 6, 112, TileTimes(0.83, 2.1))
+THREE = Schedule(3, 1, 128, 3, 160, TileTimes(1.24, 0.8))
+TWO = Schedule(2, 2, 128, 3, 240, TileTimes(1.05, 1.9))
 NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
 """For head dimensions to 64, with the most heads side by side. Many small consumers go on while
 some begin or end, and few leave less of a last turn idle. The numbers are fitted to the 25 calls of
@@ -59,10 +59,10 @@ MASK = 0.6
 """µs more that a block takes whose mask is read."""
 
 
-class Whole(NamedTuple):
+class WholeCall(NamedTuple):
     """A call all of whose lengths the host knows."""
 
-    sight: Sight
+    visible: VisibleKeys
     """Of any tiles."""
     heads: int
     """Of the query, in the batch."""
@@ -83,7 +83,7 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
     return Dims(main, rest, 64 if v_head_dim <= 64 else 128 if v_head_dim <= 128 else 256)
 
 
-class Room(NamedTuple):
+class SharedRoom(NamedTuple):
     """What shared memory leaves."""
 
     output_columns: int
@@ -92,7 +92,7 @@ class Room(NamedTuple):
     """Blocks of the mask that each consumer has room for; 0 if not even one."""
 
 
-def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
+def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
     """Where the output and the mask fit.
 
     Args:
@@ -105,12 +105,12 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> Room:
         free = left - 2 * rows * columns
         stages = min(2, free // (rows * plan.keys * mask_size)) if mask_size and free > 0 else 0
         if free >= 0 and (stages or not mask_size):
-            return Room(columns, stages)
-    return Room(OUTPUT_COLUMNS, 0)
+            return SharedRoom(columns, stages)
+    return SharedRoom(OUTPUT_COLUMNS, 0)
 
 
 def schedule(
-    dims: Dims, group: int, seen: int, mask_size: int = 0, call: Whole | None = None
+    dims: Dims, group: int, seen: int, mask_size: int = 0, call: WholeCall | None = None
 ) -> Schedule:
     """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
     numbers have `mask_size` bytes; with a `call` the fastest of those for its head dimensions."""
@@ -121,7 +121,7 @@ def schedule(
     return _with_room(plan, dims, mask_size)
 
 
-def times_of(group: int, call: Whole, *, has_mask: bool = False) -> dict[Schedule, float]:
+def times_of(group: int, call: WholeCall, *, has_mask: bool = False) -> dict[Schedule, float]:
     """µs that a call is going to take with each schedule of `NARROW`, on an H100."""
     times = {}
     for plan, costs in NARROW:
@@ -132,26 +132,26 @@ def times_of(group: int, call: Whole, *, has_mask: bool = False) -> dict[Schedul
     return times
 
 
-def _time_of(plan: Schedule, costs: Costs, call: Whole, has_mask: bool) -> float:
+def _time_of(plan: Schedule, costs: Costs, call: WholeCall, has_mask: bool) -> float:
     queries = ROWS.value * plan.consumers // plan.heads
-    sight = call.sight._replace(queries=queries, keys=plan.keys)
-    blocks, bundles = blocks_seen(sight), call.heads // plan.heads
-    block, tile = plan.pace
+    visible = call.visible._replace(queries=queries, keys=plan.keys)
+    blocks, bundles = blocks_seen(visible), call.heads // plan.heads
+    block, tile = plan.tile_times
     if has_mask:
         block += MASK
-    most_masked = 1 if sight.right is None else -(-queries // plan.keys)
+    most_masked = 1 if visible.right is None else -(-queries // plan.keys)
     turns = len(blocks) * bundles // call.programs
-    if sight.right is None or turns == 0:
-        pace = Pace(block, tile + most_masked * costs.masked)
-        time, _ = last_turn(sight, bundles, call.programs, pace)
-        time += turns * (int(blocks.max()) * block + pace.tile)
+    if visible.right is None or turns == 0:
+        tile_times = TileTimes(block, tile + most_masked * costs.masked)
+        time, _ = last_turn(visible, bundles, call.programs, tile_times)
+        time += turns * (int(blocks.max()) * block + tile_times.tile)
     else:
         times = blocks * block + blocks.clamp(max=most_masked) * costs.masked + tile
         time = busiest_of(times, bundles, bundles, call.programs)
     return costs.call + time
 
 
-def schedule_of_visits(dims: Dims, mask_size: int) -> Schedule:
+def schedule_of_visited_blocks(dims: Dims, mask_size: int) -> Schedule:
     """For a mask that has been looked through: a tile is 128 queries of one head."""
     plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
@@ -169,4 +169,4 @@ def _without_mask(dims: Dims, group: int, seen: int) -> Schedule:
         return plan._replace(heads=math.gcd(group, plan.heads))
     keys = 64 if dims.main > 128 or dims.value > 128 else 128
     flop = 2 * 2 * ROWS.value * keys * (dims.main + dims.rest + dims.value)
-    return Schedule(2, 1, keys, 2, 240, Pace(flop / WIDE_FLOP, WIDE_TILE))
+    return Schedule(2, 1, keys, 2, 240, TileTimes(flop / WIDE_FLOP, WIDE_TILE))

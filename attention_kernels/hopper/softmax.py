@@ -18,7 +18,7 @@ SLACK = gl.constexpr(15.0)
 """How far above its reference, in base 2, a score may be: float16 goes up to 2^16."""
 
 
-class Extras(NamedTuple):
+class SoftmaxExtras(NamedTuple):
     """What softmax does beyond scale and mask; None where a call asks for nothing."""
 
     scale: Any
@@ -38,7 +38,7 @@ def weigh(
     masks,
     first_query,
     first_key,
-    span,
+    element,
     bounds,
     extras,
     WHO: gl.constexpr,
@@ -61,7 +61,7 @@ def weigh(
         scores = approximately(TANH, scores * extras.scale)
         scale = extras.cap
     # Where the mask has been looked through, other blocks are whole.
-    READS_MASK: gl.constexpr = IS_MASKED or bounds.visits is None
+    READS_MASK: gl.constexpr = IS_MASKED or bounds.visited is None
     if rings.mask is not None and READS_MASK:
         scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
     if rings.bias is not None:
@@ -70,7 +70,7 @@ def weigh(
             LAYOUT: gl.constexpr = scores.type.layout
             scores += mask_of(rings.bias, masks, CONSUMERS, WHO, LAYOUT)
     if IS_MASKED:
-        scores = hide_unseen(scores, first_query, first_key, span, bounds)
+        scores = hide_unseen(scores, first_query, first_key, element, bounds)
     most = gl.max(scores, 1)
     if rings.bias is None:
         most = most * scale

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from attention_kernels.hopper.head_groups import Sight, blocks_seen
+from attention_kernels.hopper.head_groups import VisibleKeys, blocks_seen
 from attention_kernels.hopper.pipeline import meet
 from attention_kernels.hopper.scores import ROWS
 
@@ -33,7 +33,7 @@ WORTH = 0.95
 """Time of a shared turn, relative to one of whole tiles, below which tiles are shared."""
 
 
-class Pace(NamedTuple):
+class TileTimes(NamedTuple):
     """µs that a program takes on an H100."""
 
     block: float
@@ -42,7 +42,7 @@ class Pace(NamedTuple):
     """For a tile, beside its blocks."""
 
 
-class Cut(NamedTuple):
+class StreamCut(NamedTuple):
     """How shared tiles are cut, in blocks of keys."""
 
     row: int
@@ -51,11 +51,11 @@ class Cut(NamedTuple):
     """Of a program."""
 
 
-class Share(NamedTuple):
+class ProgramShare(NamedTuple):
     """Numbers by which a program finds its pieces, and where it leaves what they give."""
 
     row: Any
-    """As in `Cut`."""
+    """As in `StreamCut`."""
     each: Any
     parts: Any
     """Float32: for each program, piece and consumer (ROWS, Dv) outputs, ROWS references and ROWS
@@ -65,8 +65,8 @@ class Share(NamedTuple):
 
 
 def cut_for(
-    sight: Sight, bundles: int, programs: int, pace: Pace, slower: float = 1.0
-) -> Cut | None:
+    visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes, slower: float = 1.0
+) -> StreamCut | None:
     """How the tiles of a last turn are shared, if a call takes less time then.
 
     Tiles of different lengths are shared only where they are so few that each has several programs
@@ -76,50 +76,52 @@ def cut_for(
         bundles: of query heads; each has a tile for every block of queries.
         slower: how much longer a block takes in a program that knows of pieces.
     """
-    blocks = blocks_seen(sight)
+    blocks = blocks_seen(visible)
     whole, rest = divmod(len(blocks) * bundles, programs)
-    turn = int(blocks.max()) * pace.block + pace.tile
-    last, cut = last_turn(sight, bundles, programs, pace)
+    turn = int(blocks.max()) * tile_times.block + tile_times.tile
+    last, cut = last_turn(visible, bundles, programs, tile_times)
     turns = whole + (rest > 0)
     return cut if (whole * turn + last) * slower < turns * turn else None
 
 
-def last_turn(sight: Sight, bundles: int, programs: int, pace: Pace) -> tuple[float, Cut | None]:
+def last_turn(
+    visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes
+) -> tuple[float, StreamCut | None]:
     """How long what is left after whole turns takes, in µs, and how its tiles are shared then.
 
     Args:
         bundles: as for `cut_for`.
     """
-    blocks = blocks_seen(sight)
+    blocks = blocks_seen(visible)
     tiles, longest = len(blocks) * bundles, int(blocks.max())
-    are_equal = sight.left is None and sight.right is None
+    are_equal = visible.left is None and visible.right is None
     shared = tiles % programs if are_equal else tiles
-    turn = longest * pace.block + pace.tile
+    turn = longest * tile_times.block + tile_times.tile
     if not shared:
         return 0.0, None
-    time, cut = min(_cuts(shared, longest, are_equal, programs, pace), default=(turn, None))
+    time, cut = min(_cuts(shared, longest, are_equal, programs, tile_times), default=(turn, None))
     if tiles < programs:
         time += AT_ONCE
     return (time, cut) if time < WORTH * turn else (turn, None)
 
 
 def _cuts(
-    shared: int, blocks: int, are_equal: bool, programs: int, pace: Pace
-) -> Iterator[tuple[float, Cut]]:
+    shared: int, blocks: int, are_equal: bool, programs: int, tile_times: TileTimes
+) -> Iterator[tuple[float, StreamCut]]:
     """Ways to cut so many tiles of up to so many blocks, and how many µs each takes."""
     for pieces in range(2, min(programs // shared, blocks) + 1):
         each = -(-blocks // pieces)
         used = -(-blocks // each)
-        time = each * pace.block + pace.tile + LEAVE + ADD * (used - 1)
-        yield time, Cut(used * each, each)
+        time = each * tile_times.block + tile_times.tile + LEAVE + ADD * (used - 1)
+        yield time, StreamCut(used * each, each)
     if are_equal:
         each = -(-shared * blocks // programs)
         most = -(-(blocks - 1) // each) + 1
-        time = each * pace.block + 2 * pace.tile + LEAVE + ADD * (most - 1)
-        yield time, Cut(blocks, each)
+        time = each * tile_times.block + 2 * tile_times.tile + LEAVE + ADD * (most - 1)
+        yield time, StreamCut(blocks, each)
 
 
-def arguments_of(cut: Cut | None) -> dict[str, int | None]:
+def arguments_of(cut: StreamCut | None) -> dict[str, int | None]:
     """What a kernel is told of it; without one, also that no memory is given."""
     if cut is None:
         return dict.fromkeys(("parts_ptr", "arrivals_ptr", "share_row", "share_each"))
@@ -127,9 +129,10 @@ def arguments_of(cut: Cut | None) -> dict[str, int | None]:
 
 
 def memory_for(
-    cut: Cut | None, programs: int, consumers: int, v_head_dim: int
+    cut: StreamCut | None, programs: int, consumers: int, v_head_dim: int
 ) -> tuple[int, int] | None:
-    """How many numbers `Share.parts` and `Share.arrivals` have; None where nothing is shared."""
+    """How many numbers `ProgramShare.parts` and `ProgramShare.arrivals` have; None where nothing is
+    shared."""
     if cut is None:
         return None
     counters = programs * consumers  # of no more tiles than programs

@@ -30,7 +30,7 @@ Planned = TypeVar("Planned")
 MOST_KEPT = 1024
 
 
-class Kept(Generic[Planned]):
+class PlanCache(Generic[Planned]):
     """What was planned for calls of each shape, so that it is planned once."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Memory that a launch uses and nobody reads afterwards, kept so that no call has to get it.
 
-Room for the parts of an output, and counters by which programs learn who is last.
+SharedRoom for the parts of an output, and counters by which programs learn who is last.
 """
 
 from __future__ import annotations

@@ -9,28 +9,29 @@ import triton
 from torch import Tensor
 
 from attention_kernels.launch.descriptors import can_be_described, described, nowhere
-from attention_kernels.launch.launcher import Kept, Launch, PlannedCall, alignments, layout, named
+from attention_kernels.launch.launcher import (
+    Launch,
+    PlanCache,
+    PlannedCall,
+    alignments,
+    layout,
+    named,
+)
 from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
-from attention_kernels.options import PLAIN, AttentionOptions
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward_kernel import forward_kernel
-from attention_kernels.portable.forward_tiles import Blocks, blocks, is_small, pieces
+from attention_kernels.portable.forward_tiles import (
+    Blocks,
+    blocks,
+    is_small,
+)
+from attention_kernels.tiles.head_dim_pieces import pieces
 from attention_kernels.tiles.masking import mask_unit, window_sides
 from attention_kernels.tiles.online_softmax import base_2
-from attention_kernels.tiles.visited_blocks import Visits
+from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
-SECTION_BYTES = 16 * 2**20
+HEAD_GROUP_BYTES = 16 * 2**20
 """Keys and values that programs of neighbouring numbers share; a part of the L2 cache."""
-
-
-class Lengths(NamedTuple):
-    """Which rows of the tensors belong to which batch element; see `forward_kernel._rows`."""
-
-    kind: str
-    batches: int
-    longest_query: int
-    q_offsets: Tensor | None = None
-    k_starts: Tensor | None = None
-    k_lengths: Tensor | None = None
 
 
 def forward(
@@ -46,7 +47,7 @@ def forward(
     *,
     options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
-    visited: Visits | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """The output, in memory as the query is (BHSD or BSHD), and the log-sum-exp if asked for.
 
@@ -117,7 +118,7 @@ def forward(
     return output, lse
 
 
-class _PlannedCall(NamedTuple):
+class _PlannedForward(NamedTuple):
     """What calls of one shape share."""
 
     call: PlannedCall
@@ -125,7 +126,7 @@ class _PlannedCall(NamedTuple):
     """Its sizes and strides."""
 
 
-_calls: Kept[_PlannedCall] = Kept()
+_calls: PlanCache[_PlannedForward] = PlanCache()
 
 
 def _plan(
@@ -139,9 +140,9 @@ def _plan(
     has_lse: bool,
     cut: Blocks | None,
     options: AttentionOptions,
-    visited: Visits | None,
+    visited: VisitedBlocks | None,
     sinks: Sizes | None,
-) -> _PlannedCall:
+) -> _PlannedForward:
     """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0, and of
     the sinks their shape."""
     check_shapes(query.shape, key.shape, value.shape, sinks)
@@ -198,7 +199,7 @@ def _plan(
             "heads": heads,
             "group": heads // kv_heads,
             "batches": lengths.batches,
-            "section": max(1, SECTION_BYTES // max(1, kv_bytes)) if is_causal else 1,
+            "head_group": max(1, HEAD_GROUP_BYTES // max(1, kv_bytes)) if is_causal else 1,
             "UNIT": unit,
             "MASK_UNIT": of_mask,
             "OUTPUT_UNIT": output_unit,
@@ -225,7 +226,7 @@ def _plan(
     if has_descriptors:
         of_key, of_value = described(key, cut.keys, main), described(value, cut.keys, v_main)
         descriptors = nowhere(of_key), nowhere(of_value)
-    return _PlannedCall(PlannedCall(launch, descriptors), (tuple(output.shape), output.stride()))
+    return _PlannedForward(PlannedCall(launch, descriptors), (tuple(output.shape), output.stride()))
 
 
 def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Tensor:

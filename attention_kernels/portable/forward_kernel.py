@@ -33,7 +33,7 @@ from attention_kernels.tiles.visited_blocks import first_key
 # multiples of 16. Strides within a head are left out: what they are decides how loads are done.
 @triton.jit(
     do_not_specialize=[
-        "q_len", "k_len", "tiles", "heads", "group", "batches", "section", "left", "right",
+        "q_len", "k_len", "tiles", "heads", "group", "batches", "head_group", "left", "right",
         "stride_qb", "stride_qh", "stride_kb", "stride_kh", "stride_vb", "stride_vh",
         "stride_mb", "stride_mh", "stride_wb", "stride_wh", "stride_ob", "stride_oh",
         "stride_lb", "stride_lh", "stride_lm",
@@ -62,7 +62,7 @@ def forward_kernel(
     heads,
     group,
     batches,
-    section,
+    head_group,
     stride_qb,
     stride_qh,
     stride_qm,
@@ -132,7 +132,7 @@ def forward_kernel(
     stride_oh = tl.cast(stride_oh, tl.int64) * OUTPUT_UNIT
     stride_om = tl.cast(stride_om, tl.int64) * OUTPUT_UNIT
 
-    tile, batch, head = _tile(tl.program_id(0), tiles, heads, batches, section)
+    tile, batch, head = _tile(tl.program_id(0), tiles, heads, batches, head_group)
     kv_head = head // group
     q_start, q_end, k_start, k_end, diagonal = _rows(
         batch, q_offsets, k_starts, k_lengths, q_len, k_len, IS_BOTTOM_RIGHT, LENGTHS
@@ -224,15 +224,15 @@ def forward_kernel(
 
 
 @triton.jit
-def _tile(program, tiles, heads, batches, section):
+def _tile(program, tiles, heads, batches, head_group):
     """A program's tile of queries, batch element and head.
 
-    Programs run in the order of their numbers: `section` heads at a time, so that their keys stay
-    in the L2 cache, and within those the last tiles first, which are the longest when causal.
+    Programs run in the order of their numbers: `head_group` heads at a time, so that their keys
+    stay in the L2 cache, and within those the last tiles first, which are the longest when causal.
     """
-    in_section = section * tiles
-    first_head = program // in_section * section
-    width = tl.minimum(section, batches * heads - first_head)
+    in_section = head_group * tiles
+    first_head = program // in_section * head_group
+    width = tl.minimum(head_group, batches * heads - first_head)
     place = program % in_section
     tile = tiles - 1 - place // width
     batch = (first_head + place % width) // heads

@@ -6,18 +6,19 @@ import triton
 from torch import Tensor
 
 from attention_kernels.hopper.support import has_gluon_kernels
-from attention_kernels.portable.forward import Lengths, forward
+from attention_kernels.options import Lengths
+from attention_kernels.portable.forward import forward
 from attention_kernels.portable.forward_tiles import blocks_of_mask
-from attention_kernels.tiles.visited_blocks import Visits, visits
+from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_blocks
 
 
-def visits_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visits:
+def visited_blocks_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> VisitedBlocks:
     """What `masked_prefill` looks up, so that it can be made once for calls with the same mask.
 
     Tensors are those of `masked_prefill`.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
-    return visits(mask, *_tiles(query, value, mask))
+    return find_visited_blocks(mask, *_tiles(query, value, mask))
 
 
 def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
@@ -46,7 +47,7 @@ def masked_prefill(
     attn_mask: Tensor,
     *,
     scale: float | None = None,
-    visited: Visits | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> Tensor:
     """softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
 
@@ -56,7 +57,7 @@ def masked_prefill(
     Args:
         query, key, value, scale: as for `attention_kernels.portable.prefill.prefill`.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
-        visited: of `visits_of`; None makes it.
+        visited: of `visited_blocks_of`; None makes it.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256;
@@ -65,7 +66,7 @@ def masked_prefill(
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)
     if visited is None:
-        visited = visits(mask, *tiles)
+        visited = find_visited_blocks(mask, *tiles)
     elif any(
         found not in (1, size)
         for found, size in zip(visited.counts.shape[:2], mask.shape[:2], strict=True)

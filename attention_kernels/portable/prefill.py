@@ -6,8 +6,8 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from attention_kernels.options import PLAIN, AttentionOptions
-from attention_kernels.portable.forward import Lengths, forward
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
+from attention_kernels.portable.forward import forward
 
 
 @overload

@@ -17,8 +17,8 @@ from torch import Tensor
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Launch, named
 from attention_kernels.launch.shape_checks import vector
-from attention_kernels.options import PLAIN, AttentionOptions
-from attention_kernels.portable.forward import Lengths, forward
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
+from attention_kernels.portable.forward import forward
 
 
 class KeyRanges(NamedTuple):
@@ -31,7 +31,7 @@ class KeyRanges(NamedTuple):
 
 
 @overload
-def padded(
+def padded_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -46,7 +46,7 @@ def padded(
 
 
 @overload
-def padded(
+def padded_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,7 +60,7 @@ def padded(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def padded(
+def padded_prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -98,7 +98,7 @@ def padded(
 
 
 @overload
-def packed(
+def packed_prefill(
     query_THD: Tensor,
     key_THD: Tensor,
     value_THD: Tensor,
@@ -116,7 +116,7 @@ def packed(
 
 
 @overload
-def packed(
+def packed_prefill(
     query_THD: Tensor,
     key_THD: Tensor,
     value_THD: Tensor,
@@ -133,7 +133,7 @@ def packed(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-def packed(
+def packed_prefill(
     query_THD: Tensor,
     key_THD: Tensor,
     value_THD: Tensor,

@@ -42,8 +42,15 @@ from torch import Tensor
 
 from attention_kernels.launch.launcher import Launch, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes
-from attention_kernels.portable.forward import Lengths
-from attention_kernels.tiles.matmul import INTERPRETED
+from attention_kernels.options import Lengths
+from attention_kernels.tiles.eight_bits import (
+    FP8_MAX,
+    INT8_MAX,
+    SMALLEST_MAXIMUM,
+    sampled_mean,
+    to_fp8,
+    to_int8,
+)
 
 GROUP = 128
 """Keys that share a scale."""
@@ -53,21 +60,6 @@ KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1
 
 Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
 accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3."""
-
-SMALLEST_MAXIMUM = tl.constexpr(1e-12)
-"""A group whose largest number is below becomes zeros: its scale must not underflow."""
-
-INT8_MAX = tl.constexpr(127.0)
-FP8_MAX = tl.constexpr(448.0)
-"""Largest e4m3 number."""
-LOG2_FP8_MAX = tl.constexpr(8.8073549)
-"""Its logarithm, rounded down."""
-
-SAMPLE = tl.constexpr(64)
-"""Keys whose mean is subtracted: one of each of as many even parts of the sequence."""
-SAMPLE_STEP = tl.constexpr(39)
-"""Where in its part a key of the sample is moves on by 39/64 of it, about the golden ratio: what
-recurs in the sequence, as a column of an image does, is not met at the same place each time."""
 
 
 @dataclass(frozen=True)
@@ -108,44 +100,6 @@ class QuantisedKeyValue:
 def padded_dim(head_dim: int) -> int:
     """The size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
     return max(32, 1 << (head_dim - 1).bit_length())
-
-
-@triton.jit
-def to_int8(x, largest):
-    """x / largest · 127, rounded to the nearest."""
-    return tl.floor(x * (1.0 / largest) * INT8_MAX + 0.5).to(tl.int8)
-
-
-@triton.jit
-def round_to_fp8(x):
-    """x, at most 448 in magnitude, as e4m3, rounded to the nearest."""
-    if INTERPRETED:
-        # Triton's interpreter halves numbers that round up to a power of two: leave it none.
-        exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(tl.abs(x), 1e-9))), -6.0)
-        step = tl.exp2(exponent - 3)
-        x = tl.minimum(tl.maximum(tl.floor(x / step + 0.5) * step, -FP8_MAX), FP8_MAX)
-    return x.to(tl.float8e4nv)
-
-
-@triton.jit
-def to_fp8(x, largest):
-    """x / largest · 448 as e4m3, rounded to the nearest."""
-    return round_to_fp8(x * (1.0 / largest) * FP8_MAX)
-
-
-@triton.jit
-def sampled_mean(key_ptr, stride_s, stride_d, columns, is_column, kv_len):
-    """The mean (D,) of `SAMPLE` of a head's first `kv_len` keys; `key_ptr` is that of the head.
-    Columns that are none are zeros and not read."""
-    part = tl.arange(0, SAMPLE)
-    place = (part * SAMPLE + part * SAMPLE_STEP % SAMPLE).to(tl.int64)
-    sampled = place * kv_len // (SAMPLE * SAMPLE)
-    sample = tl.load(
-        key_ptr + sampled[:, None] * stride_s + columns[None, :] * stride_d,
-        mask=is_column[None, :],
-        other=0.0,
-    )
-    return tl.sum(sample.to(tl.float32), axis=0) / SAMPLE
 
 
 @triton.jit

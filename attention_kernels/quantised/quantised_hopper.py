@@ -8,25 +8,28 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from attention_kernels.hopper.head_groups import Sight, most_cut, section_of
+from attention_kernels.hopper.head_groups import VisibleKeys, head_group_size, most_cut
 from attention_kernels.hopper.operands import block_layout
 from attention_kernels.hopper.persistent import SHORT, multiprocessors, work_of
 from attention_kernels.hopper.scores import ROWS
-from attention_kernels.hopper.stream_k import Pace, arguments_of, cut_for, memory_for
+from attention_kernels.hopper.stream_k import TileTimes, arguments_of, cut_for, memory_for
 from attention_kernels.launch.descriptors import nowhere
 from attention_kernels.launch.launcher import Launch, PlannedCall
-from attention_kernels.quantised.quantise import QuantisedKeyValue, padded_dim
+from attention_kernels.quantised.quantise import (
+    QuantisedKeyValue,
+    padded_dim,
+)
 from attention_kernels.quantised.quantised_hopper_kernel import quantised_hopper_kernel
 from attention_kernels.quantised.quantised_operands import strides_of
 from attention_kernels.tiles.online_softmax import LN_2
-from attention_kernels.tiles.visited_blocks import Visits
+from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 SLOWER = 1.035
 """How much longer a block takes where programs share tiles: as measured with 8,190 keys at head_dim
 128 and 17,776 at 64 (H100); why is not known."""
 
 
-class Tile(NamedTuple):
+class HopperTile(NamedTuple):
     """What a program works on at a time, and with what."""
 
     consumers: int
@@ -38,28 +41,28 @@ class Tile(NamedTuple):
     """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
     in_turn: bool
     """Whether consumers give the tensor cores to each other in a fixed order."""
-    pace: Pace
+    tile_times: TileTimes
     """In FP8."""
 
 
-def tile_for(head_dim: int, group: int, seen: int) -> Tile:
+def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
     """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
     to `seen` keys, as measured on an H200 (docs/kernel-notes.md)."""
     if head_dim > 64:
-        return Tile(2, 1, 128, 2, 240, True, Pace(1.1, 2.5))
+        return HopperTile(2, 1, 128, 2, 240, True, TileTimes(1.1, 2.5))
     if seen <= SHORT:
-        return Tile(4, math.gcd(group, 4), 64, 4, 112, False, Pace(0.8, 2.5))
-    return Tile(3, 1, 128, 3, 160, False, Pace(1.4, 2.5))
+        return HopperTile(4, math.gcd(group, 4), 64, 4, 112, False, TileTimes(0.8, 2.5))
+    return HopperTile(3, 1, 128, 3, 160, False, TileTimes(1.4, 2.5))
 
 
-def tile_of_visits(head_dim: int) -> Tile:
+def tile_of_visited_blocks(head_dim: int) -> HopperTile:
     """The tile for a mask that has been looked through: 128 queries of one head."""
-    return Tile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, Pace(1.1, 2.5))
+    return HopperTile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, TileTimes(1.1, 2.5))
 
 
 def visited_tiles(head_dim: int) -> tuple[int, int]:
     """Queries of such a tile and keys of a block, for `visits`."""
-    tile = tile_of_visits(head_dim)
+    tile = tile_of_visited_blocks(head_dim)
     return tile.consumers * ROWS.value, tile.keys
 
 
@@ -78,14 +81,14 @@ def plan(
     left: int | None,
     right: int | None,
     mask: Tensor | None = None,
-    visited: Visits | None = None,
-    tile: Tile | None = None,
+    visited: VisitedBlocks | None = None,
+    tile: HopperTile | None = None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses.
 
     `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
     `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
-    `mask` is of `loadable_mask`, and `visited` what it leaves in tiles of `tile_of_visits`.
+    `mask` is of `loadable_mask`, and `visited` what it leaves in tiles of `tile_of_visited_blocks`.
     """
     batch, q_heads, _, _ = query.shape
     q_len = numbers["q_len"]
@@ -102,7 +105,9 @@ def plan(
     largest_dim = max(block_dim, block_v_dim)
     if tile is None:
         is_masked = visited is not None
-        tile = tile_of_visits(largest_dim) if is_masked else tile_for(largest_dim, group, seen)
+        tile = (
+            tile_of_visited_blocks(largest_dim) if is_masked else tile_for(largest_dim, group, seen)
+        )
     query_desc = _descriptor(query, strides_of(query), 1, 1, ROWS.value, block_dim)
     key = quantised.key.view(-1, block_dim)
     key_desc = _descriptor(key, [block_dim, 1], tile.keys, block_dim)
@@ -123,14 +128,14 @@ def plan(
     tiles = blocks * bundles
     longest = q_len if is_packed else quantised.kv_len
     diagonal = longest - q_len if is_bottom_right else 0
-    sight = Sight(q_len, longest, diagonal, left, right, queries, tile.keys)
+    visible = VisibleKeys(q_len, longest, diagonal, left, right, queries, tile.keys)
     head_bytes = min(kv_rows, seen) * (block_dim + block_v_dim * value.element_size())
     processors = multiprocessors(query.device)
     cut = None
     if lengths is None and visited is None:
-        cut = cut_for(sight, bundles, processors, tile.pace, SLOWER)
+        cut = cut_for(visible, bundles, processors, tile.tile_times, SLOWER)
     programs = min(tiles, processors) if cut is None else processors
-    section = section_of(sight, head_bytes, bundles, group // tile.heads, programs)
+    head_group = head_group_size(visible, head_bytes, bundles, group // tile.heads, programs)
     launch = Launch(
         quantised_hopper_kernel,
         (programs, 1, 1),
@@ -140,7 +145,7 @@ def plan(
             "diagonal": None if is_bottom_right else 0,
             "left": left,
             "right": right,
-            "most_cut": most_cut(sight, has_lengths=lengths is not None),
+            "most_cut": most_cut(visible, has_lengths=lengths is not None),
             "mask_batch": None if mask is None else int(mask.shape[0] > 1),
             "mask_head": None if mask is None else int(mask.shape[1] > 1),
             "visit_batch": visit_batch,
@@ -155,7 +160,7 @@ def plan(
             "REGISTERS": tile.registers,
             "factor": numbers["factor"] * (1.0 if numbers["cap"] is None else LN_2.value / 2),
             "V_HEAD_DIM": quantised.v_head_dim if is_packed else block_v_dim,
-            **work_of(q_heads, group, blocks, bundles, section, programs),
+            **work_of(q_heads, group, blocks, bundles, head_group, programs),
             **arguments_of(cut),
         },
         num_warps=4,

@@ -25,14 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from attention_kernels.hopper.key_ranges import (
-    Bounds,
+    CallBounds,
     block_at,
-    element_of,
+    element_bounds_of,
     key_blocks_of,
     masked_of,
-    span_of,
+    memory_batch_of,
+    visited_blocks_at,
     visited_key,
-    visits_of,
 )
 from attention_kernels.hopper.mask_blocks import fill_mask
 from attention_kernels.hopper.output import Outputs, finish, sink_of
@@ -68,24 +68,24 @@ from attention_kernels.hopper.scores import (
     start_scores,
 )
 from attention_kernels.hopper.special_functions import LOG2, approximately
-from attention_kernels.hopper.stream_k import Share, gather
-from attention_kernels.quantised.quantise import LOG2_FP8_MAX
+from attention_kernels.hopper.stream_k import ProgramShare, gather
 from attention_kernels.quantised.quantised_hopper_operands import (
     SCALE_GROUP,
-    Rows,
-    kept_of,
+    QueryRows,
     quantise_query,
     scales_of,
+    stored_keys_of,
     times_mean,
 )
 from attention_kernels.quantised.quantised_hopper_softmax import weigh
 from attention_kernels.tiles.division import quotient
+from attention_kernels.tiles.eight_bits import LOG2_FP8_MAX
 
 MASK_STAGES = gl.constexpr(2)
 """Blocks of the mask that each consumer has room for."""
 
 
-class Rings(NamedTuple):
+class QuantisedRings(NamedTuple):
     """Blocks on their way from the producer to the consumers."""
 
     query: Any
@@ -99,7 +99,7 @@ class Rings(NamedTuple):
     bytes of a bool mask; None where a call has none."""
 
 
-class Extras(NamedTuple):
+class QuantisedExtras(NamedTuple):
     """What scores are made of beside operands; None where a call asks for nothing."""
 
     factor: Any
@@ -114,9 +114,9 @@ class Extras(NamedTuple):
 
 @gluon.jit(
     do_not_specialize=[
-        "tiles", "turns", "blocks", "bundles", "section", "share_row", "share_each", "of_q_heads",
-        "of_group", "of_sections", "of_section", "of_last", "q_heads", "q_len", "kv_len",
-        "diagonal", "left", "right", "most_cut", "groups", "mask_batch", "mask_head",
+        "tiles", "turns", "blocks", "bundles", "head_group", "share_row", "share_each",
+        "of_q_heads", "of_group", "of_head_groups", "of_head_group", "of_last", "q_heads", "q_len",
+        "kv_len", "diagonal", "left", "right", "most_cut", "groups", "mask_batch", "mask_head",
         "visit_batch", "visit_head",
     ]
 )  # fmt: skip
@@ -141,13 +141,13 @@ def quantised_hopper_kernel(
     turns,
     blocks,
     bundles,
-    section,
+    head_group,
     share_row,
     share_each,
     of_q_heads,
     of_group,
-    of_sections,
-    of_section,
+    of_head_groups,
+    of_head_group,
     of_last,
     q_heads,
     q_len,
@@ -177,10 +177,11 @@ def quantised_hopper_kernel(
     """A persistent program: its shared memory, and who does what.
 
     `groups` are the scales of a key head. What a call lacks is None, and no argument of the
-    compiled program: `diagonal` and `most_cut` (as in `Bounds`), `left`, `right`, `cap`, sinks, the
-    mean of the keys, lengths, what a `Share` has, and the mask with what it leaves (`Visits`), of
-    which `mask_batch` and `mask_head` are 1, or 0 where all share its only one. `output` is a
-    descriptor, or of a packed call, where a tile may end amid another sequence's rows, a pointer.
+    compiled program: `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right`, `cap`, sinks,
+    the mean of the keys, lengths, what a `ProgramShare` has, and the mask with what it leaves
+    (`VisitedBlocks`), of which `mask_batch` and `mask_head` are 1, or 0 where all share its only
+    one. `output` is a descriptor, or of a packed call, where a tile may end amid another sequence's
+    rows, a pointer.
     BY_LENGTH: tiles differ in length, and are worked on from the longest. Not IN_TURN, each
     consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
@@ -202,7 +203,7 @@ def quantised_hopper_kernel(
         m_shape: gl.constexpr = [CONSUMERS * MASK_STAGES] + mask_desc.block_type.shape  # noqa: RUF005
         m_buffers = gl.allocate_shared_memory(mask_desc.dtype, m_shape, mask_desc.layout)
         mask = make_ring(m_buffers)
-    rings = Rings(
+    rings = QuantisedRings(
         make_ring(q_buffers),
         make_shared_ring(k_buffers, CONSUMERS),
         make_shared_ring(v_buffers, CONSUMERS),
@@ -210,20 +211,20 @@ def quantised_hopper_kernel(
     )
     if IN_TURN:
         pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
-    visits = None
+    visited = None
     if visited_ptr is not None:
-        visits = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
-    bounds = Bounds(
+        visited = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
+    bounds = CallBounds(
         q_len, kv_len, diagonal, left, right, most_cut,
-        q_offsets_ptr, k_starts_ptr, k_lengths_ptr, visits,
+        q_offsets_ptr, k_starts_ptr, k_lengths_ptr, visited,
     )  # fmt: skip
     share = None
     if parts_ptr is not None:
-        share = Share(share_row, share_each, parts_ptr, arrivals_ptr)
-    reciprocals = (of_q_heads, of_sections, of_section, of_last)
-    work = Work(q_heads, tiles, turns, blocks, bundles, section, reciprocals, share)
+        share = ProgramShare(share_row, share_each, parts_ptr, arrivals_ptr)
+    reciprocals = (of_q_heads, of_head_groups, of_head_group, of_last)
+    work = Work(q_heads, tiles, turns, blocks, bundles, head_group, reciprocals, share)
     scales = (key_scale_ptr, value_scale_ptr, of_group, groups)
-    extras = Extras(factor, cap, key_mean_ptr, sinks_ptr)
+    extras = QuantisedExtras(factor, cap, key_mean_ptr, sinks_ptr)
     descriptors = (query_desc, key_desc, value_desc, mask_desc)
     load = (descriptors, rings, work, bounds, of_group, groups, (mask_batch, mask_head))
     output_desc = None
@@ -284,40 +285,42 @@ def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-        span = span_of(batch, bounds)
+        element = element_bounds_of(batch, bounds)
         if bounds.q_offsets is None and work.share is None:
             done = turn
-        if has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS):
-            element = element_of(batch, bounds)
+        if has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS):
+            memory_batch = memory_batch_of(batch, bounds)
             for who in gl.static_range(CONSUMERS):
-                row = span.q_start + block * QUERIES + who // HEADS * ROWS
-                fill(rings.query, query_desc, [element, q_head + who % HEADS, row, 0], who, done)
-            kept = kept_of(batch, q_head, span, work, bounds, of_group)
-            if bounds.visits is None:
-                blocks = blocks_of_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
+                row = element.q_start + block * QUERIES + who // HEADS * ROWS
+                fill(
+                    rings.query, query_desc, [memory_batch, q_head + who % HEADS, row, 0], who, done
+                )
+            stored = stored_keys_of(batch, q_head, element, work, bounds, of_group)
+            if bounds.visited is None:
+                blocks = blocks_of_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS)
                 steps = blocks[3] - blocks[0]
             else:
-                visits = visits_of(batch, q_head, block, bounds, KEYS)
-                steps = gl.maximum(visits[2] + visits[3], 1)
+                visited = visited_blocks_at(batch, q_head, block, bounds, KEYS)
+                steps = gl.maximum(visited[2] + visited[3], 1)
             for i in range(steps):
-                if bounds.visits is None:
+                if bounds.visited is None:
                     key = block_at(steps - 1 - i, blocks, bounds) * KEYS
                 else:
-                    key = visited_key(steps - 1 - i, visits, bounds, KEYS)
+                    key = visited_key(steps - 1 - i, visited, bounds, KEYS)
                 stage, phase = buffer_of(count, STAGES)
-                row = (kept.head * groups + kept.group) * SCALE_GROUP + key
+                row = (stored.head * groups + stored.group) * SCALE_GROUP + key
                 fill_shared(rings.key, key_desc, [row, 0], stage, phase, KEY, CONSUMERS)
                 if mask_desc is not None:  # noqa: SIM102 (decided while this is compiled)
-                    if i >= steps - gl.maximum(visits[3], 1):
+                    if i >= steps - gl.maximum(visited[3], 1):
                         own = [batch * mask_batch, q_head, block * QUERIES, key]
                         fill_mask(rings.mask, mask_desc, own, mask_head, masks, CONSUMERS, HEADS)
                         masks += 1
                 if value_desc.dtype == gl.float8e4nv:
                     DV: gl.constexpr = value_desc.block_type.shape[0]
-                    place = [kept.head * DV, kept.group * SCALE_GROUP + key]
+                    place = [stored.head * DV, stored.group * SCALE_GROUP + key]
                     fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
                 else:
-                    place = [element, quotient(q_head, of_group), span.k_start + key, 0]
+                    place = [memory_batch, quotient(q_head, of_group), element.k_start + key, 0]
                     fill_shared(rings.value, value_desc, place, stage, phase, VALUE, CONSUMERS)
                 count += 1
             done += 1
@@ -345,8 +348,8 @@ def _attend(
         exists = True
         if bounds.q_offsets is not None or work.share is not None:
             batch, _head, block = tile_of(turn, work, HEADS, BY_LENGTH)
-            span = span_of(batch, bounds)
-            exists = has_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
+            element = element_bounds_of(batch, bounds)
+            exists = has_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS)
         else:
             done = turn
         if exists:
@@ -391,20 +394,20 @@ def _attend_tile(
     # What it takes to find the tile hides behind what the query takes.
     batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
     q_head += WHO % HEADS
-    span = span_of(batch, bounds)
+    element = element_bounds_of(batch, bounds)
     first = block * QUERIES + WHO // HEADS * ROWS
-    kept = kept_of(batch, q_head, span, work, bounds, of_group)
-    of_groups = kept.head * groups + kept.group
+    stored = stored_keys_of(batch, q_head, element, work, bounds, of_group)
+    of_groups = stored.head * groups + stored.group
     of_head = (key_scale_ptr + of_groups, value_scale_ptr + of_groups)
-    if bounds.visits is None:
-        blocks = blocks_of_tile(turn, block * QUERIES, span, work, bounds, QUERIES, KEYS)
+    if bounds.visited is None:
+        blocks = blocks_of_tile(turn, block * QUERIES, element, work, bounds, QUERIES, KEYS)
         masked, steps = masked_of(blocks, bounds), blocks[3] - blocks[0]
         current = block_at(steps - 1, blocks, bounds)
     else:
-        visits = visits_of(batch, q_head, block, bounds, KEYS)
-        masked = gl.maximum(visits[3], 1)
-        steps = gl.maximum(visits[2] + visits[3], 1)
-        current = visited_key(steps - 1, visits, bounds, KEYS) // KEYS
+        visited = visited_blocks_at(batch, q_head, block, bounds, KEYS)
+        masked = gl.maximum(visited[3], 1)
+        steps = gl.maximum(visited[2] + visited[3], 1)
+        current = visited_key(steps - 1, visited, bounds, KEYS) // KEYS
     of_keys, of_values = scales_of(of_head, current, bounds, KEYS, FP8_VALUE)
     query = queries.index(WHO)
     unquantised = rings.query.buffers.index(WHO)
@@ -425,16 +428,16 @@ def _attend_tile(
     maximum = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = (scores, output, maximum, total, of_keys, of_values)
-    rows = Rows(query, of_queries, shift, first)
+    rows = QueryRows(query, of_queries, shift, first)
     # Blocks without a mask, those with one, and the last.
-    if bounds.visits is None:
+    if bounds.visited is None:
         whole_first, whole_end = blocks[1], blocks[2]
         for i in range(whole_first, whole_end):
             following = i + 1
             if bounds.left is not None and following == whole_end:
                 following = block_at(masked - 1, blocks, bounds)
             state = _step(
-                state, rows, rings, of_head, count, masks, i, following, span,
+                state, rows, rings, of_head, count, masks, i, following, element,
                 bounds, extras.cap, WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
@@ -442,33 +445,33 @@ def _attend_tile(
             current = block_at(masked - i, blocks, bounds)
             following = block_at(masked - i - 1, blocks, bounds)
             state = _step(
-                state, rows, rings, of_head, count, masks, current, following, span,
+                state, rows, rings, of_head, count, masks, current, following, element,
                 bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             count += 1
         current = block_at(0, blocks, bounds)
     else:
         # A block's place is looked up two blocks ahead, its scales one.
-        following = visited_key(gl.maximum(steps - 2, 0), visits, bounds, KEYS) // KEYS
+        following = visited_key(gl.maximum(steps - 2, 0), visited, bounds, KEYS) // KEYS
         for i in range(steps - masked):
-            later = visited_key(gl.maximum(steps - 3 - i, 0), visits, bounds, KEYS) // KEYS
+            later = visited_key(gl.maximum(steps - 3 - i, 0), visited, bounds, KEYS) // KEYS
             state = _step(
-                state, rows, rings, of_head, count, masks, current, following, span,
+                state, rows, rings, of_head, count, masks, current, following, element,
                 bounds, extras.cap, WHO, CONSUMERS, False, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             current, following = following, later
             count += 1
         for i in range(steps - masked, steps - 1):
-            later = visited_key(gl.maximum(steps - 3 - i, 0), visits, bounds, KEYS) // KEYS
+            later = visited_key(gl.maximum(steps - 3 - i, 0), visited, bounds, KEYS) // KEYS
             state = _step(
-                state, rows, rings, of_head, count, masks, current, following, span,
+                state, rows, rings, of_head, count, masks, current, following, element,
                 bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, False,
             )  # fmt: skip
             current, following = following, later
             count += 1
             masks += 1
     state = _step(
-        state, rows, rings, of_head, count, masks, current, current, span,
+        state, rows, rings, of_head, count, masks, current, current, element,
         bounds, extras.cap, WHO, CONSUMERS, True, IN_TURN, IN_TENSOR_CORES, True,
     )  # fmt: skip
     count += 1
@@ -479,7 +482,7 @@ def _attend_tile(
     maximum = gl.convert_layout(maximum, total.type.layout)
     is_whole = True
     if work.share is not None:
-        begin, _, _, end = key_blocks_of(block * QUERIES, span, bounds, QUERIES, KEYS)
+        begin, _, _, end = key_blocks_of(block * QUERIES, element, bounds, QUERIES, KEYS)
         output, maximum, total, is_whole = gather(
             output, maximum, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
@@ -491,7 +494,7 @@ def _attend_tile(
         if sink is not None and shift is not None:  # what the keys' mean would add to the scores
             sink = sink - gl.convert_layout(shift, total.type.layout)
         at = (batch, work.q_heads, q_head, first)
-        finish(output, maximum, total, sink, outputs, at, span, WHO, V_HEAD_DIM, LOG2_UNIT)
+        finish(output, maximum, total, sink, outputs, at, element, WHO, V_HEAD_DIM, LOG2_UNIT)
     return count, masks
 
 
@@ -505,7 +508,7 @@ def _step(
     masks,
     block,
     next_block,
-    span,
+    element,
     bounds,
     cap,
     WHO: gl.constexpr,
@@ -532,8 +535,8 @@ def _step(
     if not IS_LAST:
         next_of_keys, next_of_values = scales_of(scales, next_block, bounds, KEYS, FP8_VALUE)
     weights, maximum, total, shrink = weigh(
-        scores, scale, rows, rings, exponent, of_values, maximum, total, masks, block, span, bounds,
-        cap, OUTPUT, WHO, IS_MASKED,
+        scores, scale, rows, rings, exponent, of_values, maximum, total, masks, block, element,
+        bounds, cap, OUTPUT, WHO, IS_MASKED,
     )  # fmt: skip
     shrink = gl.convert_layout(shrink, gl.SliceLayout(1, OUTPUT))[:, None]
 
@@ -542,7 +545,7 @@ def _step(
     HAS_LENGTHS: gl.constexpr = bounds.k_lengths is not None or bounds.q_offsets is not None
     if IS_LAST and HAS_LENGTHS and not FP8_VALUE:
         # Behind the last key lie somebody else's values, or none that count.
-        left_over = span.kv_len - block * KEYS
+        left_over = element.kv_len - block * KEYS
         if left_over < KEYS:
             wait_for(rings.value, stage, phase)
             clear(matrix(rings.value.buffers.index(stage)), left_over)

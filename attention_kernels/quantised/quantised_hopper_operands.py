@@ -13,20 +13,22 @@ from triton.language.core import PropagateNan
 
 from attention_kernels.hopper.scores import ROWS
 from attention_kernels.quantised.quantise import (
-    FP8_MAX,
     GROUP,
-    INT8_MAX,
-    SMALLEST_MAXIMUM,
     first_group,
 )
 from attention_kernels.tiles.division import quotient
+from attention_kernels.tiles.eight_bits import (
+    FP8_MAX,
+    INT8_MAX,
+    SMALLEST_MAXIMUM,
+)
 
 ALL = gl.constexpr(PropagateNan.ALL)
 SCALE_GROUP = gl.constexpr(GROUP)
 """Keys, and values, that share a scale."""
 
 
-class Rows(NamedTuple):
+class QueryRows(NamedTuple):
     """A consumer's queries of a tile."""
 
     query: Any
@@ -38,7 +40,7 @@ class Rows(NamedTuple):
     first: Any
 
 
-class Kept(NamedTuple):
+class StoredKeys(NamedTuple):
     """Where a tile's keys and values are kept in 8 bits."""
 
     head: Any
@@ -105,7 +107,7 @@ def _four_threads_a_row(D):
 
 
 @gluon.jit
-def kept_of(batch, q_head, span, work, bounds, of_group):
+def stored_keys_of(batch, q_head, element, work, bounds, of_group):
     """Where the keys of a query head are kept; `of_group` is the `reciprocal` of how
     many share them."""
     first = 0
@@ -113,8 +115,8 @@ def kept_of(batch, q_head, span, work, bounds, of_group):
         at = quotient(batch * work.q_heads + q_head, of_group)
     else:
         at = quotient(q_head, of_group)
-        first = first_group(span.k_start, batch, SCALE_GROUP)
-    return Kept(at, first)
+        first = first_group(element.k_start, batch, SCALE_GROUP)
+    return StoredKeys(at, first)
 
 
 @gluon.jit
@@ -127,7 +129,7 @@ def scales_of(scales, block, bounds, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr
     """
     key_scale_ptr, value_scale_ptr = scales
     group = block * KEYS // SCALE_GROUP
-    if bounds.visits is not None:
+    if bounds.visited is not None:
         # Where nothing is seen, what is visited may be behind the last.
         group = gl.minimum(group, (bounds.kv_len - 1) // SCALE_GROUP)
     of_keys = gl.load(key_scale_ptr + group)

@@ -9,7 +9,7 @@ from attention_kernels.hopper.key_ranges import hide_unseen
 from attention_kernels.hopper.mask_blocks import hide
 from attention_kernels.hopper.scores import ROWS, own_sums
 from attention_kernels.hopper.special_functions import RECIPROCAL, TANH, approximately
-from attention_kernels.quantised.quantise import LOG2_FP8_MAX
+from attention_kernels.tiles.eight_bits import LOG2_FP8_MAX
 
 
 @gluon.jit
@@ -24,7 +24,7 @@ def weigh(
     total,
     masks,
     block,
-    span,
+    element,
     bounds,
     cap,
     OUTPUT: gl.constexpr,
@@ -41,7 +41,7 @@ def weigh(
         scores: (ROWS, KEYS), products of 8-bit numbers.
         scale: (ROWS,), not negative: times it, they are scores in base 2, or with a cap what is in
             the tanh.
-        rows: the `Rows` that they are of.
+        rows: the `QueryRows` that they are of.
         exponent: log₂ of `of_values` in FP8, else 0.
         of_values: the scale of the block's values.
         masks: how many blocks of the mask there have been.
@@ -64,7 +64,7 @@ def weigh(
         if rings.mask is not None:
             scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
         else:
-            scores = hide_unseen(scores, rows.first, block * KEYS, span, bounds)
+            scores = hide_unseen(scores, rows.first, block * KEYS, element, bounds)
     largest = gl.max(scores, 1)
     # A group of INT8 keys with a NaN has it in its scale. That times -inf is NaN, but a row that
     # sees none of the group has nothing of its NaN.

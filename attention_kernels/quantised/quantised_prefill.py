@@ -15,10 +15,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.descriptors import has_tma, nowhere
-from attention_kernels.launch.launcher import Kept, Launch, PlannedCall, layout, named
+from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
-from attention_kernels.options import PLAIN, AttentionOptions
-from attention_kernels.portable.forward import Lengths
+from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.quantised.quantise import (
     GROUP,
     QuantisedKeyValue,
@@ -35,10 +34,10 @@ from attention_kernels.quantised.quantised_operands import (
 from attention_kernels.quantised.quantised_prefill_kernel import quantised_prefill_kernel
 from attention_kernels.tiles.masking import mask_unit, window_sides
 from attention_kernels.tiles.online_softmax import base_2
-from attention_kernels.tiles.visited_blocks import Visits, visits
+from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_blocks
 
 
-class Tile(NamedTuple):
+class PortableTile(NamedTuple):
     """What a program works on at a time, and with what."""
 
     queries: int
@@ -47,17 +46,17 @@ class Tile(NamedTuple):
     stages: int
 
 
-def tile_for(head_dim: int, q_len: int, has_tma: bool) -> Tile:
+def tile_for(head_dim: int, q_len: int, has_tma: bool) -> PortableTile:
     """The tile for a padded head dimension. Without TMA, loads take registers too: more keys at a
     time would not fit (nothing of that was run)."""
     if q_len <= 64:
-        return Tile(64, 64, 4, 3)
+        return PortableTile(64, 64, 4, 3)
     if head_dim <= 128:
-        return Tile(128, 128 if has_tma else 64, 8, 3)
-    return Tile(64, 64, 8, 2)
+        return PortableTile(128, 128 if has_tma else 64, 8, 3)
+    return PortableTile(64, 64, 8, 2)
 
 
-def attend(
+def attend_to_quantised(
     query: Tensor,
     quantised: QuantisedKeyValue,
     is_causal: bool = False,
@@ -67,7 +66,7 @@ def attend(
     sinks: Tensor | None = None,
     in_tensor_cores: bool = False,
     attn_mask: Tensor | None = None,
-    visited: Visits | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> Tensor:
     """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
@@ -76,7 +75,7 @@ def attend(
     them. A query that sees no key gets zeros. `in_tensor_cores` sums FP8 products there, which is
     faster and less exact, from the first key to the last. `attn_mask` is bool (True = attend) and
     broadcasts to (B, Hq, Sq, Sk); what it hides in whole blocks is not read. `visited` is what
-    `visits_of` says of it; None asks.
+    `visited_blocks_of` says of it; None asks.
 
     Raises:
         ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
@@ -91,7 +90,7 @@ def attend(
         if is_causal or options.window != (None, None) or quantised.lengths is not None:
             raise ValueError("attn_mask beside a diagonal, a window or lengths of sequences")
         mask = _mask_of(query, quantised, attn_mask)
-        visited = visited or visits_of(query, quantised, attn_mask)
+        visited = visited or visited_blocks_of(query, quantised, attn_mask)
     value = quantised.value
     if quantised.value_scale is None:
         value = describable(value)
@@ -131,9 +130,11 @@ def attend(
     return output
 
 
-def visits_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Visits:
+def visited_blocks_of(
+    query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor
+) -> VisitedBlocks:
     """What a bool mask leaves, so that it can be found once for calls with the same mask; tensors
-    are those of `attend`."""
+    are those of `attend_to_quantised`."""
     largest_dim = max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))
     if _is_for_hopper(query, largest_dim):
         from attention_kernels.quantised import quantised_hopper
@@ -141,7 +142,7 @@ def visits_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) ->
         rows, keys = quantised_hopper.visited_tiles(largest_dim)
     else:
         rows, keys, *_ = tile_for(largest_dim, query.shape[2], has_tma(query.device))
-    return visits(attn_mask.expand(*query.shape[:3], quantised.kv_len), rows, keys)
+    return find_visited_blocks(attn_mask.expand(*query.shape[:3], quantised.kv_len), rows, keys)
 
 
 def _is_for_hopper(query: Tensor, largest_dim: int) -> bool:
@@ -172,7 +173,7 @@ def _planned(
     sinks: Tensor | None,
     in_tensor_cores: bool,
     mask: Tensor | None = None,
-    visited: Visits | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> PlannedCall:
     """`_plan`, once for all calls of one shape."""
     shape = (
@@ -206,7 +207,7 @@ def _planned(
     )
 
 
-_calls: Kept[PlannedCall] = Kept()
+_calls: PlanCache[PlannedCall] = PlanCache()
 
 
 def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
@@ -229,7 +230,7 @@ def _plan(
     sinks: Sizes | None,
     in_tensor_cores: bool,
     mask: Tensor | None,
-    visited: Visits | None,
+    visited: VisitedBlocks | None,
 ) -> PlannedCall:
     """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
     descriptor takes them, `mask` is of `_mask_of`, `sinks` is a shape."""
@@ -318,14 +319,14 @@ def quantised_prefill(
     `query` (B, Hq, Sq, D), `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides,
     float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
     their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
-    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from
-    all; the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for `attend`.
-    `options` is bottom right, window and soft cap, `sinks` (Hq,), `lengths` which rows count; a
-    packed batch has one batch element, and a padded one is answered as `varlen.padded` does it. FP8
-    needs compute capability 8.9.
+    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from all;
+    the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for
+    `attend_to_quantised`. `options` is bottom right, window and soft cap, `sinks` (Hq,), `lengths`
+    which rows count; a packed batch has one batch element, and a padded one is answered as
+    `padded_prefill` does it. FP8 needs compute capability 8.9.
 
     Raises:
-        ValueError: as `attend`, of masks and shapes.
+        ValueError: as `attend_to_quantised`, of masks and shapes.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
@@ -351,7 +352,7 @@ def quantised_prefill(
     check_shapes(query.shape, key.shape, value.shape, sizes_of(sinks))
     keep_mean = options.softcap is not None or sinks is not None
     quantised = quantise_key_value(key, value, score_dtype, fp8_value, smooth_k, keep_mean, lengths)
-    output = attend(
+    output = attend_to_quantised(
         query,
         quantised,
         is_causal,
@@ -434,4 +435,4 @@ class _Repetition(NamedTuple):
         return output
 
 
-_repetitions: Kept[_Repetition] = Kept()
+_repetitions: PlanCache[_Repetition] = PlanCache()

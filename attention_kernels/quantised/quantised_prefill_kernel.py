@@ -25,12 +25,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention_kernels.quantised.quantise import (
+from attention_kernels.quantised.quantise import first_group
+from attention_kernels.tiles.eight_bits import (
     FP8_MAX,
     INT8_MAX,
     LOG2_FP8_MAX,
     SMALLEST_MAXIMUM,
-    first_group,
     round_to_fp8,
     to_fp8,
     to_int8,
@@ -101,8 +101,8 @@ def quantised_prefill_kernel(
     `factor` is softmax's scale · log2 e, or with a soft cap that of the exponent in tanh
     (`online_softmax.base_2`). `sinks_ptr`, `cap`, `left` and `right` are None where a call has
     none, `key_mean_ptr` where neither sink nor cap asks for it, the mask and what was found in it
-    (`Visits`) where there is none, offsets, starts and lengths as in `Lengths`. Of a packed batch
-    `q_len` is the longest sequence's and `q_rows` are all queries, else None.
+    (`VisitedBlocks`) where there is none, offsets, starts and lengths as in `Lengths`. Of a packed
+    batch `q_len` is the longest sequence's and `q_rows` are all queries, else None.
     """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks

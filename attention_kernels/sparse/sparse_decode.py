@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv import attend
+from attention_kernels.decode.split_kv import attend_to_cache
 
 
 def sparse_decode(
@@ -27,7 +27,7 @@ def sparse_decode(
             left the output is zeros.
         scale: of the scores; None is 1/sqrt(D).
     """
-    return attend(query, Cache(key, value, indices=indices.contiguous()), scale=scale)
+    return attend_to_cache(query, Cache(key, value, indices=indices.contiguous()), scale=scale)
 
 
 def paged_sparse_decode(
@@ -47,4 +47,4 @@ def paged_sparse_decode(
             not below its length are skipped.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths, indices.contiguous())
-    return attend(query, cache, scale=scale)
+    return attend_to_cache(query, cache, scale=scale)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention_kernels.decode.kv_cache import Cache, find_tokens
-from attention_kernels.launch.launcher import Kept, Launch, layout, named
+from attention_kernels.launch.launcher import Launch, PlanCache, layout, named
 from attention_kernels.launch.shape_checks import check_shapes
 from attention_kernels.tiles.matmul import matmul
 
@@ -156,7 +156,7 @@ def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | 
     return scores
 
 
-_launches: Kept[Launch] = Kept()
+_launches: PlanCache[Launch] = PlanCache()
 
 
 def _score_launch(

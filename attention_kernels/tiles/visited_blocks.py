@@ -26,7 +26,7 @@ CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
 """Kinds of blocks: those that need the mask, and those that do not. Hidden ones are 0."""
 
 
-class Visits(NamedTuple):
+class VisitedBlocks(NamedTuple):
     """The blocks that each tile goes through. B and H are 1 where the mask is the same for all."""
 
     blocks: Tensor
@@ -111,7 +111,7 @@ def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
     return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
 
 
-def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
+def find_visited_blocks(attn_mask: Tensor, rows: int, keys: int) -> VisitedBlocks:
     """What a mask (B, Hq, Sq, Sk), bool or float, any strides, leaves to tiles of `rows` queries,
     of blocks of `keys` keys."""
     shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
@@ -124,7 +124,7 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     blocks = attn_mask.new_empty((batches, heads, tiles, 2, width), dtype=torch.int32)
     counts = attn_mask.new_empty((batches, heads, tiles, 2), dtype=torch.int32)
     if not blocks.numel():
-        return Visits(blocks, counts.zero_())
+        return VisitedBlocks(blocks, counts.zero_())
     kinds = attn_mask.new_empty((batches, heads, tiles, width), dtype=torch.int8)
     find_kinds, list_blocks = _planned(
         numbers.shape,
@@ -137,7 +137,7 @@ def visits(attn_mask: Tensor, rows: int, keys: int) -> Visits:
     )
     find_kinds(numbers, None if is_bool else numbers.amax(3), kinds)
     list_blocks(kinds, blocks, counts)
-    return Visits(blocks, counts)
+    return VisitedBlocks(blocks, counts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -54,14 +54,14 @@ class Answers:
         if not is_asked or self.kernel.name != GATHERS_PAGES or fitted.cu_seqlens_k is None:
             nothing = call.query.new_full(call.query.shape[:3], torch.nan, dtype=torch.float32)
             return self(call, function), nothing
-        from attention_kernels.portable.varlen import packed
+        from attention_kernels.portable.varlen import packed_prefill
 
         self._fitted(call)
         query, key, value = (
             each[0].transpose(0, 1) for each in (fitted.query, fitted.key, fitted.value)
         )
         assert fitted.cu_seqlens_q is not None
-        output_THD, lse = packed(
+        output_THD, lse = packed_prefill(
             query,
             key,
             value,

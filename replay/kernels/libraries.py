@@ -98,13 +98,19 @@ def is_interpreted() -> bool:
 
 
 class TritonLibrary(Library):
-    """Triton, for kernels of our own."""
+    """Our kernels, `attention_kernels`, and the Triton that they need."""
 
     def unavailable(self, device: torch.device) -> str | None:
-        """As for any library, but for TRITON_INTERPRET=1, which must be set before we start."""
+        """Return why the kernels cannot be used on a device.
+
+        On the CPU they run in Triton's interpreter, where TRITON_INTERPRET=1 was set beforehand.
+        """
+        ours = _import(OUR_KERNELS)
+        if isinstance(ours, str):
+            return self._import_failure(ours)
         if not is_interpreted():
             if device.type != "cuda" or not torch.cuda.is_available():
-                also = "" if version(self.package) else "pip install triton and "
+                also = "" if version(self.package) else f"{self.install} and "
                 return f"needs a CUDA GPU, or {also}TRITON_INTERPRET=1 to be checked on the CPU"
             if reason := self.wrong_device(device):
                 return reason
@@ -119,12 +125,15 @@ class TritonLibrary(Library):
         return None
 
 
+OUR_KERNELS = "attention_kernels"
+
 TRITON = TritonLibrary(
-    # Where tensor descriptors can be made on the host: in 3.4, PyTorch 2.8's, and newer.
+    # Tensor descriptors can be made on the host in Triton 3.4, PyTorch 2.8's, and newer.
     module="triton.tools.tensor_descriptor",
+    # Its version decides how fast our kernels are.
     package="triton",
-    # For CPU builds of PyTorch. A CUDA build brings the one it was built with; no other fits it.
-    install="pip install triton",
+    # It brings Triton for CPU builds of PyTorch; a CUDA build has the one it was built with.
+    install=f"pip install ./{OUR_KERNELS}",
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -43,12 +44,13 @@ os.write(int(sys.argv[3]), b'{"answers": true}\\n')
 import gc
 from importlib.machinery import PathFinder
 
-root, ours = sys.argv[1], ("attention_replay", "attention_kernels", "capture", "replay")
+roots = sys.argv[1].splitlines()
+ours = ("attention_replay", "attention_kernels", "capture", "replay")
 
 class OurPackages:
     @staticmethod
     def find_spec(name, path=None, target=None):
-        return PathFinder.find_spec(name, [root]) if name in ours else None
+        return PathFinder.find_spec(name, roots) if name in ours else None
 
 sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
@@ -225,8 +227,8 @@ class Process:
     def _start(self) -> None:
         child_reads, requests = os.pipe()
         replies, child_writes = os.pipe()
-        root = Path(__file__).resolve().parents[2]
-        command = [self.python, "-c", OUR_PACKAGES, str(root)]
+        roots = "\n".join(_folders_of_ours())
+        command = [self.python, "-c", OUR_PACKAGES, roots]
         command += [str(child_reads), str(child_writes), self._handler]
         try:
             child = subprocess.Popen(
@@ -420,6 +422,15 @@ def first_processes(timeout: float, place: Placement | None = None) -> Iterator[
         yield first
     finally:
         first.close()
+
+
+def _folders_of_ours() -> list[str]:
+    """Return the folders that have our packages; the kernels may be installed elsewhere."""
+    folders = [str(Path(__file__).resolve().parents[2])]
+    kernels = importlib.util.find_spec("attention_kernels")
+    if kernels is not None and kernels.origin is not None:
+        folders.append(str(Path(kernels.origin).resolve().parents[1]))
+    return folders
 
 
 def _triton_cache() -> str:

@@ -14,7 +14,7 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.rows.errors_of_output import AccuracyClass
 
-collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*/test_*.py", "test_[!i]*.py"]
 
 
 @pytest.fixture
@@ -43,11 +43,11 @@ def assert_right() -> Callable[..., None]:
 @pytest.fixture(scope="module", params=["as small", "as large"])
 def size(request: pytest.FixtureRequest) -> Iterator[None]:
     """Calls of few scores are loaded as such, through pointers, or as larger ones are."""
-    from attention_kernels.launch.launcher import Kept
+    from attention_kernels.launch.launcher import PlanCache
     from attention_kernels.portable import forward
 
     with pytest.MonkeyPatch.context() as patched:
         if request.param == "as large":
             patched.setattr(forward, "is_small", lambda *tensors: False)
-            patched.setattr(forward, "_calls", Kept())
+            patched.setattr(forward, "_calls", PlanCache())
         yield

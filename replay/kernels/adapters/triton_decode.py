@@ -12,11 +12,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attention_kernels.decode.paging import PagedCache, page
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
@@ -35,6 +35,9 @@ from replay.kernels.libraries import TRITON
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt, at_once
+
+if TYPE_CHECKING:
+    from attention_kernels.decode.paging import PagedCache
 
 DECODE_LIMITS = (
     no_dropout,
@@ -63,15 +66,15 @@ LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16), no_huge_softca
 
 @functools.cache
 def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    from attention_kernels.decode.contiguous_decode import decode
+    from attention_kernels.decode.contiguous_decode import contiguous_decode
     from attention_kernels.decode.paged_decode import paged_decode
 
-    return decode, paged_decode
+    return contiguous_decode, paged_decode
 
 
 def _decode(call: Arguments) -> Tensor:
-    decode, _ = _kernels()
-    return decode(
+    contiguous_decode, _ = _kernels()
+    return contiguous_decode(
         call.query,
         call.key,
         call.value,
@@ -85,7 +88,12 @@ def _decode(call: Arguments) -> Tensor:
 
 
 def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
-    """SDPA's key and value in pages, and where each sequence began in them; None for at 0."""
+    """Return SDPA's key and value in pages, and where each sequence began in them.
+
+    The second is None where all begin at 0.
+    """
+    from attention_kernels.decode.paging import page
+
     keys = padding_keys(call)
     if keys is None:
         return page(call.key, call.value, page_size, lengths=call.seqused_k), None
@@ -98,6 +106,8 @@ def _recorded_pages(call: AnyCall) -> PagedCache | None:
     """The pages that the call itself has, if its keys lie in pages."""
     if call.page_table is None or call.seqused_k is None:
         return None
+    from attention_kernels.decode.paging import PagedCache
+
     return PagedCache(
         call.key.transpose(1, 2),
         call.value.transpose(1, 2),

@@ -33,9 +33,9 @@ LIBRARY = replace(TRITON, runs_on=lambda capability: capability == (9, 0), needs
 
 @functools.cache
 def _kernel() -> Callable[..., Tensor]:
-    from attention_kernels.hopper.hopper_prefill import prefill_hopper
+    from attention_kernels.hopper.hopper_prefill import hopper_prefill
 
-    return prefill_hopper
+    return hopper_prefill
 
 
 def _attend(call: Arguments) -> Tensor:

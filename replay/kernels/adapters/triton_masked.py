@@ -26,11 +26,11 @@ def _has_mask(call: AnyCall) -> str | None:
 
 
 def _prepare(call: AnyCall) -> Callable[[], Tensor]:
-    from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
+    from attention_kernels.portable.masked_prefill import masked_prefill, visited_blocks_of
 
     mask = call.attn_mask
     assert mask is not None
-    visited = visits_of(call.query, call.value, mask)
+    visited = visited_blocks_of(call.query, call.value, mask)
     return lambda: masked_prefill(
         call.query, call.key, call.value, mask, scale=call.scale, visited=visited
     )

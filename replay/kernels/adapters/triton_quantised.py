@@ -72,7 +72,7 @@ def _lengths_of(call: AnyCall) -> Any:
     offsets, used = call.cu_seqlens_q, call.seqused_k
     if offsets is None and used is None:
         return None
-    from attention_kernels.portable.forward import Lengths
+    from attention_kernels.options import Lengths
 
     if offsets is None:
         return Lengths("padded", call.query.shape[0], call.query.shape[2], k_lengths=used)
@@ -89,7 +89,7 @@ def _prepare(
     in_tensor_cores: bool,
 ) -> Callable[[], Tensor]:
     from attention_kernels.quantised.quantise import quantise_key_value
-    from attention_kernels.quantised.quantised_prefill import attend, visits_of
+    from attention_kernels.quantised.quantised_prefill import attend_to_quantised, visited_blocks_of
 
     if not (call.query.numel() and call.key.numel()):
         options = {"score_dtype": score_dtype, "fp8_value": fp8_value}
@@ -99,8 +99,8 @@ def _prepare(
         call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean, _lengths_of(call)
     )
     mask = call.attn_mask
-    visited = None if mask is None else visits_of(call.query, quantised, mask)
-    return lambda: attend(
+    visited = None if mask is None else visited_blocks_of(call.query, quantised, mask)
+    return lambda: attend_to_quantised(
         call.query,
         quantised,
         call.is_causal,

@@ -45,13 +45,13 @@ def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
 def _prepare(call: AttentionCall, dtype: torch.dtype, in_pages: bool) -> Callable[[], Tensor]:
     from attention_kernels.decode.quantised_cache import quantise_cache
     from attention_kernels.decode.quantised_decode import quantised_decode, random_pages
-    from attention_kernels.decode.split_kv import attend
+    from attention_kernels.decode.split_kv import attend_to_cache
 
     if not (call.query.numel() and call.key.numel()):
         return lambda: quantised_decode(call.query, call.key, call.value, dtype=dtype)
     table = random_pages(call.key) if in_pages else None
     cache = quantise_cache(call.key, call.value, dtype, lengths=call.seqused_k, block_table=table)
-    return lambda: attend(
+    return lambda: attend_to_cache(
         call.query,
         cache,
         attn_mask=call.attn_mask,

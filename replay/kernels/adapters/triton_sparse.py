@@ -14,11 +14,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from attention_kernels.decode.paging import PagedCache
 from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters.triton_decode import DECODE_LIMITS, paged
 from replay.kernels.chosen_keys import mask_of_tokens
@@ -28,6 +28,9 @@ from replay.kernels.libraries import TRITON
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt, at_once
+
+if TYPE_CHECKING:
+    from attention_kernels.decode.paging import PagedCache
 
 DEFAULT_KEEP = 0.02
 LIMITS = (*DECODE_LIMITS, no_causal, padding_mask_only)

@@ -61,7 +61,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         ranges = varlen.key_ranges(keys)
         if options.bottom_right:  # no effect here, `_mask_and_lengths` has refused the others
             options = replace(options, bottom_right=False)
-    return lambda: varlen.padded(
+    return lambda: varlen.padded_prefill(
         call.query,
         call.key,
         call.value,
@@ -74,7 +74,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
-    packed = _kernels().packed
+    packed = _kernels().packed_prefill
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels.decode import kv_cache, split_kv
-from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.decode.kv_cache import Access, Cache
 from attention_kernels.decode.paging import page
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import MOST_SHARES, Tiling, merging, plan
 from attention_kernels.launch import descriptors
+from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
-from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import catalogue
 from tests import factories
 from tests.attention_kernels.decode.page_pools import watched_rooms
@@ -67,13 +67,13 @@ def test_lengths(
     monkeypatch.setattr(kv_cache, "WORTH_DESCRIBING", worth_describing)
     query, key, value = inputs(2, kv_len=kv_len, dtype=dtype)
     call = AttentionCall(query, key, value, enable_gqa=True)
-    assert_right(decode(query, key, value), attend(query, key, value).output, call)
+    assert_right(contiguous_decode(query, key, value), attend(query, key, value).output, call)
 
 
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(40, 72), (80, 80), (96, 40), (256, 256)])
 def test_head_dims(head_dim: int, v_head_dim: int) -> None:
     tensors = inputs(q_len=3, head_dim=head_dim, v_head_dim=v_head_dim)
-    assert_near(decode(*tensors), attend(*tensors).output)
+    assert_near(contiguous_decode(*tensors), attend(*tensors).output)
 
 
 def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,14 +94,14 @@ def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("q_heads", [2, 40, 140])
 def test_groups_of_one_tile_and_of_several(q_heads: int) -> None:
     tensors = inputs(q_heads=q_heads)
-    assert_near(decode(*tensors), attend(*tensors).output)
+    assert_near(contiguous_decode(*tensors), attend(*tensors).output)
 
 
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1, 50), (5, 50), (9, 4)])
 def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
     tensors = inputs(q_len=q_len, kv_len=kv_len)
     expected = attend(*tensors, is_causal=True).output
-    assert_near(decode(*tensors, is_causal=True), expected)
+    assert_near(contiguous_decode(*tensors, is_causal=True), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
@@ -109,7 +109,7 @@ def test_splits_change_nothing_but_rounding(splits: int) -> None:
     """40 of them for 7 blocks of keys: most have none."""
     query, key, value = inputs(2, q_len=2, kv_len=100)
     tiles = Tiling(16, 4, 1, splits)
-    output = split_kv.attend(query, Cache(key, value), tiles=tiles)
+    output = split_kv.attend_to_cache(query, Cache(key, value), tiles=tiles)
     assert_near(output, attend(query, key, value).output)
 
 
@@ -119,19 +119,19 @@ MANY = 1e9
 
 
 @pytest.mark.parametrize(
-    ("deal", "parts"),
+    ("assignment", "parts"),
     [
-        (Deal(shares=1, resident=1, least=1, worth=MANY), [1] * 8),
-        (Deal(shares=12, resident=1, least=1, worth=MANY), [1, 1, 1, 1, 1, 2, 2, 1]),
-        (Deal(shares=50, resident=50, least=3, worth=MANY), [1, 1, 1, 2, 2, 5, 5, 1]),
-        (Deal(shares=50, resident=1, least=3, worth=MANY), [1, 1, 1, 1, 2, 4, 4, 1]),
-        (Deal(shares=50, resident=50, least=1, worth=0.6), [1, 1, 1, 1, 1, 2, 2, 1]),
+        (KeyAssignment(shares=1, resident=1, least=1, worth=MANY), [1] * 8),
+        (KeyAssignment(shares=12, resident=1, least=1, worth=MANY), [1, 1, 1, 1, 1, 2, 2, 1]),
+        (KeyAssignment(shares=50, resident=50, least=3, worth=MANY), [1, 1, 1, 2, 2, 5, 5, 1]),
+        (KeyAssignment(shares=50, resident=1, least=3, worth=MANY), [1, 1, 1, 1, 2, 4, 4, 1]),
+        (KeyAssignment(shares=50, resident=50, least=1, worth=0.6), [1, 1, 1, 1, 1, 2, 2, 1]),
     ],
     ids=["no part more", "few", "all resident", "no less", "no more than worth"],
 )
 @pytest.mark.parametrize("in_pages", [False, True])
-def test_keys_dealt_by_length(
-    in_pages: bool, deal: Deal, parts: list[int], monkeypatch: pytest.MonkeyPatch
+def test_keys_assigned_by_length(
+    in_pages: bool, assignment: KeyAssignment, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 16 keys, two heads. The parts expected are written, unless there is one only, and
     no other; counters are zeros again; what follows a sequence is not read."""
@@ -141,8 +141,8 @@ def test_keys_dealt_by_length(
         key[n, :, length:] = value[n, :, length:] = math.nan
     cache = Cache(*page(key, value, 16)[:3]) if in_pages else Cache(key, value)
     rooms = watched_rooms(monkeypatch)
-    output = split_kv.attend(
-        query, cache._replace(lengths=lengths), tiles=Tiling(16, 4, 1, 1, deal)
+    output = split_kv.attend_to_cache(
+        query, cache._replace(lengths=lengths), tiles=Tiling(16, 4, 1, 1, assignment)
     )
     for n, length in enumerate(LENGTHS):
         own = slice(n, n + 1)
@@ -150,7 +150,7 @@ def test_keys_dealt_by_length(
         assert_near(output[own], seen.output)
     ((room, arrivals),) = rooms
     assert not arrivals.any()
-    programs = deal.programs(2 * len(LENGTHS))
+    programs = assignment.programs(2 * len(LENGTHS))
     is_written = ~room[programs * 2 * 64 :].view(programs, 2, 2).isnan().any(dim=(1, 2))
     expected = [count > 1 for count in parts for _ in range(2 * count)]
     assert is_written.tolist() == expected + [False] * (programs - len(expected))
@@ -163,18 +163,18 @@ def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_cau
     query, key, value = inputs(5, q_len=3, kv_len=160)
     lengths = torch.tensor([160, 0, 97, 5, 64], dtype=torch.int32, device=DEVICE)
     sinks = normal(4, seed=4)
-    whole, dealt = (
-        split_kv.attend(
+    whole, assigned = (
+        split_kv.attend_to_cache(
             query,
             Cache(key, value, lengths=lengths),
             is_causal=is_causal,
             sinks=sinks,
-            variant=AttentionVariant(bottom_right=True, window=window),
-            tiles=Tiling(16, 4, 1, 1, deal),
+            options=AttentionOptions(bottom_right=True, window=window),
+            tiles=Tiling(16, 4, 1, 1, assignment),
         )
-        for deal in (None, Deal(shares=30, resident=30, least=1, worth=MANY))
+        for assignment in (None, KeyAssignment(shares=30, resident=30, least=1, worth=MANY))
     )
-    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+    torch.testing.assert_close(assigned, whole, rtol=0, atol=2e-3)
 
 
 @given(st.data(), st.integers(1, 70), st.integers(1, 20))
@@ -184,9 +184,9 @@ def test_any_lengths_are_dealt_completely(data: st.DataObject, batch: int, share
     query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
     drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
     cache = Cache(key, value, lengths=torch.tensor(drawn, dtype=torch.int32, device=DEVICE))
-    deal = Deal(shares, resident=shares, least=1, worth=MANY)
-    output = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1, deal))
-    expected = split_kv.attend(query, cache, tiles=Tiling(16, 4, 1, 1))
+    assignment = KeyAssignment(shares, resident=shares, least=1, worth=MANY)
+    output = split_kv.attend_to_cache(query, cache, tiles=Tiling(16, 4, 1, 1, assignment))
+    expected = split_kv.attend_to_cache(query, cache, tiles=Tiling(16, 4, 1, 1))
     torch.testing.assert_close(output, expected, rtol=0, atol=2e-3)
 
 
@@ -194,14 +194,14 @@ def test_a_scale_may_be_anything() -> None:
     tensors = inputs()
     for scale in (0.3, 0.0, -0.2):
         expected = attend(*tensors, scale=scale).output
-        assert_near(decode(*tensors, scale=scale), expected)
+        assert_near(contiguous_decode(*tensors, scale=scale), expected)
 
 
 def test_fully_masked_rows_are_zeros() -> None:
     query, key, value = inputs(2)
     mask = torch.ones(2, 1, 1, 100, dtype=torch.bool, device=DEVICE)
     mask[1] = False
-    output = decode(query, key, value, mask)
+    output = contiguous_decode(query, key, value, mask)
     assert not output[1].any()
     assert_near(output, attend(query, key, value, mask).output)
 
@@ -216,7 +216,9 @@ def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
     mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
     mask[0, 0, -1] = torch.finfo(dtype).min
     mask[1, 0, 0, 10:] = torch.finfo(dtype).min
-    assert_near(decode(query, key, value, mask), attend(query, key, value, mask).output, dtype)
+    assert_near(
+        contiguous_decode(query, key, value, mask), attend(query, key, value, mask).output, dtype
+    )
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -230,7 +232,7 @@ def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
         expected = scaled_dot_product_attention(
             *(each.double() for each in tensors), attn_mask=attn_mask, enable_gqa=True
         )
-        output = decode(*tensors, attn_mask)
+        output = contiguous_decode(*tensors, attn_mask)
         assert torch.equal(output.isnan(), expected.isnan())
         assert torch.equal(output.isinf(), expected.isinf())
 
@@ -242,7 +244,9 @@ def test_nothing_outside_is_read_or_written() -> None:
         around = each.new_full([size + 2 for size in each.shape], math.nan)
         window = around[tuple(slice(1, -1) for _ in each.shape)]
         windows.append(window.copy_(each))
-    output = split_kv.attend(windows[0], Cache(windows[1], windows[2]), tiles=Tiling(16, 4, 1, 2))
+    output = split_kv.attend_to_cache(
+        windows[0], Cache(windows[1], windows[2]), tiles=Tiling(16, 4, 1, 2)
+    )
     assert_near(output, attend(*windows).output)
 
 
@@ -276,12 +280,12 @@ def calls(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]
 @given(calls())
 @settings(max_examples=25, deadline=None)
 def test_any_call(call: tuple[Tensor, Tensor, Tensor, Tensor | None, bool]) -> None:
-    assert_near(decode(*call), attend(*call).output)
+    assert_near(contiguous_decode(*call), attend(*call).output)
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 2, 1, 5), (1, 4, 2, 0, 5), (1, 4, 2, 1, 0)])
 def test_empty(sizes: tuple[int, int, int, int, int]) -> None:
-    output = decode(*inputs(*sizes))
+    output = contiguous_decode(*inputs(*sizes))
     assert output.shape == (sizes[0], sizes[1], sizes[3], 64)
     assert not output.any()
 
@@ -318,10 +322,10 @@ def test_plans_to_merge(
     assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)
     assert found.block_splits >= 1
     if found.together:
-        deal = cut.tiling.deal
-        programs = heads * cut.tiling.splits if deal is None else deal.programs(heads)
+        assignment = cut.tiling.assignment
+        programs = heads * cut.tiling.splits if assignment is None else assignment.programs(heads)
         assert programs * cut.row_blocks <= 132
-    elif cut.tiling.deal is None and cut.tiling.splits > 2:
+    elif cut.tiling.assignment is None and cut.tiling.splits > 2:
         loaded = positions * (cut.block_d + cut.block_dv) * (1 if access == "quantised" else 2)
         parts = cut.tiling.splits * found.block_rows * found.row_chunks * cut.block_dv * 4
         assert parts <= loaded / cut.tiling.splits
@@ -333,19 +337,24 @@ def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access
     """All programs run at least, and not many more; warps are those of calls that are merged."""
     without = plan(heads, rows, positions, dim, dim, access, 132)
     found = plan(heads, rows, positions, dim, dim, access, 132, sequences=2)
-    deal = found.tiling.deal
-    if deal is None:
+    assignment = found.tiling.assignment
+    if assignment is None:
         assert found == without
         return
-    assert 1 <= deal.resident <= deal.shares
-    assert deal.programs(heads) * found.row_blocks <= heads * found.row_blocks + MOST_SHARES * 132
-    assert deal.least >= 1
+    assert 1 <= assignment.resident <= assignment.shares
+    assert (
+        assignment.programs(heads) * found.row_blocks
+        <= heads * found.row_blocks + MOST_SHARES * 132
+    )
+    assert assignment.least >= 1
     assert found.tiling.warps == 4 or dim > 64, "8 only where nothing is merged"
 
 
 def test_a_large_batch_is_dealt_and_a_small_or_single_one_is_not() -> None:
     large = (64 * 8, 4, 131072, 128, 128, "direct", 132)
-    assert plan(*large, sequences=64).tiling.deal == Deal(1056, 264, least=64, worth=8.0)
+    assert plan(*large, sequences=64).tiling.assignment == KeyAssignment(
+        1056, 264, least=64, worth=8.0
+    )
     assert plan(*large, sequences=1) == plan(*large)
     small = (8 * 8, 4, 2000, 128, 128, "direct", 132)
     assert plan(*small, sequences=8) == plan(*small)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attention_kernels.decode import kv_cache, split_kv
 from attention_kernels.decode.kv_cache import Cache
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import TILES, Tiling, plan
 from attention_kernels.launch import descriptors
 from attention_kernels.options import PLAIN, AttentionOptions
@@ -21,7 +21,7 @@ from tests.attention_kernels import eager
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [150, 0, 1, 64, 65, 128, 31]
 EVEN = Tiling(32, 4, 3, splits=2)
-DEALT = Tiling(32, 4, 3, 1, Deal(shares=9, resident=9, least=1, worth=1e9))
+DEALT = Tiling(32, 4, 3, 1, KeyAssignment(shares=9, resident=9, least=1, worth=1e9))
 BOTTOM_RIGHT = AttentionOptions(bottom_right=True)
 
 normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
@@ -79,7 +79,7 @@ def assert_right(
     """`key` and `value` (B, Hkv, S, D) as they were before they became `cache`."""
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     assert cache.access(is_causal, rows=rows) == "described"
-    output = split_kv.attend(
+    output = split_kv.attend_to_cache(
         query, cache, is_causal=is_causal, options=options, tiles=tiles
     ).double()
     assert cache.lengths is not None
@@ -111,7 +111,7 @@ def tensors(
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
-@pytest.mark.parametrize("tiles", [EVEN, DEALT, None], ids=["even", "dealt", "planned"])
+@pytest.mark.parametrize("tiles", [EVEN, DEALT, None], ids=["even", "assigned", "planned"])
 @pytest.mark.parametrize(("page_size", "after"), [(64, 0), (128, -1)])
 def test_pages(latent: bool, tiles: Tiling | None, page_size: int, after: int) -> None:
     query, key, value, lengths = tensors(latent)
@@ -134,7 +134,7 @@ def test_queries_that_do_not_see_all(latent: bool, options: AttentionOptions) ->
     assert_right(query, key, value, cache, EVEN, is_causal=True, options=options)
 
 
-@pytest.mark.parametrize("tiles", [EVEN, DEALT], ids=["even", "dealt"])
+@pytest.mark.parametrize("tiles", [EVEN, DEALT], ids=["even", "assigned"])
 def test_latents_in_one_piece(tiles: Tiling) -> None:
     query, key, value, lengths = tensors(latent=True)
     whole = key.clone()

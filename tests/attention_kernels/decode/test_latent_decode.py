@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from attention_kernels.decode import split_kv
-from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
-from attention_kernels.decode.split_kv import attend
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv import attend_to_cache
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
 from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
@@ -47,7 +47,7 @@ def assert_near(output: Tensor, expected: Tensor) -> None:
 def test_in_one_piece_and_in_pages(heads: int, latent: int, tail: int) -> None:
     query, key, value = inputs(heads, latent, tail)
     expected = eager.attend(query, key, value).output
-    assert_near(decode(query, key, value), expected)
+    assert_near(contiguous_decode(query, key, value), expected)
     cache = page(key, value, 16)
     assert cache.value_pages.data_ptr() == cache.key_pages.data_ptr()
     assert_near(paged_decode(query, *cache), expected)
@@ -57,7 +57,7 @@ def test_what_follows_a_sequence_is_not_read() -> None:
     query, key, value = inputs(4, 32, 16)
     lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
     key[1, :, 33:] = math.nan
-    output = decode(query, key, value, seqused_k=lengths)
+    output = contiguous_decode(query, key, value, seqused_k=lengths)
     for i, length in enumerate(lengths.tolist()):
         own = slice(i, i + 1)
         seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
@@ -67,30 +67,30 @@ def test_what_follows_a_sequence_is_not_read() -> None:
 @pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
 def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
     """Beside the one that each has, on a GPU of 132 processors."""
-    deal = plan(
+    assignment = plan(
         sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
-    ).tiling.deal
-    assert deal is not None
-    assert deal.shares >= 100
+    ).tiling.assignment
+    assert assignment is not None
+    assert assignment.shares >= 100
 
 
-def test_keys_dealt_by_length() -> None:
+def test_keys_assigned_by_length() -> None:
     """Two blocks of rows share a sequence's keys and count for themselves."""
     query, key, value = inputs(70, 32, 16)
     lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
     cache = Cache(key, value, lengths=lengths)
-    whole, dealt = (
-        attend(query, cache, tiles=Tiling(32, 4, 1, 1, deal))
-        for deal in (None, Deal(shares=6, resident=6, least=1, worth=1e9))
+    whole, assigned = (
+        attend_to_cache(query, cache, tiles=Tiling(32, 4, 1, 1, assignment))
+        for assignment in (None, KeyAssignment(shares=6, resident=6, least=1, worth=1e9))
     )
-    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+    torch.testing.assert_close(assigned, whole, rtol=0, atol=2e-3)
 
 
 def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
     query, key, value = inputs(4, 32, 16, q_len=3)
     options = AttentionOptions(bottom_right=True, softcap=5.0)
-    output = decode(query, key, value, is_causal=True, options=options)
-    separate = decode(query, key, value.clone(), is_causal=True, options=options)
+    output = contiguous_decode(query, key, value, is_causal=True, options=options)
+    separate = contiguous_decode(query, key, value.clone(), is_causal=True, options=options)
     torch.testing.assert_close(output, separate, rtol=0, atol=2e-3)
 
 
@@ -107,7 +107,7 @@ def test_many_rows_are_merged_some_at_a_time(
     cut = plan(2, 64, 100 + processors, 576, 512, "direct", processors, tail=64)
     found = merging(cut, tiles, 2, 64, processors)
     assert (found.row_chunks > 1, found.together) == (True, processors == 6)
-    output = attend(query, Cache(key, value), tiles=tiles)
+    output = attend_to_cache(query, Cache(key, value), tiles=tiles)
     assert_near(output, eager.attend(query, key, value).output)
     ((_, counters),) = rooms
     assert not counters.any()
@@ -117,7 +117,7 @@ def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:
     query, key, value = inputs(4, 32, 16)
     other = normal(2, 1, 150, 48, seed=3)[..., :32]  # of the same strides, in another memory
     for each in (value, other, value):
-        assert_near(decode(query, key, each), eager.attend(query, key, each).output)
+        assert_near(contiguous_decode(query, key, each), eager.attend(query, key, each).output)
 
 
 @pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])

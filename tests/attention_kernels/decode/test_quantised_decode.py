@@ -15,7 +15,7 @@ from torch import Tensor
 from attention_kernels.decode import quantised_cache, split_kv
 from attention_kernels.decode.quantised_cache import CACHE_BLOCK, QuantisedCache, quantise_cache
 from attention_kernels.decode.quantised_decode import quantised_decode, random_pages
-from attention_kernels.decode.split_kv_assignment import Deal
+from attention_kernels.decode.split_kv_assignment import KeyAssignment
 from attention_kernels.decode.split_kv_plan import Tiling
 from attention_kernels.options import PLAIN, AttentionOptions
 from capture.call.attention_call import AttentionCall
@@ -210,16 +210,16 @@ def test_beyond_plain_attention(
 def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) -> None:
     call = call_of(batch=2, q_len=2)
     cache = quantise_cache(call.key, call.value, dtype)
-    expected = split_kv.attend(call.query, cache)
+    expected = split_kv.attend_to_cache(call.query, cache)
     torch.testing.assert_close(
-        split_kv.attend(call.query, cache, tiles=tiles), expected, rtol=0, atol=2e-3
+        split_kv.attend_to_cache(call.query, cache, tiles=tiles), expected, rtol=0, atol=2e-3
     )
 
 
 @each_dtype
 @pytest.mark.parametrize("in_pages", [False, True])
 @pytest.mark.parametrize("options", [PLAIN, AttentionOptions(True, (126, 0))], ids=str)
-def test_keys_dealt_by_length(
+def test_keys_assigned_by_length(
     options: AttentionOptions, in_pages: bool, dtype: torch.dtype
 ) -> None:
     """A window begins anywhere in a block, and is read from the block's first key."""
@@ -227,12 +227,14 @@ def test_keys_dealt_by_length(
     call = call_of(batch=6, q_len=2, seqused_k=lengths)
     table = random_pages(call.key) if in_pages else None
     cache = quantise_cache(call.key, call.value, dtype, lengths=lengths, block_table=table)
-    whole, dealt = (
-        split_kv.attend(call.query, cache, options=options, tiles=Tiling(64, 4, 1, 1, deal))
-        for deal in (None, Deal(shares=40, resident=40, least=1, worth=1e9))
+    whole, assigned = (
+        split_kv.attend_to_cache(
+            call.query, cache, options=options, tiles=Tiling(64, 4, 1, 1, assignment)
+        )
+        for assignment in (None, KeyAssignment(shares=40, resident=40, least=1, worth=1e9))
     )
-    assert not dealt[0].any()
-    torch.testing.assert_close(dealt, whole, rtol=0, atol=2e-3)
+    assert not assigned[0].any()
+    torch.testing.assert_close(assigned, whole, rtol=0, atol=2e-3)
 
 
 @each_dtype

@@ -10,15 +10,15 @@ from attention_kernels.hopper import persistent
 from attention_kernels.hopper.head_groups import (
     LEAST,
     TILE_BLOCKS,
-    Sight,
+    VisibleKeys,
     blocks_seen,
     busiest_of,
     from_memory,
-    section_of,
+    head_group_size,
 )
 
 PROGRAMS = 132
-CAUSAL_8K = Sight(8192, 8192, 0, None, 0, 128, 128)
+CAUSAL_8K = VisibleKeys(8192, 8192, 0, None, 0, 128, 128)
 
 
 tile_number, turns_of = persistent.tile_number.fn, persistent.turns_of.fn
@@ -32,25 +32,27 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(persistent, "quotient", lambda n, of: n * (of & 0xFFFFFFFF) >> (of >> 32))
 
 
-def place_of(tile: int, blocks: int, heads: int, section: int, by_length: bool) -> tuple[int, int]:
-    numbers = persistent.work_of(1, 1, blocks, heads, section, PROGRAMS)
-    reciprocals = (numbers[f"of_{each}"] for each in ("sections", "section", "last"))
-    return persistent.place_of.fn(tile, blocks, heads, section, *reciprocals, by_length)
+def place_of(
+    tile: int, blocks: int, heads: int, head_group: int, by_length: bool
+) -> tuple[int, int]:
+    numbers = persistent.work_of(1, 1, blocks, heads, head_group, PROGRAMS)
+    reciprocals = (numbers[f"of_{each}"] for each in ("head_groups", "head_group", "last"))
+    return persistent.place_of.fn(tile, blocks, heads, head_group, *reciprocals, by_length)
 
 
 @pytest.mark.parametrize(
-    "sight",
+    "visible",
     [
-        Sight(1000, 1000, 0, None, 0, 128, 64),
-        Sight(300, 1000, 700, None, 0, 192, 128),
-        Sight(1000, 300, 0, None, 0, 64, 128),
-        Sight(1000, 1000, 0, 255, 0, 128, 128),
-        Sight(1000, 900, -100, 130, 70, 128, 64),
-        Sight(500, 700, 0, 100, None, 128, 64),
+        VisibleKeys(1000, 1000, 0, None, 0, 128, 64),
+        VisibleKeys(300, 1000, 700, None, 0, 192, 128),
+        VisibleKeys(1000, 300, 0, None, 0, 64, 128),
+        VisibleKeys(1000, 1000, 0, 255, 0, 128, 128),
+        VisibleKeys(1000, 900, -100, 130, 70, 128, 64),
+        VisibleKeys(500, 700, 0, 100, None, 128, 64),
     ],
 )
-def test_blocks_that_queries_see(sight: Sight) -> None:
-    q_len, kv_len, diagonal, left, right, queries, keys = sight
+def test_blocks_that_queries_see(visible: VisibleKeys) -> None:
+    q_len, kv_len, diagonal, left, right, queries, keys = visible
     counted = []
     for first in range(0, q_len, queries):
         seen = {
@@ -61,11 +63,11 @@ def test_blocks_that_queries_see(sight: Sight) -> None:
             and (right is None or key <= query + diagonal + right)
         }
         counted.append(max(1, len(seen)))  # one is visited where none is seen
-    assert blocks_seen(sight).tolist() == counted
+    assert blocks_seen(visible).tolist() == counted
 
 
-@pytest.mark.parametrize("section", [1, 3, 4, 12, 16])
-def test_the_busiest_program_is_the_kernels(section: int) -> None:
+@pytest.mark.parametrize("head_group", [1, 3, 4, 12, 16])
+def test_the_busiest_program_is_the_kernels(head_group: int) -> None:
     """The same sum over the tiles that the kernel's arithmetic gives each program."""
     heads, blocks = 16, blocks_seen(CAUSAL_8K)
     tiles = heads * len(blocks)
@@ -73,16 +75,16 @@ def test_the_busiest_program_is_the_kernels(section: int) -> None:
     for program in range(PROGRAMS):
         turns = turns_of(tiles, tiles // PROGRAMS, program, PROGRAMS, True)
         numbers = (tile_number(turn, program, PROGRAMS, True) for turn in range(turns))
-        places = [place_of(number, len(blocks), heads, section, True) for number in numbers]
+        places = [place_of(number, len(blocks), heads, head_group, True) for number in numbers]
         work.append(sum(int(blocks[block]) + TILE_BLOCKS for _, block in places))
-    assert busiest_of(blocks + TILE_BLOCKS, heads, section, PROGRAMS) == max(work)
+    assert busiest_of(blocks + TILE_BLOCKS, heads, head_group, PROGRAMS) == max(work)
 
 
 @pytest.mark.parametrize("by_length", [False, True])
-@pytest.mark.parametrize("section", [1, 3, 7, 20])
-def test_every_block_of_every_head_has_one_number(section: int, by_length: bool) -> None:
+@pytest.mark.parametrize("head_group", [1, 3, 7, 20])
+def test_every_block_of_every_head_has_one_number(head_group: int, by_length: bool) -> None:
     heads, blocks = 20, 9
-    places = {place_of(n, blocks, heads, section, by_length) for n in range(heads * blocks)}
+    places = {place_of(n, blocks, heads, head_group, by_length) for n in range(heads * blocks)}
     assert places == {(head, block) for head in range(heads) for block in range(blocks)}
 
 
@@ -90,40 +92,40 @@ def test_every_block_of_every_head_has_one_number(section: int, by_length: bool)
 @pytest.mark.parametrize("head_bytes", [2**17, 2**20, 2**23])
 @pytest.mark.parametrize("kv_len", [512, 4096, 8192, 16384])
 def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, heads: int) -> None:
-    """Or as nearly as the fewest tiles allow: sections of as many heads as the L2 holds gave the
+    """Or as nearly as the fewest tiles allow: head_groups of as many heads as the L2 holds gave the
     busiest of these programs up to 1.7 times the average."""
-    sight = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
-    times = blocks_seen(sight) + TILE_BLOCKS
-    section = section_of(sight, head_bytes, heads, 1, PROGRAMS)
+    visible = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
+    times = blocks_seen(visible) + TILE_BLOCKS
+    head_group = head_group_size(visible, head_bytes, heads, 1, PROGRAMS)
     average = int(times.sum()) * heads / PROGRAMS
     together = busiest_of(times, heads, heads, PROGRAMS)
-    assert busiest_of(times, heads, section, PROGRAMS) < max(1.08 * average, 1.05 * together)
+    assert busiest_of(times, heads, head_group, PROGRAMS) < max(1.08 * average, 1.05 * together)
 
 
 def test_few_heads_at_a_time_where_that_is_as_even() -> None:
     short = CAUSAL_8K._replace(q_len=512, kv_len=512)
-    assert section_of(short, 2**18, 512, 1, PROGRAMS) == LEAST
-    shared = section_of(short, 2**18, 2048, 4, PROGRAMS)
+    assert head_group_size(short, 2**18, 512, 1, PROGRAMS) == LEAST
+    shared = head_group_size(short, 2**18, 2048, 4, PROGRAMS)
     assert shared % 4 == 0
     assert LEAST <= shared // 4 <= 8
 
 
 def test_all_heads_where_fewer_are_uneven() -> None:
     """Though their keys and values then come from memory more often."""
-    sight = CAUSAL_8K._replace(keys=64)
-    assert section_of(sight, 2**23, 16, 1, PROGRAMS) == 16
+    visible = CAUSAL_8K._replace(keys=64)
+    assert head_group_size(visible, 2**23, 16, 1, PROGRAMS) == 16
     assert from_memory(16, 2**23, PROGRAMS) > from_memory(4, 2**23, PROGRAMS) > 0
 
 
 def test_all_heads_where_every_program_has_one_tile() -> None:
-    assert section_of(CAUSAL_8K, 2**20, 2, 1, PROGRAMS) == 2
+    assert head_group_size(CAUSAL_8K, 2**20, 2, 1, PROGRAMS) == 2
 
 
 def test_no_tensor_is_where_a_model_makes_its_own() -> None:
-    expected = section_of(CAUSAL_8K, 2**22, 32, 1, PROGRAMS)
+    expected = head_group_size(CAUSAL_8K, 2**22, 32, 1, PROGRAMS)
     with torch.device("meta"):
-        assert section_of(CAUSAL_8K, 2**22, 32, 1, PROGRAMS) == expected
+        assert head_group_size(CAUSAL_8K, 2**22, 32, 1, PROGRAMS) == expected
 
 
 def test_one_key_head_at_a_time_where_tiles_are_not_numbered_by_length() -> None:
-    assert section_of(CAUSAL_8K._replace(right=None), 2**20, 32, 4, PROGRAMS) == 4
+    assert head_group_size(CAUSAL_8K._replace(right=None), 2**20, 32, 4, PROGRAMS) == 4

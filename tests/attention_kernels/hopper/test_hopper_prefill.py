@@ -18,7 +18,7 @@ from tests.attention_kernels.ptx import unfenced_arrivals
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import hopper_prefill
-from attention_kernels.hopper.head_groups import Sight
+from attention_kernels.hopper.head_groups import VisibleKeys
 from attention_kernels.hopper.operands import are_loadable, loadable_mask
 from attention_kernels.hopper.pipeline import LOADER_REGISTERS
 from attention_kernels.hopper.schedule import (
@@ -28,7 +28,7 @@ from attention_kernels.hopper.schedule import (
     TWO,
     Dims,
     Schedule,
-    Whole,
+    WholeCall,
     dims_of,
     room_for,
     schedule,
@@ -39,7 +39,7 @@ COMPILE = """
 from dataclasses import replace
 import torch
 from benchmarks.other_gpus import as_if_on
-from capture.call.attention_variant import Variant
+from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 
@@ -54,16 +54,16 @@ with as_if_on("9.0"), torch.no_grad():
 
 PACKED = (
     "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
-    "variant=AttentionAttentionVariant(max_seqlen_q=4096, max_seqlen_k=4096)"
+    "variant=AttentionVariant(max_seqlen_q=4096, max_seqlen_k=4096)"
 )
 COMPILED = [
-    (64, 64, 4, 1024, "triton-fa3", "variant=AttentionAttentionVariant(True, (127, None))"),
+    (64, 64, 4, 1024, "triton-fa3", "variant=AttentionVariant(True, (127, None))"),
     (64, 64, 1, 4096, "triton-fa3", "sinks=empty(1, dtype=torch.bfloat16)"),
     (128, 128, 1, 4096, "triton-fa3", ""),
     (128, 128, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.bool)"),
     (256, 256, 1, 512, "triton-fa3", "attn_mask=empty(512, 512, dtype=torch.float16)"),
     (192, 128, 1, 4096, "triton-fa3", ""),
-    (256, 256, 1, 4096, "triton-fa3", "variant=AttentionAttentionVariant(softcap=50.0)"),
+    (256, 256, 1, 4096, "triton-fa3", "variant=AttentionVariant(softcap=50.0)"),
     (128, 128, 1, 4096, "triton-varlen", PACKED),
 ]
 
@@ -168,15 +168,15 @@ def test_consumers_for_narrow_heads(
 ) -> None:
     """Those that were the fastest on an H100."""
     heads, group, q_len, kv_len = sizes
-    sight = Sight(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
-    plan = schedule(dims_of(64, 64), group, kv_len, call=Whole(sight, heads, 132))
+    visible = VisibleKeys(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
+    plan = schedule(dims_of(64, 64), group, kv_len, call=WholeCall(visible, heads, 132))
     assert plan.consumers == consumers
     assert plan.heads == (1 if group == 1 else plan.consumers)
 
 
 def test_three_consumers_have_no_room_beside_a_mask() -> None:
-    sight = Sight(1024, 1024, 0, None, None, queries=1, keys=1)
-    call = Whole(sight, 40, 132)
+    visible = VisibleKeys(1024, 1024, 0, None, None, queries=1, keys=1)
+    call = WholeCall(visible, 40, 132)
     assert schedule(dims_of(64, 64), 1, 1024, call=call) == THREE
     for mask_size in (1, 2, 4):
         beside = schedule(dims_of(64, 64), 1, 1024, mask_size, call)
@@ -197,10 +197,10 @@ def test_pieces_cover_a_head_dim(head_dim: int) -> None:
 def test_refuses_head_dims(head_dim: int) -> None:
     query = torch.zeros(1, 1, 4, head_dim, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
-        hopper_prefill.prefill_hopper(query, query, query)
+        hopper_prefill.hopper_prefill(query, query, query)
     narrow = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match=f"head_dim {head_dim}"):
-        hopper_prefill.prefill_hopper(narrow, narrow, query)
+        hopper_prefill.hopper_prefill(narrow, narrow, query)
 
 
 MASKS = {
@@ -351,7 +351,7 @@ def test_plans_are_not_repeated_for_tensors_elsewhere(monkeypatch: pytest.Monkey
 def test_without_keys_there_is_the_sink() -> None:
     query, key = torch.randn(2, 3, 5, 64).half(), torch.empty(2, 3, 0, 64).half()
     sinks = torch.tensor([1.0, -2.0, 3.0])
-    output, lse = hopper_prefill.prefill_hopper(query, key, key, sinks=sinks, return_lse=True)
+    output, lse = hopper_prefill.hopper_prefill(query, key, key, sinks=sinks, return_lse=True)
     assert not output.any()
     assert torch.equal(lse, sinks[:, None].expand(2, 3, 5))
 
@@ -359,7 +359,7 @@ def test_without_keys_there_is_the_sink() -> None:
 def test_refuses_a_negative_scale() -> None:
     query = torch.zeros(1, 1, 4, 64, dtype=torch.float16)
     with pytest.raises(ValueError, match="must not be negative"):
-        hopper_prefill.prefill_hopper(query, query, query, scale=-1.0)
+        hopper_prefill.hopper_prefill(query, query, query, scale=-1.0)
 
 
 def test_what_tma_can_address() -> None:

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import key_ranges
-from attention_kernels.hopper.head_groups import Sight, most_cut
-from attention_kernels.hopper.key_ranges import Bounds, Span
+from attention_kernels.hopper.head_groups import VisibleKeys, most_cut
+from attention_kernels.hopper.key_ranges import CallBounds, ElementBounds
 
-key_blocks_of, span_of = key_ranges.key_blocks_of.fn, key_ranges.span_of.fn
+key_blocks_of, element_bounds_of = key_ranges.key_blocks_of.fn, key_ranges.element_bounds_of.fn
 masked_of, block_at = key_ranges.masked_of.fn, key_ranges.block_at.fn
 
 
@@ -41,11 +41,11 @@ class Pointer:
         return dtype(self._values[self._place])
 
 
-def sees(span: Span, bounds: Bounds, query: int, key: int) -> bool:
+def sees(element: ElementBounds, bounds: CallBounds, query: int, key: int) -> bool:
     return (
-        0 <= key < span.kv_len
-        and (bounds.right is None or key <= query + span.highest)
-        and (bounds.left is None or key >= query + span.lowest)
+        0 <= key < element.kv_len
+        and (bounds.right is None or key <= query + element.highest)
+        and (bounds.left is None or key >= query + element.lowest)
     )
 
 
@@ -67,13 +67,15 @@ def test_blocks(
 ) -> None:
     for q_len, kv_len in LENGTHS:
         diagonal: Any = None if is_bottom_right else 0
-        sight = Sight(q_len, kv_len, (kv_len - q_len) * is_bottom_right, left, right, rows, keys)
-        bounds = Bounds(
-            q_len, kv_len, diagonal, left, right, most_cut(sight, has_lengths=has_lengths)
+        visible = VisibleKeys(
+            q_len, kv_len, (kv_len - q_len) * is_bottom_right, left, right, rows, keys
         )
-        span = span_of(0, bounds)
+        bounds = CallBounds(
+            q_len, kv_len, diagonal, left, right, most_cut(visible, has_lengths=has_lengths)
+        )
+        element = element_bounds_of(0, bounds)
         for row in range(0, q_len, rows):
-            blocks = key_blocks_of(row, span, bounds, rows, keys)
+            blocks = key_blocks_of(row, element, bounds, rows, keys)
             first, whole_first, whole_end, end = blocks
             assert 0 <= first <= whole_first <= whole_end < end
             assert end <= -(-kv_len // keys), "a last block without keys"
@@ -85,14 +87,14 @@ def test_blocks(
             seen = {
                 key // keys
                 for query, key in itertools.product(queries, range(kv_len))
-                if sees(span, bounds, query, key)
+                if sees(element, bounds, query, key)
             }
             assert seen <= set(range(first, end)), "a block that somebody sees is left out"
             assert end - first <= max(len(seen), 1), "a block that nobody sees is visited"
             for block in range(whole_first, whole_end):
                 for query in queries:
                     for key in range(block * keys, (block + 1) * keys):
-                        assert sees(span, bounds, query, key), "masked for some"
+                        assert sees(element, bounds, query, key), "masked for some"
             numbered = [block_at(number, blocks, bounds) for number in range(end - first)]
             assert numbered[0] == end - 1
             assert sorted(numbered) == list(range(first, end))
@@ -101,50 +103,55 @@ def test_blocks(
             if left is not None:
                 continue
             for own in range(row, row + rows, rows // 2):  # a consumer's, which skips the first
-                *_, own_end = key_blocks_of(own, span, bounds, rows // 2, keys)
+                *_, own_end = key_blocks_of(own, element, bounds, rows // 2, keys)
                 skipped = end - own_end
                 assert 0 <= skipped < masked
                 for query, key in itertools.product(range(own, own + rows // 2), range(kv_len)):
-                    seen_by = sees(span, bounds, query, key)
+                    seen_by = sees(element, bounds, query, key)
                     assert not (seen_by and key // keys in numbered[:skipped])
 
 
 def test_most_blocks_need_no_mask() -> None:
     """One at each side of a window that is a multiple of a block."""
-    bounds = Bounds(4096, 4096, 0, 1023, 0)
-    blocks = key_blocks_of(2048, span_of(0, bounds), bounds, 128, 128)
+    bounds = CallBounds(4096, 4096, 0, 1023, 0)
+    blocks = key_blocks_of(2048, element_bounds_of(0, bounds), bounds, 128, 128)
     assert masked_of(blocks, bounds) == 2
     order = [block_at(number, blocks, bounds) for number in range(9)]
     assert order == [16, 8, *range(15, 8, -1)]
 
 
 @pytest.mark.parametrize(
-    ("sight", "most"),
+    ("visible", "most"),
     [
-        (Sight(4096, 4096, 0, None, 0, 128, 128), None),
-        (Sight(1024, 4096, 3072, None, 0, 128, 128), None),  # a diagonal at a multiple of a block
-        (Sight(1000, 4099, 3099, None, 0, 128, 128), 2),
-        (Sight(1000, 4099, 3099, None, 0, 64, 128), 2),
-        (Sight(4096, 4096, 0, None, 0, 256, 64), 4),
-        (Sight(4096, 4096, 0, None, 64, 128, 128), 2),
-        (Sight(100, 4096, 0, None, None, 128, 128), None),
-        (Sight(4096, 100, 0, None, 0, 128, 128), None),
+        (VisibleKeys(4096, 4096, 0, None, 0, 128, 128), None),
+        (
+            VisibleKeys(1024, 4096, 3072, None, 0, 128, 128),
+            None,
+        ),  # a diagonal at a multiple of a block
+        (VisibleKeys(1000, 4099, 3099, None, 0, 128, 128), 2),
+        (VisibleKeys(1000, 4099, 3099, None, 0, 64, 128), 2),
+        (VisibleKeys(4096, 4096, 0, None, 0, 256, 64), 4),
+        (VisibleKeys(4096, 4096, 0, None, 64, 128, 128), 2),
+        (VisibleKeys(100, 4096, 0, None, None, 128, 128), None),
+        (VisibleKeys(4096, 100, 0, None, 0, 128, 128), None),
     ],
 )
-def test_blocks_that_the_right_side_cuts(sight: Sight, most: int | None) -> None:
-    assert most_cut(sight, has_lengths=False) == most
+def test_blocks_that_the_right_side_cuts(visible: VisibleKeys, most: int | None) -> None:
+    assert most_cut(visible, has_lengths=False) == most
 
 
 def test_packed_and_padded() -> None:
     offsets, starts = Pointer([0, 5, 5, 20]), Pointer([0, 9, 20, 50])
     used = Pointer([9, 11, 4])
-    bounds = Bounds(99, 99, 0, 3, 0, 4, offsets, starts)
-    assert span_of(2, bounds) == Span(5, 15, 20, 30, -3, 0)
-    assert span_of(1, bounds) == Span(5, 0, 9, 11, -3, 0)
-    assert span_of(2, bounds._replace(k_lengths=used, diagonal=None)) == Span(
+    bounds = CallBounds(99, 99, 0, 3, 0, 4, offsets, starts)
+    assert element_bounds_of(2, bounds) == ElementBounds(5, 15, 20, 30, -3, 0)
+    assert element_bounds_of(1, bounds) == ElementBounds(5, 0, 9, 11, -3, 0)
+    assert element_bounds_of(2, bounds._replace(k_lengths=used, diagonal=None)) == ElementBounds(
         5, 15, 20, 4, -14, -11
     )
-    padded = Bounds(16, 40, 0, None, 0, None, None, Pointer([0, 7]), Pointer([40, 30]))
-    assert span_of(1, padded) == Span(0, 16, 7, 30, 0, -7)
-    assert span_of(1, padded._replace(diagonal=None)) == Span(0, 16, 7, 30, 0, 14)
-    assert span_of(1, padded._replace(k_starts=None)) == Span(0, 16, 0, 30, 0, 0)
+    padded = CallBounds(16, 40, 0, None, 0, None, None, Pointer([0, 7]), Pointer([40, 30]))
+    assert element_bounds_of(1, padded) == ElementBounds(0, 16, 7, 30, 0, -7)
+    assert element_bounds_of(1, padded._replace(diagonal=None)) == ElementBounds(
+        0, 16, 7, 30, 0, 14
+    )
+    assert element_bounds_of(1, padded._replace(k_starts=None)) == ElementBounds(0, 16, 0, 30, 0, 0)

@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import stream_k
-from attention_kernels.hopper.head_groups import Sight
-from attention_kernels.hopper.stream_k import Cut, Pace, Share
+from attention_kernels.hopper.head_groups import VisibleKeys
+from attention_kernels.hopper.stream_k import ProgramShare, StreamCut, TileTimes
 
 PROGRAMS = 132
-PACE = Pace(1.4, 2.8)
+PACE = TileTimes(1.4, 2.8)
 FLUX = 36 * 24
 """Tiles of 128 queries that Flux's 4,608 tokens and 24 heads are."""
 
@@ -35,19 +35,19 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(stream_k.gl, name, plain)
 
 
-def cut_for(tiles: int, blocks: int, are_equal: bool) -> Cut | None:
+def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
     """How so many tiles of at most so many blocks are shared."""
     right = None if are_equal else blocks * 128
-    sight = Sight(128, blocks * 128, 0, None, right, queries=128, keys=128)
-    return stream_k.cut_for(sight, tiles, PROGRAMS, PACE)
+    visible = VisibleKeys(128, blocks * 128, 0, None, right, queries=128, keys=128)
+    return stream_k.cut_for(visible, tiles, PROGRAMS, PACE)
 
 
 def pieces_of(
-    lengths: list[int], cut: Cut, begin: int = 0
+    lengths: list[int], cut: StreamCut, begin: int = 0
 ) -> dict[int, list[tuple[int, int, int, int]]]:
     """Of each tile: who has a piece of it, as which of the program's, its first block and its end.
     Tile number i has `lengths[i]` blocks, the first of which is number `begin`."""
-    tiles, share = len(lengths), Share(*cut, None, None)
+    tiles, share = len(lengths), ProgramShare(*cut, None, None)
     turns = tiles // PROGRAMS
     pieces = defaultdict(list)
     for program in range(PROGRAMS):
@@ -95,7 +95,7 @@ def test_every_block_of_every_tile_is_in_one_piece(
             assert len(pieces) == 1
             continue
         # Who adds the pieces up looks for them at these programs, one after the other.
-        share = Share(*cut, None, None)
+        share = ProgramShare(*cut, None, None)
         first, last = programs_of_tile(tile - whole, lengths[tile], share)
         assert [program for program, *_ in pieces] == list(range(first, last + 1))
         for program, piece, *_ in pieces:
@@ -141,7 +141,7 @@ def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: 
         (64, 8, True, "tiles are short"),
         (24 * 20, 20, True, "84 of 132 programs have one, and pieces would be as long"),
         (100, 64, False, "tiles differ, and there are not two programs for each"),
-        (200, 64, False, "tiles differ, and are dealt out by length"),
+        (200, 64, False, "tiles differ, and are assigned_part out by length"),
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
@@ -150,9 +150,9 @@ def test_what_is_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) 
 
 
 def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
-    sight = Sight(36 * 128, 36 * 128, 0, None, None, queries=128, keys=128)
-    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.01) is not None
-    assert stream_k.cut_for(sight, 24, PROGRAMS, PACE, slower=1.05) is None
+    visible = VisibleKeys(36 * 128, 36 * 128, 0, None, None, queries=128, keys=128)
+    assert stream_k.cut_for(visible, 24, PROGRAMS, PACE, slower=1.01) is not None
+    assert stream_k.cut_for(visible, 24, PROGRAMS, PACE, slower=1.05) is None
 
 
 def test_pieces_of_one_tile_are_no_more_than_pays() -> None:

@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 
 from attention_kernels.launch import launcher as launch_module
 from attention_kernels.launch.descriptors import at, described, nowhere
-from attention_kernels.launch.launcher import MOST_KEPT, Kept, Launch, PlannedCall, layout
+from attention_kernels.launch.launcher import MOST_KEPT, Launch, PlanCache, PlannedCall, layout
 
 DEVICE = torch.device("cpu")
 GRID = (3, 2, 1)
@@ -240,7 +240,7 @@ def test_every_argument_but_the_tensors_must_be_named() -> None:
 
 
 def test_plans_are_not_kept_for_ever() -> None:
-    kept: Kept[str] = Kept()
+    kept: PlanCache[str] = PlanCache()
     for length in range(MOST_KEPT + 1):
         assert kept.keep(length, str(length)) == str(length)
     assert kept.get(0) is None

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention_kernels.decode.contiguous_decode import decode
+from attention_kernels.decode.contiguous_decode import contiguous_decode
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import page
 from attention_kernels.decode.quantised_decode import quantised_decode
 from attention_kernels.launch.launcher import Launch
-from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
+from attention_kernels.portable.masked_prefill import masked_prefill, visited_blocks_of
 from attention_kernels.portable.prefill import prefill
-from attention_kernels.portable.varlen import KeyRanges, packed, padded
+from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
 from attention_kernels.quantised.quantised_prefill import quantised_prefill
 from attention_kernels.sparse.sparse_decode import sparse_decode
 from attention_kernels.sparse.token_choice import choose_paged_tokens
@@ -50,7 +50,7 @@ def apart(tensor: Tensor, other: int) -> Tensor:
 
 
 def _decoded(lengths: Tensor) -> Tensor:
-    return decode(*call_of(), seqused_k=lengths)
+    return contiguous_decode(*call_of(), seqused_k=lengths)
 
 
 def _decoded_in_8_bits(lengths: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def _decoded_in_8_bits(lengths: Tensor) -> Tensor:
 
 
 def _padded(lengths: Tensor) -> Tensor:
-    return padded(*call_of(7), KeyRanges(None, lengths))
+    return padded_prefill(*call_of(7), KeyRanges(None, lengths))
 
 
 def _begun_late(lengths: Tensor) -> Tensor:
-    return padded(*call_of(7, 80), KeyRanges(lengths, LENGTHS))
+    return padded_prefill(*call_of(7, 80), KeyRanges(lengths, LENGTHS))
 
 
 @pytest.mark.parametrize("attend", [_decoded, _decoded_in_8_bits, _padded, _begun_late])
@@ -90,13 +90,13 @@ def test_offsets_may_lie_apart() -> None:
     query, key, value = (normal(40, heads, DIM).half().to(DEVICE) for heads in (HEADS, 2, 2))
     offsets = torch.tensor([0, 5, 20, 40], dtype=torch.int32, device=DEVICE)
     used = torch.tensor([5, 3, 9], dtype=torch.int32, device=DEVICE)
-    expected = packed(query, key, value, offsets, offsets, 20, seqused_k=used)
+    expected = packed_prefill(query, key, value, offsets, offsets, 20, seqused_k=used)
     for far in ((True, False, False), (False, True, False), (False, False, True)):
         q, k, n = (
             apart(each, 7) if is_far else each
             for each, is_far in zip((offsets, offsets, used), far, strict=True)
         )
-        assert torch.equal(packed(query, key, value, q, k, 20, seqused_k=n), expected)
+        assert torch.equal(packed_prefill(query, key, value, q, k, 20, seqused_k=n), expected)
 
 
 def test_a_table_of_pages_may_lie_in_any_way() -> None:
@@ -125,13 +125,13 @@ def _in_8_bits(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("misfit", MISFITS)
-@pytest.mark.parametrize("attend", [decode, _in_8_bits, prefill, quantised_prefill])
+@pytest.mark.parametrize("attend", [contiguous_decode, _in_8_bits, prefill, quantised_prefill])
 def test_refuses_tensors_that_do_not_fit(attend: Callable[..., Tensor], misfit: str) -> None:
     with pytest.raises(ValueError, match=r"do not fit together|are not a multiple of"):
         attend(*MISFITS[misfit])
 
 
-@pytest.mark.parametrize("attend", [decode, prefill, quantised_prefill])
+@pytest.mark.parametrize("attend", [contiguous_decode, prefill, quantised_prefill])
 def test_refuses_too_few_sinks(attend: Callable[..., Tensor]) -> None:
     with pytest.raises(ValueError, match=r"sinks \(2,\): needs one for each of 4 query heads"):
         attend(QUERY, KEY, VALUE, sinks=torch.zeros(2, device=DEVICE))
@@ -144,7 +144,7 @@ def test_refuses_too_few_lengths() -> None:
             attend(short)
     tokens = normal(6, 2, DIM).half().to(DEVICE)
     with pytest.raises(ValueError, match=r"k_offsets of shape \(2,\): needs 3 numbers"):
-        packed(tokens, tokens, tokens, LENGTHS, short, 3)
+        packed_prefill(tokens, tokens, tokens, LENGTHS, short, 3)
     with pytest.raises(ValueError, match="indices of shape"):
         sparse_decode(QUERY, KEY, VALUE, torch.zeros(1, KV_HEADS, 3, device=DEVICE).int())
     cache = page(KEY, VALUE, 16)
@@ -155,7 +155,7 @@ def test_refuses_too_few_lengths() -> None:
 def test_refuses_what_other_masks_leave() -> None:
     query, key, value = call_of(8)
     mask = torch.ones(BATCH, HEADS, 8, KEYS, dtype=torch.bool, device=DEVICE)
-    visited = visits_of(query[:2], value[:2], mask[:2])
+    visited = visited_blocks_of(query[:2], value[:2], mask[:2])
     with pytest.raises(ValueError, match="other batch elements or heads"):
         masked_prefill(query, key, value, mask, visited=visited)
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels.portable.masked_prefill import masked_prefill, visits_of
-from attention_kernels.tiles.visited_blocks import visits
+from attention_kernels.portable.masked_prefill import masked_prefill, visited_blocks_of
+from attention_kernels.tiles.visited_blocks import find_visited_blocks
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
@@ -123,7 +123,7 @@ def test_rows_that_see_nothing_read_nothing() -> None:
 def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
     first, second = call_of(mask), call_of(mask, seed=5)
-    visited = visits_of(first.query, first.value, mask)
+    visited = visited_blocks_of(first.query, first.value, mask)
     output = masked_prefill(second.query, second.key, second.value, mask, visited=visited)
     assert judge(output, Expected.of(second), "exact").passed
 
@@ -132,10 +132,10 @@ def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
     """As of a mask with other strides, on GPUs where these decide how a call is cut up."""
     mask = band(128, 256, 40)
     call = call_of(mask, 128)
-    visited = visits_of(call.query, call.value, mask)
+    visited = visited_blocks_of(call.query, call.value, mask)
     rows, keys = 128 // visited.counts.shape[2], 256 // visited.blocks.shape[-1]
     for rows_of_other, keys_of_other in ((rows, keys // 2), (rows // 2, keys)):
-        other = visits(mask[None, None], rows_of_other, keys_of_other)
+        other = find_visited_blocks(mask[None, None], rows_of_other, keys_of_other)
         with pytest.raises(ValueError, match="other strides"):
             masked_prefill(call.query, call.key, call.value, mask, visited=other)
 
@@ -155,7 +155,7 @@ def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> Non
     if is_shared:
         mask = mask[:, :1].expand(-1, heads, -1, -1)
     given_mask = additive(mask).to(DEVICE) if data.draw(st.booleans()) else mask.to(DEVICE)
-    found = visits(given_mask, rows, keys)
+    found = find_visited_blocks(given_mask, rows, keys)
     stride_b, stride_h = found.strides()
     flat_blocks, flat_counts = found.blocks.flatten(0, 2), found.counts.flatten(0, 2)
     for batch in range(batches):

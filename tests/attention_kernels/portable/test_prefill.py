@@ -18,8 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels.portable import forward
-from attention_kernels.portable.forward_tiles import pieces
 from attention_kernels.portable.prefill import prefill
+from attention_kernels.tiles.head_dim_pieces import pieces
 from capture.call.attention_call import AttentionCall
 from tests import factories
 from tests.attention_kernels.eager import attend

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed, padded
+from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
 from capture.call.attention_call import AttentionCall
 from replay.kernels.constraints import key_range
 from replay.kernels.registry import catalogue
@@ -40,7 +40,7 @@ def assert_packed(
     query = normal(sum(q_lengths), 2 * group, head_dim, dtype=dtype)
     key, value = (normal(sum(k_lengths), 2, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
     at_q, at_k = offsets(q_lengths), offsets(k_lengths)
-    output, lse = packed(
+    output, lse = packed_prefill(
         query, key, value, at_q, at_k, max(q_lengths, default=0), is_causal, return_lse=True
     )
     for element in range(len(q_lengths)):
@@ -92,10 +92,10 @@ def test_what_another_element_holds_reaches_nobody_else() -> None:
     """A block may reach past an element's end, into the next one's keys."""
     query, key, value = (normal(150, 2, 64, seed=seed) for seed in range(3))
     at = offsets([70, 80])
-    expected = packed(query, key, value, at, at, 80)
+    expected = packed_prefill(query, key, value, at, at, 80)
     key[70:] = math.nan
     value[70:] = math.nan
-    output = packed(query, key, value, at, at, 80)
+    output = packed_prefill(query, key, value, at, at, 80)
     assert torch.equal(output[:70], expected[:70])
     assert output[70:].isnan().all()
 
@@ -117,7 +117,7 @@ def assert_padded(
     expected = attend(query, key, value, keys[:, None, None], is_causal)
     for each in (key, value):
         each.masked_fill_(~keys[:, None, :, None], math.nan)
-    output, lse = padded(query, key, value, key_ranges(keys), is_causal, return_lse=True)
+    output, lse = padded_prefill(query, key, value, key_ranges(keys), is_causal, return_lse=True)
     torch.testing.assert_close(output.double(), expected.output, rtol=0, atol=3e-3)
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 
@@ -208,7 +208,7 @@ def test_ranges_can_be_a_models_own() -> None:
         torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 4], [9, 30])
     )
     for first, ranges in ((starts, [(0, 9), (4, 30)]), (None, [(0, 9), (0, 30)])):
-        output = padded(query, key, value, KeyRanges(first, lengths))
+        output = padded_prefill(query, key, value, KeyRanges(first, lengths))
         mask = padding(ranges, 40)[:, None, None]
         expected = attend(query, key, value, mask).output
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)

@@ -14,9 +14,17 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from attention_kernels.portable.forward import Lengths
-from attention_kernels.quantised.quantise import GROUP, first_group, quantise_key_value
-from attention_kernels.quantised.quantised_prefill import attend, quantised_prefill, visits_of
+from attention_kernels.options import Lengths
+from attention_kernels.quantised.quantise import (
+    GROUP,
+    first_group,
+    quantise_key_value,
+)
+from attention_kernels.quantised.quantised_prefill import (
+    attend_to_quantised,
+    quantised_prefill,
+    visited_blocks_of,
+)
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.errors import compare
@@ -275,14 +283,14 @@ def test_blocks_that_a_mask_hides_are_not_visited(fp8_value: bool) -> None:
     call = masked_call(band(64, 640, 60))
     quantised = quantise_key_value(call.key, call.value, FP8, fp8_value)
     assert call.attn_mask is not None
-    expected = attend(call.query, quantised, attn_mask=call.attn_mask)
+    expected = attend_to_quantised(call.query, quantised, attn_mask=call.attn_mask)
     quantised.key_scale[:, :, 1:] = math.nan
     if quantised.value_scale is not None:
         quantised.value_scale[:, :, 1:] = math.nan
     else:
         quantised.value[:, :, 128:] = math.nan
-    visited = visits_of(call.query, quantised, call.attn_mask)
-    output = attend(call.query, quantised, attn_mask=call.attn_mask, visited=visited)
+    visited = visited_blocks_of(call.query, quantised, call.attn_mask)
+    output = attend_to_quantised(call.query, quantised, attn_mask=call.attn_mask, visited=visited)
     assert torch.equal(output, expected)
 
 
@@ -292,9 +300,9 @@ def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
     quantised = [
         quantise_key_value(call.key, call.value, torch.int8, True) for call in (first, second)
     ]
-    visited = visits_of(first.query, quantised[0], mask)
-    expected = attend(second.query, quantised[1], attn_mask=mask)
-    output = attend(second.query, quantised[1], attn_mask=mask, visited=visited)
+    visited = visited_blocks_of(first.query, quantised[0], mask)
+    expected = attend_to_quantised(second.query, quantised[1], attn_mask=mask)
+    output = attend_to_quantised(second.query, quantised[1], attn_mask=mask, visited=visited)
     assert compare(output, expected).relative_l1 == 0
 
 

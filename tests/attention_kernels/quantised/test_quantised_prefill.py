@@ -19,12 +19,16 @@ from torch import Tensor
 
 from attention_kernels.launch import launcher as launch_module
 from attention_kernels.launch.descriptors import at
-from attention_kernels.launch.launcher import Kept, Launch
+from attention_kernels.launch.launcher import Launch, PlanCache
 from attention_kernels.options import AttentionOptions
 from attention_kernels.quantised import quantise as quantise_module
 from attention_kernels.quantised import quantised_prefill as quantised_prefill_module
 from attention_kernels.quantised.quantise import quantise_key_value
-from attention_kernels.quantised.quantised_prefill import attend, describable, quantised_prefill
+from attention_kernels.quantised.quantised_prefill import (
+    attend_to_quantised,
+    describable,
+    quantised_prefill,
+)
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.errors import compare
@@ -137,8 +141,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
     planned = functools.lru_cache(quantise_module._planned.__wrapped__)
     monkeypatch.setattr(quantise_module, "_planned", planned)
-    monkeypatch.setattr(quantised_prefill_module, "_calls", Kept())
-    monkeypatch.setattr(quantised_prefill_module, "_repetitions", Kept())
+    monkeypatch.setattr(quantised_prefill_module, "_calls", PlanCache())
+    monkeypatch.setattr(quantised_prefill_module, "_repetitions", PlanCache())
 
 
 class Interpreted:
@@ -278,9 +282,9 @@ def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
     call = random_call(1, 1, 1, 20, 30, 64, device)
     quantised, capped = quantise_key_value(call.key, call.value), AttentionOptions(softcap=5.0)
     with pytest.raises(ValueError, match="keep_mean"):
-        attend(call.query, quantised, options=capped)
+        attend_to_quantised(call.query, quantised, options=capped)
     unsmoothed = quantise_key_value(call.key, call.value, smooth_k=False)
-    attend(call.query, unsmoothed, options=capped)
+    attend_to_quantised(call.query, unsmoothed, options=capped)
 
 
 @each_kind
@@ -418,7 +422,7 @@ def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
 def test_core_alone(device: torch.device) -> None:
     call = random_call(1, 2, 2, 64, 64, 64, device=device)
     quantised = quantise_key_value(call.key, call.value, torch.int8, True)
-    output = attend(call.query, quantised)
+    output = attend_to_quantised(call.query, quantised)
     torch.testing.assert_close(output, run(call, "sage-fp8"), rtol=0, atol=0)
 
 

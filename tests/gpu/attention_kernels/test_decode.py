@@ -98,9 +98,9 @@ def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
         *((name, (7, 32, 8, 1, 16384, 128, 128)) for name in (*IN_8_BITS, *IN_PAGES)),
     ],
 )
-def test_keys_dealt_by_length(name: str, sizes: Sizes) -> None:
-    """From none to all, large enough to be dealt; three times the same, since programs that merge
-    leave their counters as they found them."""
+def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
+    """From none to all, large enough to be assigned; three times the same, since programs that
+    merge leave their counters as they found them."""
     batch, kv_len = sizes[0], sizes[4]
     lengths = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
     used = torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device="cuda")

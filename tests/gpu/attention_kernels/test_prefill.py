@@ -154,13 +154,13 @@ def test_padded(head_dim: int, is_causal: bool, is_left: bool) -> None:
 
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(64, False), (72, True), (128, True)])
 def test_packed(head_dim: int, is_causal: bool) -> None:
-    from attention_kernels.portable.varlen import packed
+    from attention_kernels.portable.varlen import packed_prefill
 
     tokens = sum(LENGTHS)
     call = call_of((1, 16, 4, tokens, tokens, head_dim, head_dim))
     query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
     ends = torch.tensor((0, *LENGTHS), device="cuda").cumsum(0).to(torch.int32)
-    output = packed(query, key, value, ends, ends, max(LENGTHS), is_causal)
+    output = packed_prefill(query, key, value, ends, ends, max(LENGTHS), is_causal)
     for first, last in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         own = slice(first, last)
         expected = scaled_dot_product_attention(

@@ -105,11 +105,11 @@ def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
 @pytest.mark.parametrize("sizes", FEW, ids=str)
 @pytest.mark.parametrize(("head_dim", "is_causal"), [(128, False), (64, True)])
 def test_logarithms(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
-    from attention_kernels.hopper.hopper_prefill import prefill_hopper
+    from attention_kernels.hopper.hopper_prefill import hopper_prefill
 
     call = call_of(sizes, head_dim, is_causal)
     poison(torch.Size(sizes[:2] + sizes[3:4]), torch.float32)
-    output, lse = prefill_hopper(
+    output, lse = hopper_prefill(
         call.query, call.key, call.value, is_causal=is_causal, scale=0.3, return_lse=True
     )
     expected = attend(call.query, call.key, call.value, is_causal=is_causal, scale=0.3)
@@ -312,9 +312,9 @@ def test_padded(head_dim: int) -> None:
     expected = Expected.of(call)
     for tensor in (call.key, call.value):
         tensor.masked_fill_(~counts[:, None, :, None], float("nan"))
-    from attention_kernels.portable.varlen import KeyRanges, padded
+    from attention_kernels.portable.varlen import KeyRanges, padded_prefill
 
     ranges = KeyRanges(lengths[:, 0].int().contiguous(), lengths[:, 1].int().contiguous())
-    output = padded(call.query, call.key, call.value, ranges)
+    output = padded_prefill(call.query, call.key, call.value, ranges)
     verdict = judge(output, expected, "exact")
     assert verdict.passed, verdict.sentence

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from attention_kernels.hopper.support import has_gluon_kernels
-from attention_kernels.launch.launcher import Kept, Launch
+from attention_kernels.launch.launcher import Launch, PlanCache
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
@@ -35,7 +35,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
     for plans in ("_calls", "_repetitions"):  # without those for Hopper
-        monkeypatch.setattr(quantised_prefill, plans, Kept())
+        monkeypatch.setattr(quantised_prefill, plans, PlanCache())
 
 
 def check(name: str, call: AttentionCall) -> None:

@@ -89,8 +89,8 @@ def test_our_own_kernels(
         with monkeypatch.context() as without:
             without.setattr(libraries, "version", lambda package: "")
             assert unavailable(torch.device("cpu")) == (
-                "needs a CUDA GPU, or pip install triton and TRITON_INTERPRET=1 to be checked on "
-                "the CPU"
+                "needs a CUDA GPU, or pip install ./attention_kernels and TRITON_INTERPRET=1 to be "
+                "checked on the CPU"
             )
         assert unavailable(gpu(7, 5)) == (
             "needs compute capability 8.0 or higher (this GPU has 7.5)"
@@ -109,6 +109,12 @@ def test_our_own_kernels(
             with monkeypatch.context() as patch:
                 patch.setattr(libraries, "version", lambda package, installed=installed: installed)
                 assert unavailable(torch.device("cpu")) == reason
+        with monkeypatch.context() as without:
+            libraries._import.cache_clear()
+            without.setitem(sys.modules, "attention_kernels", None)
+            for device in (torch.device("cpu"), gpu(8, 0)):
+                assert unavailable(device) == "not installed: pip install ./attention_kernels"
+        libraries._import.cache_clear()
         monkeypatch.delenv("TRITON_INTERPRET")
 
 

@@ -20,18 +20,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention_kernels.quantised.quantise import round_to_fp8
+from attention_kernels.tiles.eight_bits import round_to_fp8
 from attention_kernels.tiles.matmul import INTERPRETED
 
 LOG2_LARGEST_INT8 = tl.constexpr(13.9999)
-"""Of the largest number that `in_halves` takes: 2¹⁴ would be 128 · 128."""
+"""Of the largest number that `high_low_parts` takes: 2¹⁴ would be 128 · 128."""
 LOG2_LARGEST_FP8 = tl.constexpr(8.0)
 _ROUNDS = tl.constexpr(1.5 * 2**23)
 """A float32 number that has integers for its last bits: adding it rounds to them."""
 
 
 @triton.jit
-def in_halves(numbers, IS_INT8: tl.constexpr):
+def high_low_parts(numbers, IS_INT8: tl.constexpr):
     """(M, N) float32, as (2M, N) 8-bit numbers: the high halves of row m are row 2m, the low ones
     row 2m + 1. None is larger than 2 ** `LOG2_LARGEST_INT8` or `LOG2_LARGEST_FP8`."""
     if IS_INT8:
@@ -50,9 +50,9 @@ def in_halves(numbers, IS_INT8: tl.constexpr):
 
 
 @triton.jit
-def product_of_halves(halves, numbers):
-    """left · rightᵀ, (M, N) in float32, with left (M, K) as `in_halves` (2M, K) and right (N, K) in
-    the same 8-bit type.
+def high_low_product(halves, numbers):
+    """left · rightᵀ, (M, N) in float32, with left (M, K) as `high_low_parts` (2M, K) and right (N,
+    K) in the same 8-bit type.
 
     FP8 products are added with 14 bits or so (`quantised_prefill_kernel.py`): each starts at zero,
     and K is short.

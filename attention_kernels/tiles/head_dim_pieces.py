@@ -1,0 +1,23 @@
+"""How a head dimension is cut into pieces whose sizes are powers of two."""
+
+from __future__ import annotations
+
+import triton
+
+
+def pieces(head_dim: int, are_aligned: bool) -> tuple[int, int]:
+    """A head dimension as two powers of two, at least 16 each, that cover it; the second may be 0.
+
+    Two pieces only where that is less than the next power of two.
+
+    Args:
+        are_aligned: whether rows begin at multiples of 16 bytes, so that they can be copied to
+            shared memory asynchronously. Others are one piece: two of them came out wrong at
+            head_dim 72 on an H200 with Triton 3.6, for a reason not found.
+    """
+    whole = max(16, int(triton.next_power_of_2(head_dim)))
+    if whole in (head_dim, 16) or not are_aligned:
+        return whole, 0
+    main = whole // 2
+    rest = max(16, triton.next_power_of_2(head_dim - main))
+    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)

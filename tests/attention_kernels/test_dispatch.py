@@ -1,0 +1,111 @@
+"""`attention_kernels.attention`: which kernel it picks, what it refuses, and its results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from attention_kernels import dispatch
+from attention_kernels.dispatch import attention
+from tests.factories import normal
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def inputs(
+    q_len: int, kv_len: int, heads: int = 4, kv_heads: int = 4, head_dim: int = 32
+) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
+    query, key, value = (
+        normal(2, *size, head_dim, seed=seed).half().to(DEVICE) for seed, size in enumerate(sizes)
+    )
+    return query, key, value
+
+
+@pytest.fixture
+def picked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the kernels that ran."""
+    names: list[str] = []
+    for name in ("contiguous_decode", "masked_prefill", "prefill"):
+        kernel = getattr(dispatch, name)
+
+        def noted(*tensors: Any, _name: str = name, _kernel: Any = kernel, **options: Any) -> Any:
+            names.append(_name)
+            return _kernel(*tensors, **options)
+
+        monkeypatch.setattr(dispatch, name, noted)
+    monkeypatch.setattr(dispatch, "has_gluon_kernels", lambda device: False)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "options"),
+    [
+        ("contiguous_decode", (1, 300), {}),
+        ("contiguous_decode", (3, 70, 8, 2), {"enable_gqa": True, "scale": 0.3}),
+        ("prefill", (40, 70), {"is_causal": True}),
+        ("prefill", (16, 70, 16, 2), {"enable_gqa": True}),  # too many rows of a key head
+        ("prefill", (40, 70), {"attn_mask": True}),
+        ("masked_prefill", (40, 70), {"attn_mask": True}),
+    ],
+)
+def test_attention_equals_sdpa(
+    picked: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    sizes: tuple[int, ...],
+    options: dict[str, Any],
+) -> None:
+    query, key, value = inputs(*sizes)
+    if "attn_mask" in options:
+        options = {"attn_mask": torch.rand(1, 1, *sizes[:2], device=DEVICE) > 0.5}
+        monkeypatch.setattr(dispatch, "WORTH_LOOKING", 0 if name == "masked_prefill" else 2**20)
+    output = attention(query, key, value, **options)
+    expected = scaled_dot_product_attention(query.float(), key.float(), value.float(), **options)
+    assert picked == [name]
+    torch.testing.assert_close(output.float(), expected, rtol=0, atol=3e-3)
+
+
+def test_wide_heads_are_decoded_where_the_value_is_in_the_key(picked: list[str]) -> None:
+    query, key, _ = inputs(1, 50, 128, 1, 320)
+    attention(query, key, key[..., :288], enable_gqa=True)
+    assert picked == ["contiguous_decode"]
+    with pytest.raises(NotImplementedError, match="head dimensions 320 and 288: at most 256"):
+        attention(query, key, key[..., :288].clone(), enable_gqa=True)
+
+
+def test_a_call_without_keys_gets_zeros() -> None:
+    query, key, value = inputs(3, 0)
+    assert not attention(query, key, value).any()
+
+
+QUERY, KEY, VALUE = inputs(40, 70)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "dropout": ({"dropout_p": 0.1}, "has no dropout"),
+    "gradients": ({"query": QUERY.clone().requires_grad_()}, "no backward pass"),
+    "dimensions": ({"query": QUERY[0]}, "4 dimensions, got 3, 4, 4"),
+    "shapes": ({"key": KEY[:, :, 1:]}, "do not fit together"),
+    "heads": ({"query": QUERY.repeat(1, 2, 1, 1)}, "pass enable_gqa=True"),
+    "dtype": ({"query": QUERY.double()}, "got torch.float64, torch.float16"),
+    "mask beside causal": ({"attn_mask": QUERY, "is_causal": True}, "exclude each other"),
+    "shape of the mask": ({"attn_mask": torch.ones(2, 70, device=DEVICE)}, r"\(2, 70\) does not"),
+    "dtype of the mask": ({"attn_mask": torch.ones(70, device=DEVICE).int()}, "bool or float"),
+    "device": ({name: QUERY.to("meta") for name in ("query", "key", "value")}, "CUDA GPU"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_attention_refuses_before_anything_runs(
+    name: str, picked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, message = REFUSED[name]
+    monkeypatch.setattr(dispatch, "_wrong_device", dispatch._wrong_device.__wrapped__)
+    if name == "device":
+        monkeypatch.setattr(dispatch.INTERPRETED, "value", False)
+    with pytest.raises((NotImplementedError, ValueError), match=message):
+        attention(**{"query": QUERY, "key": KEY, "value": VALUE, **changes})
+    assert picked == []
