@@ -1,4 +1,4 @@
-"""The energy of a kernel, over a block of calls of which each has inputs of its own."""
+"""The energy of a kernel, over a block of calls with different inputs."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from replay.timing.energy import measure_energy
 from replay.timing.gpu_state import NoReading, gpu_is_lost
 
 JUDGED_SAMPLES = 4
-"""Of each block, drawn after it."""
+"""Outputs of each block that are judged, drawn after it."""
 
 
 def with_energy(
     timed: TimedKernel, inputs: Inputs, process_state: ProcessState, seed: int, device: torch.device
 ) -> TimedKernel:
-    """Let a kernel that was timed run alone for a second.
+    """Run a timed kernel alone for a second, and add its energy.
 
-    Before each call inputs change a little (`replay.isolation.input_perturbation`), so that
-    nothing can be sampled from an earlier one, and rows of some outputs are sampled to be judged.
+    Inputs change a little before each call (`replay.isolation.input_perturbation`), so that no
+    result of an earlier call can be reused. Rows of some outputs are kept to be judged.
 
     Args:
-        seed: of the flips.
+        seed: seed of the perturbations.
     """
     samples, checked = timed.samples, timed.checked
     if samples is None or samples.error is not None:
@@ -66,14 +66,14 @@ def with_energy(
 
 
 class _SampledCalls:
-    """Rows of what some calls of a block returned."""
+    """Rows of the outputs of some calls of a block."""
 
     def __init__(self, checked: CheckedKernel, perturbation: SteppedPerturbation) -> None:
         self._call = checked.call
         self._perturbation = perturbation
         self._samples: list[Sample] = []
         self.fault = ""
-        """What a call returned that is no output at all."""
+        """Fault in the form of an output."""
 
     def add(self, result: object) -> None:
         if wrong := malformed(result, self._call):

@@ -1,4 +1,4 @@
-"""Whether this machine can replay shapes at all, asked before anything starts."""
+"""The check, before anything starts, that this machine can replay some shapes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from replay.timing.machine import available_bytes, cpu_flops_per_second
 from replay.workloads.random_calls import ShapeError, Spec
 
 PATIENCE_SECONDS = 1800
-"""A CPU run expected to take longer is refused before it starts."""
-
+"""Longest expected duration of a run on a CPU; a longer one is refused."""
 
 LARGEST = 2**50
-"""Elements of a tensor: a petabyte, and torch can still count the bytes of all of them."""
+"""Most elements of a tensor, a petabyte, so that torch can still count the bytes of all tensors."""
 
 
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
@@ -61,5 +60,5 @@ def _bytes_needed(spec: Spec) -> int:
 
 
 def _flops(spec: Spec) -> int:
-    """Of all pairs that a mask might allow, as most kernels compute them all."""
+    """Count the operations of all pairs, because most kernels compute masked pairs too."""
     return flops.flops(spec.without_values())

@@ -1,4 +1,4 @@
-"""Lets kernels compile for a call before any of them is timed on it."""
+"""First calls of kernels, which compile them for a call before any is timed on it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def first_calls(
     process_state: ProcessState,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, float]]:
-    """Kernels that ran, and the milliseconds of their first call, compilation included.
+    """Yield the kernels that ran, and the milliseconds of their first call with compilation.
 
-    Outputs are not judged. A kernel that refuses the call or fails is left out: checking it finds
-    that again, and why. What Triton's interpreter runs compiles nothing, and is left out too.
+    Outputs are not judged. A kernel that refuses the call or fails is left out, because its check
+    will report that. Kernels in Triton's interpreter compile nothing and are left out too.
 
     Raises:
         ContextLost: a kernel made the GPU unusable for this process.

@@ -1,8 +1,8 @@
-"""The forms of a call: as it was recorded, and without its mask where options say the same.
+"""The forms of a call: as recorded, and without its mask where options mean the same.
 
-A kernel that takes the mask gets the mask, since that is what it would get in the model. One that
-refuses it gets the options, which is what its users would write, and so does one that says it
-prefers them. What comes back is judged by the recorded call in either case.
+A kernel that takes the mask gets the mask, as it would in the model. A kernel that refuses the mask
+or prefers options gets the options, as its users would write them. Outputs are judged by the
+recorded call in either case.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from replay.kernels.registry import Kernel
 
 
 class Form(NamedTuple):
-    """What a kernel runs."""
+    """Form of a call that a kernel runs."""
 
     call: AttentionCall
     restated_as: str = ""
-    """Its mask in words, if the call is without it."""
+    """The mask in words, if the call is without it."""
     refused: Finding | None = None
-    """Why it runs nothing."""
+    """Reason why the kernel cannot run; None if it can."""
 
 
 class Forms(NamedTuple):
-    """A recorded call, and what its mask amounts to."""
+    """A recorded call, and the structure of its mask."""
 
     call: AttentionCall
     structure: MaskStructure | None = None
     rewritten: AttentionCall | None = None
-    """The call without its mask; None without one, and where options cannot say the same."""
+    """The call with options in place of its mask; None if no options mean the same."""
 
     @classmethod
     def of(cls, call: AttentionCall) -> Forms:
@@ -45,7 +45,7 @@ class Forms(NamedTuple):
         return [self.call] if self.rewritten is None else [self.call, self.rewritten]
 
     def form(self, kernel: Kernel, device: torch.device, *, for_model: bool = False) -> Form:
-        """The form that a kernel runs on a device.
+        """Return the form that a kernel runs on a device.
 
         Args:
             for_model: see `replay.bench.settings.Settings`.
@@ -63,13 +63,13 @@ class Forms(NamedTuple):
 
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:
-    """Why a kernel cannot run a call here, if it cannot."""
+    """Return why a kernel cannot run a call on a device; None if it can."""
     try:
         kernel = kernel.loaded()
         if reason := kernel.unavailable(device):
             return Finding("unavailable", reason)
         if reason := kernel.refuses(call):
             return Finding("unsupported", reason)
-    except BaseException as error:  # somebody's predicate is wrong, which costs its row only
+    except BaseException as error:  # a faulty predicate costs only the row of its kernel
         return classify(error)
     return None

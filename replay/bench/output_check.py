@@ -1,4 +1,4 @@
-"""Runs kernels on a call, outside of any timing, and has what they return judged."""
+"""The check of a kernel's output: untimed runs on a call, judged before and after timing."""
 
 from __future__ import annotations
 
@@ -40,27 +40,26 @@ from replay.timing.rounds import Samples
 from replay.timing.timer import first_call
 
 LONGEST_FILE_NAME = 200
-"""Of the 255 bytes that file systems take."""
-
+"""Characters of a kernel's file name; file systems take 255 bytes."""
 
 BETWEEN_CALLS_MS = 0.005
-"""What a GPU needs to begin with the next call of a row, however short they are."""
+"""Time that a GPU needs between two calls in a row, however short they are."""
 PATIENCE_S = 2.0
-"""To see calls in a row be as fast as their samples: on a GPU that other processes use, most rows
-are interrupted by their turns."""
+"""Time to try whether calls in a row are as fast as their samples. On a GPU that other processes
+use, most tries are interrupted."""
 
 
 class OutputNotSaved(Error):
-    """`--save-output` could not write."""
+    """Failure of `--save-output` to write a file."""
 
 
 class Checker:
-    """Checks kernels on one call.
+    """Checks of kernels on one call.
 
     Args:
-        inputs: of all its forms, as they were before any kernel ran.
-        process_state: of the process, as it was before any kernel was imported.
-        save_to: a directory for the kernels' outputs.
+        inputs: inputs of all its forms, as they were before any kernel ran.
+        process_state: state as it was before any kernel was imported.
+        save_to: directory for the kernels' outputs.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class Checker:
         """Run a kernel for the first time and judge its output.
 
         Args:
-            alive: called before each run, of which a slow kernel has several.
+            alive: called before each run, as a sign of life during slow kernels.
 
         Raises:
             ContextLost: the kernel made the GPU, or this process, unusable.
@@ -120,11 +119,11 @@ class Checker:
         return checked
 
     def reverify(self, timed: TimedKernel) -> ReverifiedKernel:
-        """Judge what a kernel, and its core, return after they were timed.
+        """Judge the outputs of a kernel and its core again after they were timed.
 
-        The first call is not what was timed: from the third one a CUDA graph may be replayed, and a
-        graph can have lost a launch. It writes where it wrote before, so that memory is poisoned
-        too.
+        The timed calls may differ from the first: from the third call on, a CUDA graph may be
+        replayed, which can have lost a launch. A graph writes to the same memory again, so that
+        memory is poisoned too.
         """
         checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
         kernel, core_fault = checked.kernel.name, ""
@@ -150,7 +149,7 @@ class Checker:
         )
 
     def _timed_finding(self, timed: TimedKernel) -> Finding:
-        """What the timed calls returned, on inputs that changed from call to call."""
+        """Judge outputs of timed calls, whose inputs changed from call to call."""
         checked = timed.checked
         if replaced := self._process_state.replaced(checked.kernel.name):
             return Finding("error", replaced)
@@ -171,7 +170,7 @@ class Checker:
     def _first_call(
         self, checked: CheckedKernel, alive: Callable[[], None]
     ) -> tuple[CheckedKernel, Any, BaseException | None]:
-        """What was learnt, and what the kernel returned or raised."""
+        """Call the kernel; return the updated check, its output, and the error that it raised."""
         output, milliseconds, failure = None, None, None
         self._inputs.poison(self._call)
         alive()
@@ -209,8 +208,10 @@ class Checker:
     def _called_again(
         self, checked: CheckedKernel, output: Tensor, alive: Callable[[], None]
     ) -> CheckedKernel:
-        """Whether outputs differ between calls, share memory, or show what that held before; what
-        memory a call needs."""
+        """Call the kernel twice more, to find outputs that differ, share memory or are unwritten.
+
+        Also measures the memory that a call needs.
+        """
         others, earlier = [], None
         for poison in (0.0, POISON):
             alive()
@@ -221,8 +222,8 @@ class Checker:
                 return replace(checked, finding=Finding("error", reason))
             checked = replace(checked, peak_bytes=peak_bytes)
             others.append(again.clone())
-            # The earlier output still exists, but may not be asked: a CUDA graph that was replayed
-            # since refuses that.
+            # Compare addresses and not tensors: a CUDA graph that was replayed since refuses access
+            # to its earlier output.
             memory = again.untyped_storage().data_ptr()
             if earlier is not None and earlier[1] == memory:
                 flag = "returns the same memory again: a later call overwrites an earlier output"
@@ -234,14 +235,14 @@ class Checker:
         if unwritten:
             flag = f"leaves {unwritten} output elements unwritten"
             return replace(checked, flags=(*checked.flags, flag))
-        unlike = [each for each in others if not _same_bits(output, each)]
+        unlike = [other for other in others if not _same_bits(output, other)]
         if not unlike:
             return checked
-        largest = max(float((output - each).abs().nan_to_num().max()) for each in unlike)
-        told = f"not deterministic: calls differ by up to {largest:.1e}"
-        checked = replace(checked, not_deterministic=told)
-        for each in unlike if checked.finding.status == "ok" else ():
-            judged = self._judged(checked, each)
+        largest = max(float((output - other).abs().nan_to_num().max()) for other in unlike)
+        flag = f"not deterministic: calls differ by up to {largest:.1e}"
+        checked = replace(checked, not_deterministic=flag)
+        for other in unlike if checked.finding.status == "ok" else ():
+            judged = self._judged(checked, other)
             if judged.finding.status == "inaccurate":
                 return replace(judged, finding=_wrong_again(judged.finding.reason))
         return checked
@@ -259,7 +260,7 @@ class Checker:
         return finding
 
     def _is_enough_left(self) -> bool:
-        """Whether a kernel that ran out of memory gave back what the others need."""
+        """Return whether a kernel that ran out of memory freed what the others need."""
         gc.collect()
         try:
             self._inputs.poison(self._call)
@@ -268,10 +269,10 @@ class Checker:
         return True
 
     def _in_a_row(self, checked: CheckedKernel, samples: Samples, last: list[Any]) -> Finding:
-        """Whether calls in a row leave no work, and are about as fast as the samples say.
+        """Check that calls in a row leave no work behind and are about as fast as the samples.
 
         Args:
-            last: gets what the last of them returned.
+            last: receives the output of the last call.
         """
         device, call_ms = self._settings.device, statistics.median(samples.ms)
         limit_ms = OTHER_TIMER * call_ms + BETWEEN_CALLS_MS
@@ -279,7 +280,7 @@ class Checker:
         began = time.monotonic()
 
         def run() -> None:
-            last.clear()  # as a sample's output is no longer there when the next one's is made
+            last.clear()  # frees the output before the next one is made, as in a sample
             last.append(checked.run())
 
         try:
@@ -289,8 +290,8 @@ class Checker:
                 if seen.left_ms:
                     return Finding(
                         "error",
-                        f"{seen.left_ms:.3g} ms of its work outlive the call, on a stream nobody "
-                        "waits for",
+                        f"{seen.left_ms:.3g} ms of its work outlive the call, on a stream that "
+                        "is not waited for",
                     )
                 fastest_ms = min(fastest_ms, seen.gpu_ms or 0.0)
                 if fastest_ms <= limit_ms:
@@ -308,17 +309,19 @@ class Checker:
     def _judged_again(
         self, checked: CheckedKernel, samples: Samples, last: list[Any]
     ) -> tuple[Finding, Accuracy | None]:
-        """What a call returns now, in a block by another clock where one such call is a block.
+        """Judge the output of one more call, timed by another clock where a block is one call.
 
         Args:
-            last: what an earlier call returned, if one was made since the samples.
+            last: output of an earlier call, if one was made since the samples.
         """
         kernel, run = checked.kernel, checked.run
         try:
             if not last:
                 self._inputs.restore(checked.call)
                 last.append(run())
-            with torch.inference_mode():  # else what a kernel made in that mode cannot be filled
+            with (
+                torch.inference_mode()
+            ):  # an output that was made in that mode refuses changes outside
                 narrow_expanded(last.pop()).fill_(POISON)
             self._inputs.restore(checked.call)
             self._inputs.poison(checked.call)
@@ -342,9 +345,10 @@ class Checker:
         return _wrong_again(judged.finding.reason), judged.accuracy
 
     def _core_fault(self, timed: TimedKernel, finding: Finding) -> str:
-        """Why the time of a kernel's core means nothing; a wrong kernel's core is not judged.
+        """Return why the time of a kernel's core is to be discarded; empty if it is valid.
 
-        Its dtype may be another: converting the output can be the drop-in's part.
+        The core of a wrong kernel is not judged. Its output may have another dtype, because the
+        conversion can be part of the drop-in call.
         """
         if timed.core is None or timed.core_samples is None:
             return timed.core_fault
@@ -375,23 +379,23 @@ class Checker:
 
 
 def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
-    """What a kernel returns, None where it fails: its own row says what went wrong."""
+    """Return a kernel's output; None if it fails, which its own row reports."""
     call, _, refused = forms.form(kernel, forms.call.device)
     if refused is not None:
         return None
     try:
         return drop_in(kernel.loaded().attention, call)().clone()
     except BaseException as error:
-        classify(error)  # the user's interrupt goes on
+        classify(error)  # raises the user's interrupt again
         return None
     finally:
         inputs.restore(call)
 
 
 def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[object]:
-    """Compilers report their search on stderr, which belongs in nobody's table.
+    """Hide stderr, where compilers report their search.
 
-    A worker's is kept by its parent, to show what it said before it died.
+    In a worker it stays, because the parent keeps the end of it for the case that the worker dies.
     """
     if options.in_worker:
         return contextlib.nullcontext()
@@ -408,12 +412,12 @@ def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
     try:
         save_file({"output": output.to("cpu").contiguous()}, path)
     except SafetensorError as error:
-        path.unlink(missing_ok=True)  # or it is read as an output
+        path.unlink(missing_ok=True)  # otherwise it would be read as an output
         raise OutputNotSaved(f"cannot write {path} ({error}): make room") from error
 
 
 def file_name(kernel: str) -> str:
-    """For each kernel its own. A user's is named by its path, which must not lead elsewhere."""
+    """Return a file name for a kernel's output. A user kernel's name is a path, which is quoted."""
     name = quote(kernel, safe="[]=,")
     if len(name) <= LONGEST_FILE_NAME:
         return name

@@ -1,4 +1,4 @@
-"""What a kernel takes of the GPU: memory; and its Triton programs, registers and warps."""
+"""Resources of a kernel on the GPU: memory, Triton programs, registers and warps."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def launched_programs(run: Callable[[], object]) -> list[Program]:
-    """The Triton programs that `run` launches, in order of first launch.
+    """Return the Triton programs that `run` launches, in order of first launch.
 
-    Empty for kernels that are not written in Triton, for those that `torch.compile` launches by
-    itself, and where Triton is missing, interprets, or is older than 3.4.
+    Empty for kernels that are not written in Triton or that `torch.compile` launches itself, and
+    where Triton is missing, interprets, or is older than 3.4.
     """
     try:
         hooks = importlib.import_module("triton.knobs").runtime.launch_enter_hook
@@ -35,11 +35,11 @@ def launched_programs(run: Callable[[], object]) -> list[Program]:
         run()
     finally:
         hooks.remove(launch)
-    # The hook tells a driver handle; the object that knows the figures is in Triton's cache.
+    # The hook gives a driver handle; the object with the figures is in Triton's cache.
     loaded = {
-        each.function: each
-        for each in gc.get_objects()
-        if isinstance(each, compiler.CompiledKernel) and each.function is not None
+        found.function: found
+        for found in gc.get_objects()
+        if isinstance(found, compiler.CompiledKernel) and found.function is not None
     }
     return [_program(loaded[handle]) for handle in dict.fromkeys(handles) if handle in loaded]
 
@@ -55,17 +55,16 @@ def _program(kernel: Any) -> Program:
 
 
 def with_peak_bytes(function: Callable[[], T], device: torch.device | str) -> tuple[T, int | None]:
-    """What `function` returns, and the most bytes that it needed on a CUDA device beyond what was
-    there, the result included.
+    """Return the result of `function`, and the most bytes that it needed on a CUDA device.
 
-    Counts what torch's allocator handed out; memory that a kernel takes from the driver itself is
-    not seen. None on the CPU, where it is not measured.
+    Counts allocations by torch's allocator, the result included, and not memory that a kernel takes
+    from the driver. None on the CPU, where it is not measured.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return function(), None
     torch.cuda.synchronize(device)
-    torch.empty(1, device=device)  # the allocator now frees what another stream had still used
+    torch.empty(1, device=device)  # makes the allocator free what another stream used
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     collecting = gc.isenabled()

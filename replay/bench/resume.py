@@ -1,4 +1,4 @@
-"""Continues an interrupted replay from the JSON Lines file that it was writing."""
+"""Continuation of an interrupted replay from the JSON Lines file that it was writing."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def finished_rows(
     machines: Sequence[Machine],
     settings: Settings,
 ) -> tuple[list[Row], list[Workload]]:
-    """The rows of the calls that are complete in a file, and the calls that are not.
+    """Return the rows of calls that are complete in a file, and the calls that are not.
 
-    A call is complete when every kernel has a row in every environment that it runs in; the others
-    are replayed whole, because their speed-ups must be paired with a baseline of the same rounds.
+    A call is complete when every kernel has a row in every environment that it runs in. Other calls
+    are replayed whole, because speed-ups must be paired with a baseline of the same rounds.
 
     Args:
         assigned: the kernels to run, by environment.
-        machines: where they will run, one for each type of device.
-        settings: how they will be timed.
+        machines: the machines to run on, one for each type of device.
+        settings: the settings to measure with.
 
     Raises:
-        RowsError: the file cannot be read, holds something other than rows, or rows of other
-            calls than these, of another machine, or timed in another way.
+        RowsError: the file cannot be read, or contains other things than rows, or rows of other
+            calls, another machine or other settings.
     """
     rows: dict[str, list[Row]] = {}
     known = {workload.label: workload for workload in workloads}
@@ -55,21 +55,21 @@ def finished_rows(
         rows.setdefault(label, []).append(row)
     wanted = {(name, kernel.name) for name, kernels in assigned.items() for kernel in kernels}
     complete = {name for name, members in rows.items() if _is_complete(members, wanted)}
-    kept = [row for each in workloads if each.label in complete for row in rows[each.label]]
-    return kept, [each for each in workloads if each.label not in complete]
+    finished = [call.label for call in workloads if call.label in complete]
+    unfinished = [call for call in workloads if call.label not in complete]
+    return [row for label in finished for row in rows[label]], unfinished
 
 
 def label_of(row: Row, machines: Sequence[Machine]) -> str:
-    """The label of the workload that a row is about, of a replay on such machines."""
+    """Return the label of a row's workload in a replay on these machines."""
     return f"{row.call.name} on {row.machine.device}" if len(machines) > 1 else row.call.name
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """Without those of calls that were replayed again later, in the same environment.
+    """Return rows without those of calls that were replayed again later.
 
-    Rows of one call, environment and type of device are of the same rounds, so they are replaced
-    together: from the first kernel on that comes again, or where the call itself could not be
-    replayed.
+    Rows of one call, environment and type of device share their rounds, so they are replaced
+    together, once a kernel appears again or the call itself could not be replayed.
     """
     is_mixed = len({row.machine.device for row in rows} - {""}) > 1
     found: dict[tuple[str, str, str], dict[str, Row]] = {}
@@ -84,13 +84,13 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
-    """Whether every kernel that was wanted has a row, and so has what it is compared with."""
+    """Return whether every wanted kernel, and every baseline, has a row."""
     partners = {(row.environment, row.speedup.vs) for row in rows if row.speedup}
     return wanted | partners <= {(row.environment, row.kernel) for row in rows}
 
 
 def _read(path: Path) -> list[Row]:
-    """The rows of a file; where its last line was cut off, without those of its last call."""
+    """Read the rows of a file, without its last call if the last line was cut off."""
     try:
         rows, is_cut_off = read_jsonl(path)
     except FileNotFoundError:
@@ -100,31 +100,31 @@ def _read(path: Path) -> list[Row]:
 
 
 def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
-    """What was different when a row was measured; empty for nothing.
+    """Return what was different when a row was measured; empty if nothing was.
 
-    Versions in another environment than this are its own.
+    Versions in other environments may differ.
     """
-    there: dict[str, object] = asdict(row.machine)
-    here: dict[str, object] = asdict(machine)
-    if row.machine.cuda:  # a GPU waits for one of them; --gpus shares them out
-        there = {name: value for name, value in there.items() if name != "usable_cpus"}
+    measured: dict[str, object] = asdict(row.machine)
+    expected: dict[str, object] = asdict(machine)
+    if row.machine.cuda:  # a GPU needs only one CPU, and --gpus shares them out
+        measured = {name: value for name, value in measured.items() if name != "usable_cpus"}
     if row.environment != HERE:
-        there = {"device": row.machine.device}
+        measured = {"device": row.machine.device}
     if not row.machine.device:  # its worker died before it could say
-        there = {}
+        measured = {}
     if row.accuracy is not None:
-        there |= {"--tolerances": row.tolerances}
-        here |= {"--tolerances": settings.tolerances.changes()}
+        measured |= {"--tolerances": row.tolerances}
+        expected |= {"--tolerances": settings.tolerances.changes()}
     if row.time_ms is not None:
-        there |= {"--cache": row.cache, "--calls-before": row.calls_before}
-        here |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
-        there |= {"timer": row.timer}
-        here |= {"timer": TIMERS[settings.device.type, settings.cache]}
-        there |= {"--metric energy": "on" if _was_energy_wanted(row) else "off"}
-        here |= {"--metric energy": "on" if settings.energy else "off"}
-    for name, value in there.items():
-        if value != here[name]:
-            return f"{name} {_said(value)} (now {_said(here[name])})"
+        measured |= {"--cache": row.cache, "--calls-before": row.calls_before}
+        expected |= {"--cache": settings.cache, "--calls-before": settings.calls_before}
+        measured |= {"timer": row.timer}
+        expected |= {"timer": TIMERS[settings.device.type, settings.cache]}
+        measured |= {"--metric energy": "on" if _was_energy_wanted(row) else "off"}
+        expected |= {"--metric energy": "on" if settings.energy else "off"}
+    for name, value in measured.items():
+        if value != expected[name]:
+            return f"{name} {_or_none(value)} (now {_or_none(expected[name])})"
     return ""
 
 
@@ -132,5 +132,5 @@ def _was_energy_wanted(row: Row) -> bool:
     return row.energy is not None or any(flag.startswith(NO_ENERGY) for flag in row.flags)
 
 
-def _said(value: object) -> str:
+def _or_none(value: object) -> str:
     return "none" if value in ("", None) else str(value)

@@ -1,4 +1,4 @@
-"""Runs kernels on calls: check every one, time those that ran, judge them again, a row each."""
+"""The run of kernels on calls: check each kernel, time it, judge it again, make its row."""
 
 from __future__ import annotations
 
@@ -37,28 +37,27 @@ from replay.workloads.workload import Workload
 
 DEFAULT_BASELINE = "torch-default"
 BEYOND_SDPA = ("torch-masked", "eager")
-"""What models call where a call asks for more than SDPA takes."""
+"""Kernels that models call for what SDPA has no argument for."""
 
 LOADING = "loading the call"
 REFERENCE = "computing the reference"
 TIMING = "preparing to time"
 DONE = "done"
 STAGES = (LOADING, REFERENCE, TIMING, DONE)
-"""What progress reports while no kernel is at work; otherwise they are the kernel's name."""
-
+"""Stages that progress reports while no kernel runs; otherwise it reports the kernel's name."""
 
 JudgeFactory = Callable[[AttentionCall, int, Settings, "Tensor | None"], OutputJudge]
-"""Makes the judge of a call, given the seed of its flips and the output that errors are wanted
-against."""
+"""Function that makes the judge of a call, given the seed of its perturbations and the output that
+errors are computed against."""
 
 
 class Loaded(NamedTuple):
-    """What is known of a call before any kernel ran on it."""
+    """Facts about a call before any kernel runs on it."""
 
     facts: CallFacts
     machine: Machine
     roof: Roof | None = None
-    """Where it was asked for."""
+    """None unless it is wanted."""
 
 
 def replay(
@@ -71,17 +70,16 @@ def replay(
     judge_factory: JudgeFactory | None = None,
     process_state: ProcessState | None = None,
 ) -> Iterator[Row]:
-    """Rows of every kernel on every call, in order; a call that cannot be read is one error row.
+    """Yield rows of every kernel on every call, in order; an unreadable call is one error row.
 
-    Everything runs in this process: a kernel that crashes takes it along
-    (`replay.workers.environments.replay_in_workers` is the same with workers).
+    Everything runs in this process, so a kernel that crashes ends it
+    (`replay.workers.environments.replay_in_workers` does the same with workers).
 
-    Kernels never share a result: each output is checked against the reference before anything is
-    timed, all kernels of a call are timed together, in shuffled rounds, and what they return then
-    is checked again.
+    Each output is checked against the reference before anything is timed. All kernels of a call are
+    timed together, in shuffled rounds, and their outputs are then checked again.
 
     Raises:
-        SettingsError: an argument is of another type, or there is no such device here.
+        SettingsError: an argument has the wrong type, or the device does not exist.
         ContextLost: a kernel made the GPU unusable for this process.
     """
     _check(workloads, kernels, settings)
@@ -91,16 +89,16 @@ def replay(
 
 
 def _check(workloads: object, kernels: object, settings: object) -> None:
-    """Raise SettingsError where something else was given than `replay` takes."""
+    """Raise SettingsError if an argument of `replay` has the wrong type."""
     if isinstance(workloads, str | Path) or not isinstance(workloads, Iterable):
-        raise SettingsError(
-            f"{workloads!r} is no list of calls: give workloads, _ = from_directory(DIR)"
-        )
+        raise SettingsError(f"expected workloads, got {workloads!r}: call from_directory(DIR)")
     listed = kernels if isinstance(kernels, Sequence) else (kernels,)
-    if not all(isinstance(each, Kernel) for each in listed):
-        raise SettingsError(f"{kernels!r} is no list of kernels: give kernels, _ = select(NAMES)")
+    if not all(isinstance(kernel, Kernel) for kernel in listed):
+        raise SettingsError(f"expected kernels, got {kernels!r}: call select(NAMES)")
     if not isinstance(settings, Settings):
-        raise SettingsError(f"{settings!r} are no settings: give Settings('cpu', 'warm')")
+        raise SettingsError(
+            f"expected a Settings object, got {settings!r}: give Settings('cpu', 'warm')"
+        )
     if settings.device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError(f"PyTorch finds no CUDA device for {settings.device}: give 'cpu'")
 
@@ -115,7 +113,7 @@ def _replay(
     judge_factory: JudgeFactory | None,
     process_state: ProcessState | None,
 ) -> Iterator[Row]:
-    with torch.no_grad():  # as kernels run, so that a change of that is seen
+    with torch.no_grad():  # as kernels run, so that a change of that setting is seen
         process_state = process_state or ProcessState()
     judge_factory = judge_factory or local_judge
     report = on_progress or (lambda workload, stage: None)
@@ -129,8 +127,7 @@ def _replay(
     for workload in workloads:
         if not isinstance(workload, Workload):
             raise SettingsError(
-                f"{type(workload).__name__} is no call to replay: give workloads, _ = "
-                "from_directory(DIR)"
+                f"expected a workload, got {type(workload).__name__}: call from_directory(DIR)"
             )
         report(workload, LOADING)
         try:
@@ -204,7 +201,7 @@ def _replay_call(
         reverified[name] = checker.reverify(timed)
     return [
         make_row(
-            each,
+            kernel,
             reverified.get(baseline),
             loaded.facts,
             settings,
@@ -212,7 +209,7 @@ def _replay_call(
             loaded.machine,
             loaded.roof,
         )
-        for each in reverified.values()
+        for kernel in reverified.values()
     ]
 
 
@@ -222,12 +219,11 @@ def _baseline(
     options: WorkerOptions,
     report: Callable[[str], None],
 ) -> str:
-    """The kernel to compare with: what the model called, as it called it.
+    """Return the name of the kernel to compare with: what the model called, as it called it.
 
-    That is plain SDPA, whatever backend PyTorch chose then. Where the model had switched backends
-    off, and PyTorch now chooses another than was left to it, it is the recorded backend; plain SDPA
-    again if that cannot run here. For what SDPA has no argument for it is the recorded function,
-    or the first of `BEYOND_SDPA` that knows it.
+    Usually that is plain SDPA, whatever backend PyTorch chose then. If the model had switched
+    backends off and PyTorch now chooses another, it is the recorded backend, if it can run. For
+    calls beyond SDPA it is the recorded function, or the first of `BEYOND_SDPA` that can run.
     """
     if settings.baseline is not None:
         return settings.baseline
@@ -235,7 +231,7 @@ def _baseline(
     if call.features:
         asked = [origin.backend, *BEYOND_SDPA]
         known = [kernel for name in asked if (kernel := catalogue().get(name))]
-        able = (each.name for each in known if not refusal(each, call, settings.device))
+        able = (kernel.name for kernel in known if not refusal(kernel, call, settings.device))
         return next(able, DEFAULT_BASELINE)
     if not origin.disabled_backends or chosen_backend(call) == origin.backend:
         return DEFAULT_BASELINE
@@ -247,7 +243,7 @@ def _baseline(
 
 
 def _other_choice(call: AttentionCall) -> tuple[str, ...]:
-    """A flag for plain SDPA if it is another backend than on the like device of the recording."""
+    """Return a flag if plain SDPA now chooses another backend than on a device of the same type."""
     if call.features:
         return ()
     recorded, here = call.origin.backend, chosen_backend(call)
@@ -260,7 +256,7 @@ def _other_choice(call: AttentionCall) -> tuple[str, ...]:
 def local_judge(
     call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None
 ) -> OutputJudge:
-    """One that judges in this process, which protects against accidents only."""
+    """Make a judge in this process, which protects only against accidents."""
     return LocalJudge(
         call, seed, settings.errors_against, settings.compare_stats, compared, settings.tolerances
     )
@@ -274,7 +270,7 @@ def _compared_output(
     settings: Settings,
     report: Callable[[str], None],
 ) -> Tensor | None:
-    """What the kernel returns that errors are wanted against, if there is one."""
+    """Return the output of the kernel that errors are computed against, if there is one."""
     compared = kernels.get(settings.compared_kernel or "")
     if compared is None:
         return None
@@ -301,15 +297,15 @@ def time_together(
     """Time the kernels that ran, and their cores, in the same shuffled rounds."""
     functions: dict[TimedPart, Callable[[], Tensor]] = {}
     faults: dict[str, str] = {}
-    for each in checked:
-        name = each.kernel.name
-        if not each.ran or each.is_interpreted:
+    for member in checked:
+        name = member.kernel.name
+        if not member.ran or member.is_interpreted:
             continue
-        functions[TimedPart(name)] = each.run
-        if each.kernel.prepare is not None:
+        functions[TimedPart(name)] = member.run
+        if member.kernel.prepare is not None:
             report(name)
             try:
-                functions[TimedPart(name, is_core=True)] = each.kernel.prepare(each.call)
+                functions[TimedPart(name, is_core=True)] = member.kernel.prepare(member.call)
             except BaseException as error:
                 faults[name] = classify(error).reason
             observer.restore(name)
@@ -328,9 +324,9 @@ def time_together(
             observer=observer,
         )
     observer.close()
-    timed = [
+    return [
         TimedKernel(
-            each,
+            member,
             measured.get(TimedPart(name)),
             functions.get(TimedPart(name, is_core=True)),
             measured.get(TimedPart(name, is_core=True)),
@@ -339,10 +335,9 @@ def time_together(
             observer.fault(name),
             tuple(sorted(observer.changed.get(name, ()))),
         )
-        for each in checked
-        if (name := each.kernel.name)
+        for member in checked
+        if (name := member.kernel.name)
     ]
-    return timed
 
 
 def _facts(workload: Workload, forms: Forms) -> CallFacts:

@@ -1,4 +1,4 @@
-"""Sees every timed call: gives it inputs it has not seen, and keeps rows of what it returned."""
+"""Samples of timed outputs: every timed call gets new inputs, and rows of its output are kept."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
 
 COMPARED = 8
-"""One sample in so many has its inputs compared in full, after its first call and at its end, and
-so has the warm-up. Changes that PyTorch makes show in the version of a tensor after each call;
-those of other libraries do not."""
+"""One sample in eight, and the warm-up, has its inputs compared in full, after its first call and
+at its end. Changes by PyTorch show in a tensor's version after each call; others do not."""
 
 FINGERPRINT_ROWS = 4096
-"""Whose numbers are looked at twice, in a microsecond or so of a GPU."""
+"""Rows of an output that a fingerprint reads, in about a microsecond of a GPU."""
 
 
 class TimedPart(NamedTuple):
-    """A kernel as a model calls it, or its core alone."""
+    """Timed function of a kernel: the whole kernel as a model calls it, or its core alone."""
 
     kernel: str
     is_core: bool = False
 
 
 class OutputFingerprint:
-    """A number of each of some rows of an output, spread evenly over all of its heads."""
+    """One number from each of many rows of an output, spread evenly over its heads."""
 
     def __init__(self, output: Tensor, drawn: int) -> None:
         *heads, length, width = output.shape
@@ -45,7 +44,7 @@ class OutputFingerprint:
         self._was = self._bytes(output)
 
     def differs_from(self, output: Tensor) -> Tensor:
-        """Whether the output is another by now; on its device, without waiting for it."""
+        """Return whether the output has changed, as a tensor on its device, without waiting."""
         return (self._was != self._bytes(output)).any()
 
     def _bytes(self, output: Tensor) -> Tensor:
@@ -53,9 +52,9 @@ class OutputFingerprint:
 
 
 class SampledOutputs:
-    """Looks after the inputs of kernels that are timed together.
+    """Perturbed inputs and kept outputs of kernels that are timed together.
 
-    A core is given nothing new: what it works on was prepared once, before.
+    Cores get no new inputs, because their operands were prepared before.
     """
 
     def __init__(
@@ -65,38 +64,40 @@ class SampledOutputs:
         process_state: ProcessState,
         seed: int,
     ) -> None:
-        self._checked = {each.kernel.name: each for each in checked}
+        self._checked = {member.kernel.name: member for member in checked}
         self._inputs = inputs
         self._process_state = process_state
         self._draw = secrets.SystemRandom()
         self._sequences: dict[int, PerturbationSequence] = {}
-        """By the query: forms of a call share the tensors that are flipped."""
+        """Perturbations by query: forms of a call share the tensors that are changed."""
         self._versions: dict[int, int] = {}
-        """Of each tensor, when it was last looked at."""
-        for each in checked:
-            self._sequences.setdefault(id(each.call.query), PerturbationSequence(each.call, seed))
-            self._versions.update(_versions(each.call))
+        """Version of each tensor when it was last compared."""
+        for member in checked:
+            self._sequences.setdefault(
+                id(member.call.query), PerturbationSequence(member.call, seed)
+            )
+            self._versions.update(_versions(member.call))
         self._number = 0
         self._perturbation: InputPerturbation | None = None
-        """That the next output is made with."""
+        """Perturbation of the current inputs."""
         self._kept: Sample | None = None
-        """Of the sample under way."""
+        """Rows kept from the sample under way."""
         self._fingerprint: OutputFingerprint | None = None
-        """Of what the last call returned."""
+        """Fingerprint of the last output."""
         self._changed_after: dict[str, list[Tensor]] = {}
-        """Of some samples, whether the output changed after its call, by kernel."""
+        """By kernel, for some samples: whether the output changed after its call."""
         self._calls = 0
-        """Of the sample under way."""
+        """Calls of the sample under way."""
         self._look_closer = False
         self._warm: set[TimedPart] = set()
         self._samples: dict[str, list[Sample]] = {}
         self._faults: dict[str, str] = {}
-        """What a timed call returned that is no output at all, by kernel."""
+        """Fault in the form of a timed output, by kernel."""
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
 
     def restore(self, kernel: str) -> None:
-        """Called after a kernel ran untimed, before others do."""
+        """Restore the process after a kernel ran untimed, before another runs."""
         self._process_state.restore(kernel)
 
     def before(self, part: TimedPart) -> None:
@@ -117,7 +118,7 @@ class SampledOutputs:
         self._versions.update(_versions(checked.call))
 
     def fingerprint(self, part: TimedPart, result: object) -> None:
-        """Take down some numbers of an output right behind its call, on the call's own stream."""
+        """Read some numbers of an output right after its call, on the call's own stream."""
         self._fingerprint = None
         if not (part.is_core or malformed(result, self._checked[part.kernel].call)):
             assert isinstance(result, Tensor)
@@ -155,26 +156,26 @@ class SampledOutputs:
         self._versions.update(_versions(checked.call))
 
     def close(self) -> None:
-        """Make the inputs what they were before any kernel was timed."""
+        """Restore the inputs as they were before any kernel was timed."""
         for sequence in self._sequences.values():
             sequence.undo()
 
     def fault(self, kernel: str) -> str:
-        """What was wrong with timed calls whatever they returned; empty for nothing."""
+        """Return what was wrong with timed calls apart from values; empty if nothing was."""
         if fault := self._faults.get(kernel):
             return fault
         changed = self._changed_after.get(kernel)
         if changed and torch.stack(changed).any():
-            return "its output changes after the call, by work on a stream nobody waits for"
+            return "its output changes after the call, by work on a stream that is not waited for"
         return ""
 
     def drawn_samples(self, kernel: str) -> list[Sample]:
-        """Some of a kernel's timed samples."""
+        """Draw some of a kernel's timed samples."""
         samples = self._samples.get(kernel, [])
         return self._draw.sample(samples, min(JUDGED_SAMPLES, len(samples)))
 
     def _compare_inputs(self, checked: CheckedKernel, *, in_full: bool) -> None:
-        """Restore the inputs that others share, where it seems that a kernel changed them."""
+        """Restore the shared inputs if a kernel seems to have changed them."""
         if checked.changed_inputs:
             return
         if in_full or not _versions(checked.call).items() <= self._versions.items():

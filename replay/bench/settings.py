@@ -1,4 +1,4 @@
-"""How a replay runs: what a user asks for, and what the parent of a worker adds."""
+"""Settings of a replay, from the user and from a worker's parent."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from replay.timing.timer import Cache
 
 
 class SettingsError(Error):
-    """A replay cannot run as asked; the message names what can be given instead."""
+    """Settings that a replay cannot run with; the message names valid ones."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user asks for.
+    """The user's settings of a replay.
 
     Raises:
         SettingsError: a field cannot have this value.
     """
 
     device: torch.device
-    """Or its name."""
+    """The device, or its name."""
     cache: Cache
     rounds: int = ROUNDS
     max_seconds: float = SECONDS
@@ -41,23 +41,23 @@ class Settings:
     """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
     seed: int = 0
     baseline: str | None = None
-    """Kernel the speed-ups are against; None is what the model called (`runner._baseline`)."""
+    """Baseline of speed-ups; None for the kernel that the model called (`runner._baseline`)."""
     errors_against: str = "reference"
-    """`reference`, `captured` or a kernel: an output to compare with beside the first two."""
+    """`reference`, `captured` or a kernel, whose output is then compared with too."""
     compare_stats: bool = False
     save_output: Path | None = None
-    """Or its name."""
+    """Directory for outputs, or its name."""
     for_model: bool = False
-    """Rows are to tell what a model gains that passes its masks: a kernel that takes them runs no
-    other form of a call, not even one that it prefers."""
+    """Measure for a model that passes its masks: a kernel that takes a mask runs no other form of
+    the call, not even one that it prefers."""
     energy: bool = False
-    """Measure the energy of a call too, a second or two for each kernel."""
+    """Also measure the energy of a call, in a second or two for each kernel."""
     roofline: bool = False
-    """Measure what the device can do at most, for each dtype."""
+    """Measure the device's peak throughput for each dtype."""
     resources: bool = False
     """Note the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)
-    """The constants that outputs are judged by."""
+    """Constants that outputs are judged by."""
 
     def __post_init__(self) -> None:
         try:
@@ -86,11 +86,11 @@ class Settings:
 
     @property
     def compared_kernel(self) -> str | None:
-        """The kernel that `errors_against` names, if it names one."""
+        """Kernel that `errors_against` names, if it names one."""
         return None if self.errors_against in ("reference", "captured") else self.errors_against
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON for a worker."""
+        """Return plain JSON for a worker."""
         save_output = None if self.save_output is None else str(self.save_output.resolve())
         return {
             **vars(self),
@@ -115,22 +115,22 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """What the parent of a worker tells it; the defaults are for a replay without workers."""
+    """Settings from the parent of a worker; the defaults are for a replay without workers."""
 
     in_worker: bool = False
-    """Whether this process is for kernels only, and its parent keeps what they print."""
+    """True if this process runs only kernels and its parent keeps their output."""
     environment: str = HERE
     process: str = ""
-    """The kernel whose own worker this is; empty for the one that kernels share."""
+    """Kernel whose own worker this is; empty for the worker that kernels share."""
     synchronous: bool = False
-    """Wait for every sample before the next, so that what kills the process is known by name."""
+    """Wait for every sample before the next, so that a kernel that ends the process is known."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
     shared_file: str = ""
-    """What to hand outputs over in, to a judge in another process; empty to judge here."""
+    """File that passes outputs to a judge in another process; empty to judge in this one."""
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON for a worker."""
+        """Return plain JSON for a worker."""
         return asdict(self)
 
     @classmethod

@@ -1,6 +1,6 @@
-"""The stages of a row: a kernel is checked on a call, timed, judged again, and becomes a row.
+"""The stages of a row: a kernel is checked on a call, timed, verified again, and becomes a row.
 
-Each stage holds the one before it, and none is changed once it is made.
+Each stage contains the one before it, and is never changed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from replay.timing.statistics import paired_speedup, summarize
 from replay.timing.timer import TIMERS
 
 NO_ENERGY = "no energy: "
-"""How the flag of a row begins whose energy was asked for and could not be measured."""
+"""Beginning of the flag of a row whose energy could not be measured."""
 
 MOST_OF_ROOF = 1.05
-"""The largest share of the roof that noise explains."""
+"""Largest share of the roof that noise explains."""
 ABOVE_ROOF = (
     "no share of the roof: it is above what was measured (computing in fewer bits, out of a cache, "
     "or on a machine that was busy while the roof was measured)"
@@ -38,21 +38,21 @@ ABOVE_ROOF = (
 
 @dataclass(frozen=True)
 class CheckedKernel:
-    """What a kernel's first calls showed."""
+    """A kernel after its first calls."""
 
     kernel: Kernel
     call: AttentionCall
-    """What it runs on: its own copy once it was seen to change its inputs."""
+    """Call that the kernel runs; its own copy once it has changed its inputs."""
     finding: Finding
     restated_as: str = ""
-    """The mask in words, if what it runs on is without it (`replay.bench.forms`)."""
+    """The mask in words, if the kernel runs the call without it (`replay.bench.forms`)."""
     chosen: Tensor | None = None
-    """Of a sparse kernel: the keys it attends to."""
+    """Keys that a sparse kernel attends to."""
     accuracy: Accuracy | None = None
     kept: float | None = None
     flags: tuple[str, ...] = ()
     not_deterministic: str = ""
-    """By how much the outputs of its calls differ, in words; empty where they do not."""
+    """Difference between the outputs of its calls, in words; empty if they are equal."""
     changed_inputs: tuple[str, ...] = ()
     first_call_ms: float | None = None
     output_summary: Summary | None = None
@@ -62,62 +62,62 @@ class CheckedKernel:
 
     @property
     def ran(self) -> bool:
-        """Whether it returned something that could be judged."""
+        """True if the kernel returned an output that could be judged."""
         return self.finding.status in ("ok", "inaccurate")
 
     @property
     def is_interpreted(self) -> bool:
-        """Whether Triton's interpreter runs it; then no time of any kind means anything."""
+        """True if Triton's interpreter runs it, which makes every time meaningless."""
         return self.kernel.library == "triton" and is_interpreted()
 
     @property
     def run(self) -> Callable[[], Tensor]:
-        """What a model would execute."""
+        """Function that a model would execute."""
         return drop_in(self.kernel.attention, self.call)
 
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """Its times. A kernel that is wrong is timed, never compared."""
+    """A kernel with its times. A wrong kernel is timed too, but never compared."""
 
     checked: CheckedKernel
     samples: Samples | None = None
-    """None where it could not be timed."""
+    """None if it could not be timed."""
     core: Callable[[], Tensor] | None = None
     core_samples: Samples | None = None
     core_fault: str = ""
-    """Why it has no core that could be timed."""
+    """Reason why its core could not be timed."""
     drawn_samples: tuple[Sample, ...] = ()
-    """Rows of what some timed calls returned."""
+    """Rows of the outputs of some timed calls."""
     fault: str = ""
-    """What a timed call returned that is no output at all."""
+    """Fault in the form of a timed call's output (`replay.isolation.output_form`)."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while it was timed."""
     block: EnergyBlock | None = None
-    """Its calls back to back, where energy was asked for."""
+    """Measurement of calls back to back, if energy is wanted."""
     block_samples: tuple[Sample, ...] = ()
-    """Rows of what some of those calls returned."""
+    """Rows of the outputs of some calls of the block."""
     block_fault: str = ""
-    """What one of them returned that is no output at all."""
+    """Fault in the form of an output of the block."""
     no_energy: str = ""
-    """Why there is none."""
+    """Reason why energy could not be measured."""
 
 
 @dataclass(frozen=True)
 class ReverifiedKernel:
-    """What it returned after it was timed."""
+    """A kernel that was judged again after it was timed."""
 
     timed: TimedKernel
     finding: Finding
     accuracy: Accuracy | None
     core_fault: str
-    """Why the core's time means nothing; empty where it does, and where there is no core."""
+    """Reason to discard the core's time; empty if there is none, or no core."""
     flags: tuple[str, ...] = ()
-    """Settings of the process that it changes."""
+    """Settings of the process that the kernel changes."""
 
     @property
     def ms(self) -> tuple[float, ...]:
-        """Milliseconds by round, if they may be compared with those of others."""
+        """Milliseconds by round, if they may be compared with other kernels'."""
         samples = self.timed.samples
         return samples.ms if samples is not None and self.finding.status == "ok" else ()
 
@@ -131,7 +131,7 @@ def make_row(
     machine: Machine,
     roof: Roof | None = None,
 ) -> Row:
-    """The row of a kernel that went through all stages, beside the baseline of the same rounds."""
+    """Make the row of a kernel after all stages, compared with the baseline of the same rounds."""
     timed = reverified.timed
     checked, call = timed.checked, timed.checked.call
     is_timed = reverified.finding.status in ("ok", "inaccurate")
@@ -146,7 +146,7 @@ def make_row(
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
     intensity = flops.arithmetic_intensity(call)
     share = None
-    if roof is not None and tflops:  # where no query sees a key there is nothing to share
+    if roof is not None and tflops:  # a call without visible keys has no operations
         share = tflops / roof.at(intensity)
     is_above = share is not None and share > MOST_OF_ROOF
     above = (ABOVE_ROOF,) * is_above

@@ -1,1 +1,1 @@
-"""."""
+"""Protection of rows: perturbed inputs, restored process state, trusted functions, a judge."""

@@ -26,31 +26,29 @@ from capture.call.shape import Shape
 from capture.call.strides import narrow_expanded
 
 VALUE_SHARE = 4
-"""One value in four is flipped, which moves every output that attends to them."""
+"""One value in four is flipped, which changes every output that attends to them."""
 REVERSED_ROWS = 16
-"""Of query, and of key at least, which follow each other in reverse order."""
+"""Rows of query, and at least as many of key, that are put in reverse order."""
 REVERSED_SHARE = 4
-"""One key in four of a head: enough to show that a kernel in 8 bits, which may be far off in a few
-rows, has kept its keys."""
+"""One key in four of a head is moved. Fewer could go unnoticed in an 8-bit kernel that kept its
+keys, because a few of its rows may be far off anyway."""
 JUDGED_ROWS = 8
 """Rows of an output that are kept in the head that changed, and as many in other heads."""
 
-
 ONE_THREAD = 2**15
-"""Numbers from which on PyTorch shares an operation among threads. On a busy processor these wait
-for one another, ten milliseconds before every call, where one thread flips in 15 µs."""
+"""Smallest size of an operation that PyTorch shares among threads. On a busy processor threads wait
+for each other, ten milliseconds before every call, where one thread flips the signs in 15 µs."""
 MOST_VALUES = 2**17
-"""Numbers that are flipped on a CPU: what a thread flips in 60 µs. A GPU flips any in less than the
-call reads them."""
+"""Most values that are flipped on a CPU; one thread needs 60 µs for them. A GPU flips any number of
+values in less time than the call takes to read them."""
 
 STEPPED_BLOCKS = 20
-"""Of value and of key, that a `SteppedPerturbation` flips in turn."""
+"""Blocks of value, and of key, that a `SteppedPerturbation` changes in turn."""
 STEPPED_SHARE = 80
-"""One value in so many is in a block: those of all blocks are a quarter."""
-
+"""One value in 80 is in a block, so that all blocks together hold a quarter."""
 
 Places = tuple[Tensor, Tensor, Tensor]
-"""Batches, heads and queries, on the device of what they index."""
+"""Batches, heads and queries, on the device of the output that they index."""
 
 
 class OutputRows(NamedTuple):
@@ -61,11 +59,11 @@ class OutputRows(NamedTuple):
     query: list[int]
 
     def of(self, output: Tensor) -> Tensor:
-        """(n, Dv), copied."""
+        """Return a copy of these rows: (n, Dv)."""
         return output[self.on(output.device)]
 
     def on(self, device: torch.device) -> Places:
-        """What to index an output on a device with; without waiting for what a GPU is doing."""
+        """Return the indices on a device, without waiting for a GPU."""
         indices = torch.tensor(self)
         if device.type == "cuda":
             indices = indices.pin_memory().to(device, non_blocking=True)
@@ -74,10 +72,10 @@ class OutputRows(NamedTuple):
 
 
 class InputPerturbation:
-    """The perturbation of one number.
+    """Perturbation with one number.
 
     Args:
-        values_only: leave query and key as they are, for kernels that choose keys by them.
+        values_only: leave query and key unchanged, for kernels that choose keys by them.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class InputPerturbation:
         group = max(shape.q_heads // shape.kv_heads, 1)
         batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         heads = range(kv_head * group, (kv_head + 1) * group)
-        # A sequence's pages lie among those of others: the same rows of all of them change.
+        # Pages of different sequences are mixed, so the same rows of all pages change.
         keys_of, keys = None, 2
         if call.page_table is None:
             keys = max(call.key.shape[2] // REVERSED_SHARE, REVERSED_ROWS)
@@ -100,14 +98,14 @@ class InputPerturbation:
             )
             self._changes += [partial(_reverse, part) for part in parts]
         self._call, self._batch, self._heads, self._group = call, batch, heads, group
-        # There are few such quarters, and each would come back soon.
+        # There are few such quarters, so one more row keeps inputs from coming back soon.
         self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
     def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
-        """Rows of the head whose keys and queries changed, and of any head.
+        """Return rows of the head whose keys and queries changed, and rows of any head.
 
         Args:
-            drawn: after the call, what decides which.
+            drawn: random number, drawn after the call, that decides which rows.
         """
         draw, shape = random.Random(drawn), self._call.shape
         kv_head = draw.randrange(shape.kv_heads)
@@ -118,23 +116,23 @@ class InputPerturbation:
         )
 
     def apply(self) -> None:
-        """InputPerturbation in place; a second time undoes it."""
+        """Change the inputs in place; a second time undoes it."""
         for change in self._changes:
             change()
-        self._changes.reverse()  # they may meet in one tensor, and are undone from the last
+        self._changes.reverse()  # changes may overlap in one tensor: undo the last one first
 
 
 class SteppedPerturbation:
-    """Changes of one small step a call, where calls follow each other without a gap.
+    """Perturbation in small steps, for calls that follow each other without a gap.
 
-    A step negates one block of rows of value, and two rows of key change places, in every head: two
-    launches on a GPU. Key stays as it is where value is a part of it. Which ones is the next step
-    of a Gray code, so that no inputs come back within 2²⁰ steps (fewer where there are fewer rows),
-    and those of any step are known without the others.
+    A step negates one block of rows of value and swaps two rows of key in every head, with two
+    launches on a GPU. Key stays unchanged where value is a part of it. A Gray code chooses the
+    block, so that no inputs come back within 2²⁰ steps (fewer where there are fewer rows), and the
+    inputs of any step can be made without the steps before.
 
     Args:
-        number: of the step to begin after; `apply` goes there from the recorded inputs.
-        values_only: as for `InputPerturbation`.
+        number: the step to begin after; `apply` goes there from the recorded inputs.
+        values_only: see `InputPerturbation`.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class SteppedPerturbation:
         self.number = number
         values = _blocks(draw, call.value, max(call.value.shape[2] // STEPPED_SHARE, 1))
         self._pools: list[list[Callable[[], object]]] = []
-        if values:  # there are keys
+        if values:  # otherwise there are no keys
             self._pools.append([block.neg_ for block in values])
         shares_key = call.key.data_ptr() == call.value.data_ptr()
         if not values_only and not shares_key and call.key.shape[2] > 1:
@@ -157,14 +155,14 @@ class SteppedPerturbation:
         return _rows_of_one_head(draw, self._shape), _rows_of_one_head(draw, self._shape)
 
     def step(self) -> None:
-        """Go one step on, in place."""
+        """Take the next step, in place."""
         self.number += 1
         trailing_zeros = (self.number & -self.number).bit_length() - 1
         for changes in self._pools:
             changes[min(trailing_zeros, len(changes) - 1)]()
 
     def apply(self) -> None:
-        """Go from the recorded inputs to those of this step, in place; or back."""
+        """Go from the recorded inputs to those of this step, or back, in place."""
         for changes in self._pools:
             position = self.number % 2 ** len(changes)
             gray = position ^ (position >> 1)
@@ -174,7 +172,7 @@ class SteppedPerturbation:
 
 
 class _Exchange:
-    """Two rows that change places at each call, in one launch."""
+    """Swap of two rows at each call, in one launch."""
 
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
@@ -186,7 +184,7 @@ class _Exchange:
 
 
 class PerturbationSequence:
-    """Gives each sample of the kernels that share a call's tensors another perturbation."""
+    """Perturbations of a call's tensors, a new one for each sample."""
 
     def __init__(self, call: AttentionCall, seed: int) -> None:
         self._call = call
@@ -194,7 +192,7 @@ class PerturbationSequence:
         self._numbers = iter(range(2**62))
         self._perturbation: InputPerturbation | None = None
         self._ready: dict[bool, tuple[int, InputPerturbation]] = {}
-        """The next ones, by `values_only`."""
+        """Next perturbation and its number, by `values_only`."""
 
     def get_ready(self, *, values_only: bool = False) -> None:
         """Undo the last perturbation and prepare the next while a GPU is at work."""
@@ -207,32 +205,32 @@ class PerturbationSequence:
             self._ready[values_only] = number, perturbation
 
     def next(self, *, values_only: bool = False) -> tuple[int, InputPerturbation]:
-        """Undo the last perturbation and apply another; its number comes with it."""
+        """Undo the last perturbation and apply another; return its number and itself."""
         self.get_ready(values_only=values_only)
         number, self._perturbation = self._ready.pop(values_only)
         self._perturbation.apply()
         return number, self._perturbation
 
     def undo(self) -> None:
-        """Make the inputs what they were before any perturbation."""
+        """Restore the inputs as they were before any perturbation."""
         if self._perturbation is not None:
             self._perturbation.apply()
         self._perturbation = None
 
     def forget(self) -> None:
-        """The inputs were restored by other means."""
+        """Forget the last perturbation, because the inputs were restored by other means."""
         self._perturbation = None
 
 
 def _most_rows(tensor: Tensor) -> int:
-    """Of a head that one perturbation may change."""
+    """Return the most rows of a head that one perturbation may change."""
     if tensor.device.type != "cpu":
         return tensor.shape[2]
     return max((ONE_THREAD - 1) // tensor.shape[3], 1)
 
 
 def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """The same rows of every head, as they lie in memory; on a CPU in blocks for one thread."""
+    """Return the same rows of every head, without expanded copies; on a CPU, in small blocks."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
     if not length:
@@ -251,7 +249,7 @@ def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
 
 
 def _one_more(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """A row of every head; of some where they have one row each, which is flipped already."""
+    """Return one more row of every head, or of some heads where each has a single row."""
     memory = narrow_expanded(tensor)
     _, heads, length, _ = memory.shape
     if not length:
@@ -266,7 +264,7 @@ def _negate(rows: Tensor) -> None:
 
 
 def _reverse(rows: Tensor) -> None:
-    """Of a single row, which has nothing to change places with, the sign is flipped."""
+    """Reverse rows in place; negate a single row, which cannot change its place."""
     if rows.shape[-2] == 1:
         _negate(rows)
     else:
@@ -274,7 +272,7 @@ def _reverse(rows: Tensor) -> None:
 
 
 def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:
-    """Of each row to judge; all the same where each head has a sink of its own."""
+    """Return the head of each row to judge; one head for all where each has its own sink."""
     if call.sinks is not None:
         return [draw.choice(heads)] * JUDGED_ROWS
     return draw.choices(heads, k=JUDGED_ROWS)
@@ -295,7 +293,7 @@ def _rows_of_one_head(draw: random.Random, shape: Shape) -> OutputRows:
 
 
 def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
-    """Some blocks of so many rows, in every head, in random order."""
+    """Return some blocks of rows, in every head, in random order."""
     memory = narrow_expanded(tensor)
     places = range(0, memory.shape[2] - rows + 1, rows)
     chosen = draw.sample(places, min(STEPPED_BLOCKS, len(places)))
@@ -303,7 +301,7 @@ def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
 
 
 def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
-    """The call that makes these rows alone, all of one key head: (1, 1, n, D), mask explicit."""
+    """Make the call that computes only these rows of one key head: (1, 1, n, D), explicit mask."""
     call = call.without_pages()
     shape = call.shape
     group = max(shape.q_heads // shape.kv_heads, 1)
@@ -312,10 +310,12 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
     mask = None
     if call.attn_mask is not None:
         whole = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
-        places = (each.clamp(max=size - 1) for each, size in zip(at, whole.shape[:3], strict=True))
+        places = (
+            index.clamp(max=size - 1) for index, size in zip(at, whole.shape[:3], strict=True)
+        )
         mask = whole[tuple(places)].expand(-1, shape.kv_len)[None, None]
     if call.is_causal or call.features:
-        first, end = (each[at[2], None] for each in call.key_ranges.of(batch))
+        first, end = (edge[at[2], None] for edge in call.key_ranges.of(batch))
         position = torch.arange(shape.kv_len, device=call.device)
         visible = ((position >= first) & (position < end))[None, None]
         if mask is None:
@@ -342,7 +342,7 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
 
 
 def side_by_side(*calls: AttentionCall) -> AttentionCall:
-    """Calls of some rows each (`some_rows`), copied into one as heads of it."""
+    """Join calls of some rows each (`some_rows`) into one call, as its heads."""
     joined = {
         name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
         for name in calls[0].tensors()
@@ -351,10 +351,10 @@ def side_by_side(*calls: AttentionCall) -> AttentionCall:
 
 
 def _part(draw: random.Random, tensor: Tensor, batch: int | None, head: int, rows: int) -> Tensor:
-    """Some rows of one head, as they lie in memory: an expanded dimension is there once.
+    """Return some rows of one head, without copies along expanded dimensions.
 
     Args:
-        batch: None for all.
+        batch: the batch, or None for all.
     """
     memory = narrow_expanded(tensor)
     rows = min(rows, memory.shape[2])

@@ -1,7 +1,7 @@
-"""A call's inputs and the memory around them, kept safe from the kernels that run on them.
+"""A call's inputs and the memory of its output, protected from kernels.
 
-Nothing a kernel does is believed: output memory is poisoned before it runs, and inputs are compared
-with a copy, and restored, after.
+Output memory is poisoned before a kernel runs. Afterwards the inputs are compared with a copy and
+restored.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from capture.call.strides import narrow_expanded
 
 POISON = float("nan")
 POISONED_BLOCKS = 4
-"""Pieces of memory filled with NaN before a kernel runs: one for its output and some for the
-contiguous or quantised copies of inputs that it may take first."""
+"""Blocks of memory filled with NaN before a kernel runs: one for its output, and others for
+contiguous or quantised copies of inputs that may be allocated first."""
 
 
 class Inputs:
-    """The inputs of a call as they were before any kernel ran.
+    """Inputs of a call as they were before any kernel ran.
 
     Args:
-        forms: of the call, whose tensors of one name are the same.
+        forms: the forms of the call, which share tensors of one name.
     """
 
     def __init__(self, *forms: AttentionCall) -> None:
-        tensors = {name: each for call in forms for name, each in call.tensors().items()}
+        tensors = {name: tensor for call in forms for name, tensor in call.tensors().items()}
         self._pristine = {
             name: narrow_expanded(tensor).clone()
             for name, tensor in tensors.items()
@@ -39,9 +39,9 @@ class Inputs:
         self._output_shape = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
 
     def poison(self, call: AttentionCall, value: float = POISON) -> None:
-        """Leave `value` in the memory an output will probably get, so that an unwritten one shows.
+        """Fill the memory that an output will probably get, to reveal unwritten elements.
 
-        Without it that memory may still hold another kernel's right answer.
+        Otherwise that memory may still hold another kernel's right answer.
         """
         blocks = [
             torch.full(self._output_shape, value, dtype=call.dtype, device=call.device)
@@ -50,7 +50,7 @@ class Inputs:
         del blocks
 
     def restore(self, call: AttentionCall) -> tuple[str, ...]:
-        """Undo what a kernel did to a form's inputs; the names of those that it changed."""
+        """Undo a kernel's changes to a form's inputs; return the names of the changed ones."""
         changed, given = [], call.tensors()
         for name, before in self._pristine.items():
             if name not in given:
@@ -65,13 +65,13 @@ class Inputs:
 
 
 def drop_in(attention: Callable[..., Tensor], call: AttentionCall) -> Callable[[], Tensor]:
-    """What a model would execute in place of this call, and nothing besides."""
+    """Return the function that a model would execute in place of this call."""
     arguments = aliases(call)
     return lambda: attention(**arguments)
 
 
 def aliases(call: AttentionCall) -> dict[str, Any]:
-    """The arguments; what a kernel resizes or transposes in place stays so for itself only."""
+    """Return arguments that a kernel can resize in place without effect on other kernels."""
     return {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in call.arguments().items()

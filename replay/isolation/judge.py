@@ -1,4 +1,4 @@
-"""Judges what kernels returned on one call. It runs no kernel, and may live in another process."""
+"""The judge of kernels' outputs on one call; it runs no kernel and may live in another process."""
 
 from __future__ import annotations
 
@@ -28,47 +28,46 @@ from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summar
 T = TypeVar("T")
 
 SLACK = 2.0
-"""Factor on the tolerance of the few rows of a timed sample, whose inputs are not the recorded
-ones: its purpose is to find results that are stale, skipped or of lower precision."""
-
+"""Factor on the tolerance of rows of timed samples, whose inputs are not the recorded ones. Their
+purpose is to reveal results that are stale, skipped or of lower precision."""
 
 OTHER_TIMER = 3.0
-"""How many times longer than its row says a call may take by another clock: on a GPU in a row of
-them, on a CPU from one message of its sample to the next."""
+"""Factor by which a call may take longer by another clock than its row says: on a GPU in a series
+of calls, on a CPU from one message of its sample to the next."""
 
 JUDGED_SAMPLES = 8
-"""Of the timed samples of each kernel, drawn after all of them were taken."""
+"""Timed samples of each kernel that are judged, drawn after all of them were taken."""
 
 
 class Sample(NamedTuple):
     """Rows of what one timed call returned."""
 
     number: int
-    """Of the perturbation (`replay.isolation.input_perturbation`) that its inputs had."""
+    """Number of the perturbation of its inputs (`replay.isolation.input_perturbation`)."""
     drawn: int
-    """After the call: decides which rows."""
+    """Random number, drawn after the call, that decides which rows are kept."""
     changed: Tensor
-    """(n, Dv), the first of `InputPerturbation.rows`."""
+    """(n, Dv): the first of `InputPerturbation.rows`."""
     others: Tensor
-    """(n, Dv), the second."""
+    """(n, Dv): the second of `InputPerturbation.rows`."""
     is_stepped: bool = False
-    """Whether a `SteppedPerturbation` made its inputs and chose its rows, at step `number`."""
+    """True if a `SteppedPerturbation` made its inputs and chose its rows, at step `number`."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """What was found about a kernel's output."""
+    """Judgement of a kernel's output."""
 
     finding: Finding
     accuracy: Accuracy | None
-    """None of an output that is right, where only that was asked."""
+    """None for a right output that was judged without its accuracy."""
     kept: float | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
 
 
 class OutputJudge(Protocol):
-    """Judges outputs of the kernels of one call."""
+    """Judge of the outputs of the kernels of one call."""
 
     def judge(
         self,
@@ -80,11 +79,12 @@ class OutputJudge(Protocol):
         of_core: bool = False,
         with_accuracy: bool = True,
     ) -> Judged:
-        """Judge an output (B, Hq, Sq, Dv); of a sparse kernel by the keys that it chose.
+        """Judge an output (B, Hq, Sq, Dv).
 
         Args:
-            of_core: the kernel's core returned it, whose errors cost the core's time alone.
-            with_accuracy: what is right is measured too; else only what is wrong.
+            chosen: the keys that a sparse kernel chose, by which it is judged.
+            of_core: whether the kernel's core returned it; a wrong one loses only its core time.
+            with_accuracy: measure a right output too; otherwise only a wrong one.
         """
 
     def judge_samples(
@@ -94,18 +94,18 @@ class OutputJudge(Protocol):
         samples: list[Sample],
         chosen: Tensor | None,
     ) -> str:
-        """What is wrong with rows of timed samples; empty for nothing."""
+        """Return what is wrong with rows of timed samples; empty if they are right."""
 
     def clock(
         self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
     ) -> Tensor | None:
-        """Let a block of calls run by a clock that the kernel cannot reach, if there is one.
+        """Time a block of calls by a clock that the kernel cannot reach, if there is one.
 
         Returns:
-            what `run` returned, if it was called exactly once.
+            The output of `run`, if it was called exactly once.
 
         Args:
-            call_ms: what a call took when it was timed.
+            call_ms: time of a call in its samples.
         """
 
 
@@ -114,7 +114,7 @@ MOST_CALLS = 1000
 
 
 def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
-    """Calls one after another, until the last one's work is done; what that one returned."""
+    """Make calls one after another, wait for the last one's work, and return its output."""
     for _ in range(calls - 1):
         run()
     result = run()
@@ -124,12 +124,12 @@ def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
 
 
 class LocalJudge:
-    """Judges in this process.
+    """Judge in this process.
 
     Args:
-        seed: of the flips.
-        compared: the output of the kernel that errors are wanted against.
-        thresholds: the constants to judge by.
+        seed: seed of the perturbations.
+        compared: output of the kernel that `errors_against` names.
+        thresholds: constants to judge by.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class LocalJudge:
             finally:
                 perturbation.apply()
             found += [sample.changed, sample.others]
-        # Attention of all at once: each is little work for a GPU. Each has limits of its own.
+        # All samples share one computation, which is little work for a GPU; limits are per sample.
         with _one_thread():
             right = Expected.of_heads(side_by_side(*made)) if made else []
         for rows, expected_rows in zip(found, right, strict=True):
@@ -224,7 +224,7 @@ class LocalJudge:
     def clock(
         self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
     ) -> None:
-        """In this process there is no clock that a kernel could not reach."""
+        """Do nothing, because a kernel can reach every clock of its own process."""
 
     def _expected_of(self, kernel: str, chosen: Tensor | None) -> Expected:
         if chosen is None:
@@ -236,10 +236,10 @@ class LocalJudge:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Have one thread do many small operations on the CPU.
+    """Use one CPU thread for many small operations.
 
-    Several would wait for each other at the end of each. Beside other programs a wait takes ten
-    milliseconds, and the whole of it 2,240 ms where one thread took 45 (two cores, a load of 3).
+    Several threads wait for each other after each operation. On a busy machine (two cores, a load
+    of 3) that took 2,240 ms where one thread took 45.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -255,7 +255,11 @@ def _wrong_rows(
     whole: Tolerance,
     factors: ExactThresholds | QuantisedThresholds,
 ) -> str:
-    """Why rows (n, Dv) of a timed sample are wrong, given the tolerance of the whole output too."""
+    """Return why rows (n, Dv) of a timed sample are wrong; empty if they are right.
+
+    Args:
+        whole: tolerance of the whole output.
+    """
     right = expected.reference[0, 0]
     rows = rows.to(right.device)
     error = rows.to(torch.float64) - right.to(torch.float64)
@@ -276,7 +280,7 @@ def _wrong_rows(
     largest = float(error.abs().amax()) if error.numel() else 0.0
     if largest > allowed:
         return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
-    # Late rows of a long causal call are small: stale ones would hide below that maximum.
+    # Late rows of a long causal call are small: stale ones would stay below that maximum.
     lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
     noise = limit * math.sqrt(rows.shape[-1])
     far = torch.linalg.vector_norm(error, dim=-1) > WRONG_DIRECTION * lengths
@@ -286,17 +290,17 @@ def _wrong_rows(
 
 
 WRONG_DIRECTION = 0.5
-"""Of a row's length: its error in 16 bits is a hundredth."""
+"""Largest error of a row as a share of its length; rounding to 16 bits makes a hundredth."""
 RELIABLE_LENGTH = 4
-"""Times the noise of its sums that a row is long, to be judged by."""
+"""Smallest length, in units of the noise of its sums, of a row that is judged by its direction."""
 
 QUANTISED_SLACK = 3.0
-"""Times the relative L1 of a whole output that the rows of a sample may have as their mean relative
-L2 error: an honest 8-bit kernel stays below a tenth."""
+"""Largest mean relative L2 error of a sample's rows, in units of the whole output's largest
+relative L1; an honest 8-bit kernel stays below a tenth."""
 
 
 def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """The keys that a mask allows and a sparse kernel chose."""
+    """Return a mask of the keys that the call's mask allows and a sparse kernel chose."""
     if mask is None:
         return chosen
     if mask.dtype == torch.bool:

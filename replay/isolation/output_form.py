@@ -1,4 +1,4 @@
-"""What is no output at all, whatever its values."""
+"""The form of an output: type, shape, dtype and device, whatever its values."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from capture.storage.header import dtype_name
 
 
 def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:
-    """Why something returned for a call is not a plain tensor of the right form; empty if it is.
+    """Return why an output is not a plain tensor of the right form; empty if it is.
 
-    A subclass of `Tensor` may compute when it is looked at, which is after it was timed.
+    A subclass of `Tensor` is refused: it may compute when it is read, after its time was taken.
     """
     shape = call.shape
-    right = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
+    expected = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)
     if not isinstance(output, Tensor):
         return f"returned {type(output).__name__}, not a tensor"
     if type(output) is not Tensor or output.layout != torch.strided:
@@ -25,8 +25,8 @@ def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -
         return "returned a lazily negated or conjugated view, not a plain tensor"
     if output.requires_grad:
         return "returned a tensor that requires a gradient, not a plain tensor"
-    if output.shape != right:
-        return f"returned shape {tuple(output.shape)} where {right} is right"
+    if output.shape != expected:
+        return f"returned shape {tuple(output.shape)} where {expected} is right"
     if output.device != call.device:
         return f"returned a tensor on {output.device} where {call.device} is right"
     if output.dtype != call.dtype and not any_dtype:

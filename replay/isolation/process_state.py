@@ -1,4 +1,4 @@
-"""What kernels may not change for one another: settings of the process, and functions."""
+"""State of the process that a kernel may not change for others: settings and functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from replay.isolation.trusted_functions import TrustedFunctions
 
 
 class ProcessState:
-    """The process as it is now, before any kernel's library is imported."""
+    """State of the process as it is now, before any kernel's library is imported."""
 
     def __init__(self) -> None:
         self._state = SettingsSnapshot()
@@ -18,9 +18,9 @@ class ProcessState:
         self._replaced: dict[str, dict[str, None]] = {}
 
     def restore(self, kernel: str) -> None:
-        """Put everything back, and note what this kernel has changed.
+        """Restore everything, and note what this kernel changed.
 
-        Called whenever a kernel ran, before another does: else that one would be blamed.
+        Call it after every run of a kernel; otherwise the next kernel would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))
@@ -29,15 +29,15 @@ class ProcessState:
             self._replaced.setdefault(kernel, {}).update(dict.fromkeys(replaced))
 
     def flags(self, kernel: str) -> tuple[str, ...]:
-        """Settings that the kernel was seen to change, one flag each."""
+        """Return a flag for each setting that the kernel changed."""
         return tuple(f"changes {name}" for name in self._changed.get(kernel, ()))
 
     def disturbing(self) -> list[str]:
-        """The kernels that changed settings, or after which functions were other ones."""
+        """Return the kernels that changed settings or replaced functions."""
         return sorted({*self._changed, *self._replaced})
 
     def replaced(self, kernel: str) -> str:
-        """TrustedFunctions that the kernel was seen to replace, in a sentence; empty for none."""
+        """Return a sentence about functions that the kernel replaced; empty if it replaced none."""
         names = list(self._replaced.get(kernel, ()))
         if not names:
             return ""

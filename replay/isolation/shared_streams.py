@@ -1,4 +1,4 @@
-"""Streams that kernels share: one that closes them would silence, or fail, all others."""
+"""Streams that kernels share: a kernel that closes them would silence all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def keep_open(stream: TextIO) -> Callable[[], None]:
-    """Let nobody close a stream, until what is returned is called."""
+    """Keep a stream from being closed until the returned function is called."""
     stream.close = lambda: None  # type: ignore[method-assign]
 
     def undo() -> None:

@@ -21,7 +21,7 @@ from replay.timing import hooks
 
 
 class Setting(NamedTuple):
-    """One thing that can be read and set."""
+    """Setting of the process that can be read and written."""
 
     read: Callable[[], Any]
     write: Callable[[Any], None]
@@ -62,7 +62,7 @@ _RECURSION_LIMIT = sys.getrecursionlimit()
 
 
 def _recursion_limit() -> int:
-    """Compilers raise it; only a lower one harms others."""
+    """Return the limit, without an increase, which compilers make and which harms no kernel."""
     return min(sys.getrecursionlimit(), _RECURSION_LIMIT)
 
 
@@ -72,7 +72,7 @@ def _default_device() -> Any:
 
 
 _ENTERED: list[Any] = []
-"""A mode that is forgotten ends."""
+"""Modes that were entered, kept because a mode ends when it is garbage collected."""
 
 
 def _set_inference_mode(on: bool) -> None:
@@ -118,11 +118,11 @@ _BINDS_THREADS = any(
     name in os.environ
     for name in ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 )
-"""Then OpenMP gives this thread its cores at the first parallel loop, whoever has it."""
+"""True if OpenMP binds this thread to cores at the first parallel loop of any kernel."""
 
 
 def _by_name(module: Any, *names: str) -> tuple[Callable[..., Any], ...] | None:
-    """Functions that not every system or version has; None unless all are there."""
+    """Return functions of a module; None if the system or version lacks any of them."""
     found = tuple(getattr(module, name, None) for name in names)
     return None if None in found else found  # type: ignore[return-value]
 
@@ -133,7 +133,7 @@ _ORDER = _by_name(torch._C, "_get_sdp_priority_order", "_set_sdp_priority_order"
 
 
 class _BackendOrder:
-    """The order in which SDPA tries its backends.
+    """Order in which SDPA tries its backends.
 
     PyTorch itself puts cuDNN first when SDPA first gets a call on some GPUs, and never again.
     """
@@ -147,11 +147,11 @@ class _BackendOrder:
         ]
         self._known = (
             self._pytorchs,
-            first + [each for each in self._pytorchs if each not in first],
+            first + [backend for backend in self._pytorchs if backend not in first],
         )
 
     def read(self) -> list[int] | None:
-        """None for an order of PyTorch's own."""
+        """Return the order; None for an order of PyTorch's own."""
         order = self._read()
         if order not in self._known:
             return order
@@ -163,9 +163,9 @@ class _BackendOrder:
 
 
 class _Overrides:
-    """Kernels that Python code registered in the place of PyTorch's own, with `torch.library`.
+    """Kernels that Python code registered in place of PyTorch's own, with `torch.library`.
 
-    What compilers register for meta tensors and transforms computes nothing.
+    Compilers' registrations for meta tensors and transforms are left out, as they compute nothing.
     """
 
     KEYS = ("CPU", "CUDA", "Autograd", "CompositeImplicit", "CompositeExplicit")
@@ -175,19 +175,19 @@ class _Overrides:
         self._count, self._found = -1, frozenset[str]()
 
     def read(self) -> frozenset[str]:
-        """Such as `aten/bmm/CPU`; looked for where there are more or fewer than last time."""
+        """Return names such as `aten/bmm/CPU`; search only when their number has changed."""
         if len(self._registered) != self._count:
             self._count = len(self._registered)
             self._found = frozenset(name for name in self._registered if self._computes(name))
         return self._found
 
     def write(self, wanted: frozenset[str]) -> None:
-        """Undo the others."""
-        for each in gc.get_objects():
-            if type(each) is torch.library.Library and any(
-                self._computes(name) and name not in wanted for name in each._op_impls
+        """Undo all registrations but the wanted ones."""
+        for found in gc.get_objects():
+            if type(found) is torch.library.Library and any(
+                self._computes(name) and name not in wanted for name in found._op_impls
             ):
-                each._destroy()
+                found._destroy()
 
     def _computes(self, name: str) -> bool:
         namespace, *_, key = name.split("/")
@@ -205,12 +205,15 @@ def _overrides() -> dict[str, Setting]:
 
 
 def _set_seed(seed: int) -> None:
-    """To draw numbers leaves the seed as it is; those that a seed undid are `RandomState`'s."""
+    """Set the seed; `RandomState` restores the position in the sequence of random numbers."""
     torch.default_generator.manual_seed(seed)
 
 
 def _scheduling() -> dict[str, Setting]:
-    """Of this thread, and of those that it starts. Niceness falls with privileges only."""
+    """Return settings of this thread that threads started by it inherit.
+
+    A raised niceness can be lowered again only with privileges.
+    """
     found = {}
     if _AFFINITY is not None:
         cores, pin = _AFFINITY
@@ -287,7 +290,7 @@ SETTINGS: dict[str, Setting] = {
     **_scheduling(),
     **_overrides(),
 }
-"""By what a user calls them."""
+"""Settings by the names that users know."""
 
 HOOKS: dict[str, Setting] = {
     "sys.getprofile": Setting(sys.getprofile, sys.setprofile),
@@ -295,23 +298,22 @@ HOOKS: dict[str, Setting] = {
     "the stack of torch function modes": Setting(hooks.function_modes, hooks.set_function_modes),
     "the stack of torch dispatch modes": Setting(hooks.dispatch_modes, hooks.set_dispatch_modes),
 }
-"""What lets code of a kernel run after it returned, when its time is no longer taken."""
-
+"""Hooks that let a kernel's code run after the kernel returned and its time was taken."""
 
 REFUSALS = (RuntimeError, OSError, ValueError)
-"""Of settings that contradict one another, of a directory that was removed, of signals in threads
-other than the first."""
+"""Errors of settings that contradict each other, of a removed directory, and of signals outside the
+main thread."""
 
 
 class SettingsSnapshot:
-    """What settings were."""
+    """Values of settings at one time."""
 
     def __init__(self, settings: Mapping[str, Setting] = SETTINGS) -> None:
         self._settings = settings
         self._was = {name: setting.read() for name, setting in settings.items()}
 
     def restore(self) -> list[str]:
-        """Put back what changed; its names."""
+        """Restore changed settings; return their names."""
         changed = []
         for name, setting in self._settings.items():
             if self._holds(name, setting):
@@ -319,7 +321,7 @@ class SettingsSnapshot:
             changed.append(name)
             with contextlib.suppress(*REFUSALS):
                 setting.write(self._was[name])
-            if not self._holds(name, setting):  # for good: what comes next did not do it
+            if not self._holds(name, setting):  # permanent: do not blame the next kernel for it
                 with contextlib.suppress(*REFUSALS):
                     self._was[name] = setting.read()
         return changed
@@ -335,23 +337,23 @@ _PYTHON_RANDOM = Setting(random.getstate, random.setstate)
 
 
 def _random_numbers() -> Iterator[tuple[Any, Setting]]:
-    """The global generators there are by now, each with a name."""
+    """Yield the global random generators that exist now, by name."""
     yield "python", _PYTHON_RANDOM
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators += torch.cuda.default_generators
-    for each in generators:
-        yield each.device, Setting(each.get_state, each.set_state)  # type: ignore[arg-type]
+    for generator in generators:
+        state = Setting(generator.get_state, generator.set_state)  # type: ignore[arg-type]
+        yield generator.device, state
     if (numpy := sys.modules.get("numpy.random")) is not None:
         yield "numpy", Setting(lambda: numpy.get_state(legacy=False), numpy.set_state)
 
 
 class RandomState:
-    """Where the random numbers of Python, PyTorch and NumPy were.
+    """States of the random generators of Python, PyTorch and NumPy.
 
-    A kernel may draw some, so it is no fault that they change: they are put back in silence, at
-    the cost of a few microseconds, or some 30 with NumPy's. A generator that appears later is left
-    as it is found first.
+    A kernel may draw random numbers, so a change is restored without a flag. That takes a few
+    microseconds, or about 30 with NumPy. A generator that appears later is noted when first seen.
     """
 
     def __init__(self) -> None:
@@ -359,7 +361,7 @@ class RandomState:
         self.restore()
 
     def restore(self) -> None:
-        """Every kernel gets the same numbers."""
+        """Restore the generators, so that every kernel gets the same numbers."""
         for name, generator in _random_numbers():
             with contextlib.suppress(*REFUSALS):
                 if name in self._was:

@@ -1,7 +1,7 @@
-"""The functions that a measurement relies on, as they were before any kernel was imported.
+"""The functions that measurements rely on, as they were before any kernel was imported.
 
-A kernel's library may replace functions of PyTorch or Python for the whole process, and then every
-row would be measured by what it put there.
+A kernel's library may replace functions of PyTorch or Python for the whole process. Then every row
+would be measured by the replacements.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import torch.nn.functional
 OURS = ("replay", "capture", "attention_kernels")
 
 MEASURING = ("replay.bench", "replay.isolation", "replay.timing")
-"""Of ours, those whose functions are also compared with what they are made of."""
+"""Our packages whose functions must also keep their code and defaults."""
 
 MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
 
 CONSTANTS = (int, float, str, tuple, frozenset, type(None))
-"""What names in capitals stand for that must keep their values."""
+"""Types of our constants (names in capitals) that must keep their values."""
 
 OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
-"""What `torch.compile` puts into modules that it traces through, and takes away when it likes."""
+"""Prefixes of functions that `torch.compile` adds to modules and removes again."""
 
 ABSENT = object()
-"""In place of what a class only inherits."""
+"""Stands for a method that a class inherits and does not define."""
 
 BORROWED: list[tuple[Any, tuple[str, ...]]] = [
     (time, ("perf_counter", "monotonic", "time", "sleep")),
@@ -90,14 +90,14 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
         ),
     ),
 ]
-"""TrustedFunctions of others, by where they stand."""
+"""Functions of other packages, by the object that holds them."""
 
 
 class _Standing(NamedTuple):
-    """What stands where, of many owners, an entry each.
+    """Values of many attributes, one entry each.
 
-    There are thousands, so they are read where they stand and compared without Python's loops; and
-    a method that is asked of its class by name is a new object each time.
+    There are thousands, so they are compared without Python loops. They are read from the owners'
+    dictionaries, because a method that is read from its class is a new object each time.
     """
 
     get: Callable[[Any, str, object], object]
@@ -112,7 +112,7 @@ class _Standing(NamedTuple):
 
 
 class TrustedFunctions:
-    """What they were, and the constants of our own modules."""
+    """Functions as they were, and constants of our own modules."""
 
     def __init__(self) -> None:
         self._standing = {
@@ -129,13 +129,13 @@ class TrustedFunctions:
             value
             for standing in self._standing.values()
             for value in standing.values
-            # Of somebody's, in the place of another, it may be None.
+            # A function that another package put there may have no module.
             if isinstance(value, FunctionType) and (value.__module__ or "").startswith(MEASURING)
         ]
         self._made_of = {part: list(map(attrgetter(part), self._measuring)) for part in MADE_OF}
 
     def restore(self) -> list[str]:
-        """Put back those that were replaced; their names."""
+        """Restore replaced functions; return their names."""
         replaced: list[str] = []
         for standing in self._standing.values():
             if not standing.is_as_it_was():

@@ -1,1 +1,1 @@
-"""Child processes that kernels run in, in this Python environment and in others."""
+"""Child processes that run kernels, in this Python environment and in others."""

@@ -1,4 +1,4 @@
-"""The interpreters of other Python environments, as arguments and a file name them.
+"""The interpreters of other Python environments, named by options and a file.
 
 Imports no torch.
 """
@@ -24,7 +24,7 @@ class WorkerError(Error):
 def interpreters(
     options: Sequence[str], file: str | None, *, are_here: bool = True
 ) -> dict[str, str]:
-    """Interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
+    """Return interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
 
     The file has a table `[environments]` with lines `name = "path/to/python"`.
 
@@ -32,7 +32,7 @@ def interpreters(
         are_here: whether they are on this machine.
 
     Raises:
-        WorkerError: an option or the file is not of that form, or a Python is not there.
+        WorkerError: an option or the file has another form, or a Python does not exist.
     """
     found: dict[str, str] = {}
     if file is not None:

@@ -1,8 +1,8 @@
 """Python environments that kernels run in, and replays spread over them.
 
-Kernel packages collide: FlashAttention 4 breaks `import diffusers`, SageAttention 1 and 2 share a
-name. So every kernel runs in a worker process, and a worker may use another interpreter. The
-environment called `this` is the one that replays.
+Kernel packages conflict: FlashAttention 4 breaks `import diffusers`, and SageAttention 1 and 2
+share a name. So every kernel runs in a worker process, which may use another interpreter. The
+environment called `this` is that of the parent.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.workload import Workload
 
 COMMON_LIBRARIES = ("torch", "triton")
-"""What PyTorch's kernels and ours need, which most environments have: they run in one of them."""
+"""Libraries that most environments have; their kernels run in only one environment."""
 
 MAXIMUM_DEATHS = 3
-"""A kernel that ended this many workers is not tried again."""
-
+"""Workers that a kernel may end; then it is not tried again."""
 
 DISTURBED = 1.5
-"""How many times as long a baseline may take in the worker of a kernel that disturbs others."""
+"""Factor by which a baseline may be slower in the worker of a kernel that disturbs others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """What an environment says of one kernel."""
+    """Answer of an environment about one kernel."""
 
     reason: str | None
-    """Why it cannot run there; None when it can."""
+    """Reason why it cannot run there; None if it can."""
     version: str = ""
     install: str = ""
-    """The command that would install its library."""
+    """Command that installs its library."""
 
 
 @dataclasses.dataclass
 class _Reply:
-    """What a worker has said about a call so far."""
+    """Replies of a worker about a call so far."""
 
     loaded: Loaded
     rows: list[Row]
@@ -59,9 +58,9 @@ class Environment:
     """One interpreter and its worker; further workers for kernels that need their own.
 
     Args:
-        process: the kernel that this worker alone is for, if it is.
-        judge: who judges what kernels return; the worker itself where there is none.
-        worker: the first one; one is started when it is needed where there is none.
+        process: the only kernel of this worker, if it has just one.
+        judge: the judge of outputs; None if the worker judges them itself.
+        worker: the first worker; None to start one when it is needed.
     """
 
     def __init__(
@@ -81,17 +80,17 @@ class Environment:
         self._deaths: dict[str, int] = {}
         self._can_run: dict[str, bool] = {}
         self._disturbing: set[str] = set()
-        """Kernels after which settings or functions of the worker were not what they had been."""
+        """Kernels that changed settings or functions of the worker."""
         self._apart: dict[str, Environment] = {}
-        """The same interpreter with another worker, by the kernel that it is for."""
+        """Environments with the same interpreter and a worker for one kernel, by kernel."""
 
     def close(self) -> None:
         self._process.close()
-        for each in self._apart.values():
-            each.close()
+        for environment in self._apart.values():
+            environment.close()
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
-        """Which of the kernels can run here; one that kills the worker cannot."""
+        """Find out which kernels can run; a kernel that ends the worker cannot."""
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
@@ -118,22 +117,26 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> list[Row]:
-        """Rows of the kernels on one call. A death costs the row of the kernel that caused it.
+        """Return rows of the kernels on one call. A crash costs the row of the kernel at work.
 
-        A kernel that changed what others are measured with gets a worker of its own, from then on,
-        and the others are replayed again in a new one.
+        A kernel that changed the process gets a worker of its own from then on, and the others are
+        replayed again in a new one.
 
-        Every worker runs the baseline, so that speed-ups are paired within one process; its row is
-        that of the first.
+        Every worker runs the baseline, so that speed-ups are paired within one process. The row of
+        the baseline is that of the first worker.
 
         Raises:
-            WorkerError: a worker cannot start, or failed at something that is no kernel's.
+            WorkerError: a worker cannot start, or failed apart from kernels.
         """
         rows: list[Row] = []
         while True:
             apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
             together = [kernel for kernel in kernels if kernel not in apart]
-            if not together and apart and self._disturbing.isdisjoint(each.name for each in apart):
+            if (
+                not together
+                and apart
+                and self._disturbing.isdisjoint(kernel.name for kernel in apart)
+            ):
                 break
             rows = self._replay_together(workload, together, settings, report)
             if not any(self._wants_its_own(kernel, settings) for kernel in together):
@@ -157,13 +160,13 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> dict[str, float]:
-        """Milliseconds of the first call of each kernel that runs, in the worker that will time it.
+        """Call each kernel once, in the worker that will time it; return the milliseconds.
 
-        Nothing is judged or timed: it is for what they compile. One that ends its worker is left
-        out here, and again by `replay`, which says so.
+        This compiles the kernels; nothing is judged. A kernel that ends its worker is left out, and
+        `replay` will report it.
 
         Raises:
-            WorkerError: a worker cannot start, or failed at something that is no kernel's.
+            WorkerError: a worker cannot start, or failed apart from kernels.
         """
         apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
         together = [kernel for kernel in kernels if kernel not in apart]
@@ -205,7 +208,7 @@ class Environment:
         return found
 
     def start(self) -> None:
-        """Start the worker; nobody waits until it is ready.
+        """Start the worker without waiting until it is ready.
 
         Raises:
             WorkerError: the interpreter does not run.
@@ -229,7 +232,7 @@ class Environment:
             raise WorkerError(f"environment {self.name} cannot use {device}: {found['failed']}")
 
     def works_on(self, device: torch.device) -> bool:
-        """Whether a new worker can compute anything there."""
+        """Return whether a new worker can compute anything on a device."""
         self._process.close()
         try:
             self.check(device)
@@ -238,9 +241,10 @@ class Environment:
         return True
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
-        """What is compared with is in every worker, and for what cannot run none is started.
+        """Return whether a kernel needs a worker of its own.
 
-        PyTorch's kernels and ours disturb nobody: what their compilers change is put back.
+        Baselines do not, as they run in every worker. PyTorch's kernels and ours do not either:
+        what their compilers change is restored. A kernel that cannot run gets no worker.
         """
         if kernel.name in _in_every_worker(settings):
             return False
@@ -268,7 +272,7 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> list[Row]:
-        """Rows of kernels that share this worker."""
+        """Return rows of kernels that share this worker, restarting it after each crash."""
         given_up = {name for name, deaths in self._deaths.items() if deaths >= MAXIMUM_DEATHS}
         asked = [kernel.name for kernel in kernels]
         rowed = (*asked, settings.baseline, settings.compared_kernel)
@@ -286,10 +290,10 @@ class Environment:
             except Died as death:
                 loaded = reply.loaded
                 if settings.device.type == "cuda" and reply.timing and not synchronous:
-                    # Samples are only enqueued: the one that did it may be any before the last.
+                    # Samples are only enqueued: any earlier kernel may be to blame. Try one by one.
                     synchronous = True
                 elif death.kernel in (*lost, *STAGES, ""):
-                    # Nobody to leave out: the call itself cannot be worked on.
+                    # There is no kernel to leave out: the call itself ends the worker.
                     reason = f"{workload.name}: {death.reason} while {death.kernel or 'starting'}"
                     return [self._row("", loaded, death.status, reason, death.log)]
                 else:
@@ -319,7 +323,7 @@ class Environment:
         }
         evidence, rejected = None, set()
         if self._judge is not None:
-            # First, since the worker waits for the reference, and may still be importing.
+            # Ask first: the judge computes the reference while the worker may still import.
             self._judge.expect(workload, settings)
             evidence = CallEvidence(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
@@ -346,7 +350,7 @@ class Environment:
             elif "at" in message and message["at"] != DONE:
                 reply.timing = reply.timing or message["at"] == TIMING
                 report(message["at"])
-        reply.rows = [_over_what_is_believed(row, rejected) for row in reply.rows]
+        reply.rows = [_without_rejected_baseline(row, rejected) for row in reply.rows]
 
     def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
         if self._own_kernel:  # no other kernel with a worker of its own runs here
@@ -362,7 +366,7 @@ class Environment:
         )
 
     def _received(self, data: Any, loaded: Loaded) -> Row:
-        """The row that a worker sent; one that cannot be read costs itself, and no other."""
+        """Read the row that a worker sent; an unreadable one becomes an error row."""
         try:
             return rebuilt(Row, data)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -371,7 +375,7 @@ class Environment:
             return self._row(kernel, loaded, "error", printable(reason))
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:
-        """A row that no worker lived to write."""
+        """Make a row in place of a worker that could not write it."""
         return Row(
             kernel,
             loaded.facts,
@@ -398,12 +402,12 @@ class Environment:
 
 
 def _in_every_worker(settings: Settings) -> set[str]:
-    """The kernels that others are compared with."""
+    """Return the kernels that others are compared with."""
     return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
 
 
-def _over_what_is_believed(row: Row, rejected: set[str]) -> Row:
-    """Without a speed-up over a baseline whose own row was taken back."""
+def _without_rejected_baseline(row: Row, rejected: set[str]) -> Row:
+    """Remove a speed-up over a baseline whose own row was rejected."""
     if row.speedup is None or row.speedup.vs not in rejected:
         return row
     flag = f"no speed-up: the row of {row.speedup.vs} is not believed"
@@ -411,11 +415,11 @@ def _over_what_is_believed(row: Row, rejected: set[str]) -> Row:
 
 
 def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:
-    """Without a speed-up over what its kernel slows down.
+    """Remove a speed-up over a baseline that the kernel slows down.
 
     Args:
-        beside: the rows of its worker.
-        clean: those of a worker without it.
+        beside: rows of the kernel's worker.
+        clean: rows of a worker without the kernel.
     """
     if row.speedup is None:
         return row
@@ -433,13 +437,13 @@ def _typical_ms(rows: list[Row], kernel: str) -> float | None:
 
 
 def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
-    """Rows as their kernels were asked for, and then those that nobody asked for."""
+    """Sort rows in the order of their kernels; rows of added baselines come last."""
     order = {kernel.name: place for place, kernel in enumerate(kernels)}
     return sorted(rows, key=lambda row: order.get(row.kernel, len(order)))
 
 
 def _is_unreadable(rows: list[Row]) -> bool:
-    """Whether the call's file cannot be read, by no worker then."""
+    """Return whether the call could not be read, which is the same in every worker."""
     return any(not row.kernel and row.status == "error" for row in rows)
 
 
@@ -450,7 +454,7 @@ def replay_in_workers(
     environments: dict[str, Environment],
     on_progress: Callable[[Workload, str], None] | None = None,
 ) -> Iterator[Row]:
-    """Like `replay.bench.runner.replay`, with the kernels of every environment in its own worker.
+    """Yield rows like `replay.bench.runner.replay`, with a worker for each environment.
 
     Every environment runs the baseline too, so that speed-ups are paired within one process.
     """
@@ -474,13 +478,14 @@ def replay_in_workers(
 def assign(
     kernels: Sequence[Kernel], found: dict[str, dict[str, ProbeResult]]
 ) -> dict[str, list[Kernel]]:
-    """Which kernels run in which environment.
+    """Assign kernels to environments.
 
-    A kernel runs wherever its library is; PyTorch's own and ours, which most environments have, run
-    in the first that can. One that runs nowhere keeps its row, with the reason, in the first.
+    A kernel runs in every environment that has its library; PyTorch's kernels and ours, which most
+    environments could run, only in the first. A kernel that runs nowhere gets its row, with the
+    reason, in the first environment.
 
     Args:
-        found: what `Environment.probe` said, by environment.
+        found: results of `Environment.probe`, by environment.
     """
     first = next(iter(found))
     assigned: dict[str, list[Kernel]] = {name: [] for name in found}

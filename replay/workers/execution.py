@@ -1,4 +1,4 @@
-"""Where kernels run: in worker processes, which is the default, or in this process."""
+"""The execution of kernels: in worker processes, which is the default, or in this process."""
 
 from __future__ import annotations
 
@@ -27,31 +27,31 @@ from replay.workloads.workload import Workload
 logger = logging.getLogger(__name__)
 
 Findings = dict[str, dict[str, ProbeResult]]
-"""What is known of a kernel, by environment and name."""
+"""Probe results by environment and kernel name."""
 Assignment = dict[str, list[Kernel]]
-"""The kernels to run, by environment."""
+"""Kernels to run, by environment."""
 Progress = Callable[[Workload, str], None]
 
 
 class InProcessError(Error):
-    """A kernel left the process that everything runs in unusable."""
+    """A kernel made the process that everything runs in unusable."""
 
 
 class Execution(Protocol):
-    """A way to run kernels."""
+    """Way to run kernels."""
 
     @property
     def at_a_time(self) -> int:
-        """Calls that are at work together."""
+        """Number of calls that run at the same time."""
 
     def machines(self, device: torch.device) -> list[Machine]:
-        """What every call is replayed on: a machine for each type of device."""
+        """Return the machines that every call is replayed on, one for each type of device."""
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        """Which kernels can run, by environment."""
+        """Find out which kernels can run, by environment."""
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        """Which kernels run in which environment."""
+        """Assign kernels to environments."""
 
     def replay(
         self,
@@ -60,11 +60,11 @@ class Execution(Protocol):
         settings: Settings,
         report: Progress,
     ) -> Iterator[Row]:
-        """Rows of every kernel on every call, as calls are finished."""
+        """Yield rows of every kernel on every call, as calls are finished."""
 
 
 class InProcess:
-    """Everything here: for debugging, and for kernels that exist only here."""
+    """Execution in this process: for debugging, and for kernels that exist only in it."""
 
     at_a_time = 1
 
@@ -72,7 +72,7 @@ class InProcess:
         return [describe(device)]
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        return {HERE: {kernel.name: _found(kernel, device) for kernel in kernels}}
+        return {HERE: {kernel.name: _probed(kernel, device) for kernel in kernels}}
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
         return {HERE: list(kernels)}
@@ -101,7 +101,7 @@ class InProcess:
 
 
 class Workers:
-    """A process per environment; what a kernel breaks there stays there."""
+    """Execution in a process per environment, which contains what a kernel breaks."""
 
     at_a_time = 1
 
@@ -117,13 +117,13 @@ class Workers:
         timeout: float,
         place: Placement | None = None,
     ) -> Workers:
-        """Those of this Python and of others, which all have one judge.
+        """Make the workers of this Python and of others, with one judge for all.
 
         Args:
             first: the judge, and the worker of this Python.
             interpreters: other Python environments by name.
-            timeout: seconds without a sign of life after which a worker is ended.
-            place: where further workers run.
+            timeout: seconds without a message after which a worker is ended.
+            place: the place of further workers.
         """
         judge = JudgeProcess(first.judge)
         environments = {
@@ -136,7 +136,7 @@ class Workers:
 
     def close(self) -> None:
         """End all processes."""
-        self._judge.end()  # what it had on a GPU is freed while the others end
+        self._judge.end()  # its GPU memory is freed while the workers end
         for environment in self._environments.values():
             environment.close()
         self._judge.close()
@@ -178,7 +178,7 @@ class Workers:
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Milliseconds of the first call of each kernel that runs, which compiles; none is timed.
+        """Call each kernel once, which compiles it; return the milliseconds of these first calls.
 
         Raises:
             WorkerError: a worker does not work.
@@ -186,13 +186,14 @@ class Workers:
         found: dict[KernelId, float] = {}
         for name, kernels in assigned.items():
             environment = self._environments[name]
-            said = partial(report, workload)
-            for kernel, ms in environment.first_calls(workload, kernels, settings, said).items():
+            on_stage = partial(report, workload)
+            calls = environment.first_calls(workload, kernels, settings, on_stage)
+            for kernel, ms in calls.items():
                 found[KernelId(kernel, name)] = ms
         return found
 
     def work_on(self, device: torch.device) -> bool:
-        """Whether a new worker can compute anything there."""
+        """Return whether a new worker can compute anything on a device."""
         return self._environments[HERE].works_on(device)
 
 
@@ -203,13 +204,13 @@ def execution(
     timeout: float,
     place: Placement | None = None,
 ) -> Iterator[Execution]:
-    """The way to run kernels; workers end with the `with` block.
+    """Open a way to run kernels; its workers end with the `with` block.
 
     Args:
-        first: the processes that run and judge them; None to do all in this process.
+        first: the processes that run and judge kernels; None to use this process.
         interpreters: other Python environments by name.
-        timeout: seconds without a sign of life after which a worker is ended.
-        place: where further processes run.
+        timeout: seconds without a message after which a worker is ended.
+        place: the place of further processes.
     """
     if first is None:
         yield InProcess()
@@ -223,7 +224,7 @@ def execution(
         workers.close()
 
 
-def _found(kernel: Kernel, device: torch.device) -> ProbeResult:
+def _probed(kernel: Kernel, device: torch.device) -> ProbeResult:
     try:
         kernel = kernel.loaded()
         return ProbeResult(kernel.unavailable(device), install=kernel.install)

@@ -21,22 +21,22 @@ from replay.workloads.workload import Workload
 
 
 class JudgeProcess:
-    """A process that no kernel runs in, started when first asked if it was not before.
+    """Process that judges and runs no kernel; it is started at its first request.
 
     Args:
-        process: of `replay.workers.process.judge_process`.
+        process: from `replay.workers.process.judge_process`.
     """
 
     def __init__(self, process: Process) -> None:
         self._shared = SharedFile()
         self.shared_file = self._shared.path
-        """Where workers put what is to be judged."""
+        """Path of the memory through which workers pass outputs."""
         self._process = process
         self._expecting: Iterator[dict[str, Any]] = iter(())
-        """What the process still answers to `expect`."""
+        """Replies to `expect` that were not read yet."""
 
     def expect(self, workload: Workload, settings: Settings) -> None:
-        """Let it load a call, while a worker does; nobody waits.
+        """Let it load a call while a worker does, without waiting.
 
         Raises:
             CannotStart, Died: the process does not work.
@@ -50,7 +50,7 @@ class JudgeProcess:
     def answer(
         self, question: dict[str, Any], workload: Workload, settings: Settings
     ) -> dict[str, Any]:
-        """What the judge says to a worker's question.
+        """Return the judge's answer to a worker's question.
 
         Raises:
             CannotStart, Died: the process does not work.
@@ -65,7 +65,7 @@ class JudgeProcess:
             pass
 
     def end(self) -> None:
-        """Have the process ended; `close` waits until it has."""
+        """Start to end the process; `close` waits for its end."""
         self._process.end()
 
     def close(self) -> None:
@@ -75,56 +75,54 @@ class JudgeProcess:
 
 
 def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
-    """The accuracy class of a kernel, from this process's registry.
+    """Return the accuracy class of a kernel, from this process's registry.
 
-    What imports somebody's code is not loaded here; its class is the one that it declares first.
+    A user's code is not imported by this process: its kernel has the class declared at first.
     """
     try:
         found = find(kernel)
-    except KernelNameError:  # of another environment
+    except KernelNameError:  # a kernel of another environment
         return declared
     return declared if found.load is not None else found.accuracy_class
 
 
 OTHER_CLOCK = 2.0
-"""How many times longer a block of calls may be by the parent's clock than by the worker's."""
+"""Largest ratio of a block's time by the parent's clock to that by the worker's."""
 LATENCY_MS = 5.0
-"""What messages between the processes may take of it. They take longer on a busy machine, and the
+"""Time allowed for messages between the processes. On a busy machine they take longer, and the
 worker then tries longer blocks."""
-
 
 BESIDE_SAMPLE_MS = 50.0
 BESIDE_CALL_MS = 2.0
-"""What else may be done for a sample, and for each of its calls, on a busy machine."""
+"""Time allowed for other work of a sample, and of each of its calls, on a busy machine."""
 
 
 @dataclass
 class CallEvidence:
-    """What the parent itself has seen of the kernels of one call."""
+    """The parent's own observations of the kernels of one call, to compare with their rows."""
 
     judge: JudgeProcess
     workload: Workload
     settings: Settings
     _classes: dict[str, AccuracyClass] = field(default_factory=dict)
-    """By which rule each kernel is judged."""
+    """Accuracy class that each kernel is judged by."""
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
-    """Of the outputs of each kernel, in the order they came."""
+    """Verdicts on the outputs of each kernel, in order."""
     _samples: dict[str, int] = field(default_factory=dict)
-    """How many timed samples of each kernel were judged."""
+    """Number of judged samples of each kernel."""
     _announced: tuple[str, float] | None = None
-    """Whose warm-up or sample is under way, and since when."""
+    """Kernel whose warm-up or sample is under way, and the time when it began."""
     _taken_ms: dict[str, list[float]] = field(default_factory=dict)
-    """By this process's clock, from each announcement of a kernel to the next message."""
+    """Milliseconds from each announcement to the next message, by kernel."""
     _began: float = 0.0
     _blocks: dict[str, tuple[float, float, int]] = field(default_factory=dict)
-    """Of each kernel, milliseconds of a block by this process's clock and by the worker's, and how
-    many calls it had."""
+    """Block of each kernel: milliseconds by this clock and by the worker's, and its calls."""
 
     def hear(self, at: str) -> None:
-        """Take the time of a message: kernels are announced before their warm-up and each sample.
+        """Note the time of a message; kernels are announced before their warm-up and each sample.
 
         Args:
-            at: who or what is announced; empty in other messages.
+            at: the announced kernel or stage; empty in other messages.
         """
         now = time.perf_counter()
         if self._announced is not None:
@@ -135,7 +133,7 @@ class CallEvidence:
         self._announced = (at, now) if at else None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """What to tell a worker that has something to be judged or clocked.
+        """Return the answer to a worker's question to the judge or to the clock.
 
         Raises:
             CannotStart, Died: the judge does not work.
@@ -163,7 +161,7 @@ class CallEvidence:
         return found
 
     def why_rejected(self, row: Row) -> str:
-        """Why a row cannot be what it says; empty where nothing speaks against it."""
+        """Return why a row contradicts the observations; empty if it does not."""
         if not row.is_correct:
             return ""
         verdicts = self._verdicts.get(row.kernel, [])
@@ -196,10 +194,10 @@ class CallEvidence:
         return ""
 
     def _wrong_time(self, row: Row) -> str:
-        """Whether samples on a CPU took much longer, from one message to the next, than they say.
+        """Return why samples on a CPU cannot have been as short as their row says, or nothing.
 
-        A busy machine also delays what is done between the calls, which is in no time of the row:
-        if only a quarter of the samples were not delayed, the row is believed.
+        A busy machine delays the work between calls too, which a row's times do not include. So a
+        quarter of the samples without delay is enough to accept the row.
         """
         if (
             self.settings.device.type != "cpu"
@@ -207,8 +205,8 @@ class CallEvidence:
             or row.core_time_ms is not None
         ):
             return ""
-        taken = self._taken_ms.get(row.kernel, [])[1:]  # the first is its warm-up
-        if len(taken) < row.time_ms.n:  # nobody listened
+        taken = self._taken_ms.get(row.kernel, [])[1:]  # without the warm-up
+        if len(taken) < row.time_ms.n:  # not all announcements were noted
             return ""
         call_ms, found = row.time_ms.p50, sorted(taken)[len(taken) // 4]
         calls = calls_of_cpu_sample(call_ms)
@@ -222,5 +220,5 @@ class CallEvidence:
 
 
 def _agree(here_ms: float, there_ms: float) -> bool:
-    """Whether a block took as long by this process's clock as by the worker's."""
+    """Return whether a block took equally long by this process's clock and the worker's."""
     return here_ms - LATENCY_MS <= OTHER_CLOCK * there_ms

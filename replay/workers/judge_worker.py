@@ -20,8 +20,7 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""The last call's judge, or the next one's: a worker that died and begins again asks for the
-same."""
+"""Judge of the last or the next call by its key; a worker that starts again asks for the same."""
 
 
 @functools.cache
@@ -35,7 +34,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
     Raises:
         DatasetError: the call cannot be read.
-        CannotJudge: this process has begun since the call was opened.
+        CannotJudge: this process was restarted after the call was opened.
     """
     if request["do"] == "touch":
         _touch(request["device"] or usual_device())
@@ -77,16 +76,16 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
 
 def _touch(device: str) -> None:
-    """Judge something tiny, so that what CUDA starts and loads at first use is there."""
+    """Judge a tiny output, so that CUDA has started and loaded what it needs."""
     query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
     call = AttentionCall(query, query, query)
     LocalJudge(call, seed=0).judge("", "exact", query, None)
 
 
 def _expect(request: dict[str, Any], settings: Settings) -> None:
-    """Compute the reference of a call that will be opened, unless it is there already."""
+    """Compute the reference of a call that will be opened, unless it exists already."""
     if settings.roofline:
-        return  # the worker measures what the device can do, alone on it
+        return  # the worker measures the device's peak, and nothing else may run meanwhile
     key = _key(request, settings)
     if key not in _judges:
         _judges.clear()
@@ -116,7 +115,7 @@ def _judge(request: dict[str, Any], settings: Settings) -> LocalJudge:
 
 
 def _key(request: dict[str, Any], settings: Settings) -> str:
-    """What a judge was made from, but for the seed and what is compared with."""
+    """Return what a judge depends on, without the seed and the compared output."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     return json.dumps([request["workload"], *how])

@@ -1,4 +1,4 @@
-"""What a worker does with kernels: says which can run, and replays calls through them."""
+"""The requests that a worker answers with kernels: probes, first calls and replays."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     Raises:
         ContextLost: a kernel left this process unusable.
     """
-    with torch.no_grad():  # as kernels run, so that a change of that is seen
+    with torch.no_grad():  # as kernels run, so that a change of that setting is seen
         process_state = _process_state()
         if request["do"] == "probe":
             _probe(request, say, process_state)
@@ -45,7 +45,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
             torch.zeros(1, device=device).add_(1).item()
             say(works=True)
         elif request["do"] == "warm up":
-            with contextlib.suppress(KernelNameError):  # the command says so
+            with contextlib.suppress(KernelNameError):  # the command reports it
                 _warm_up(select(request["kernels"])[0], process_state)
         elif request["do"] == "call":
             _call(request, say, process_state)
@@ -55,26 +55,26 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
 
 @functools.cache
 def _process_state() -> ProcessState:
-    """Made at the first request, when no kernel of anybody's has been imported."""
+    """Record the state at the first request, before any kernel is imported."""
     return ProcessState()
 
 
 @functools.cache
 def _outbox(path: str, device: torch.device) -> Outbox:
-    """The one of this process, kept from call to call."""
+    """Open the memory for outputs once for all calls."""
     return Outbox(path, device)
 
 
 _warm: set[str] = set()
-"""Kernels that have imported all they need."""
+"""Kernels that have imported everything they need."""
 
 
 def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
-    """Import what their first calls would, which then tell what compiling takes."""
+    """Import what first calls would import, so that those calls show the cost of compilation."""
     cold = [kernel for kernel in kernels if kernel.warm_up and kernel.name not in _warm]
     for kernel in cold:
         assert kernel.warm_up is not None
-        with contextlib.suppress(Exception):  # the first call says so
+        with contextlib.suppress(Exception):  # the first call reports it
             kernel.warm_up()
         process_state.restore(kernel.name)
         _warm.add(kernel.name)
@@ -83,7 +83,7 @@ def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
 
 
 def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
-    """Which kernels can run on the device, and the version of their library."""
+    """Report which kernels can run on a device, and the versions of their libraries."""
     device = torch.device(request["device"])
     for name in request["kernels"]:
         say(at=name)
@@ -101,9 +101,9 @@ def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> No
 
 
 def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
-    """How long the first call of each kernel takes, which compiles."""
+    """Report how long the first call of each kernel takes, compilation included."""
     settings = Settings.from_json(request["settings"])
-    with contextlib.suppress(DatasetError):  # the replay will say that it cannot be read
+    with contextlib.suppress(DatasetError):  # the replay reports an unreadable call
         kernels = [find(name) for name in request["kernels"]]
         _warm_up(kernels, process_state)
         call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
@@ -145,16 +145,16 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         say(unreadable=str(error))
     except CannotJudge as error:
         say(unreadable=classify(error).reason)
-    give_back(settings.device)  # the worker of another environment needs it next
+    give_back(settings.device)  # another environment's worker may need it next
 
 
 def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], process_state: ProcessState) -> Hear:
-    """`hear`, with something to do until the first answer: the judge computes the reference."""
+    """Return `hear` with a warm-up before its first answer, for which the judge takes longest."""
     waiting = list(kernels)
 
     def hear_busily() -> dict[str, Any]:
         _warm_up(waiting, process_state)
-        waiting.clear()  # later answers are waited for while something is timed
+        waiting.clear()  # during later answers something is timed
         return hear()
 
     return hear_busily
@@ -168,16 +168,16 @@ def _version(library: str) -> str:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """An allocation too large for this machine fails here instead of inviting the kernel's killer.
+    """Make too large an allocation fail, before the system ends a process for it.
 
-    Not on a GPU: CUDA reserves address space that it never fills.
+    Not used with a GPU, because CUDA reserves address space that it never fills.
     """
     try:
         import resource
     except ImportError:  # not a Unix
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # On top of what is mapped already, which a machine short of memory would otherwise not allow.
+    # Memory that is mapped already counts too.
     wanted = _data_bytes() + available_bytes(device)
     if hard == resource.RLIM_INFINITY or wanted < hard:
         with contextlib.suppress(ValueError):  # macOS knows the limit and may refuse it
@@ -185,7 +185,7 @@ def _limit_memory(device: torch.device) -> None:
 
 
 def _data_bytes() -> int:
-    """What counts against RLIMIT_DATA now; 0 where the system does not tell."""
+    """Return the bytes that count against RLIMIT_DATA now; 0 if the system does not tell."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
     except OSError:

@@ -1,4 +1,4 @@
-"""The parent's side of a worker: start it, ask it, and tell what happened when it dies."""
+"""The parent's side of a worker: start it, send requests, and report how it ended."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from replay.rows.row import Status
 logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4000
-"""What is kept of a worker's output: its end."""
+"""Bytes of a worker's output that are kept, from its end."""
 
 ANSWERING_SECONDS = 10.0
-"""How long an interpreter may take to run its first line, where `timeout` is even less."""
+"""Least time that an interpreter gets to run its first line, whatever `timeout` is."""
 
 STARTING_SECONDS = 300.0
-"""How long a worker may take to import torch: minutes, where it lies on a cold network disk."""
+"""Time that a worker gets to import torch, which takes minutes from a cold network disk."""
 
 LOOK_SECONDS = 1.0
-"""How often a silent worker is looked at. Its end is not always seen on its pipe, which a process
-that a kernel forked may hold open."""
+"""Interval between checks of a silent worker. Its end does not always show on its pipe, which a
+process that a kernel forked may keep open."""
 
 ENDING_SECONDS = 10.0
-"""How long a worker may take to end after it closed its pipe."""
+"""Time that a worker gets to end after it closed its pipe."""
 
 OUR_PACKAGES = """
 import os, sys
@@ -55,20 +55,20 @@ class OurPackages:
 sys.meta_path.insert(0, OurPackages)
 if sys.path[0] == "":
     del sys.path[0]
-gc.disable()  # to import PyTorch makes no garbage, and looking for it takes a fifth of the time
+gc.disable()  # collections during the import of PyTorch find nothing and take a fifth of the time
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
-"""What the child executes: it finds our packages and nothing else that lies beside them, since
-another interpreter must not see what is installed for this one, nor the current directory."""
+"""Program of the child. It finds our packages and nothing else beside them, because another
+interpreter must see neither this one's packages nor the current directory."""
 
 
 class CannotStart(Exception):
-    """The interpreter is not there, or lacks what the worker imports."""
+    """Interpreter that does not exist, or lacks a package that the worker imports."""
 
 
 class Died(Exception):
-    """The worker is gone; `kernel` is what it was doing."""
+    """End of a worker; `kernel` names its last work."""
 
     def __init__(self, status: Status, reason: str, kernel: str, log: str) -> None:
         super().__init__(reason)
@@ -79,29 +79,29 @@ class Died(Exception):
 
 
 class Stopped(Exception):
-    """The processes of a place were to end; nothing is wrong with them."""
+    """End of the processes of a place on request, without a fault."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where child processes run: on one of several devices, or wherever this process does."""
+    """Place of child processes: one of several devices, or that of this process."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of their environment, that differ from this process's."""
+    """Environment variables that differ from this process's."""
     cpus: frozenset[int] = frozenset()
-    """Logical CPUs that they may use, and what they start; empty for those of this process."""
+    """Logical CPUs of the processes and their children; empty for the CPUs of this process."""
     stopped: threading.Event = field(default_factory=threading.Event)
-    """Set by any thread to end those that are being asked, within `LOOK_SECONDS`."""
+    """Set by any thread to end processes with open requests, within `LOOK_SECONDS`."""
 
 
 class Process:
-    """A child Python that runs `replay.workers.worker`, started when asked and again after death.
+    """Child Python that runs `replay.workers.worker`, started on demand and again after its end.
 
     Args:
-        python: the interpreter; it needs torch and safetensors, and gets this package's source.
-        timeout: seconds without a sign of life after which the child is killed.
+        python: the interpreter; it needs torch and safetensors, and uses this package's source.
+        timeout: seconds without a message after which the child is killed.
         handler: the module that answers in the child, with `handle(request, say, hear)`.
-        place: where it runs.
+        place: the place where it runs.
     """
 
     def __init__(
@@ -121,28 +121,28 @@ class Process:
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
         self._preparing = 0
-        """How many requests of `prepare` it still answers."""
+        """Number of `prepare` requests that it has not answered."""
         self._unread = b""
         self._log = b""
         self._at = ""
-        """What it said last that it is at."""
+        """Last work that it named."""
 
     def another(self) -> Process:
-        """One of the same kind at the same place, not started."""
+        """Return another process of the same kind at the same place, not started."""
         return Process(self.python, self.timeout, self._handler, self.place)
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
         """Send a request and yield the replies until the child says it is done.
 
         Raises:
-            CannotStart: the interpreter does not run, or lacks what the worker imports.
+            CannotStart: the interpreter does not run, or lacks a package.
             Died: the child crashed, hung, or lost its GPU.
             Stopped: its place was stopped.
         """
         self._at, done = "", False
         try:
             if self._child is not None and self._child.poll() is not None:
-                self.close()  # it died while nobody asked anything, which is nobody's fault now
+                self.close()  # it ended between requests, which is not this request's fault
             self.start()
             self._wait_until_ready()
             self._wait_until_prepared()
@@ -157,12 +157,12 @@ class Process:
                 self._at = message.get("at", self._at)
                 yield message
         finally:
-            # Whoever stopped listening in the middle must not read the rest as another's answer.
+            # After an interruption, the rest must not be read as the next request's answer.
             if not done:
                 self.close()
 
     def start(self) -> None:
-        """Start the child, if there is none; nobody waits until it has imported PyTorch.
+        """Start the child if there is none, without waiting until it has imported PyTorch.
 
         Raises:
             CannotStart: the interpreter does not run.
@@ -174,37 +174,35 @@ class Process:
             self._start()
 
     def prepare(self, **request: Any) -> None:
-        """Send a child one of its first requests, of which only the time it takes matters.
-
-        Nobody waits for what it answers, nor hears of it.
+        """Send a request that prepares the child, without waiting for its answer.
 
         Raises:
-            CannotStart, Stopped: as `start`.
+            CannotStart, Stopped: see `start`.
         """
         self.start()
         self._preparing += 1
-        with contextlib.suppress(Died):  # whoever asks first starts another
+        with contextlib.suppress(Died):  # the next request starts another child
             self._send(request)
 
     def tell(self, **message: Any) -> None:
-        """Answer a child that asked something in the middle of a request.
+        """Answer a question that the child asked during a request.
 
         Raises:
-            Died: it is gone.
+            Died: the child has ended.
         """
         self._send(message)
 
     def answer(self, **request: Any) -> dict[str, Any]:
-        """The only reply to a request.
+        """Return the only reply to a request.
 
         Raises:
-            CannotStart, Died: as `ask`.
+            CannotStart, Died: see `ask`.
         """
         (reply,) = list(self.ask(**request))
         return reply
 
     def end(self) -> None:
-        """Have the child ended, and everything it started; `close` waits until it has."""
+        """Start to end the child and everything it started; `close` waits for that."""
         if self._child is not None:
             self._kill()
 
@@ -237,7 +235,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(child_reads, child_writes),
-                # What it printed, and where it was, must be out before it dies.
+                # Output and the traceback of a crash must be written before it ends.
                 env={
                     "TRITON_CACHE_DIR": _triton_cache(),
                     **os.environ,
@@ -245,7 +243,7 @@ class Process:
                     "PYTHONFAULTHANDLER": "1",
                     **self.place.variables,
                 },
-                # A group of its own, so that compilers it started die with it; and Ctrl-C is ours.
+                # Its own group: compilers that it started end with it, and Ctrl-C stays here.
                 start_new_session=True,
             )
         except OSError as error:
@@ -255,7 +253,7 @@ class Process:
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        if self.place.cpus:  # now, before it has threads, which would keep those of this process
+        if self.place.cpus:  # now, because threads would keep the CPUs that they started with
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(child.pid, self.place.cpus)
         assert child.stdout is not None
@@ -283,7 +281,7 @@ class Process:
             raise CannotStart(": ".join([death.reason, *last])) from death
 
     def _wait_until_prepared(self) -> None:
-        """Pass over what the child answers to its preparation; start another if it dies of that."""
+        """Skip the answers to `prepare` requests; start another child if it ends."""
         try:
             while self._preparing:
                 self._preparing -= bool(self._receive(STARTING_SECONDS).get("done"))
@@ -300,14 +298,14 @@ class Process:
             raise self._death() from None
 
     def _receive(self, patience: float, allowed: str = "--timeout") -> dict[str, Any]:
-        """The next message. What the child prints is read meanwhile, lest it wait for us.
+        """Return the next message. The child's output is read meanwhile, so that it never blocks.
 
         Args:
-            allowed: where `patience` is from.
+            allowed: the source of `patience`, for the error message.
 
         Raises:
-            Died: there will be none.
-            Stopped: nobody wants it any more.
+            Died: the child ended, or was silent for too long.
+            Stopped: its place was stopped.
         """
         assert self._child is not None
         assert self._selector is not None
@@ -337,7 +335,7 @@ class Process:
         return message
 
     def _read_log(self) -> bool:
-        """Take what the child has printed; False when it can print no more."""
+        """Read the child's output; return False at its end."""
         assert self._child is not None
         assert self._child.stdout is not None
         try:
@@ -355,7 +353,7 @@ class Process:
             reason = _how_it_ended(self._child.poll())
         logger.info("process %d is gone: %s", self._child.pid, reason)
         self._kill()
-        # As much as a pipe holds: what escaped the group may print for ever.
+        # At most what a pipe holds: a process that left the group may print for ever.
         for _ in range(16):
             if not self._read_log():
                 break
@@ -365,40 +363,40 @@ class Process:
 
     def _kill(self) -> None:
         assert self._child is not None
-        # A group of which only a zombie is left refuses on macOS.
+        # On macOS, a group with only a zombie left refuses signals.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
 
 
 class First(NamedTuple):
-    """The processes that every replay in workers needs."""
+    """Processes that every replay in workers needs."""
 
     worker: Process
     judge: Process
 
     def prepare(self, device: str | None) -> None:
-        """Let them start the device they will work on, None for the usual one; nobody waits."""
+        """Let them start their device without waiting; None for the usual one."""
         for process in self:
             process.prepare(do="touch", device=device)
 
     def warm_up(self, kernels: str | None) -> None:
-        """Let the worker import what these kernels compile with; nobody waits.
+        """Let the worker import the compilers of these kernels, without waiting.
 
         Args:
-            kernels: names and globs, None for the default ones.
+            kernels: names and globs; None for the default kernels.
         """
         self.worker.prepare(do="warm up", kernels=kernels)
 
     def close(self) -> None:
-        """End both."""
+        """End both processes."""
         for process in self:
             process.close()
 
 
 def judge_process(timeout: float, place: Placement | None = None) -> Process:
-    """The process that judges, not started yet.
+    """Make the process that judges, not started yet.
 
-    Its threads sleep while they wait: it runs in turns with kernels, on the same processors.
+    Its threads sleep while they wait, because it runs in turn with kernels on the same CPUs.
     """
     place = place or Placement()
     asleep = replace(place, variables={**place.variables, "OMP_WAIT_POLICY": "PASSIVE"})
@@ -407,9 +405,9 @@ def judge_process(timeout: float, place: Placement | None = None) -> Process:
 
 @contextlib.contextmanager
 def first_processes(timeout: float, place: Placement | None = None) -> Iterator[First]:
-    """A worker of this Python and the judge, not waited for; both end with the `with` block.
+    """Start a worker of this Python and the judge; both end with the `with` block.
 
-    This module imports no torch: a command that has not imported it yet does so meanwhile.
+    This module imports no torch, so a command can import it while these processes start.
 
     Raises:
         CannotStart: the interpreter does not run.
@@ -434,10 +432,10 @@ def _folders_of_ours() -> list[str]:
 
 
 def _triton_cache() -> str:
-    """Where Triton keeps what it compiled, unless told otherwise.
+    """Return Triton's usual cache directory.
 
-    `torch.compile` sets another directory for the rest of its process: kernels would be compiled
-    again depending on which of them came before it.
+    `torch.compile` sets another directory for the rest of its process. Kernels that come after it
+    would be compiled again.
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return os.path.join(home, ".triton", "cache")

@@ -1,4 +1,4 @@
-"""The worker's side of a judge in another process: it hands outputs over and waits."""
+"""The worker's side of a judge in another process: it passes outputs on and waits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 
 MOST_BLOCKS = 5
-"""Until two clocks agree, each twice as long as the one before: on a busy machine a message may
-take longer than a block."""
+"""Most blocks until two clocks agree. Each is twice as long as the one before, because on a busy
+machine a message may take longer than a short block."""
 
 SHORT_MS = 5.0
-"""On a GPU, calls shorter than this take longer in a block, where nobody hides their launch."""
+"""Shortest call on a GPU that takes the same time in a block, where its launch is not hidden."""
 
 
 class RemoteJudge:
-    """Asks the parent, which asks its judge. Every method raises `CannotJudge` if the judge fails.
+    """Judge behind the parent process. Every method raises `CannotJudge` if the judge fails.
 
     Args:
-        outbox: where the judge finds tensors; it has read them when it answers.
+        outbox: memory where the judge finds tensors; it has read them when it answers.
     """
 
     def __init__(self, say: Say, hear: Hear, outbox: Outbox) -> None:
@@ -41,7 +41,7 @@ class RemoteJudge:
 
     @classmethod
     def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> JudgeFactory:
-        """What makes the judge of each call; it raises `CannotJudge` too."""
+        """Return a function that makes the judge of a call; it may raise `CannotJudge`."""
 
         def open_judge(
             call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None

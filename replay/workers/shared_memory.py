@@ -1,6 +1,6 @@
-"""Tensors handed to another process, in a file that both map into their memory.
+"""Tensors passed to another process in a file that both map into memory.
 
-The file stays: each output overwrites the last, in pages that are there already.
+The file is reused: each output overwrites the last one, in pages that exist already.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from capture.storage.header import dtype_name
 
 ALIGNMENT = 64
-"""Bytes; of every tensor's start."""
+"""Alignment of every tensor in the file, in bytes."""
 CHUNK_BYTES = 2**20
 
 
 class SharedFile:
-    """An empty file that only grows, in memory where the system has such files.
+    """Empty file that only grows, in memory where the system has such files.
 
-    Those of Linux are gone with the last process that has them open, however it ended.
+    On Linux it disappears with the last process that has it open, however that ends.
     """
 
     def __init__(self) -> None:
@@ -38,25 +38,25 @@ class SharedFile:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Give up the memory, or the disk, once nobody has it mapped."""
+        """Free the memory, or the disk, once no process has it mapped."""
         os.close(self._descriptor)
         if self._on_disk:
             Path(self.path).unlink(missing_ok=True)
 
 
 class Outbox:
-    """Where tensors are put for another process, which has read them before the next are put.
+    """Writer of tensors for another process, which reads them before the next ones are written.
 
     Args:
-        path: of a `SharedFile`, which several processes may use in turns.
-        device: of the tensors.
+        path: path of a `SharedFile`, which several processes may use in turn.
+        device: device of the tensors.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
         self._file = _MappedFile(path, device)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Copy tensors there, of any strides; the plain data that `Inbox.take` wants.
+        """Copy tensors of any strides to the file; return the data that `Inbox.take` needs.
 
         Raises:
             OSError: there is no room for them.
@@ -73,10 +73,10 @@ class Outbox:
 
 
 class Inbox:
-    """Reads what another process has put into its `Outbox`.
+    """Reader of tensors that another process wrote with its `Outbox`.
 
     Args:
-        device: where tensors are wanted.
+        device: device to copy the tensors to.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -84,10 +84,10 @@ class Inbox:
         self._file: _MappedFile | None = None
 
     def take(self, message: dict[str, Any]) -> dict[str, Tensor]:
-        """Copies of the tensors, given what `Outbox.put` returned.
+        """Return copies of the tensors that `Outbox.put` described.
 
         Raises:
-            OSError, ValueError: they are not there.
+            OSError, ValueError: the file does not contain them.
         """
         if self._file is None or self._file.path != message["path"]:
             self._file = _MappedFile(message["path"], self._device)
@@ -99,10 +99,10 @@ class Inbox:
 
 
 class _MappedFile:
-    """A `SharedFile` as one process sees it; for a GPU its pages are locked.
+    """A `SharedFile` mapped into one process, with locked pages for a GPU.
 
-    A GPU reads and writes locked pages itself, several times as fast as others. Where the system
-    does not let them be locked, copies are as right.
+    A GPU reads and writes locked pages itself, several times as fast. If the system refuses to lock
+    them, copies are only slower.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -112,9 +112,9 @@ class _MappedFile:
         self._bytes: Tensor | None = None
 
     def grow(self, size: int) -> None:
-        """Make it at least that long, and map it.
+        """Extend the file to a size, and map it.
 
-        With zeros: a hole would end the process that fills it where there is no room.
+        Zeros are written, because a process that fills a hole without room on the disk is ended.
         """
         if self._size() >= size:
             return
@@ -124,7 +124,7 @@ class _MappedFile:
         self.map(size)
 
     def map(self, size: int) -> None:
-        """Map the whole of it, unless so many bytes are mapped already."""
+        """Map the whole file, unless enough bytes are mapped already."""
         if self._size() >= size:
             return
         if self._bytes is not None and self._is_locked:
@@ -137,10 +137,10 @@ class _MappedFile:
         return 0 if self._bytes is None else self._bytes.numel()
 
     def tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
-        """The tensor there, not a copy.
+        """Return a tensor in the file, not a copy.
 
         Raises:
-            ValueError: it would not lie in the file.
+            ValueError: it would end after the file.
         """
         kind: torch.dtype = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
@@ -152,7 +152,7 @@ class _MappedFile:
 
 
 def _locked(memory: Tensor, device: torch.device) -> bool:
-    """Lock the pages of host memory for a GPU; whether that was possible."""
+    """Lock pages of host memory for a GPU; return whether that was possible."""
     if torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA reports the failure again at the next launch

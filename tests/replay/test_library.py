@@ -47,11 +47,11 @@ def test_wrong_arguments_of_a_replay_are_named(recorded: Path) -> None:
     kernels, _ = select("torch-flash")
     settings = Settings("cpu", "warm", rounds=3)  # type: ignore[arg-type]
     wrong: list[tuple[str, tuple[Any, Any, Any]]] = [
-        ("'x1' is no list of calls", ("x1", kernels, settings)),
-        ("AttentionCall is no call to replay", (ar.load(recorded), kernels, settings)),
-        ("'torch-flash' is no list of kernels", (workloads, "torch-flash", settings)),
-        ("is no list of kernels", (workloads, ["torch-flash"], settings)),
-        ("None are no settings", (workloads, kernels, None)),
+        ("expected workloads, got 'x1'", ("x1", kernels, settings)),
+        ("expected a workload, got AttentionCall", (ar.load(recorded), kernels, settings)),
+        ("expected kernels, got 'torch-flash'", (workloads, "torch-flash", settings)),
+        ("expected kernels, got", (workloads, ["torch-flash"], settings)),
+        ("expected a Settings object, got None", (workloads, kernels, None)),
     ]
     if not torch.cuda.is_available():
         on_gpu = Settings("cuda", "cold")  # type: ignore[arg-type]
