@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attention_replay.errors import Error
-from capture.cli.verbs import VERBS, moved_flag, with_flags
+from capture.cli.verbs import RECORD, VERBS, moved_flag, with_flags
 from capture.command_line.standard_streams import (
     exit_with,
     give_up_stdout,
@@ -47,17 +47,14 @@ def _parsed(given: list[str]) -> tuple[Any, Any]:
     verb, rest = "record", given
     if given and not given[0].startswith("-"):
         verb, rest = given[0], given[1:]
-    if verb not in VERBS:
+    command = importlib.import_module(VERBS.get(verb, RECORD))
+    parser = command.parser()
+    if verb not in ("record", *VERBS):
         near = difflib.get_close_matches(verb, VERBS, n=1) or VERBS
-        _parser_of("record").error(f"unknown verb {verb!r}: did you mean {' or '.join(near)}?")
-    command = importlib.import_module(VERBS[verb])
+        parser.error(f"unknown verb {verb!r}: did you mean {' or '.join(near)}?")
     if verb == "record" and (sentence := moved_flag(rest)):
-        command.parser().exit(2, f"capture: {printable(sentence)}\n")
-    return command, command.parser().parse_args(rest)
-
-
-def _parser_of(verb: str) -> Any:
-    return importlib.import_module(VERBS[verb]).parser()
+        parser.exit(2, f"capture: {printable(sentence)}\n")
+    return command, parser.parse_args(rest)
 
 
 def _explain(error: BaseException, left_behind: str) -> int:

@@ -9,13 +9,15 @@ from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import add_verbosity
 from capture.text.printable import quoted
 
+RECORD = "capture.cli.record_command"
+"""Module of the verb `record`, which need not be named."""
+
 VERBS = {
-    "record": "capture.cli.record_command",
     "show": "capture.cli.show_command",
     "check": "capture.cli.check_command",
     "repair": "capture.cli.repair_command",
 }
-"""Module of each verb, with its `parser()` and `run(arguments)`."""
+"""Module of each other verb. Modules of verbs have `parser()` and `run(arguments)`."""
 
 MOVED_FLAGS = {
     "--show": "show DIR",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from capture.cli.verbs import VERBS
+from capture.cli.verbs import RECORD, VERBS
 from tests.in_this_process import RunCli
 from tests.noted_options import Noted, options
 
@@ -27,6 +27,7 @@ def build():
     attention = Attention()
     return attention, lambda: attention(torch.randn(1, 2, 5, 8))
 """
+ALL_VERBS = {"record": RECORD, **VERBS}
 GIVEN = {
     "record": ("--model", "my.py:build", "--overwrite"),
     "show": ("captured_inputs",),
@@ -35,7 +36,7 @@ GIVEN = {
 }
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ALL_VERBS)
 def test_help_is_short(run_cli: RunCli, verb: str) -> None:
     code, printed, _ = run_cli(verb, "--help")
     lines = printed.splitlines()
@@ -43,7 +44,7 @@ def test_help_is_short(run_cli: RunCli, verb: str) -> None:
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 100
     assert verb == "record" or printed.startswith(f"usage: capture {verb} DIR")
-    parser = importlib.import_module(VERBS[verb]).parser()
+    parser = importlib.import_module(ALL_VERBS[verb]).parser()
     assert len(options(parser)) <= 26
 
 
@@ -53,7 +54,7 @@ def test_help_of_the_command_is_that_of_record_with_five_examples(run_cli: RunCl
     assert printed.partition("examples:\n")[2].count("  capture ") == 5
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ALL_VERBS)
 def test_verb_reads_every_option(
     run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
@@ -65,6 +66,6 @@ def test_verb_reads_every_option(
         Noted.read = {"debug"}  # read where a command fails
         code, _, err = run_cli(verb, *GIVEN[verb])
     assert code == 0, err
-    parser = importlib.import_module(VERBS[verb]).parser()
+    parser = importlib.import_module(ALL_VERBS[verb]).parser()
     unread = {action.dest for action in options(parser)} - Noted.read
     assert unread <= ({"quiet"} if verb == "repair" else set())
