@@ -19,7 +19,7 @@ MAINS: dict[str, Callable[[Sequence[str]], None]] = {
     "replay": replay.cli.main.main,
 }
 VERBS: dict[str, Sequence[str]] = {
-    "capture": list(getattr(capture.cli.main, "VERBS", ())),
+    "capture": [verb for verb in capture.cli.main.VERBS if verb != "record"],  # the default
     "replay": list(getattr(replay.cli.main, "VERBS", ())),
 }
 
