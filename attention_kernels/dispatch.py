@@ -24,7 +24,8 @@ MOST_DECODED_ROWS = 64
 """Most queries of all heads that share a key head: decode reads the keys once for so many."""
 WORTH_LOOKING = 2**20
 """Least scores of a head for which it pays to find the blocks that a mask hides. Looking takes some
-20 µs, and a tenth to a half longer where the mask hides no whole block (docs/attention-kernels.md, H100)."""
+20 µs, and a tenth to a half longer where the mask hides no whole block (H100,
+docs/attention-kernels.md)."""
 
 
 def attention(

@@ -52,7 +52,8 @@ def parser_of(command: str, verb: str = "") -> argparse.ArgumentParser:
 
 def _table(command: str, parser: argparse.ArgumentParser) -> str:
     description = " ".join((parser.description or "").split())
-    lines = [f"### {command}", "", description, "", "| option | meaning |", "|---|---|"]
+    heading = [f"### {command}", ""] if " " in command else []  # the page has that of the command
+    lines = [*heading, description, "", "| option | meaning |", "|---|---|"]
     for action in _actions(parser):
         meaning = parser._get_formatter()._expand_help(action) if action.help else ""
         lines.append(f"| `{_form(action)}` | {_escaped(' '.join(meaning.split()))} |")
