@@ -156,7 +156,7 @@ def _examine_directory(
     arguments: argparse.Namespace, kernels: Sequence[Kernel] | None = None
 ) -> int:
     """Examine kernels that can run here; without any, those that the arguments name."""
-    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.arrivals import shown_arrivals
     from replay.cli.progress import Pace, shown_progress
     from replay.diagnosis.examinations import Diagnoses, diagnose
     from replay.rows.row_files import plain

@@ -7,7 +7,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TextIO
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
 
 from attention_replay.errors import Error
 from capture.command_line.parser import not_empty
@@ -16,8 +17,14 @@ from capture.text.printable import printable
 from replay.rows.replacement import why_not_written
 from replay.rows.row_files import Writable
 
-WRITTEN_FILES = ("json", "csv", "benchmark_json", "e2e_json", "plan", "report")
-"""Options of `replay` that name a file to write; `-` is stdout."""
+WRITTEN_FILES = ("json", "csv", "checks", "out", "report")
+"""Options that name a file to write; `-` is stdout."""
+
+READ_FILES = ("dir", "tolerances")
+"""Options of most verbs that name a file to read."""
+
+if TYPE_CHECKING:
+    from replay.rows.row import Row
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 """Names of stdout. What is opened by them is stderr while kernels run (`replay.cli.stdout`)."""
@@ -37,8 +44,8 @@ def output_file(given: str) -> str:
 
 
 def stdout_is_taken(arguments: argparse.Namespace) -> bool:
-    """Whether an option of `replay` writes to stdout, so that tables have no place there."""
-    return "-" in [getattr(arguments, name) for name in WRITTEN_FILES]
+    """Return whether an option writes to stdout, so that tables go to stderr or nowhere."""
+    return "-" in [vars(arguments).get(name) for name in WRITTEN_FILES]
 
 
 @contextlib.contextmanager
@@ -173,6 +180,48 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
+def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES) -> None:
+    """Find out, before any work, whether the files that a verb writes can be written.
+
+    Args:
+        read: the options, as attributes, that name a file which is read.
+
+    Raises:
+        UsageError: a file cannot be written, or two options name one file.
+    """
+    if wrong := shared_file(arguments, read, (*WRITTEN_FILES, "save_output")):
+        raise UsageError(wrong)
+    for name in WRITTEN_FILES:
+        check_place(vars(arguments).get(name))
+    if vars(arguments).get("per_call") and stdout_is_taken(arguments):
+        raise UsageError("--per-call is about tables: name a file in place of -")
+
+
+def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
+    """Return the rows of the file that `--rows` names; None without it.
+
+    Raises:
+        UsageError: there is no such file, or the rows would also be measured.
+        RowsError: it cannot be read.
+    """
+    from replay.rows.row_files import read_jsonl
+
+    if arguments.rows is None:
+        return None
+    if arguments.json is not None:
+        raise UsageError("--json is for rows that are measured: leave it out, or --rows")
+    try:
+        rows, is_cut_off = read_jsonl(Path(arguments.rows))
+    except FileNotFoundError:
+        raise UsageError(
+            f"{arguments.rows}: no such file; write one with `replay plan --json`"
+        ) from None
+    if is_cut_off:
+        sentence = "ends within a row: its replay was interrupted"
+        print(f"replay: {printable(arguments.rows)} {sentence}", file=sys.stderr)
+    return rows
+
+
 def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
     """Say which two options name one file, where at least one writes it; empty if none do.
 
@@ -182,7 +231,7 @@ def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Seq
     """
     found: dict[str, str] = {}
     for name in (*read, *written):
-        given = getattr(arguments, name)
+        given = vars(arguments).get(name)
         if given is None:
             continue
         option = f"--{name.replace('_', '-')}"

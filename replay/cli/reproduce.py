@@ -87,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _request(arguments: argparse.Namespace) -> Reproduction:
-    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.arrivals import shown_arrivals
     from replay.bench.settings import Settings
     from replay.cli.device import device_of
     from replay.kernels.registry import find

@@ -1,4 +1,4 @@
-"""`--watch`: replay again whenever the file of a kernel changes. Imports no torch."""
+"""`replay watch`: replay again whenever the file of a kernel changes. Imports torch late."""
 
 from __future__ import annotations
 
@@ -8,12 +8,20 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from attention_replay.errors import Error
+from capture.command_line.parser import OneSentenceParser
+from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
-from replay.cli.files import stdout_is_taken
+from replay.api.choices import ReplayRequest
+from replay.api.session import prepared
+from replay.cli import shared_options as options
+from replay.cli.files import UsageError, check_files, stdout_is_taken
+from replay.cli.replayed import replayed
+from replay.cli.requests import random_call, recorded_calls, request_of
 from replay.kernels.own_files import own_files
 from replay.report.rerun import changes
 
@@ -22,30 +30,60 @@ if TYPE_CHECKING:
     from replay.workers.process import First
 
 LOOK_SECONDS = 0.2
-"""How often the files are looked at; after a change, until two looks find the same."""
-
-ALONE = (
-    *("e2e", "plan", "in_process", "gpus", "ray", "max_time"),
-    *("list_kernels", "selftest", "resume", "save_baseline"),
-)
-"""Options of `replay` that `--watch` has no meaning for."""
+"""Time between two looks at the files; a change is over when two looks find the same."""
 
 Signature = dict[Path, tuple[int, int]]
 """When each file that is there was written, in nanoseconds, and its size."""
 
+EXAMPLES = """\
+  replay watch --dir captured_inputs --call llama-000007 --kernels mine.py:attention
+  replay watch random -hq 8 -sq 1024 -d 64 --kernels mine.py:attention
+"""
 
-def misuse(arguments: argparse.Namespace) -> str:
-    """Say in one sentence why `--watch` has nothing to watch; empty if it has."""
-    if not arguments.watch:
-        return ""
-    for name in ALONE:
-        if getattr(arguments, name):
-            return f"--watch replays again and again: leave out --{name.replace('_', '-')}"
+
+def parser(*, is_random: bool = False) -> OneSentenceParser:
+    """Build the parser of `replay watch`, or of `replay watch random`."""
+    command = options.verb(
+        "watch random" if is_random else "watch",
+        "Replay again whenever the file of a kernel (FILE.py:FUNCTION), or one beside it that it\n"
+        "imports, changes, and say what changed since the run before. `watch random` has one call\n"
+        "of any shape.",
+        EXAMPLES,
+    )
+    if is_random:
+        options.add_shape(command)
+        options.add_values(command, command)
+    else:
+        options.add_recording(command)
+    options.add_kernels(command)
+    options.add_timing(command)
+    options.add_place(command, in_process=False)
+    options.add_judging(command)
+    options.add_json(command, resume=False)
+    options.add_common(command)
+    return command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Replay now and after every change, until Ctrl-C.
+
+    Raises:
+        Error: an argument cannot be used, or the first replay fails.
+    """
+    is_random = list(argv[:1]) == ["random"]
+    arguments = parser(is_random=is_random).parse_args(argv[1:] if is_random else argv)
+    return narrated(arguments.verbose)(partial(_run, arguments, is_random))()
+
+
+def _run(arguments: argparse.Namespace, is_random: bool) -> int:
+    check_files(arguments)
     if stdout_is_taken(arguments):
-        return "--watch shows tables: name a file in place of -"
+        raise UsageError("`replay watch` shows tables: name a file in place of -")
     if not _kernel_files(arguments.kernels):
-        return "--watch waits for a file to change: give --kernels FILE.py:FUNCTION"
-    return ""
+        raise UsageError("no file to watch: give --kernels FILE.py:FUNCTION")
+    calls = random_call(arguments) if is_random else recorded_calls(arguments)
+    request = request_of(arguments, calls)
+    watch(request, lambda first: replayed(request, arguments, early=first).rows)
 
 
 def _kernel_files(kernels: str | None) -> list[Path]:
@@ -54,7 +92,7 @@ def _kernel_files(kernels: str | None) -> list[Path]:
 
 
 class Files:
-    """The files of some kernels, and whether they have changed.
+    """The files of some kernels, watched for changes.
 
     Args:
         kernels: the files that define them.
@@ -66,7 +104,7 @@ class Files:
         self._seen = self._look()
 
     def wait(self, sleep: Callable[[float], None] = time.sleep) -> list[str]:
-        """Wait until some have changed, and are not being written any more; their names."""
+        """Wait until files have changed and are fully written; return their names."""
         while True:
             now = self._look()
             if now != self._seen:
@@ -80,7 +118,7 @@ class Files:
                 sleep(LOOK_SECONDS)
 
     def _look(self) -> Signature:
-        """A file that cannot be parsed now may still import what it did."""
+        """Return what the files are now; one that cannot be parsed may still import what it did."""
         paths = {*self._seen, *self._kernels}
         for kernel in self._kernels:
             paths.update(path for _, path in own_files(kernel, kernel.parent))
@@ -92,10 +130,7 @@ class Files:
         return found
 
 
-def watch(
-    arguments: argparse.Namespace,
-    replay: Callable[[First], list[Row]],
-) -> NoReturn:
+def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoReturn:
     """Replay now and after every change, until Ctrl-C.
 
     Args:
@@ -108,13 +143,12 @@ def watch(
 
     # A file that is written twice in a second would be taken for its compiled self.
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
-    files, is_first = Files(_kernel_files(arguments.kernels)), True
+    files, is_first = Files(_kernel_files(request.kernels)), True
     rows: list[Row] = []
     while True:
         # The next processes import PyTorch while nothing happens.
-        with first_processes(arguments.timeout) as first:
-            first.prepare(arguments.device)
-            first.warm_up(arguments.kernels)
+        with first_processes(request.place.timeout) as first:
+            prepared(first, request.place, request.kernels)
             if not is_first:
                 print("\nwaiting for a change (Ctrl-C ends)", file=sys.stderr)
                 changed = ", ".join(files.wait())

@@ -21,28 +21,26 @@ class WorkerError(Error):
     """An environment that cannot be used as given; the message names the remedy."""
 
 
-def interpreters(
-    options: Sequence[str], file: str | None, *, are_here: bool = True
-) -> dict[str, str]:
-    """Return interpreters by environment name, from `NAME=PYTHON` options and a TOML file.
-
-    The file has a table `[environments]` with lines `name = "path/to/python"`.
+def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, str]:
+    """Return interpreters by environment name.
 
     Args:
-        are_here: whether they are on this machine.
+        options: `NAME=PYTHON`, or a TOML file that has a table `[environments]` with lines
+            `name = "path/to/python"`; a name that is given directly replaces a file's.
+        are_here: whether the interpreters are on this machine.
 
     Raises:
-        WorkerError: an option or the file has another form, or a Python does not exist.
+        WorkerError: an option or a file has another form, or a Python is missing.
     """
     found: dict[str, str] = {}
-    if file is not None:
-        found.update(_from_toml(Path(file)))
     given: dict[str, str] = {}
     for option in options:
         name, _, python = option.partition("=")
-        if not name or not python:
-            raise WorkerError(f"--env {option}: write NAME=PATH/TO/python")
-        if given.setdefault(name, python) != python:
+        if option.endswith(".toml"):
+            found.update(_from_toml(Path(option)))
+        elif not name or not python:
+            raise WorkerError(f"--env {option}: write NAME=PATH/TO/python, or name a .toml file")
+        elif given.setdefault(name, python) != python:
             raise WorkerError(f"--env names two Pythons {name}: give each a name of its own")
     found.update(given)
     for name, python in found.items():
@@ -63,7 +61,7 @@ def _from_toml(path: Path) -> dict[str, str]:
         data: dict[str, Any] = tomllib.loads(given_text(path))
     except OSError as error:
         raise WorkerError(
-            f"cannot read {path} ({error.strerror}): give --env-file a TOML file"
+            f"cannot read {path} ({error.strerror}): name a TOML file with --env"
         ) from error
     except ValueError as error:
         raise WorkerError(f"{path} is not TOML: {error}") from error

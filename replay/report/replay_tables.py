@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -21,8 +20,10 @@ def print_tables(
     rows: list[Row],
     machines: Sequence[Machine],
     settings: Settings,
-    metrics: list[str],
-    arguments: argparse.Namespace,
+    metrics: Sequence[str],
+    *,
+    per_call: bool = False,
+    versus_random: bool = False,
 ) -> None:
     """Print the tables of each type of device, and of several which kernel is fastest on which."""
     from rich.console import Console
@@ -41,17 +42,17 @@ def print_tables(
             console,
             metrics=metrics,
             errors_against=settings.errors_against,
-            per_call=arguments.per_call,
+            per_call=per_call,
             compare_stats=settings.compare_stats,
         )
-        if arguments.versus_random:
+        if versus_random:
             print_versus_random(there, console)
     if len(machines) > 1:
         _print_matrices(rows, console)
 
 
 def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
-    """What the rows were measured on, and how."""
+    """Return what the rows were measured on, and how."""
     versions = ", ".join(
         f"{name} {version}"
         for name in ("torch", "cuda", "triton")

@@ -1,40 +1,26 @@
-"""Progress of a replay on stderr: the call at work, how many are done, and the time left."""
+"""How long the calls of a replay take, and how long the rest will take."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
-
-import rich.progress
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
-from rich.table import Column
-from rich.text import Text
+from collections.abc import Callable, Mapping
 
 from capture.text.counted import counted
-from capture.text.printable import printable
-from replay.bench.runner import DONE
-
-if TYPE_CHECKING:
-    from replay.workers.execution import Progress
-    from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 
 
 class Pace:
-    """How long the calls of a replay take, and what that says of those to come.
+    """Times of the finished calls of a replay, which predict the time of the rest.
 
     Args:
-        expected: seconds that each call may take, of which only the proportions count once some are
+        expected: seconds expected for each call; only their proportions count once some calls are
             finished.
-        at_a_time: calls that are at work together.
-        scale: seconds that calls took by seconds expected, in earlier replays.
-        clock: seconds, from any start.
+        at_a_time: number of calls that run at the same time.
+        scale: ratio of measured to expected seconds in earlier replays.
+        clock: returns seconds, from any start.
     """
 
     def __init__(
@@ -51,35 +37,36 @@ class Pace:
         self._start = clock()
         self._at_work: dict[str, _AtWork] = {}
         self._took: dict[str, float] = {}
-        """Seconds of the calls that are finished."""
+        """Seconds of each finished call."""
         self.stages: dict[str, float] = defaultdict(float)
-        """Seconds by stage, those of kernels by their names."""
+        """Seconds by stage; a kernel is a stage of its name."""
 
     @property
     def total(self) -> int:
-        """Calls that there are."""
+        """Return the number of calls."""
         return len(self.expected)
 
     @property
     def done(self) -> int:
-        """Calls that are finished."""
+        """Return the number of finished calls."""
         return len(self._took)
 
     @property
     def elapsed(self) -> float:
+        """Return the seconds since the start."""
         return self._clock() - self._start
 
     @property
     def is_reliable(self) -> bool:
-        """Whether calls are finished that had not to wait for compilers."""
+        """Return whether a call is finished that did not wait for compilers."""
         return self.done > self.at_a_time
 
     @property
     def scale(self) -> float | None:
-        """Seconds that calls took by seconds expected; None where nobody knows yet.
+        """Return the ratio of measured to expected seconds; None if it is not known yet.
 
-        The first on each device, which wait for compilers, count only until there are others, and
-        where nothing is known from earlier replays.
+        The first call on each device waits for compilers. It counts only until other calls are
+        finished, and only without a ratio from earlier replays.
         """
         if not self.is_reliable and self._earlier_scale is not None:
             return self._earlier_scale
@@ -91,11 +78,11 @@ class Pace:
 
     @property
     def proven_scale(self) -> float | None:
-        """As `scale`, but never from first calls, which are no reason to leave others out."""
+        """Return `scale`, but None while it rests on first calls: they are a poor reason to skip calls."""
         return self.scale if self.is_reliable else self._earlier_scale
 
     def left(self) -> float | None:
-        """Seconds that the remaining calls will take; None where nobody knows yet."""
+        """Return the seconds that the remaining calls will take; None if they are not known yet."""
         if self.scale is None or self.done >= self.total:
             return None
         now, left = self._clock(), 0.0
@@ -128,7 +115,7 @@ class Pace:
 
 
 class _AtWork:
-    """A call that is not finished."""
+    """A call that is running."""
 
     def __init__(self, began: float) -> None:
         self.began = began
@@ -143,58 +130,7 @@ class _AtWork:
 
 
 def seconds_by_stage(stages: Mapping[str, float]) -> str:
-    """Format as `8.1 s: 5.2 torch-math, 2.9 computing the reference`, the longest first."""
+    """Format as `8.1 s: 5.2 torch-math, 2.9 computing the reference`, longest first."""
     longest = sorted(stages.items(), key=lambda item: -item[1])
     parts = ", ".join(f"{seconds:.1f} {stage}" for stage, seconds in longest if seconds >= 0.05)
     return f"{sum(stages.values()):.1f} s: {parts}"
-
-
-class TimeColumn(ProgressColumn):
-    """`1:20 left`; the time so far in `0:12` while that is all one can know."""
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__(Column(no_wrap=True))
-        self._pace = pace
-
-    def render(self, task: Task) -> Text:
-        left = self._pace.left()
-        return Text(
-            _clock_time(self._pace.elapsed) if left is None else f"{_clock_time(left)} left"
-        )
-
-
-def _clock_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-@contextlib.contextmanager
-def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
-    """Show how far a replay is; yield what takes a call and its stage."""
-    columns = (
-        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
-        BarColumn(bar_width=16),
-        MofNCompleteColumn(),
-        TimeColumn(pace),
-    )
-    console = Console(stderr=True)
-    with rich.progress.Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=quiet or not console.is_terminal,
-        expand=True,
-    ) as progress:
-        task = progress.add_task("starting workers", total=pace.total)
-
-        def report(workload: Workload, stage: str) -> None:
-            if stage == DONE:
-                pace.leave(workload.label)
-                progress.update(task, completed=pace.done)
-                return
-            pace.enter(workload.label, stage)
-            progress.update(task, description=printable(f"{workload.label}: {stage}"))
-
-        yield report
-        pace.finish()

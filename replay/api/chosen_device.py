@@ -1,0 +1,44 @@
+"""The device that a user names, or the one that is present."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from capture.large_imports import import_for_good
+from replay.api.choices import ChoiceError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def check_name(name: str | None) -> None:
+    """Raise ChoiceError if a name is not that of a device; torch is imported only in doubt."""
+    if name and not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
+        device_of(name)
+
+
+def device_of(name: str | None) -> torch.device:
+    """Return the device of that name; without a name, the GPU if there is one.
+
+    Raises:
+        ChoiceError: there is no such device, or no kernel runs on it.
+    """
+    import_for_good("torch")
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise ChoiceError(f"--device {name}: write, e.g., cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ChoiceError(f"--device {name}: PyTorch finds no CUDA device, use --device cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise ChoiceError(f"--device {name}: only cpu and cuda are supported")
+    if device.type == "cpu" and device.index is not None:
+        raise ChoiceError(f"--device {name}: there is one, write --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ChoiceError(
+            f"--device {name}: PyTorch finds {torch.cuda.device_count()} CUDA devices, from cuda:0"
+        )
+    return device

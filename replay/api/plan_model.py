@@ -1,0 +1,139 @@
+"""The function `plan`: the fastest kernel for each layer of a recorded model, within a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attention_replay.errors import Error
+from replay.api.replay_calls import call_choice, replay
+
+if TYPE_CHECKING:
+    from capture.storage.capture_record import CaptureRecord
+    from capture.storage.dataset import Dataset
+    from replay.plan.choose import Uniform
+    from replay.plan.plan import Budget, Plan
+    from replay.rows.row import Row
+
+BUDGET = "cosine=0.998"
+"""The budget of a plan if none is given."""
+
+
+class RecordingError(Error):
+    """A recording does not have what its model is planned or checked by."""
+
+
+class Choice(NamedTuple):
+    """A plan, and what it was chosen from."""
+
+    plan: Plan
+    uniform: list[Uniform]
+    """Each kernel used at every layer, the baseline first."""
+    shortfall: str
+    """Says what attention the recording could not see; empty if it saw all."""
+
+
+def plan(
+    dataset: str | os.PathLike[str] | Dataset,
+    rows: Sequence[Row] | None = None,
+    *,
+    budget: str | Budget = BUDGET,
+    **options: Any,
+) -> Plan:
+    """Choose the kernel to use at each layer of a recorded model.
+
+    Times depend on how a model calls its kernels, so rows are measured as in a model: behind the
+    model's own attention as baseline, with its masks, and on a GPU with untimed calls before each
+    sample. Rows of your own should be of `replay(…, for_model=True)`.
+
+    Args:
+        dataset: all recorded calls of one model: a directory, an archive, an address or a dataset.
+        rows: rows of these calls; None to measure them.
+        budget: the largest error at any layer, such as "cosine=0.998".
+        **options: of `replay`, for measuring.
+
+    Raises:
+        Error: the recording or the rows allow no plan.
+
+    Example:
+        >>> plan("captured_inputs", budget="cosine=0.998").save("plan.json")
+    """
+    with call_choice(dataset) as choice:
+        opened = choice.opened(quiet=options.get("progress") is False)
+    capture = one_capture(opened, str(dataset))
+    if rows is None:
+        rows = replay(opened or dataset, for_model=True, **options)
+    return choose_plan(capture, rows, budget).plan
+
+
+def choose_plan(
+    capture: CaptureRecord, rows: Sequence[Row], budget: str | Budget = BUDGET
+) -> Choice:
+    """Choose a plan from rows.
+
+    Raises:
+        Error: the rows allow no plan, or the budget is invalid.
+    """
+    from replay.end_to_end.census_check import shortfall
+    from replay.end_to_end.model_process import OWN
+    from replay.kernels.registry import KernelNameError, find
+    from replay.plan.choose import choose, uniform
+    from replay.plan.plan import parse_budget
+
+    limit = parse_budget(budget) if isinstance(budget, str) else budget
+    exclusive = set()
+    for name in {row.kernel for row in rows if row.kernel}:
+        try:
+            if find(name).own_process:
+                exclusive.add(name)
+        except KernelNameError:  # rows of another machine may name a kernel that only it has
+            continue
+    chosen = choose(rows, capture.census, limit, OWN, exclusive)
+    return Choice(chosen, uniform(rows, capture.census, limit, OWN), shortfall(capture))
+
+
+def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
+    """Return the captures of whole calls that a model is planned or checked by.
+
+    Raises:
+        RecordingError: the recording lacks something; the message says what to do.
+    """
+    from capture.storage.joined_calls import is_part, model_of
+
+    captures = [] if dataset is None else dataset.captures
+    entries = [] if dataset is None else dataset.entries
+    if not captures or not all(capture.census.get("rows") for capture in captures):
+        raise RecordingError(
+            f"{where} has no manifest with the recorded model and its number of calls: "
+            "capture it again"
+        )
+    if partial := [capture for capture in captures if capture.heads]:
+        raise RecordingError(
+            f"{where} contains only heads {partial[0].heads} of each call of "
+            f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
+            "without --heads"
+        )
+    if parts := [entry.origin for entry in entries if is_part(entry.origin)]:
+        raise RecordingError(
+            f"{where} contains the {parts[0].split} that each rank of "
+            f"{model_of(parts[0])} has, and no single process runs such a model: capture it in one "
+            "process"
+        )
+    return captures
+
+
+def one_capture(dataset: Dataset | None, where: str) -> CaptureRecord:
+    """Return the capture that a plan is made for.
+
+    Raises:
+        RecordingError: the recording is of several models, or lacks something.
+    """
+    captures = whole_captures(dataset, where)
+    if len(captures) > 1:
+        models = ", ".join(capture.model for capture in captures)
+        raise RecordingError(
+            f"a plan is for one model, but {where} contains {models}: capture each into "
+            "its own directory (capture --out DIR)"
+        )
+    return captures[0]

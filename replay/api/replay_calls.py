@@ -1,0 +1,196 @@
+"""The function `replay`: every kernel on every call, as the command does it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from replay.api.choices import (
+    CallChoice,
+    CallsInMemory,
+    ChoiceError,
+    MeasureChoice,
+    RecordedCalls,
+    ReplayRequest,
+    RunPlace,
+    joined_names,
+)
+from replay.api.session import Session, say_on_stderr
+from replay.timing.defaults import ROUNDS
+
+if TYPE_CHECKING:
+    from capture.call.attention_call import AttentionCall
+    from replay.accuracy.thresholds import Thresholds
+    from replay.api.measured_rows import Rows
+    from replay.kernels.registry import Kernel
+    from replay.timing.timer import Cache
+
+
+
+def replay(
+    dataset: str | os.PathLike[str] | Iterable[AttentionCall],
+    *,
+    kernels: str | Sequence[str | Kernel] | None = None,
+    calls: str | Sequence[str] | None = None,
+    join_ranks: bool = False,
+    versus_random: bool = False,
+    device: str | None = None,
+    cache: Cache | None = None,
+    rounds: int = ROUNDS,
+    calls_before: int | None = None,
+    max_seconds: float | None = None,
+    max_noise: float | None = None,
+    max_time: float | None = None,
+    baseline: str | None = None,
+    errors_against: str = "reference",
+    metrics: Sequence[str] = (),
+    tolerances: str | os.PathLike[str] | Thresholds | None = None,
+    save_output: str | os.PathLike[str] | None = None,
+    gpus: str | Sequence[int] | None = None,
+    ray: str | None = None,
+    env: Mapping[str, str] | Sequence[str] | None = None,
+    workers: bool = True,
+    timeout: float = 300.0,
+    progress: bool | None = None,
+    for_model: bool = False,
+) -> Rows:
+    """Run kernels on calls, in worker processes, and return a row for each kernel and call.
+
+    A script needs no `if __name__ == "__main__"`: worker processes do not import it.
+
+    Args:
+        dataset: a directory that `capture` wrote, an archive of one, an address, an open dataset,
+            or calls.
+        kernels: names and globs, as a list or with commas between them; None for the default ones,
+            "all" for all. `FILE.py:FUNCTION` is a kernel of your own.
+        calls: only the calls of these names and globs.
+        join_ranks: replay the calls that ranks of a distributed model share, each as a whole.
+        versus_random: replay each call beside random and moment-matched values.
+        device: "cpu", "cuda" or "cuda:1"; None for a GPU if there is one.
+        cache: "cold" or "warm"; None for cold on a GPU.
+        rounds: samples per kernel and call.
+        calls_before: untimed calls of the same kernel before each sample.
+        max_seconds: time limit per kernel and call, which may reduce the rounds.
+        max_noise: end the rounds once every median is known within this share of it.
+        max_time: seconds after which the replay ends, with the most representative calls first.
+        baseline: kernel that speed-ups are relative to; None for what the model called.
+        errors_against: "reference", "captured" or a kernel.
+        metrics: what is measured only on request: "energy", "roofline", "resources".
+        tolerances: constants to judge accuracy by, or a TOML file of them.
+        save_output: directory for every kernel's outputs.
+        gpus: "all", or indices of GPUs to spread the calls over.
+        ray: address of a Ray cluster to spread the calls over.
+        env: interpreters of other Python environments, by name.
+        workers: False to run kernels in this process, where a crash ends it.
+        timeout: seconds after which a kernel that hangs is ended.
+        progress: False for no progress and no hints on stderr.
+        for_model: measure what a model gains, for `plan` and `verify`.
+
+    Raises:
+        Error: an argument cannot be used, or there is nothing to replay.
+
+    Example:
+        >>> rows = replay("captured_inputs", kernels="torch-*")
+        >>> rows.best()
+    """
+    measure = MeasureChoice(
+        cache=cache,
+        rounds=rounds,
+        calls_before=calls_before,
+        max_seconds=max_seconds,
+        max_noise=max_noise,
+        baseline=baseline,
+        errors_against=errors_against,
+        metrics=tuple(metrics),
+        save_output=None if save_output is None else Path(save_output),
+        tolerances=_tolerances(tolerances),
+        for_model=for_model,
+    )
+    place = RunPlace(
+        device=None if device is None else str(device),
+        gpus=gpus if gpus is None or isinstance(gpus, str) else ",".join(map(str, gpus)),
+        ray=ray,
+        environments=environments(env),
+        timeout=timeout,
+        in_process=not workers,
+    )
+    with call_choice(dataset, joined_names(calls), join_ranks, versus_random) as choice:
+        names = joined_names(kernels)
+        return measured(ReplayRequest(choice, names, measure, place, max_time), progress)
+
+
+def measured(request: ReplayRequest, progress: bool | None = None) -> Rows:
+    """Return the rows of a request.
+
+    Raises:
+        Error: a choice cannot be used, or there is nothing to replay.
+    """
+    from replay.api.measured_rows import Rows
+
+    request.check()
+    quiet = progress is False
+    with Session(request, quiet=quiet) as session:
+        for _ in session.rows():
+            pass
+        outcome = session.outcome()
+    if outcome.left_out and not quiet:
+        say_on_stderr(outcome.left_out)
+    return Rows(outcome.rows)
+
+
+@contextmanager
+def call_choice(
+    dataset: str | os.PathLike[str] | Iterable[AttentionCall],
+    names: str | None = None,
+    join_ranks: bool = False,
+    versus_random: bool = False,
+) -> Iterator[CallChoice]:
+    """Yield the choice of a dataset's calls; calls of this program are on disk meanwhile.
+
+    Raises:
+        ChoiceError: it is neither a dataset nor calls.
+    """
+    from capture.storage.dataset import Dataset
+
+    if isinstance(dataset, Dataset):
+        where = str(dataset.directory)
+        yield RecordedCalls(where, names, join_ranks, versus_random, dataset)
+    elif isinstance(dataset, str | os.PathLike):
+        yield RecordedCalls(os.fspath(dataset), names, join_ranks, versus_random)
+    else:
+        calls = _calls(dataset)
+        if names is not None or join_ranks or versus_random:
+            raise ChoiceError(
+                "calls, join_ranks and versus_random choose from a recording: name its directory"
+            )
+        with tempfile.TemporaryDirectory(prefix="attention-replay-") as directory:
+            yield CallsInMemory(calls, Path(directory))
+
+
+def environments(env: Mapping[str, str] | Sequence[str] | None) -> tuple[str, ...]:
+    """Return environments as `NAME=PYTHON`, or the TOML files that name them."""
+    if env is None:
+        return ()
+    if isinstance(env, Mapping):
+        return tuple(f"{name}={python}" for name, python in env.items())
+    return (env,) if isinstance(env, str) else tuple(env)
+
+
+def _calls(given: Any) -> tuple[AttentionCall, ...]:
+    from capture.call.attention_call import AttentionCall
+
+    calls = (given,) if isinstance(given, AttentionCall) else tuple(given)
+    for call in calls:
+        if not isinstance(call, AttentionCall):
+            raise ChoiceError(
+                f"expected a directory, a Dataset or attention calls, got {type(call).__name__}"
+            )
+    return calls
+
+
+def _tolerances(given: str | os.PathLike[str] | Thresholds | None) -> Path | Thresholds | None:
+    return Path(given) if isinstance(given, str | os.PathLike) else given

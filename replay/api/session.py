@@ -1,0 +1,492 @@
+"""A replay from a request to its rows: where kernels run, what comes first, what was left out.
+
+Imports no torch until the session begins: its worker processes start before, and import torch
+meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.text.counted import counted
+from capture.text.printable import printable
+from replay.api.choices import ChoiceError, Found, ReplayRequest, RunPlace, special_kernels
+from replay.distribution.pace import Pace
+from replay.distribution.time_limit import TimeLimit, in_words
+
+if TYPE_CHECKING:
+    import torch
+
+    from capture.storage.dataset import Dataset
+    from replay.bench.settings import Settings
+    from replay.distribution.ray_cluster import Cluster
+    from replay.kernels.registry import Kernel
+    from replay.rows.row import Machine, Row
+    from replay.workers.execution import Assignment, Execution
+    from replay.workers.process import First
+    from replay.workloads.recorded import Workload
+
+logger = logging.getLogger(__name__)
+
+LONG_SECONDS = 30.0
+"""Shorter replays are not announced: they end before a user decides to wait."""
+
+NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--metric resources")
+"""Options that rows do not name, so that `--resume` cannot see them change."""
+
+
+def say_on_stderr(sentence: str) -> None:
+    """Print a sentence about a replay on stderr."""
+    print(f"replay: {printable(sentence)}", file=sys.stderr)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a session."""
+
+    rows: list[Row]
+    """In the order of the calls, those of a resumed file included; after an early end, only those
+    of complete calls."""
+    all_rows: list[Row]
+    """The same, with those of incomplete calls."""
+    is_in_order: bool
+    """Whether the rows came in this order."""
+    left_out: str
+    """Says what there was no time for; empty for nothing."""
+
+
+@dataclass
+class _Part:
+    """Calls to replay with the same kernels."""
+
+    assigned: Assignment
+    calls: list[Workload]
+    tiers: list[int]
+    """Of the calls (`replay.workloads.representative`), all equal if there is time for all."""
+    pace: Pace
+    kernels: int
+    """Number of kernels."""
+
+    @property
+    def seconds(self) -> float:
+        """Return how long it may take, apart from compiling."""
+        from replay.distribution.estimate import together
+
+        expected = [self.pace.expected[call.label] for call in self.calls]
+        return together(expected, self.pace.at_a_time) * (self.pace.scale or 1.0)
+
+
+class Session:
+    """A replay at work, for the length of a `with` block.
+
+    Args:
+        early: worker processes that were started before; None to start them in the block.
+        quiet: whether to say and show nothing but warnings.
+        say: takes each sentence for the user.
+
+    Attributes:
+        dataset: the open recording; None if the calls are not recorded, or by an older version.
+        device: where kernels run; with several devices, their type.
+        machines: one for each type of device.
+        settings: how kernels are timed and judged.
+        kernels: the kernels to run.
+        assigned: the kernels by environment.
+        pythons: the interpreters of the other environments.
+        workloads: the calls.
+    """
+
+    dataset: Dataset | None
+    device: torch.device
+    machines: list[Machine]
+    settings: Settings
+    kernels: list[Kernel]
+    assigned: Assignment
+    pythons: dict[str, str]
+    workloads: list[Workload]
+
+    def __init__(
+        self,
+        request: ReplayRequest,
+        *,
+        early: First | None = None,
+        quiet: bool = False,
+        say: Callable[[str], None] = say_on_stderr,
+    ) -> None:
+        self.request = request
+        self.limit = TimeLimit(request.max_time)
+        self._early = early
+        self._quiet = quiet
+        self._say = say
+        self._where: Execution
+        self._rows: list[Row] = []
+        self._parts: list[_Part] = []
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Session:
+        with contextlib.ExitStack() as stack:
+            self._enter(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self._stack.close()
+
+    def _enter(self, stack: contextlib.ExitStack) -> None:
+        request, place = self.request, self.request.place
+        cluster = None
+        early = [] if self._early is None else [self._early]
+        if place.ray is not None:
+            from replay.distribution.ray_cluster import connected
+
+            cluster = stack.enter_context(connected(place.ray))
+        elif not place.in_process and not early:
+            early = stack.enter_context(_first_processes(request, self.limit))
+        from replay.api.chosen_device import device_of
+
+        self.device = device_of(place.device) if cluster is None else cluster.device
+        self.pythons = place.interpreters()
+        self.dataset = request.calls.opened(quiet=self._quiet)
+        self._where = stack.enter_context(self._execution(early, cluster))
+        self.kernels = _able_by_name(request, self._where, self.device)
+        self.settings = request.measure.settings(self.device)
+        self.machines = self._where.machines(self.device)
+        found = request.calls.found(self.dataset, quiet=self._quiet)
+        if cluster is None:
+            self._check_size(found)
+        self.workloads = found.workloads
+        if found.note:
+            self._say(found.note)
+        if not self._quiet and (unread := self._no_readings()):
+            self._say(unread)
+        self.assigned = self._where.assign(self.kernels, self.device)
+        for name, kernels in self.assigned.items():
+            logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in kernels))
+
+    def _execution(
+        self, early: Sequence[First], cluster: Cluster | None
+    ) -> contextlib.AbstractContextManager[Execution]:
+        place, stopped = self.request.place, self.limit.stopped
+        if cluster is not None:
+            return cluster.fleet(self.pythons, place.timeout, stopped)
+        if place.gpus is None:
+            return self._one_device(early[0] if early else None)
+        from replay.distribution.device_slots import gpus
+        from replay.distribution.fleet import fleet
+
+        return fleet(gpus(place.gpus), self.pythons, place.timeout, stopped, early)
+
+    @contextlib.contextmanager
+    def _one_device(self, first: First | None) -> Iterator[Execution]:
+        """Run kernels on one device, and say so if another replay measures on it too."""
+        from replay.distribution.device_slots import held_if_free
+        from replay.workers.execution import execution
+        from replay.workers.process import Placement
+
+        place = Placement(stopped=self.limit.stopped)
+        with (
+            held_if_free(self.device) as trouble,
+            execution(first, self.pythons, self.request.place.timeout, place) as where,
+        ):
+            if trouble:
+                self._say(f"{trouble}; times are of both together")
+            yield where
+
+    def _check_size(self, found: Found) -> None:
+        """Raise ShapeError if calls that are drawn are too large for this machine."""
+        if found.specs:
+            from replay.bench.feasibility import check_size
+
+            check_size(found.specs, self.device, len(_able(self.kernels, self.device)))
+
+    def _no_readings(self) -> str:
+        """Return what no row will say of the machine, and why."""
+        from replay.timing.gpu_state import why_no_state
+
+        if self.request.place.ray is not None:
+            return ""  # this machine says nothing about the nodes
+        if self.device.type == "cpu" and "energy" in self.request.measure.metrics:
+            return "energy needs an NVIDIA GPU"
+        return why_no_state(self.device)
+
+    def rows(self) -> Iterator[Row]:
+        """Yield rows as calls are finished; those that a resumed file has are in `kept`."""
+        from replay.distribution.estimate import History
+
+        history = History()
+        scale = history.scale(self.machines)
+        self._parts = self._planned(scale)
+        seconds = sum(part.seconds for part in self._parts)
+        is_long = self.limit.seconds is not None or seconds >= LONG_SECONDS
+        if self._parts and is_long and not self._quiet:
+            self._say(self._announced(scale))
+        with contextlib.closing(self._measured()) as measured:
+            for row in measured:
+                self._rows.append(row)
+                if row.first_call_ms is not None:
+                    logger.info("first call of %s: %.1f ms", row.id, row.first_call_ms)
+                yield row
+
+    def outcome(self, *, is_early_end: bool = False) -> Outcome:
+        """Return what the session has measured so far.
+
+        Args:
+            is_early_end: whether an error or Ctrl-C ended it: of rows of a call, some may be
+                missing.
+        """
+        from replay.bench.resume import label_of, latest
+        from replay.distribution.estimate import History
+
+        # Calls whose kernels hung took as long as the time-out let them.
+        if not any(row.status == "timeout" for row in self._rows):
+            for part in self._parts:
+                if part.pace.is_reliable and part.pace.scale is not None:
+                    History().note(self.machines, part.pace.scale, part.pace.elapsed)
+        places = {workload.label: place for place, workload in enumerate(self._calls)}
+        label = {id(row): label_of(row, self.machines) for row in self._rows}
+        in_order = sorted(latest(self._rows), key=lambda row: places[label[id(row)]])
+        shown = in_order
+        if is_early_end:
+            shown = _of_complete_calls(in_order, self._stages(), self.machines)
+        is_in_order = [id(row) for row in in_order] == [id(row) for row in self._rows]
+        left_out = _left_out(self._calls, shown, self.machines, self.assigned)
+        return Outcome(shown, in_order, is_in_order, left_out)
+
+    @property
+    def kept(self) -> list[Row]:
+        """Return the rows of a resumed file that are kept, once `rows` has begun."""
+        return self._rows
+
+    @property
+    def _calls(self) -> list[Workload]:
+        """Return the calls, once for each type of device."""
+        if len(self.machines) == 1:
+            return self.workloads
+        return [
+            replace(call, on=machine.device) for machine in self.machines for call in self.workloads
+        ]
+
+    def _stages(self) -> list[Assignment]:
+        """Return the kernels of each round of the calls: those that are no variants come first."""
+        first = without_variants(self.assigned)
+        return [self.assigned] if first is None else [first, self.assigned]
+
+    def _planned(self, scale: float | None) -> list[_Part]:
+        """Return what there is to measure, after what a resumed file has."""
+        from replay.distribution.estimate import Rates, expected_seconds
+        from replay.workloads.representative import tiers
+
+        calls, stages = self._calls, self._stages()
+        left = [calls] * len(stages)
+        if self.request.resume is not None:
+            self._rows, left = self._resumed(self.request.resume, stages)
+        tier_of: dict[str, int] = {}
+        if self.limit.seconds is None:  # every call gets its turn, so none must come first
+            stages, left = stages[-1:], left[-1:]
+        else:
+            names = (call.name for call in self.workloads)
+            tier_of = dict(zip(names, tiers(self.workloads), strict=True))
+        rates, parts = Rates.of(self.device), []
+        for stage, waiting in zip(stages, left, strict=True):
+            able = {name: _able(kernels, self.device) for name, kernels in stage.items()}
+            expected = expected_seconds(waiting, able, self.settings, rates)
+            pace = Pace(expected, self._where.at_a_time, scale)
+            if waiting:
+                kernels = len({kernel.name for those in able.values() for kernel in those})
+                order = [tier_of.get(call.name, 0) for call in waiting]
+                parts.append(_Part(stage, waiting, order, pace, kernels))
+        return parts
+
+    def _resumed(
+        self, path: Path, stages: Sequence[Assignment]
+    ) -> tuple[list[Row], list[list[Workload]]]:
+        """Return the rows of a file that are complete at any stage, and the calls left at each."""
+        from replay.bench.resume import finished_rows, label_of
+        from replay.rows.row_files import save_jsonl
+
+        rows: dict[str, list[Row]] = {}
+        left: list[list[Workload]] = []
+        for stage in stages:
+            found, waiting = finished_rows(path, self._calls, stage, self.machines, self.settings)
+            of_stage: dict[str, list[Row]] = {}
+            for row in found:
+                of_stage.setdefault(label_of(row, self.machines), []).append(row)
+            rows |= of_stage
+            left.append(waiting)
+        kept = [row for call in self._calls for row in rows.get(call.label, [])]
+        save_jsonl(kept, path)
+        if kept and not self._quiet:
+            labels = {label_of(row, self.machines) for row in kept}
+            count = len(labels - {call.label for call in left[-1]})
+            are = "1 call is" if count == 1 else f"{count} calls are"
+            self._say(
+                f"{are} kept as measured before, whatever {', '.join(NOT_COMPARED)} say now; "
+                f"{len(left[-1])} to go"
+            )
+        return kept, left
+
+    def _measured(self) -> Iterator[Row]:
+        """Yield the rows of all parts, as far as there is time."""
+        from replay.report.progress import shown_progress
+        from replay.workers.process import Stopped
+        from replay.workloads.schedule import Schedule
+
+        with self.limit.watched():
+            for part in self._parts:
+                pace = part.pace
+
+                def is_in_time(call: Workload, pace: Pace = pace) -> bool:
+                    seconds = pace.expected[call.label] * (pace.proven_scale or 1.0)
+                    return self.limit.allows(seconds)
+
+                expected = [pace.expected[call.label] for call in part.calls]
+                schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
+                with shown_progress(pace, quiet=self._quiet) as report:
+                    try:
+                        yield from self._where.replay(
+                            schedule, part.assigned, self.settings, report
+                        )
+                    except Stopped:
+                        return
+
+    def _announced(self, scale: float | None) -> str:
+        """Return what will be replayed where, and how long that may take."""
+        parts = self._parts
+        calls = len({call.name for part in parts for call in part.calls})
+        devices = parts[0].pace.at_a_time
+        what = f"{counted(calls, 'call')} × {counted(parts[-1].kernels, 'kernel')}"
+        several = f"{devices} × " if devices > 1 else ""
+        types = " and ".join(machine.device for machine in self.machines)
+        seconds = sum(part.seconds for part in parts)
+        by = "a guess, as nothing was replayed here yet"
+        if scale is not None:
+            by = "as the last replay here"
+        sentence = f"{what} on {several}{types}: about {in_words(seconds)} ({by})"
+        if self.limit.seconds is not None and not self.limit.allows(seconds):
+            within = in_words(self.limit.seconds)
+            sentence += f"; the most representative calls first, for {within}"
+        return sentence
+
+
+@contextlib.contextmanager
+def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[First]]:
+    """Start the processes of the device, or of each GPU, which import PyTorch meanwhile."""
+    from replay.distribution.device_slots import probable_gpus
+    from replay.workers.process import Placement, first_processes
+
+    place = request.place
+    with contextlib.ExitStack() as stack:
+        if place.gpus is None:
+            here = Placement(stopped=limit.stopped)
+            first = stack.enter_context(first_processes(place.timeout, here))
+            prepared(first, place, request.kernels)
+            yield [first]
+            return
+        # They use no device before it is known that no other replay does.
+        places = [
+            Placement(device.variables, device.cpus, limit.stopped)
+            for device in probable_gpus(place.gpus)
+        ]
+        early = [stack.enter_context(first_processes(place.timeout, there)) for there in places]
+        for first in early:
+            first.warm_up(request.kernels)
+        yield early
+
+
+def prepared(first: First, place: RunPlace, kernels: str | None) -> None:
+    """Let processes start their device and import what kernels compile with; nobody waits."""
+    first.prepare(place.device)
+    first.warm_up(kernels)
+
+
+def _able_by_name(request: ReplayRequest, where: Execution, device: torch.device) -> list[Kernel]:
+    """Return the kernels of a request.
+
+    A glob matches what is available; a kernel given by name must be able to run.
+
+    Raises:
+        ChoiceError: a kernel given by name cannot run in any environment.
+    """
+    from replay.kernels.registry import find, select
+
+    kernels, names = select(request.kernels)
+    names += special_kernels(request.measure)
+    # The failure of a user's own kernel is reported in its row.
+    named = [kernel for kernel in map(find, names) if kernel.load is None]
+    found = where.probe(named, device) if named else {}
+    for kernel in named:
+        reasons = [findings[kernel.name].reason for findings in found.values()]
+        if all(reasons):
+            raise ChoiceError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
+    return kernels
+
+
+def _able(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
+    """Return the kernels that can run on a CPU; on a GPU all, lest their libraries be imported."""
+    return [
+        kernel
+        for kernel in kernels
+        if device.type != "cpu" or kernel.load is not None or not kernel.unavailable(device)
+    ]
+
+
+def without_variants(assigned: Assignment) -> Assignment | None:
+    """Return the kernels that are no other's variants; None where all are, or none."""
+    plain = {
+        name: [kernel for kernel in kernels if not kernel.variant_of]
+        for name, kernels in assigned.items()
+    }
+    return plain if plain != assigned and any(plain.values()) else None
+
+
+def _of_complete_calls(
+    rows: Sequence[Row], stages: Sequence[Assignment], machines: Sequence[Machine]
+) -> list[Row]:
+    """Return the rows of calls that have every kernel of a stage, or that cannot be read."""
+    from replay.bench.resume import label_of
+
+    found: dict[str, set[tuple[str, str]]] = {}
+    for row in rows:
+        found.setdefault(label_of(row, machines), set()).add((row.environment, row.kernel))
+    wanted = [
+        {(name, kernel.name) for name, kernels in stage.items() for kernel in kernels}
+        for stage in stages
+    ]
+    complete = {
+        call
+        for call, present in found.items()
+        if any(kernels <= present for kernels in wanted) or any(not name for _, name in present)
+    }
+    return [row for row in rows if label_of(row, machines) in complete]
+
+
+def _left_out(
+    workloads: Sequence[Workload],
+    rows: Sequence[Row],
+    machines: Sequence[Machine],
+    assigned: Mapping[str, Sequence[Kernel]],
+) -> str:
+    """Return what there was no time for; empty for nothing."""
+    from replay.bench.resume import label_of
+
+    measured: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        key = label_of(row, machines), row.environment
+        measured.setdefault(key, set()).add(row.kernel)
+    begun = {label_of(row, machines) for row in rows}
+    unreadable = {label_of(row, machines) for row in rows if not row.kernel}
+    partly = {
+        call
+        for call in begun - unreadable
+        for name, kernels in assigned.items()
+        if {kernel.name for kernel in kernels} - measured.get((call, name), set())
+    }
+    missing = len(workloads) - len(begun)
+    parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
+    parts += [f"{counted(len(partly), 'call')} without some kernels"] if partly else []
+    return ", ".join(parts)

@@ -1,0 +1,431 @@
+"""The function `verify`: the recorded model with each kernel, beside the prediction."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attention_replay.errors import Error
+from replay.api.choices import joined_names
+from replay.api.plan_model import RecordingError, whole_captures
+from replay.api.replay_calls import call_choice, environments, replay
+from replay.api.session import say_on_stderr
+from replay.workers.environment_options import interpreters
+
+if TYPE_CHECKING:
+    import torch
+
+    from capture.storage.capture_record import CaptureRecord
+    from capture.storage.dataset import Dataset
+    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_process import Variant
+    from replay.kernels.registry import Kernel
+    from replay.plan.plan import Plan
+    from replay.rows.row import KernelId, Row
+    from replay.workers.execution import Assignment
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """How to run a recorded model."""
+
+    plan: str | None = None
+    """File of a plan to run the model with too."""
+    text: str | None = None
+    """File of a text that a language model's perplexity is measured on."""
+    rounds: int | None = None
+    """Timed runs per kernel; None for as many as fit into some seconds."""
+    trust_code: bool = False
+    """Whether files of code that the recording or the plan names may run."""
+    any_device: bool = False
+    """Whether to use a plan that was made on another type of GPU."""
+    timeout: float = 300.0
+    """Seconds without a sign of life after which the model's process is ended."""
+
+
+@dataclass(frozen=True)
+class RecordedModels:
+    """The models of a recording, ready to be built, and what to run in them."""
+
+    request: ModelRequest
+    captures: list[CaptureRecord]
+    builds: list[dict[str, Any]]
+    """The arguments that build the model of each capture."""
+    text: str | None
+    plan: Plan | None
+
+    @property
+    def plan_kernels(self) -> str | None:
+        """Return the names of the plan's kernels, which are measured if no others are named."""
+        return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
+
+
+class ModelResult(NamedTuple):
+    """The checks of one model; the first is its own attention."""
+
+    model: str
+    checks: list[Checked]
+    trouble: str = ""
+    """Says why there is none; empty if there are some."""
+
+
+def verify(
+    dataset: str | os.PathLike[str] | Dataset,
+    rows: Sequence[Row] | None = None,
+    *,
+    kernels: str | Sequence[str | Kernel] | None = None,
+    plan: str | os.PathLike[str] | None = None,
+    text: str | os.PathLike[str] | None = None,
+    model_rounds: int | None = None,
+    trust_code: bool = False,
+    any_device: bool = False,
+    device: str | None = None,
+    env: Mapping[str, str] | Sequence[str] | None = None,
+    timeout: float = 300.0,
+    save_output: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+    **options: Any,
+) -> list[Checked]:
+    """Run the recorded model with each kernel: predicted and measured speed-up, and drift.
+
+    Args:
+        dataset: the recording: a directory, an archive, an address or a dataset.
+        rows: rows of its calls, which predictions are made from; None to measure them.
+        kernels: names and globs of kernels to run; None for those of the rows or the plan, or the
+            default ones.
+        plan: file of a plan to run the model with too.
+        text: file of a text to measure a language model's perplexity on.
+        model_rounds: timed runs of the model per kernel; None for as many as fit into 6 s.
+        trust_code: run files of code that the recording or the plan names.
+        any_device: use a plan that was made on another type of GPU.
+        device: where to build the model; None for a GPU if there is one.
+        env: interpreters of other Python environments, by name.
+        timeout: seconds without a sign of life after which a process is ended.
+        save_output: directory for outputs, of the kernels and of the model.
+        progress: False for no progress and no hints on stderr.
+        **options: of `replay`, for measuring.
+
+    Returns:
+        A check per kernel and model; the first of a model is its own attention.
+
+    Raises:
+        Error: an argument cannot be used, or no model can run.
+
+    Example:
+        >>> checks = verify("captured_inputs", kernels="torch-flash")
+        >>> checks[1].measured["run"].speedup
+    """
+    from replay.api.chosen_device import device_of
+
+    where = device_of(device)
+    with call_choice(dataset) as choice:
+        opened = choice.opened(quiet=progress is False)
+    request = ModelRequest(
+        None if plan is None else os.fspath(plan),
+        None if text is None else os.fspath(text),
+        model_rounds,
+        trust_code,
+        any_device,
+        timeout,
+    )
+    models = recorded_models(request, opened, str(dataset), where)
+    outputs = None if save_output is None else Path(save_output).absolute()
+    names = joined_names(kernels)
+    if rows is None:
+        rows = replay(
+            opened or dataset,
+            kernels=models.plan_kernels if names is None else names,
+            device=str(where),
+            env=env,
+            timeout=timeout,
+            save_output=save_output,
+            progress=progress,
+            for_model=True,
+            **options,
+        )
+    found: list[Checked] = []
+    troubles = []
+    assigned = assignment_of(rows, names)
+    pythons = interpreters(environments(env))
+    for result in check_models(models, rows, assigned, pythons, save_output=outputs):
+        found += result.checks
+        if result.trouble:
+            troubles.append(f"{result.model}: {result.trouble}")
+    if troubles and not found:
+        raise Error("; ".join(troubles))
+    for trouble in troubles:
+        say_on_stderr(trouble)
+    return found
+
+
+def recorded_models(
+    request: ModelRequest, dataset: Dataset | None, where: str, device: torch.device
+) -> RecordedModels:
+    """Read what is needed to build the models of a recording, before anything is measured.
+
+    Args:
+        dataset: the recording; None if an older version wrote it.
+        where: what the user calls it.
+        device: where the models will be built.
+
+    Raises:
+        RecordingError: the text, the plan or the recording cannot be used.
+        PlanError: the plan cannot be read.
+        NotRebuildable: the recording does not say how to build its model.
+        NotTrusted: the recording names code to run.
+    """
+    from replay.end_to_end.rebuild import load_arguments
+    from replay.plan.plan import Plan
+
+    plan = None if request.plan is None else Plan.load(request.plan)
+    captures = whole_captures(dataset, where)
+    if plan is not None:
+        _check_plan(plan, request, captures, where, device)
+    builds = [
+        load_arguments(capture, str(device), trust_code=request.trust_code) for capture in captures
+    ]
+    return RecordedModels(request, captures, builds, _text(request.text, captures), plan)
+
+
+def check_models(
+    models: RecordedModels,
+    rows: Sequence[Row],
+    assigned: Assignment,
+    pythons: Mapping[str, str],
+    *,
+    seed: int = 0,
+    save_output: Path | None = None,
+    report: Callable[[str], None] = lambda stage: None,
+) -> Iterator[ModelResult]:
+    """Yield the checks of each model.
+
+    Args:
+        assigned: the kernels to run, by environment.
+        pythons: the interpreters of the other environments.
+        report: takes each stage.
+    """
+    for capture, build in zip(models.captures, models.builds, strict=True):
+        model_rows = [row for row in rows if row.call.model == capture.model]
+        try:
+            checks = _checks(
+                models, capture, build, model_rows, assigned, pythons, seed, save_output, report
+            )
+        except Error as error:
+            yield ModelResult(capture.model, [], str(error))
+            continue
+        yield ModelResult(capture.model, checks)
+
+
+def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
+    """Return the kernels of rows, by environment.
+
+    Args:
+        names: only the kernels of these names and globs.
+
+    Raises:
+        KernelNameError: a name fits no kernel that is known here.
+    """
+    from replay.kernels.registry import find, select
+    from replay.rows.row import HERE
+
+    chosen = None if names is None else {kernel.name for kernel in select(names)[0]}
+    found: dict[str, dict[str, None]] = {HERE: {}}
+    for row in rows:
+        if row.kernel and (chosen is None or row.kernel in chosen):
+            found.setdefault(row.environment, {})[row.kernel] = None
+    return {environment: [find(name) for name in names] for environment, names in found.items()}
+
+
+def as_json(checked: Checked) -> dict[str, Any]:
+    """Return a check as plain JSON, with null for figures that are not finite."""
+    from replay.rows.row_files import plain
+
+    errors = {span: checked.prediction_error(span) for span in checked.measured}
+    tree: dict[str, Any] = plain(asdict(checked) | {"prediction_error": errors})
+    return tree
+
+
+def _check_plan(
+    plan: Plan,
+    request: ModelRequest,
+    captures: Sequence[CaptureRecord],
+    where: str,
+    device: torch.device,
+) -> None:
+    """Raise RecordingError if a plan is not for this recording, device or user."""
+    from replay.plan.plan_device import mismatch, type_of
+
+    if plan.model not in [capture.model for capture in captures]:
+        models = ", ".join(capture.model for capture in captures)
+        raise RecordingError(
+            f"{request.plan} is a plan for {plan.model}, but {where} contains "
+            f"{models}: use a plan for this model"
+        )
+    for file in [code.rpartition(":")[0] for code in plan.code]:
+        if not Path(file).is_file():
+            raise RecordingError(
+                f"{request.plan} names a kernel in {file}, which does not exist: put it "
+                "there, or make the plan again with `replay plan`"
+            )
+    if plan.code and not request.trust_code:
+        raise RecordingError(
+            f"{request.plan} names kernels whose code would run, {', '.join(plan.code)}: "
+            "read it, and allow it to run with --trust-code"
+        )
+    if not request.any_device and (misfit := mismatch(plan.device, [type_of(device)])):
+        raise RecordingError(
+            f"{request.plan} {misfit}: make one here with `replay plan`, or use it all the "
+            "same with --any-device"
+        )
+    if not plan.device:
+        say_on_stderr(
+            f"{request.plan} does not say which type of GPU it was made "
+            "on: make it again to be sure that its kernels are the fastest here"
+        )
+
+
+def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
+    from capture.storage.plain_files import given_text
+
+    if path is None:
+        return None
+    language = [
+        capture
+        for capture in captures
+        if any(row["phase"] == "prefill" for row in capture.census["rows"])
+    ]
+    if not language:
+        raise RecordingError(
+            "--text requires a language model, but none was recorded: leave it out"
+        )
+    if all(".py:" in str(capture.settings.get("model")) for capture in language):
+        raise RecordingError(
+            "--text requires a known tokenizer, which a model built by a function does not have: "
+            "leave it out, or capture the model by directory or name"
+        )
+    try:
+        text = given_text(path)
+    except OSError as error:
+        raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RecordingError(f"--text {path} is not UTF-8: convert it first") from error
+    if not text.strip():
+        raise RecordingError(f"--text {path} is empty: give a text of a few hundred words")
+    return text
+
+
+def _checks(
+    models: RecordedModels,
+    capture: CaptureRecord,
+    build: dict[str, Any],
+    rows: Sequence[Row],
+    assigned: Assignment,
+    pythons: Mapping[str, str],
+    seed: int,
+    save_output: Path | None,
+    report: Callable[[str], None],
+) -> list[Checked]:
+    """Check a recorded model; the first result is its own attention.
+
+    Raises:
+        ModelRefused: it cannot be built.
+        RunFailed: it fails even with its own attention.
+    """
+    from replay.end_to_end.model_check import check
+    from replay.end_to_end.model_process import ModelProcess, Variant
+
+    request = models.request
+    groups, failed = _variants(rows, assigned, pythons, capture)
+    kernel_at = {}
+    if request.plan is not None and models.plan and models.plan.model == capture.model:
+        path = Path(request.plan)
+        groups[0].append(Variant(path.name, plan=path, trust_code=request.trust_code))
+        kernel_at[path.name] = partial(_planned, models.plan)
+    found: list[Checked] = []
+    for variants in groups:
+        process = ModelProcess(
+            sys.executable, build, request.timeout, partial(_report, report, capture.model)
+        )
+        checks = check(
+            capture,
+            rows,
+            variants,
+            process,
+            rounds=request.rounds,
+            seed=seed,
+            text=models.text,
+            kernel_at=kernel_at,
+            save_output=save_output,
+        )
+        # Each process has its own baseline run; only the first is shown.
+        found += checks[1:] if found else checks
+    return [*found, *failed]
+
+
+def _planned(plan: Plan, module: str, phase: str) -> KernelId:
+    from replay.rows.row import KernelId
+
+    return KernelId(plan.kernel_at(module, phase))
+
+
+def _report(report: Callable[[str], None], model: str, stage: str) -> None:
+    report(f"{model}: {stage}")
+
+
+def _variants(
+    rows: Sequence[Row],
+    assigned: Assignment,
+    pythons: Mapping[str, str],
+    capture: CaptureRecord,
+) -> tuple[list[list[Variant]], list[Checked]]:
+    """Group the kernels to run in a model by process, and list those that already failed.
+
+    Different environments never share a process, nor do kernels that require their own. A kernel
+    that supports no call of the model is left out: the replay reports why.
+    """
+    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_process import OWN, ModelRefused, Variant, import_path
+    from replay.rows.row import HERE
+
+    groups: dict[tuple[str, str], list[Variant]] = {(HERE, ""): []}
+    failed = []
+    for environment, kernels in assigned.items():
+        path: tuple[str, ...] = ()
+        refused = ""
+        if environment != HERE and kernels:
+            try:
+                path = import_path(pythons[environment])
+            except ModelRefused as error:
+                refused = str(error)
+            except KeyError:
+                refused = f"the interpreter of {environment} is not named: give --env"
+        for kernel in kernels:
+            own_rows = _tried(rows, environment, kernel)
+            if not own_rows or kernel.name == OWN:
+                continue
+            name = str(own_rows[0].id)
+            if all(row.status in ("crash", "timeout", "error") for row in own_rows):
+                status, reason = own_rows[0].status, own_rows[0].reason
+                reason = f"not run in the model because it failed in the replay: {reason}"
+                failed.append(Checked(name, capture.model, capture.weights, status, reason))
+                continue
+            process = (environment, kernel.name if kernel.own_process else "")
+            variant = Variant(
+                name, kernel.name, environment=environment, path=path, refused=refused
+            )
+            groups.setdefault(process, []).append(variant)
+    return list(groups.values()), failed
+
+
+def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
+    return [
+        row
+        for row in rows
+        if (row.environment, row.kernel) == (environment, kernel.name)
+        and row.status not in ("unavailable", "unsupported")
+    ]

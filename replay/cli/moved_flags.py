@@ -1,0 +1,54 @@
+"""Flags of `replay` that became verbs, or went to one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+VERBS = {
+    "--random": "replay random …",
+    "--suite": "replay suite NAME …",
+    "--e2e": "replay verify --dir DIR …",
+    "--plan": "replay plan --dir DIR --out FILE …",
+    "--selftest": "replay selftest …",
+    "--list-kernels": "replay kernels …",
+    "--watch": "replay watch …",
+    "--ncu": "replay profile …",
+    "--once": "replay profile … --once",
+}
+"""The verb that each flag became."""
+
+OPTIONS = {
+    **dict.fromkeys(("--budget",), "replay plan --dir DIR --out FILE --budget METRIC=X"),
+    **dict.fromkeys(
+        ("--use-plan", "--any-device"), "replay verify --dir DIR --plan FILE [--any-device]"
+    ),
+    "--e2e-json": "replay verify --dir DIR --checks FILE",
+    "--model-rounds": "replay verify --dir DIR --model-rounds N",
+    "--text": "replay verify --dir DIR --text FILE",
+    "--trust-code": "replay verify --dir DIR --trust-code",
+    "--plot": "replay report ROWS --plot DIR",
+    "--benchmark-json": "replay report ROWS --benchmark-json FILE",
+    "--save-baseline": "replay compare ROWS --save-baseline NAME",
+    **dict.fromkeys(
+        ("--compare-to", "--spread", "--fail-on"),
+        "replay compare NAME ROWS [--spread WHAT] [--fail-on A,B]",
+    ),
+    "--env-file": "--env FILE.toml",
+    "--compare-stats": "--metric time,accuracy,stats",
+    "--resources": "--metric time,accuracy,resources",
+    "--keep": "--kernels 'NAME[keep=FRACTION]'",
+    "--page-size": "--kernels 'NAME[page_size=N]'",
+    "--variants": "--kernels 'GLOB*', which matches variants too",
+}
+"""What to write in place of each option."""
+
+
+def where_it_moved(given: Sequence[str]) -> str:
+    """Return a sentence about the first flag that has moved; empty if there is none."""
+    for argument in given[: given.index("--")] if "--" in given else given:
+        flag = argument.partition("=")[0]
+        if flag in VERBS:
+            return f"{flag} is now a verb: use `{VERBS[flag]}`"
+        if flag in OPTIONS:
+            return f"{flag} has moved: use `{OPTIONS[flag]}`"
+    return ""

@@ -1,0 +1,224 @@
+"""A replay as verbs show it: rows to files as they come, then tables, then the exit code.
+
+Imports torch late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from capture.text.printable import printable
+from replay.api.choices import ReplayRequest
+from replay.api.session import Outcome, Session
+from replay.cli.files import (
+    NotWritten,
+    UsageError,
+    noted,
+    opened,
+    say_unwritten,
+    stdout_is_taken,
+)
+from replay.cli.requests import metrics_of
+from replay.cli.stdout import reserved_stdout
+from replay.distribution.time_limit import in_words
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from capture.storage.dataset import Dataset
+    from replay.end_to_end.model_check import Checked
+    from replay.rows.row import Row
+    from replay.workers.execution import Assignment
+    from replay.workers.process import First
+
+logger = logging.getLogger(__name__)
+
+OF_ALL_CALLS = ("report", "out", "checks")
+"""Options for what is made of a whole replay, and not of one that was interrupted."""
+
+HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
+"""Statuses of a row that `--check` accepts."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A replay that is shown."""
+
+    rows: list[Row]
+    dataset: Dataset | None
+    """The recording; None if the calls are not recorded, or by an older version."""
+    assigned: Assignment
+    pythons: dict[str, str]
+    unwritten: list[str] = field(default_factory=list)
+    """Says which files are not as they should be, and why."""
+
+
+def replayed(
+    request: ReplayRequest,
+    arguments: argparse.Namespace,
+    *,
+    early: First | None = None,
+    one_type: str = "",
+) -> Replayed:
+    """Replay, write the rows call by call, and print the tables.
+
+    Neither Ctrl-C nor a file that cannot be written costs what was measured.
+
+    Args:
+        early: worker processes that were started before.
+        one_type: what the rows are for, if that requires one type of device.
+
+    Raises:
+        Error: an argument cannot be used, or the replay ended early.
+    """
+    from replay.report.replay_tables import print_tables
+
+    metrics = metrics_of(arguments)
+    with Session(request, early=early, quiet=arguments.quiet) as session:
+        if one_type and len(session.machines) > 1:
+            types = " and ".join(machine.device for machine in session.machines)
+            raise UsageError(
+                f"{one_type} is about one type of device, and this cluster has {types}: leave it "
+                "out, or replay on a cluster of one type"
+            )
+        outcome, unwritten, ended_by = _written(session, arguments)
+        logger.info("every row is there")
+    rows = outcome.rows
+    if not stdout_is_taken(arguments) and (rows or ended_by is None):
+        print_tables(
+            rows,
+            session.machines,
+            session.settings,
+            metrics,
+            per_call=vars(arguments).get("per_call", False),
+            versus_random=vars(arguments).get("versus_random", False),
+        )
+    if ended_by is not None:
+        say_unwritten(unwritten)
+        raise ended_by
+    return Replayed(rows, session.dataset, session.assigned, session.pythons, unwritten)
+
+
+def exit_code(replay: Replayed, checks: Sequence[Checked], *, check: bool) -> int:
+    """Say on stderr which calls cannot be read and, for `--check`, what failed; the exit code."""
+    rows = replay.rows
+    unreadable = [row for row in rows if not row.kernel]
+    was_any = len(unreadable) < len(rows)
+    rest = "the other calls were replayed" if was_any else "no call could be replayed, record anew"
+    for row in unreadable:
+        print(f"replay: {printable(row.reason)}; {rest}", file=sys.stderr)
+    failed = {f"{row.id} ({row.status})" for row in rows if row.status not in HARMLESS}
+    failed |= {
+        f"{checked.kernel} in {checked.model} ({checked.status})"
+        for checked in checks
+        if checked.status != "ok"
+    }
+    if check and failed:
+        print(f"replay: failed: {printable(', '.join(sorted(failed)))}", file=sys.stderr)
+    code = 1 if unreadable or (check and failed) else 0
+    return max(code, say_unwritten(replay.unwritten))
+
+
+def console_of(arguments: argparse.Namespace) -> Console:
+    """Return where tables are printed: stdout, or stderr if stdout carries a file."""
+    from rich.console import Console
+
+    return Console(highlight=False, stderr=stdout_is_taken(arguments))
+
+
+def _written(
+    session: Session, arguments: argparse.Namespace
+) -> tuple[Outcome, list[str], BaseException | None]:
+    """Measure, and write rows; return also which files are unwritten, and what ended it early."""
+    given = vars(arguments)
+    json_file, csv_file = given.get("json"), given.get("csv")
+    # Kernels may change the current directory.
+    kept_in = None if json_file in (None, "-") else Path(json_file).absolute()
+    unwritten: list[str] = []
+    not_followed: list[str] = []
+    ended_by: BaseException | None = None
+    with reserved_stdout() as stdout:
+        try:
+            _follow(session, json_file, stdout, given.get("resume", False), not_followed)
+        except (KeyboardInterrupt, Exception) as error:
+            ended_by = error
+        outcome = session.outcome(is_early_end=ended_by is not None)
+        if outcome.rows or ended_by is None:
+            from replay.rows.row_files import write_csv
+
+            with noted(unwritten), opened(csv_file, stdout) as file:
+                if file is not None:
+                    write_csv(outcome.rows, file)
+    if not_followed or not outcome.is_in_order:
+        unwritten += _written_again(outcome.all_rows, kept_in, not_followed)
+    left_out = outcome.left_out
+    if left_out:
+        left_out += "; give --json FILE, so that --resume can complete it"
+        if kept_in is not None and kept_in.is_file():
+            left_out = f"{outcome.left_out}; the same command with --resume completes {json_file}"
+    limit = session.limit.seconds
+    if isinstance(ended_by, KeyboardInterrupt):
+        ended_by = KeyboardInterrupt(_interruption(left_out, outcome.all_rows, arguments))
+    elif left_out and limit is not None:
+        print(f"replay: to end within {in_words(limit)}: {printable(left_out)}", file=sys.stderr)
+    return outcome, unwritten, ended_by
+
+
+def _follow(
+    session: Session,
+    json_file: str | None,
+    stdout: TextIO,
+    append: bool,
+    not_followed: list[str],
+) -> None:
+    """Measure all rows and write each as it comes; a file that fails does not end the replay."""
+    from replay.rows.row_files import write_jsonl
+
+    with contextlib.closing(session.rows()) as produced:
+        with noted(not_followed, NotWritten), opened(json_file, stdout, append=append) as file:
+            if file is not None:
+                write_jsonl(produced, file)
+        for sentence in not_followed:
+            print(f"replay: {printable(sentence)}; the replay goes on", file=sys.stderr)
+        for _ in produced:
+            pass
+
+
+def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[str]) -> list[str]:
+    """Write rows that came in another order, or could not be written then; say why that fails.
+
+    Args:
+        path: of the JSON file; None without one.
+        not_followed: why they could not be written as they came.
+    """
+    from replay.rows.row_files import save_jsonl
+
+    if path is None or not rows:
+        return not_followed
+    if path.exists() and not path.is_file():
+        return not_followed  # a pipe or a device has what it took
+    again: list[str] = []
+    with noted(again):
+        save_jsonl(rows, path)
+    return again
+
+
+def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
+    """Return what an interrupted replay does not have, and how to complete it."""
+    given = vars(arguments)
+    if not rows:
+        paths = [given.get("json"), given.get("csv")]
+        files = [path for path in paths if path and os.path.isfile(path)]
+        kept = f", and {' and '.join(files)} stayed as before" if files else ""
+        return f"no call was replayed{kept}"
+    options = [f"--{name}" for name in OF_ALL_CALLS if given.get(name)]
+    not_made = f"not made: {', '.join(options)}" if options else ""
+    return "; ".join(filter(None, (not_made, left_out)))

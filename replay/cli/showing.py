@@ -1,0 +1,68 @@
+"""What `replay --dir`, `random` and `suite` have in common: one replay, shown in full.
+
+Imports torch late.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.text.printable import printable
+from replay.api.choices import ReplayRequest
+from replay.cli.files import check_files, noted, stdout_is_taken
+from replay.cli.replayed import exit_code, replayed
+from replay.cli.report import check_report, write
+
+if TYPE_CHECKING:
+    from replay.cli.replayed import Replayed
+    from replay.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
+
+
+def show(
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    request: Callable[[], ReplayRequest],
+) -> int:
+    """Replay, and show and write all that the arguments ask for; return the exit code.
+
+    Args:
+        parser: of the verb.
+        request: makes the request, once it is known that the files can be written.
+
+    Raises:
+        Error: an argument cannot be used.
+    """
+    check_files(arguments)
+    wanted = request()
+    if arguments.report:
+        check_report(Path(arguments.report))
+    replay = replayed(wanted, arguments, one_type="--report" if arguments.report else "")
+    if arguments.report:
+        with noted(replay.unwritten):
+            write(replay.rows, [], Path(arguments.report), None, None)
+    code = exit_code(replay, [], check=arguments.check)
+    print_next_step(arguments, parser, replay)
+    return code
+
+
+def print_next_step(
+    arguments: argparse.Namespace,
+    parser: argparse.ArgumentParser,
+    replay: Replayed,
+    plan: Plan | None = None,
+) -> None:
+    """Print what to do next, unless the user wants no hints or a file is missing."""
+    if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
+        from replay.cli.next_step import next_step
+
+        if step := next_step(arguments, parser, replay.rows, plan, replay.dataset):
+            # Not wrapped: a command that is broken into lines cannot be pasted.
+            print(f"next: {printable(step)}", file=sys.stderr)
+    logger.info("all is printed")

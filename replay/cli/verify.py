@@ -1,0 +1,196 @@
+"""`replay verify`: the recorded model with each kernel: predicted and measured, and drift."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from attention_replay.errors import Error
+from capture.command_line.parser import OneSentenceParser, positive
+from capture.command_line.verbosity import narrated
+from capture.text.printable import printable
+from replay.api.chosen_device import device_of
+from replay.api.verify_model import (
+    ModelRequest,
+    RecordedModels,
+    as_json,
+    assignment_of,
+    check_models,
+    recorded_models,
+)
+from replay.cli import shared_options as options
+from replay.cli.files import check_files, noted, opened, output_file, rows_of
+from replay.cli.replayed import Replayed, console_of, exit_code, replayed
+from replay.cli.report import check_report, write
+from replay.cli.requests import recorded_calls, request_of
+from replay.cli.showing import print_next_step
+
+if TYPE_CHECKING:
+    from replay.end_to_end.model_check import Checked
+    from replay.rows.row_files import Writable
+
+logger = logging.getLogger(__name__)
+
+EXAMPLES = """\
+  replay verify --dir captured_inputs --kernels torch-flash,triton-fa3
+  replay verify --dir captured_inputs --plan plan.json --rows rows.jsonl
+  replay verify --dir captured_inputs --text book.txt --checks checks.jsonl
+"""
+
+
+def parser() -> OneSentenceParser:
+    """Build the parser of `replay verify`."""
+    command = options.verb(
+        "verify",
+        "Run kernels in the recorded model: predicted and measured speed-up, and drift of its\n"
+        "output.",
+        EXAMPLES,
+    )
+    what = command.add_argument_group("the model")
+    options.add_recording(what, chosen_calls=False)
+    what.add_argument("--plan", metavar="FILE", help="also run the model with this plan")
+    what.add_argument(
+        "--any-device",
+        action="store_true",
+        help="use a --plan that was made on another type of GPU",
+    )
+    what.add_argument(
+        "--model-rounds",
+        type=positive,
+        metavar="N",
+        help="timed runs of the model per kernel (default: 6 to 10, as many as fit into 6 s)",
+    )
+    what.add_argument(
+        "--text", metavar="FILE", help="measure a language model's perplexity on this text"
+    )
+    what.add_argument(
+        "--trust-code",
+        action="store_true",
+        help="run files of code that the recording or --plan names; what you name always runs",
+    )
+    how = command.add_argument_group("how to measure single calls (without --rows), and where")
+    options.add_rows(how)
+    options.add_kernels(how)
+    options.add_timing(how, baseline=False)
+    options.add_place(how, in_process=False)
+    options.add_tolerances(how)
+    shown = command.add_argument_group("what to write")
+    shown.add_argument(
+        "--checks",
+        type=output_file,
+        metavar="FILE",
+        help="write a JSON object per kernel and model (- for stdout)",
+    )
+    options.add_json(shown)
+    options.add_report(shown)
+    options.add_saved_output(shown)
+    options.add_check(shown)
+    options.add_common(shown)
+    return command
+
+
+def run(argv: Sequence[str]) -> int:
+    """Measure, run the models, print and write; 1 if `--check` fails.
+
+    Raises:
+        Error: an argument cannot be used, or no model can run.
+    """
+    arguments = parser().parse_args(argv)
+    return narrated(arguments.verbose)(partial(_run, arguments))()
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_files(arguments, read=("dir", "plan", "text", "rows"))
+    if arguments.report:
+        check_report(Path(arguments.report))
+    rows = rows_of(arguments)
+    calls = recorded_calls(arguments)
+    calls.check()
+    dataset = calls.opened(quiet=arguments.quiet)
+    models = recorded_models(
+        ModelRequest(
+            arguments.plan,
+            arguments.text,
+            arguments.model_rounds,
+            arguments.trust_code,
+            arguments.any_device,
+            arguments.timeout,
+        ),
+        dataset,
+        arguments.dir,
+        device_of(arguments.device),
+    )
+    request = request_of(arguments, calls, for_model=True, kernels=models.plan_kernels)
+    # The workers exit before a model is built: a full-size one needs their memory.
+    if rows is None:
+        replay = replayed(request, arguments)
+    else:
+        pythons = request.place.interpreters()
+        replay = Replayed(rows, dataset, assignment_of(rows, request.kernels), pythons)
+    save_output = arguments.save_output and Path(arguments.save_output).absolute()
+    with opened(arguments.checks) as file:
+        checks, missing = _checked(models, replay, arguments, save_output, file)
+        if missing and not checks:  # and an earlier --checks file stays
+            raise Error("; ".join(missing))
+    replay.unwritten.extend(missing)
+    if arguments.report:
+        with noted(replay.unwritten):
+            plain = [as_json(check) for check in checks]
+            outputs = save_output if checks else None
+            write(replay.rows, plain, Path(arguments.report), outputs, None)
+    code = exit_code(replay, checks, check=arguments.check)
+    print_next_step(arguments, parser(), replay)
+    return code
+
+
+def _checked(
+    models: RecordedModels,
+    replay: Replayed,
+    arguments: argparse.Namespace,
+    save_output: Path | None,
+    file: Writable | None,
+) -> tuple[list[Checked], list[str]]:
+    """Run the models, printing each; return the checks, and what is missing, a sentence each."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from replay.report.model_tables import print_checks
+
+    console, stages = console_of(arguments), [""]
+    found: list[Checked] = []
+    missing: list[str] = []
+    with Console(stderr=True, quiet=arguments.quiet).status("") as status:
+
+        def report(stage: str) -> None:
+            if stage != stages[-1]:
+                logger.info("%s", stage)
+                stages.append(stage)
+            status.update(Text(printable(stage)))
+
+        for result in check_models(
+            models,
+            replay.rows,
+            replay.assigned,
+            replay.pythons,
+            save_output=save_output,
+            report=report,
+        ):
+            if result.trouble:
+                missing.append(f"{result.model}: {result.trouble}")
+                continue
+            found += result.checks
+            status.stop()  # the spinner would be drawn into the tables
+            console.print()
+            print_checks(result.checks, console)
+            status.start()
+            if file is not None:
+                with noted(missing):
+                    for check in result.checks:
+                        file.write(json.dumps(as_json(check)) + "\n")
+                    file.flush()
+    return found, missing

@@ -1,0 +1,72 @@
+"""Progress bar of a replay on stderr: the current call, the calls done, and the time left."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import rich.progress
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+from capture.text.printable import printable
+from replay.bench.runner import DONE
+from replay.distribution.pace import Pace
+
+if TYPE_CHECKING:
+    from replay.workers.execution import Progress
+    from replay.workloads.recorded import Workload
+
+
+class TimeColumn(ProgressColumn):
+    """The time left, as `1:20 left`; while that is unknown, the time so far, as `0:12`."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._pace = pace
+
+    def render(self, task: Task) -> Text:
+        left = self._pace.left()
+        return Text(
+            _clock_time(self._pace.elapsed) if left is None else f"{_clock_time(left)} left"
+        )
+
+
+def _clock_time(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+@contextlib.contextmanager
+def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
+    """Show how far a replay is; yield a function that takes a call and its stage."""
+    columns = (
+        TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        TimeColumn(pace),
+    )
+    console = Console(stderr=True)
+    with rich.progress.Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=quiet or not console.is_terminal,
+        expand=True,
+    ) as progress:
+        task = progress.add_task("starting workers", total=pace.total)
+
+        def report(workload: Workload, stage: str) -> None:
+            if stage == DONE:
+                pace.leave(workload.label)
+                progress.update(task, completed=pace.done)
+                return
+            pace.enter(workload.label, stage)
+            progress.update(task, description=printable(f"{workload.label}: {stage}"))
+
+        yield report
+        pace.finish()
