@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from replay.bench.settings import Settings
     from replay.timing.timer import Cache
     from replay.workloads.random_calls import Spec
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 
 class ChoiceError(Error):
@@ -56,7 +56,7 @@ class CallChoice(Protocol):
         """Raise Error for what is wrong and cheap to see."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Open the recording; None if the calls are not recorded, or by an older version."""
+        """Open the recording; None if the calls are not recorded."""
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> Found:
         """Return the calls, given the open recording."""
@@ -89,29 +89,25 @@ class RecordedCalls:
             chosen_names([Path(file).stem for file in files], self.names, files)
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Open the recording; None if an older version wrote it."""
+        """Open the recording."""
         from capture.storage.dataset import Dataset
-        from replay.workloads.recorded import pickled_calls
 
         if self.dataset is not None:
             return self.dataset
-        if pickled_calls(self.where):
-            return None
         with shown_arrivals(quiet=quiet) as report:
             return Dataset.open(self.where, report=report)
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> Found:
         """Return the recorded calls, with their random counterparts if these are wanted."""
-        from replay.workloads.recorded import from_dataset, from_directory
-        from replay.workloads.synthetic_counterparts import with_twins
+        from replay.workloads.recorded import from_dataset
+        from replay.workloads.workload import with_counterparts
 
-        joined = self.join_ranks
-        if dataset is None:
-            recorded, note = from_directory(self.where, self.names, join_ranks=joined)
-        else:
-            with shown_arrivals(quiet=quiet) as report:
-                recorded, note = from_dataset(dataset, self.names, join_ranks=joined, report=report)
-        return Found(with_twins(recorded, 0) if self.versus_random else recorded, note)
+        assert dataset is not None
+        with shown_arrivals(quiet=quiet) as report:
+            recorded, note = from_dataset(
+                dataset, self.names, join_ranks=self.join_ranks, report=report
+            )
+        return Found(with_counterparts(recorded, 0) if self.versus_random else recorded, note)
 
 
 @dataclass(frozen=True)
@@ -192,6 +188,7 @@ class RandomCall:
     def found(self, dataset: Dataset | None, *, quiet: bool) -> Found:
         """Return the call."""
         from replay.workloads import random_calls
+        from replay.workloads.workload import random_workloads
 
         spec = random_calls.Spec(
             batch=self.batch,
@@ -204,7 +201,7 @@ class RandomCall:
             dtype=random_calls.dtype(self.values.dtype),
         )
         specs = [self.values.of(spec)]
-        return Found(random_calls.workloads("random", specs, self.values.seed), specs=specs)
+        return Found(random_workloads("random", specs, self.values.seed), specs=specs)
 
 
 @dataclass(frozen=True)
@@ -226,10 +223,11 @@ class SuiteCalls:
     def found(self, dataset: Dataset | None, *, quiet: bool) -> Found:
         """Return the calls of the list."""
         from replay.workloads import random_calls
+        from replay.workloads.workload import random_workloads
 
         shapes = random_calls.suite(self.name, self.values.dtype, self.longest)
         specs = [self.values.of(spec) for spec in shapes]
-        return Found(random_calls.workloads(self.name, specs, self.values.seed), specs=specs)
+        return Found(random_workloads(self.name, specs, self.values.seed), specs=specs)
 
 
 @dataclass(frozen=True)
@@ -266,7 +264,9 @@ class MeasureChoice:
 
         is_gpu = device.type == "cuda"
         if self.cache == "cold" and not is_gpu:
-            raise ChoiceError("--cache cold requires a GPU: leave it out, CPU caches are always warm")
+            raise ChoiceError(
+                "--cache cold requires a GPU: leave it out, CPU caches are always warm"
+            )
         calls_before = self.calls_before
         if calls_before is None:
             calls_before = CALLS_BEFORE_IN_MODELS if self.for_model and is_gpu else 0
@@ -396,7 +396,7 @@ def thresholds(given: Path | Thresholds | None) -> Thresholds:
 
 
 def _made(directory: Path) -> Path:
-    """Make a directory for outputs, and return its absolute path: kernels may change the current."""
+    """Make a directory and return its absolute path: kernels may change the current one."""
     directory = directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from replay.timing.timer import Cache
 
 
-
 def replay(
     dataset: str | os.PathLike[str] | Iterable[AttentionCall],
     *,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from replay.rows.row import Machine, Row
     from replay.workers.execution import Assignment, Execution
     from replay.workers.process import First
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Session:
         say: takes each sentence for the user.
 
     Attributes:
-        dataset: the open recording; None if the calls are not recorded, or by an older version.
+        dataset: the open recording; None if the calls are not recorded.
         device: where kernels run; with several devices, their type.
         machines: one for each type of device.
         settings: how kernels are timed and judged.
@@ -214,7 +214,7 @@ class Session:
             return "energy needs an NVIDIA GPU"
         return why_no_state(self.device)
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Generator[Row, None, None]:
         """Yield rows as calls are finished; those that a resumed file has are in `kept`."""
         from replay.distribution.estimate import History
 
@@ -330,7 +330,7 @@ class Session:
             )
         return kept, left
 
-    def _measured(self) -> Iterator[Row]:
+    def _measured(self) -> Generator[Row, None, None]:
         """Yield the rows of all parts, as far as there is time."""
         from replay.report.progress import shown_progress
         from replay.workers.process import Stopped

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from capture.storage.capture_record import CaptureRecord
     from capture.storage.dataset import Dataset
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
     from replay.end_to_end.model_process import Variant
     from replay.kernels.registry import Kernel
     from replay.plan.plan import Plan
@@ -65,11 +65,11 @@ class RecordedModels:
         return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
 
 
-class ModelResult(NamedTuple):
+class ModelChecks(NamedTuple):
     """The checks of one model; the first is its own attention."""
 
     model: str
-    checks: list[Checked]
+    checks: list[ModelResult]
     trouble: str = ""
     """Says why there is none; empty if there are some."""
 
@@ -90,7 +90,7 @@ def verify(
     save_output: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
     **options: Any,
-) -> list[Checked]:
+) -> list[ModelResult]:
     """Run the recorded model with each kernel: predicted and measured speed-up, and drift.
 
     Args:
@@ -148,7 +148,7 @@ def verify(
             for_model=True,
             **options,
         )
-    found: list[Checked] = []
+    found: list[ModelResult] = []
     troubles = []
     assigned = assignment_of(rows, names)
     pythons = interpreters(environments(env))
@@ -201,7 +201,7 @@ def check_models(
     seed: int = 0,
     save_output: Path | None = None,
     report: Callable[[str], None] = lambda stage: None,
-) -> Iterator[ModelResult]:
+) -> Iterator[ModelChecks]:
     """Yield the checks of each model.
 
     Args:
@@ -216,9 +216,9 @@ def check_models(
                 models, capture, build, model_rows, assigned, pythons, seed, save_output, report
             )
         except Error as error:
-            yield ModelResult(capture.model, [], str(error))
+            yield ModelChecks(capture.model, [], str(error))
             continue
-        yield ModelResult(capture.model, checks)
+        yield ModelChecks(capture.model, checks)
 
 
 def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
@@ -241,7 +241,7 @@ def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
     return {environment: [find(name) for name in names] for environment, names in found.items()}
 
 
-def as_json(checked: Checked) -> dict[str, Any]:
+def as_json(checked: ModelResult) -> dict[str, Any]:
     """Return a check as plain JSON, with null for figures that are not finite."""
     from replay.rows.row_files import plain
 
@@ -329,7 +329,7 @@ def _checks(
     seed: int,
     save_output: Path | None,
     report: Callable[[str], None],
-) -> list[Checked]:
+) -> list[ModelResult]:
     """Check a recorded model; the first result is its own attention.
 
     Raises:
@@ -346,7 +346,7 @@ def _checks(
         path = Path(request.plan)
         groups[0].append(Variant(path.name, plan=path, trust_code=request.trust_code))
         kernel_at[path.name] = partial(_planned, models.plan)
-    found: list[Checked] = []
+    found: list[ModelResult] = []
     for variants in groups:
         process = ModelProcess(
             sys.executable, build, request.timeout, partial(_report, report, capture.model)
@@ -382,13 +382,13 @@ def _variants(
     assigned: Assignment,
     pythons: Mapping[str, str],
     capture: CaptureRecord,
-) -> tuple[list[list[Variant]], list[Checked]]:
+) -> tuple[list[list[Variant]], list[ModelResult]]:
     """Group the kernels to run in a model by process, and list those that already failed.
 
     Different environments never share a process, nor do kernels that require their own. A kernel
     that supports no call of the model is left out: the replay reports why.
     """
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
     from replay.end_to_end.model_process import OWN, ModelRefused, Variant, import_path
     from replay.rows.row import HERE
 
@@ -412,7 +412,7 @@ def _variants(
             if all(row.status in ("crash", "timeout", "error") for row in own_rows):
                 status, reason = own_rows[0].status, own_rows[0].reason
                 reason = f"not run in the model because it failed in the replay: {reason}"
-                failed.append(Checked(name, capture.model, capture.weights, status, reason))
+                failed.append(ModelResult(name, capture.model, capture.weights, status, reason))
                 continue
             process = (environment, kernel.name if kernel.own_process else "")
             variant = Variant(

@@ -67,7 +67,7 @@ def parser() -> OneSentenceParser:
     options.add_saved_output(shown)
     options.add_check(shown)
     options.add_common(shown)
-    command.add_version()
+    command.add_version(shown)
     return command
 
 

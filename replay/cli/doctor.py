@@ -19,9 +19,9 @@ from capture.command_line.parser import OneSentenceParser, positive, positive_nu
 from capture.command_line.repeated_options import Listed
 from capture.command_line.verbosity import add_verbosity, narrated
 from capture.text.printable import printable
-from replay.cli.device import device_of
+from replay.api.choices import thresholds
+from replay.api.chosen_device import device_of
 from replay.cli.files import UsageError, check_place, opened, output_file, shared_file
-from replay.cli.settings import thresholds
 from replay.cli.stdout import reserved_stdout
 
 if TYPE_CHECKING:
@@ -157,8 +157,9 @@ def _examine_directory(
 ) -> int:
     """Examine kernels that can run here; without any, those that the arguments name."""
     from capture.storage.arrivals import shown_arrivals
-    from replay.cli.progress import Pace, shown_progress
     from replay.diagnosis.examinations import Diagnoses, diagnose
+    from replay.distribution.pace import Pace
+    from replay.report.progress import shown_progress
     from replay.rows.row_files import plain
     from replay.workloads.recorded import from_directory
 
@@ -270,7 +271,9 @@ def _probed(
 def _settings(arguments: argparse.Namespace, device: torch.device) -> Settings:
     from replay.bench.settings import Settings
 
-    return Settings(device, "warm", tolerances=thresholds(arguments.tolerances))
+    return Settings(
+        device, "warm", tolerances=thresholds(arguments.tolerances and Path(arguments.tolerances))
+    )
 
 
 def _say_what_was_left_out(found: Diagnoses, note: str) -> None:

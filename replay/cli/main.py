@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import errno
 import importlib
+import itertools
 import os
 import shlex
 import sys
@@ -125,9 +126,8 @@ def _is_stdouts_own(error: OSError) -> bool:
 
 def _keeps(given: list[str]) -> bool:
     """Return whether rows were written to a file, which `--resume` continues."""
-    if given and given[0] in VERBS and given[0] not in ("plan", "suite"):
+    if given[0] in VERBS and given[0] not in ("plan", "suite"):
         return False
-    return any(
-        argument == "--json" or (argument.startswith("--json=") and argument != "--json=-")
-        for argument in given
-    ) and ("--json", "-") not in zip(given, given[1:], strict=False)
+    files = [after for option, after in itertools.pairwise(given) if option == "--json"]
+    files += [option.partition("=")[2] for option in given if option.startswith("--json=")]
+    return bool(files) and "-" not in files

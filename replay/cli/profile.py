@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from replay.kernels.registry import Kernel
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 WARM_UP = 3
 """Calls before the one that is profiled: the first compiles, and from the third on a CUDA graph may

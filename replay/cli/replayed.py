@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from capture.storage.dataset import Dataset
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
     from replay.rows.row import Row
     from replay.workers.execution import Assignment
     from replay.workers.process import First
@@ -54,7 +54,7 @@ class Replayed:
 
     rows: list[Row]
     dataset: Dataset | None
-    """The recording; None if the calls are not recorded, or by an older version."""
+    """The recording; None if the calls are not recorded."""
     assigned: Assignment
     pythons: dict[str, str]
     unwritten: list[str] = field(default_factory=list)
@@ -107,7 +107,7 @@ def replayed(
     return Replayed(rows, session.dataset, session.assigned, session.pythons, unwritten)
 
 
-def exit_code(replay: Replayed, checks: Sequence[Checked], *, check: bool) -> int:
+def exit_code(replay: Replayed, checks: Sequence[ModelResult], *, check: bool) -> int:
     """Say on stderr which calls cannot be read and, for `--check`, what failed; the exit code."""
     rows = replay.rows
     unreadable = [row for row in rows if not row.kernel]

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from capture.command_line.parser import OneSentenceParser, positive_number
 from capture.command_line.verbosity import add_verbosity, narrated
 from capture.text.printable import printable
+from replay.api.choices import thresholds
 from replay.cli.files import UsageError
-from replay.cli.settings import thresholds
 
 if TYPE_CHECKING:
     from replay.reproduce.reproducer import Reproduced, Reproduction
@@ -88,8 +88,8 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _request(arguments: argparse.Namespace) -> Reproduction:
     from capture.storage.arrivals import shown_arrivals
+    from replay.api.chosen_device import device_of
     from replay.bench.settings import Settings
-    from replay.cli.device import device_of
     from replay.kernels.registry import find
     from replay.reproduce.reproducer import Reproduction
     from replay.workers.environment_options import interpreters
@@ -104,13 +104,13 @@ def _request(arguments: argparse.Namespace) -> Reproduction:
     if len(found) != 1:
         names = ", ".join(workload.name for workload in found[:3]) + " …" * (len(found) > 3)
         raise UsageError(f"--call {arguments.call} is {len(found)} calls ({names}): name one")
-    pythons = interpreters([arguments.env] if arguments.env else [], None)
+    pythons = interpreters([arguments.env] if arguments.env else [])
     settings = Settings(
         device=device,
         cache="warm",
         rounds=1,
         max_seconds=0.01,
-        tolerances=thresholds(arguments.tolerances),
+        tolerances=thresholds(arguments.tolerances and Path(arguments.tolerances)),
     )
     python = next(iter(pythons.values()), sys.executable)
     return Reproduction(

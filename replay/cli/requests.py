@@ -103,8 +103,16 @@ def recorded_calls(arguments: argparse.Namespace) -> RecordedCalls:
 
 def random_call(arguments: argparse.Namespace) -> RandomCall:
     """Return the call of the given shape."""
-    sizes = (getattr(arguments, name) for name in ("b", "hq", "hk", "sq", "sk", "d", "dv"))
-    return RandomCall(*sizes, values=random_values(arguments))
+    return RandomCall(
+        batch=arguments.b,
+        q_heads=arguments.hq,
+        kv_heads=arguments.hk,
+        q_len=arguments.sq,
+        kv_len=arguments.sk,
+        head_dim=arguments.d,
+        v_head_dim=arguments.dv,
+        values=random_values(arguments),
+    )
 
 
 def suite_calls(arguments: argparse.Namespace) -> SuiteCalls:

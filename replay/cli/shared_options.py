@@ -51,7 +51,9 @@ class WideHelp(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=27, width=width)
 
 
-def verb(name: str, description: str, examples: str = "", usage: str | None = None) -> OneSentenceParser:
+def verb(
+    name: str, description: str, examples: str = "", usage: str | None = None
+) -> OneSentenceParser:
     """Return the parser of a verb, without options; an empty name is the verb by default."""
     return OneSentenceParser(
         prog=f"replay {name}".strip(),
@@ -76,7 +78,7 @@ def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = Tru
         "--dir",
         required=True,
         metavar="DIR",
-        help="what `capture` wrote: a directory, an archive or an address (hf://, s3://, https://)",
+        help="what `capture` wrote: a directory, an archive or an address (hf://, s3://)",
     )
     if chosen_calls:
         group.add_argument(
@@ -92,7 +94,9 @@ def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = Tru
 def add_shape(group: argparse._ActionsContainer) -> None:
     """Add the sizes of one call."""
     group.add_argument("-b", type=positive, default=1, metavar="B", help="batch (default 1)")
-    group.add_argument("-hq", type=positive, default=16, metavar="N", help="query heads (default 16)")
+    group.add_argument(
+        "-hq", type=positive, default=16, metavar="N", help="query heads (default 16)"
+    )
     group.add_argument("-hk", type=positive, metavar="N", help="key/value heads (default: -hq)")
     group.add_argument(
         "-sq", type=positive, default=1024, metavar="N", help="query length (default 1024)"
@@ -136,13 +140,15 @@ def add_kernels(group: argparse._ActionsContainer) -> None:
         "--kernels",
         action=Listed,
         metavar="A,B,'GLOB*'",
-        help="kernels to run, by name or glob, or FILE.py:FUNCTION; all for all (default: a few)",
+        help="kernels to run; FILE.py:FUNCTION for your own, all for all (default: a few)",
     )
 
 
 def add_timing(group: argparse._ActionsContainer, *, baseline: bool = True) -> None:
     """Add how kernels are timed."""
-    group.add_argument("--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)")
+    group.add_argument(
+        "--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)"
+    )
     group.add_argument(
         "--rounds",
         type=positive,
@@ -177,13 +183,13 @@ def add_limits(group: argparse._ActionsContainer) -> None:
         "--max-time",
         type=duration,
         metavar="10m",
-        help="end after this time, most representative calls first (--resume completes it)",
+        help="end after this time, with the most representative calls first",
     )
     group.add_argument(
         "--max-noise",
         type=share,
         metavar="SHARE",
-        help="end the rounds once each median is known within this share (default: all rounds)",
+        help="end the rounds once every median is known within this share, e.g. 0.01",
     )
 
 
@@ -242,7 +248,7 @@ def add_judging(group: argparse._ActionsContainer, *, tolerances: bool = True) -
         "--errors-against",
         default="reference",
         metavar="WHAT",
-        help="reference (high precision, default), captured (recorded output), or a kernel",
+        help="reference (default), captured for the recorded output, or a kernel",
     )
     if tolerances:
         add_tolerances(group)

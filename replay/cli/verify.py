@@ -31,7 +31,7 @@ from replay.cli.requests import recorded_calls, request_of
 from replay.cli.showing import print_next_step
 
 if TYPE_CHECKING:
-    from replay.end_to_end.model_check import Checked
+    from replay.end_to_end.model_check import ModelResult
     from replay.rows.row_files import Writable
 
 logger = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ def _checked(
     arguments: argparse.Namespace,
     save_output: Path | None,
     file: Writable | None,
-) -> tuple[list[Checked], list[str]]:
+) -> tuple[list[ModelResult], list[str]]:
     """Run the models, printing each; return the checks, and what is missing, a sentence each."""
     from rich.console import Console
     from rich.text import Text
@@ -162,7 +162,7 @@ def _checked(
     from replay.report.model_tables import print_checks
 
     console, stages = console_of(arguments), [""]
-    found: list[Checked] = []
+    found: list[ModelResult] = []
     missing: list[str] = []
     with Console(stderr=True, quiet=arguments.quiet).status("") as status:
 

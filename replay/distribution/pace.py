@@ -78,7 +78,7 @@ class Pace:
 
     @property
     def proven_scale(self) -> float | None:
-        """Return `scale`, but None while it rests on first calls: they are a poor reason to skip calls."""
+        """Return `scale`, but None while it rests on first calls, which say too little."""
         return self.scale if self.is_reliable else self._earlier_scale
 
     def left(self) -> float | None:

@@ -18,7 +18,7 @@ from replay.distribution.pace import Pace
 
 if TYPE_CHECKING:
     from replay.workers.execution import Progress
-    from replay.workloads.recorded import Workload
+    from replay.workloads.workload import Workload
 
 
 class TimeColumn(ProgressColumn):

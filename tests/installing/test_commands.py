@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from replay.cli.arguments import parser as replay_parser
 
 import attention_replay
 import models
 from attention_replay import commands
 from capture.cli.main import main as capture_main
 from models import libraries
-from replay.cli.arguments import parser as replay_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

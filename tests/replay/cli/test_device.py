@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
-
 from replay.cli.device import device_of
+
 from replay.cli.files import UsageError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay.cli.run import _written_again
 
 from replay.cli.files import NotWritten, opened
-from replay.cli.run import _written_again
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import read_jsonl
 from tests import factories

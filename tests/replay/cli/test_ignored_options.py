@@ -16,10 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from replay.cli import main
 from replay.cli.arguments import parser
 from replay.cli.combinations import SOURCES, USES, misuse
+
+from replay.cli import main
 from replay.workloads import random_calls
 from tests.in_this_process import RunCli
 from tests.noted_options import Noted, ignored, options

@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from replay.cli.arguments import parser
+from replay.cli.settings import settings_of
 
 import replay as replay_package
-from replay.cli.arguments import parser
 from replay.cli.main import SUBCOMMANDS
-from replay.cli.settings import settings_of
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
 from replay.workloads.recorded import from_directory

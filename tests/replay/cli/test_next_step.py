@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay.cli.arguments import parser
+from replay.cli.end_to_end import CheckError, read_options
+from replay.cli.end_to_end_arguments import misuse
 
 from capture.call.attention_call import Origin
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from replay.cli.arguments import parser
 from replay.cli.doctor import parser as doctor_parser
-from replay.cli.end_to_end import CheckError, read_options
-from replay.cli.end_to_end_arguments import misuse
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, Choice, Plan
 from replay.rows.row import Row

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from replay.cli.profiling import WARM_UP
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from replay.cli.profiling import WARM_UP
 from replay.kernels.registry import Kernel
 
 RunCli = Callable[..., tuple[int, str, str]]

@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
-
 from replay.cli.arguments import parser
+
 from replay.cli.files import STDOUT, WRITTEN_FILES
 from replay.cli.main import SUBCOMMANDS
 from replay.cli.stdout import reserved_stdout

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from replay.cli.run import without_variants
 from replay.cli.time_limit import TimeLimit, duration, in_words
+
 from replay.kernels.registry import find
 from replay.rows.row import HERE
 from tests import factories

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay.cli.end_to_end import _variants
 
 from capture.storage.capture_record import CaptureRecord
-from replay.cli.end_to_end import _variants
 from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments

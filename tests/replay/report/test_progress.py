@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 import pytest
+from replay.cli.progress import Pace, TimeColumn
 from rich.progress import Progress
 from rich.text import Text
-
-from replay.cli.progress import Pace, TimeColumn
 
 
 class Clock:
