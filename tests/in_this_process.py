@@ -10,7 +10,7 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 
 def runner(main: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run("--suite", "flux")`: exit code, stdout and stderr of a command's `main`."""
+    """`run("suite", "flux")`: exit code, stdout and stderr of a command's `main`."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

@@ -33,8 +33,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay plan`."""
     command = options.verb(
         "plan",
-        "Write the fastest kernel for each layer of a recorded model, within an error budget.\n"
-        "`replay verify --plan` runs the model with it, `use_plan` in a program.",
+        "Write the fastest kernel for each layer of a recorded model, within an error\n"
+        "budget. `replay verify --plan` runs the model with it, `use_plan` in a program.",
         EXAMPLES,
     )
     what = command.add_argument_group("the plan")

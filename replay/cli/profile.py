@@ -37,7 +37,7 @@ def parser(*, is_random: bool = False) -> OneSentenceParser:
     command = options.verb(
         "profile random" if is_random else "profile",
         "Print the command of Nsight Compute that profiles one kernel on one call (with\n"
-        "`profile random`, a call of any shape). Other profilers can run `replay profile --once`.",
+        "`profile random`, of any shape). Other profilers: `replay profile --once`.",
         EXAMPLES,
     )
     if is_random:

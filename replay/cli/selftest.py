@@ -34,7 +34,7 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay selftest`."""
     command = options.verb(
         "selftest",
-        "Measure things with known answers: does this machine measure right? Exits with 1 if not.",
+        "Measure things with known answers: does this machine measure right? Exits with 1\nif not.",
         EXAMPLES,
     )
     command.add_argument("--device", metavar="NAME", help="cuda, cpu … (default: a GPU if present)")

@@ -47,8 +47,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay verify`."""
     command = options.verb(
         "verify",
-        "Run kernels in the recorded model: predicted and measured speed-up, and drift of its\n"
-        "output.",
+        "Run kernels in the recorded model: predicted and measured speed-up, and drift of\n"
+        "its output.",
         EXAMPLES,
     )
     what = command.add_argument_group("the model")

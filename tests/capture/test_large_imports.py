@@ -95,7 +95,7 @@ def test_the_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) ->
 def test_a_library_users_objects_do_not_stay_for_good() -> None:
     """Nor do those of a program that runs a command in its own process, with PyTorch imported."""
     in_a_process(
-        "import gc, torch; from replay.cli.device import device_of; device_of('cpu');"
+        "import gc, torch; from replay.api.chosen_device import device_of; device_of('cpu');"
         "assert gc.get_freeze_count() == 0;"
         "found = []; gc.callbacks.append(lambda *each: found.append(each));"
         "from capture import record; assert gc.get_freeze_count() == 0; assert gc.isenabled();"

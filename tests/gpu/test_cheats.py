@@ -35,7 +35,7 @@ def test_cheats_cost_their_own_row_and_no_other(
     rows = tmp_path / "rows.jsonl"
     heads, length, dim = map(str, sizes)
     kernels = ",".join(f"{FILE}:{name}" for name in (*CHEATS, *HONEST))
-    arguments = ["--random", "-hq", heads, "-sq", length, "-d", dim, *mode, "--json", str(rows)]
+    arguments = ["random", "-hq", heads, "-sq", length, "-d", dim, *mode, "--json", str(rows)]
     with pytest.raises(SystemExit):
         main([*arguments, "--kernels", f"torch-default,torch-flash,{kernels}"])
     found: dict[str, dict[str, Any]] = {}

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
-    shape = ["--random", "-b", "1", "-hq", "24", "-sq", "4608", "-d", "128"]
+    shape = ["random", "-b", "1", "-hq", "24", "-sq", "4608", "-d", "128"]
     kernels = "torch-default,torch-flash"
     with pytest.raises(SystemExit) as exit_:
         main([*shape, "--kernels", kernels, "--metric", "energy", "--json", str(rows)])

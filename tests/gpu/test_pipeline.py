@@ -61,7 +61,7 @@ def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> Non
 
 def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.jsonl"
-    shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     kernels = "torch-flash,torch-flash-compiled,torch-flash-autotuned,torch-cudnn-compiled"
     outputs = tmp_path / "outputs"
     arguments = [*shape, "--kernels", kernels, "--json", str(rows_file)]

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("ncu") is None, reason="needs Nsight Compute"),
 ]
 
-SHAPE = ["--random", "-b", "1", "-hq", "32", "-sq", "2048", "-d", "64"]
+SHAPE = ["random", "-b", "1", "-hq", "32", "-sq", "2048", "-d", "64"]
 """Enough rows that no kernel splits the keys, which takes a second kernel to combine."""
 
 

@@ -74,7 +74,7 @@ def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.py"
     file.write_text(BAD)
     kernels = ",".join([*(f"{file}:{name}" for name in EXPECTED), "torch-flash", "torch-math"])
-    shape = ("--random", "-hq", "4", "-sq", "512", "-d", "64")
+    shape = ("random", "-hq", "4", "-sq", "512", "-d", "64")
     with pytest.raises(SystemExit) as exit_:
         cli.main([*shape, "--rounds", "60", "--timeout", "20", "--kernels", kernels, "--json", "-"])
     assert exit_.value.code == 0

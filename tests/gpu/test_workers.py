@@ -18,7 +18,7 @@ OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
 def test_an_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     kernels = f"torch-flash,{OUT_OF_BOUNDS},torch-cudnn,torch-math"
-    shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     with pytest.raises(SystemExit) as exit_:
         cli.main([*shape, "--kernels", kernels, "--json", str(file)])
     assert exit_.value.code == 0
@@ -33,7 +33,7 @@ def test_an_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
 def test_resources_of_a_triton_kernel(tmp_path: Path) -> None:
     pytest.importorskip("sageattention")
     file = tmp_path / "rows.jsonl"
-    shape = ["--random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     with pytest.raises(SystemExit):
         cli.main([*shape, "--kernels", "sage1", "--resources", "--json", str(file)])
     rows = {row["kernel"]: row for row in map(json.loads, file.read_text().splitlines())}

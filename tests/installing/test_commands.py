@@ -11,13 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from replay.cli.arguments import parser as replay_parser
 
 import attention_replay
 import models
 from attention_replay import commands
 from capture.cli.main import main as capture_main
 from models import libraries
+from replay.cli.compare_kernels import parser as replay_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -247,7 +247,7 @@ def test_what_from_pretrained_calls_the_dtype(
 def test_short_names_of_dtypes(
     short: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replay_parser().parse_args(["--random", "--dtype", short]).dtype == dtype
+    assert replay_parser().parse_args(["random", "--dtype", short]).dtype == dtype
     seen: list[str] = []
     monkeypatch.setattr(
         "capture.cli.main._capture", lambda arguments, begun: seen.append(arguments.dtype) or 0

@@ -105,7 +105,7 @@ def kernels() -> Iterator[Callable[..., Kernel]]:
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run_cli("--suite", "flux")`: exit code, stdout and stderr."""
+    """`run_cli("suite", "flux")`: exit code, stdout and stderr."""
     from replay.cli.main import main
 
     return runner(main, capsys)

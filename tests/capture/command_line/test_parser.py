@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from capture.cli.record_command import parser as capture_parser
-from replay.cli.arguments import parser
+from replay.cli.compare_kernels import parser
 from replay.cli.files import output_file
 
 EMPTY = ("", " ", "\t\n")
@@ -74,16 +74,16 @@ def test_an_empty_prompt_is_a_prompt() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["--random", "-hkv", "2"], "no option -hkv: did you mean -hk?"),
-        (["--random", "-hv", "2"], "no option -hv: did you mean -hq or -hk?"),
-        (["--random", "-hd", "64"], "no option -hd: did you mean -d or -hq?"),
-        (["--random", "-kv=4"], "no option -kv: did you mean -sk or -hk?"),
-        (["--random", "-bs", "4"], "no option -bs: did you mean -b or -sq?"),
-        (["--random", "-dq", "3"], "no option -dq: did you mean -d or -sq?"),
-        (["--random", "-sk5"], "no option -sk5: did you mean -sk or --mask?"),
-        (["--random", "-causal"], "no option -causal: did you mean --causal or --call?"),
+        (["random", "-hkv", "2"], "no option -hkv: did you mean -hk?"),
+        (["random", "-hv", "2"], "no option -hv: did you mean -hq or -hk?"),
+        (["random", "-hd", "64"], "no option -hd: did you mean -d or -hq?"),
+        (["random", "-kv=4"], "no option -kv: did you mean -sk or -hk?"),
+        (["random", "-bs", "4"], "no option -bs: did you mean -b or -sq?"),
+        (["random", "-dq", "3"], "no option -dq: did you mean -d or -sq?"),
+        (["random", "-sk5"], "no option -sk5: did you mean -sk or --mask?"),
+        (["random", "-causal"], "no option -causal: did you mean --causal or --call?"),
         (["--kernals", "eager"], "no option --kernals: did you mean --kernels or --list-kernels?"),
-        (["--random", "-n", "2"], "no option -n"),
+        (["random", "-n", "2"], "no option -n"),
     ],
 )
 def test_a_misspelt_option_is_one_sentence(

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 
 from capture.cli.record_command import parser as capture_parser
-from replay.cli.arguments import parser
-from replay.cli.main import SUBCOMMANDS
+from replay.cli.compare_kernels import parser
+from replay.cli.main import VERBS
 from tests.noted_options import options, values_of
 
 LISTS = {
@@ -33,7 +33,7 @@ NEEDED = {
 
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, list[str]]]:
-    others = (importlib.import_module(name).parser() for name in SUBCOMMANDS.values())
+    others = (importlib.import_module(name).parser() for name in VERBS.values())
     for command in (capture_parser(), parser(), *others):
         for action in options(command):
             if len(values := values_of(action)) == 2:
@@ -78,7 +78,7 @@ def test_the_same_twice_is_no_contradiction() -> None:
     """In two ways of writing it, and beside a flag that is given twice."""
     found = capture_parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
     assert (found.max, found.audit) == (2, True)
-    assert parser().parse_args(["--random", "-d", "64", "-d64"]).d == 64
+    assert parser().parse_args(["random", "-d", "64", "-d64"]).d == 64
 
 
 def test_names_of_a_default_are_not_among_those_given() -> None:

@@ -470,7 +470,7 @@ def test_the_command_keeps_its_hands_off_another_file(
     assert path.read_text() == '{"name": "not ours"}'
     path.unlink()
 
-    shape = ("--random", "-hq", "2", "-d", "8")
+    shape = ("random", "-hq", "2", "-d", "8")
     assert run_cli(*shape, "-sq", "16", *arguments)[0] == 0
     before = path.read_bytes()
     for other in ((*shape, "-sq", "32"), ("--dir", str(recorded))):
@@ -493,6 +493,6 @@ def test_the_command_keeps_its_hands_off_another_file(
 
 @pytest.mark.parametrize("arguments", [(), ("--json", "-")])
 def test_there_must_be_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
-    code, _, err = run_cli("--random", *QUICK, "--resume", *arguments)
+    code, _, err = run_cli("random", *QUICK, "--resume", *arguments)
     assert code == 2
     assert "--resume requires a file to continue: give --json FILE" in err

@@ -246,7 +246,7 @@ def arguments(cheat: str | None, shape: list[str], fp32: bool, more: list[str]) 
     dtype = ["--dtype", "fp32"] if fp32 else []
     names = ",".join(name for name in (BASELINE, cheat, HONEST) if name)
     timeout = [] if "--in-process" in more else ["--timeout", "20"]
-    return ["--random", *shape, *dtype, *timeout, "--kernels", names, *more]
+    return ["random", *shape, *dtype, *timeout, "--kernels", names, *more]
 
 
 def run_all(runs: list[Run], jobs: int, done) -> None:

@@ -18,7 +18,7 @@ from replay.rows.row_files import save_jsonl
 from tests.replay.comparison.simulated import run
 
 RunCli = Callable[..., tuple[int, str, str]]
-SHAPE = ("--random", "-b", "1", "-hq", "4", "-sq", "70", "-d", "32", "--dtype", "fp32")
+SHAPE = ("random", "-b", "1", "-hq", "4", "-sq", "70", "-d", "32", "--dtype", "fp32")
 RUNS = ("before.jsonl", "slow.jsonl")
 QUICK = ("--rounds", "6", "--device", "cpu", "--in-process")
 

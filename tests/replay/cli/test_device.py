@@ -6,14 +6,14 @@ import subprocess
 import sys
 
 import pytest
-from replay.cli.device import device_of
 
+from replay.api.chosen_device import device_of
 from replay.cli.files import UsageError
 
 
 def test_garbage_is_collected_again_in_the_command() -> None:
     code = (
-        "import gc, sys; from replay.cli.device import device_of;"
+        "import gc, sys; from replay.api.chosen_device import device_of;"
         "assert 'torch' not in sys.modules;"
         "device_of('cpu'); assert gc.isenabled(); assert gc.get_freeze_count() > 100_000;"
         "gc.disable(); device_of('cpu'); assert not gc.isenabled()"

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay.cli.run import _written_again
 
 from replay.cli.files import NotWritten, opened
+from replay.cli.replayed import _written_again
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import read_jsonl
 from tests import factories
@@ -134,7 +134,7 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     def full(*_: Any) -> None:
         raise NotWritten("cannot write rows.jsonl: No space left on device: make room")
 
-    monkeypatch.setattr("replay.cli.run.write_jsonl", full)
+    monkeypatch.setattr("replay.api.session.write_jsonl", full)
     rows = tmp_path / "rows.jsonl"
     code, _, err = run_cli(*arguments(recorded, "--json", str(rows)))
     assert code == 0

@@ -16,24 +16,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from replay.cli.arguments import parser
 from replay.cli.combinations import SOURCES, USES, misuse
 
 from replay.cli import main
+from replay.cli.compare_kernels import parser
 from replay.workloads import random_calls
 from tests.in_this_process import RunCli
 from tests.noted_options import Noted, ignored, options
 
-SHAPE = ("--random", "-hq", "2", "-sq", "16", "-d", "32")
+SHAPE = ("random", "-hq", "2", "-sq", "16", "-d", "32")
 ONE = ("--kernels", "torch-math")
 FAST = ("--rounds", "3")
 
 MODES = {
     "random": (SHAPE, (*ONE, *FAST)),
     "recorded": (("--dir", "recorded"), (*ONE, *FAST)),
-    "suite": (("--suite", "llama"), (*ONE, *FAST)),
-    "list": (("--list-kernels",), ()),
-    "selftest": (("--selftest",), ()),
+    "suite": (("suite", "llama"), (*ONE, *FAST)),
+    "list": (("kernels",), ()),
+    "selftest": (("selftest",), ()),
     "profile": ((*SHAPE, "--once"), ONE),
     "command of a profile": ((*SHAPE, "--ncu"), ONE),
 }

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay.cli.arguments import parser
 from replay.cli.end_to_end import CheckError, read_options
 from replay.cli.end_to_end_arguments import misuse
 
@@ -16,6 +15,7 @@ from capture.call.attention_call import Origin
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
+from replay.cli.compare_kernels import parser
 from replay.cli.doctor import parser as doctor_parser
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, Choice, Plan
@@ -159,8 +159,8 @@ def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
 
 
 def test_random_calls_lead_to_recorded_ones() -> None:
-    assert said("--random").endswith(": capture --model llama")
-    assert said("--suite", "llama").endswith(": capture --model llama")
+    assert said("random").endswith(": capture --model llama")
+    assert said("suite", "llama").endswith(": capture --model llama")
 
 
 def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
@@ -183,16 +183,16 @@ def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
 
 
 def test_nothing_correct_and_nothing_run() -> None:
-    shape = ("--random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16")
+    shape = ("random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16")
     look = said(*shape, rows=measured("inaccurate"))
     assert look.startswith("no kernel is correct")
     assert command(look) == [
-        "--random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
+        "random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
         "--metric", "accuracy", "--per-call", "--compare-stats",
     ]  # fmt: skip
     drawn = ("--mask", "window", "--scale", "0.5", "--distribution", "sink")
-    assert command(said("--random", *drawn, rows=measured("inaccurate")))[1:7] == [*drawn]
+    assert command(said("random", *drawn, rows=measured("inaccurate")))[1:7] == [*drawn]
     missing = row("mine", status="unavailable", reason="not installed")
-    assert command(said(*shape, rows=[measured()[0], missing])) == ["--list-kernels"]
+    assert command(said(*shape, rows=[measured()[0], missing])) == ["kernels"]
     alone = row("torch-default", call_facts(), status="inaccurate", accuracy=accuracy())
     assert said(*shape, rows=[alone]).startswith("no kernel is correct")

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from replay.kernels.registry import Kernel
 
 RunCli = Callable[..., tuple[int, str, str]]
-SHAPE = ("--random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
+SHAPE = ("random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
 
 
 def test_the_command_runs_the_same_arguments_once(run_cli: RunCli) -> None:

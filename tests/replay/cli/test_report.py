@@ -13,7 +13,7 @@ from replay.rows.row_files import write_jsonl
 from tests.replay.report.html import pages
 
 RunCli = Callable[..., tuple[int, str, str]]
-RANDOM = ("--random", "-hq", "2", "-sq", "33", "-d", "32", "--kernels", "torch-math")
+RANDOM = ("random", "-hq", "2", "-sq", "33", "-d", "32", "--kernels", "torch-math")
 QUICK = ("--rounds", "6", "--device", "cpu", "--in-process")
 
 

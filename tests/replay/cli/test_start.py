@@ -72,9 +72,9 @@ def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
 @pytest.mark.parametrize(
     ("arguments", "imported"),
     [
-        (("--random",), [None]),
-        (("--random", "--kernels", "flex,torch-*"), ["flex,torch-*"]),
-        (("--list-kernels",), []),
+        (("random",), [None]),
+        (("random", "--kernels", "flex,torch-*"), ["flex,torch-*"]),
+        (("kernels",), []),
     ],
 )
 def test_worker_and_judge_start_before_torch_is_imported(
@@ -95,7 +95,7 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
     """Another replay may be measuring there."""
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    events, _ = before_torch(tmp_path, "--random", "--gpus", "all")
+    events, _ = before_torch(tmp_path, "random", "--gpus", "all")
     warm_up = [["prepare", gpu, {"do": "warm up", "kernels": None}] for gpu in "01"]
     assert events == [["start", gpu, {}] for gpu in "0011"] + warm_up + ["torch"]
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_starts_nothing(
 def test_names_that_look_wrong_are_looked_up_before_anything_starts(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    events, _ = before_torch(tmp_path, "--random", *options)
+    events, _ = before_torch(tmp_path, "random", *options)
     assert events == ["torch"]
 
 

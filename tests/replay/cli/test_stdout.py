@@ -9,10 +9,10 @@ import subprocess
 import sys
 
 import pytest
-from replay.cli.arguments import parser
 
+from replay.cli.compare_kernels import parser
 from replay.cli.files import STDOUT, WRITTEN_FILES
-from replay.cli.main import SUBCOMMANDS
+from replay.cli.main import VERBS
 from replay.cli.stdout import reserved_stdout
 from replay.isolation.shared_streams import keep_open
 from tests.noted_options import options
@@ -87,7 +87,7 @@ def test_a_stdout_without_a_descriptor_is_used_as_it_is(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("name", STDOUT)
 def test_every_file_that_is_written_may_be_stdout_by_any_of_its_names(name: str) -> None:
-    commands = [importlib.import_module(module).parser() for module in SUBCOMMANDS.values()]
+    commands = [importlib.import_module(module).parser() for module in VERBS.values()]
     found = set()
     for action in (action for each in (parser(), *commands) for action in options(each)):
         if "- for stdout" in (action.help or ""):

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from replay.cli.run import without_variants
-from replay.cli.time_limit import TimeLimit, duration, in_words
 
+from replay.api.session import without_variants
+from replay.cli.shared_options import duration
+from replay.distribution.time_limit import TimeLimit, in_words
 from replay.kernels.registry import find
 from replay.rows.row import HERE
 from tests import factories
@@ -71,9 +72,9 @@ def test_what_is_at_work_when_the_time_is_over_is_stopped() -> None:
     assert not early.stopped.is_set()
 
 
-@pytest.mark.parametrize("other", ["--in-process", "--list-kernels", "--selftest"])
+@pytest.mark.parametrize("other", ["--in-process", "kernels", "selftest"])
 def test_what_does_not_combine(run_cli: RunCli, other: str) -> None:
-    source = ["--random"] if other == "--in-process" else []
+    source = ["random"] if other == "--in-process" else []
     code, out, err = run_cli(*source, other, "--max-time", "1m")
     assert (code, out) == (2, "")
     assert err == f"replay: --max-time ends a replay in workers: leave out {other}\n"
@@ -108,8 +109,8 @@ def run_with_a_clock(
             return {call.name: 4.0 for call in calls}  # type: ignore[attr-defined]
 
         monkeypatch.setattr("replay.cli.main.TimeLimit", Limit)
-        monkeypatch.setattr("replay.cli.run.expected_seconds", expected)
-        monkeypatch.setattr("replay.cli.run.Pace.scale", 1.0)
+        monkeypatch.setattr("replay.api.session.expected_seconds", expected)
+        monkeypatch.setattr("replay.api.session.Pace.scale", 1.0)
         return run_cli(*arguments, "--max-time", str(seconds))
 
     return run
@@ -150,7 +151,7 @@ def test_variants_come_after_the_others(
 ) -> None:
     """A call is replayed again with its variants, so that all its rows are of the same rounds."""
     monkeypatch.setattr(
-        "replay.cli.run.without_variants", lambda assigned: {HERE: [find("torch-math")]}
+        "replay.api.session.without_variants", lambda assigned: {HERE: [find("torch-math")]}
     )
     rows = tmp_path / "rows.jsonl"
     kernels = ("--kernels", "torch-math,torch-flash")
@@ -189,9 +190,9 @@ def test_which_kernels_are_no_variants() -> None:
 def test_a_long_replay_says_how_long(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], is_said: bool
 ) -> None:
-    shape = ("--random", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
+    shape = ("random", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
     arguments = (*shape, *QUICK, "--kernels", "torch-math", "--in-process", *option)
-    monkeypatch.setattr("replay.cli.run.LONG_SECONDS", 1e9)
+    monkeypatch.setattr("replay.api.session.LONG_SECONDS", 1e9)
     assert "about" not in run_cli(*arguments)[2]
-    monkeypatch.setattr("replay.cli.run.LONG_SECONDS", 0.0)
+    monkeypatch.setattr("replay.api.session.LONG_SECONDS", 0.0)
     assert ("replay: 1 call × 1 kernel on " in run_cli(*arguments)[2]) == is_said

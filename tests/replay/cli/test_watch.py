@@ -140,6 +140,6 @@ def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_cannot_be_watched_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
-    code, out, err = run_cli("--random", "--watch", *given.split())
+    code, out, err = run_cli("random", "--watch", *given.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"replay: {sentence}")

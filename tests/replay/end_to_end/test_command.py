@@ -39,7 +39,7 @@ def refused(
     def measured(*args: object, **kwargs: object) -> None:
         pytest.fail("it was measured first")
 
-    monkeypatch.setattr("replay.cli.run.run", measured)
+    monkeypatch.setattr("replay.api.session.run", measured)
 
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -60,7 +60,7 @@ PLAN = ("--dir", "recorded", "--plan", "plan.json")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--random", "--e2e"), "--e2e and --plan require a recording: give --dir DIR"),
+        (("random", "--e2e"), "--e2e and --plan require a recording: give --dir DIR"),
         ((*E2E, "--in-process"), "leave out --in-process"),
         ((*E2E, "--call", "x"), "--e2e and --plan require all calls of a recording: leave out"),
         ((*E2E, "--versus-random"), "--e2e and --plan do not combine with --versus-random"),

@@ -13,7 +13,7 @@ from replay.kernels import registry
 from replay.kernels.registry import Kernel, KernelNameError, catalogue, find
 
 RunCli = Callable[..., tuple[int, str, str]]
-SHAPE = ("--random", "-hq", "2", "-sq", "16", "-d", "8", "--dtype", "float32")
+SHAPE = ("random", "-hq", "2", "-sq", "16", "-d", "8", "--dtype", "float32")
 QUICK = ("--rounds", "3", "--device", "cpu", "--in-process")
 
 MINE = '''
@@ -209,7 +209,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
 
 @pytest.mark.usefixtures("package")
 def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
-    code, out, err = run_cli("--list-kernels", "--device", "cpu", "--in-process")
+    code, out, err = run_cli("kernels", "--device", "cpu", "--in-process")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert "offered from my_file:my_attention available" in text

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 
 import pytest
-from replay.cli.progress import Pace, TimeColumn
 from rich.progress import Progress
 from rich.text import Text
+
+from replay.distribution.pace import Pace
+from replay.report.progress import TimeColumn
 
 
 class Clock:

@@ -107,7 +107,7 @@ def test_the_command(
 
     monkeypatch.setattr(run, "planted_cheats", planted)
     expected = 0 if passes else 1
-    code, out, err = run_cli("--selftest", "--device", "cpu", "--json", "-")
+    code, out, err = run_cli("selftest", "--device", "cpu", "--json", "-")
     assert code == expected
     written = json.loads(out)
     assert (written["passed"], written["resolution"]) == (passes, 0.02)
@@ -115,7 +115,7 @@ def test_the_command(
     assert written["machine"]["torch"] == torch.__version__
     assert written["sentence"] in " ".join(err.split())
     file = tmp_path / "selftest.json"
-    code, out, _ = run_cli("--selftest", "--device", "cpu", "--json", str(file))
+    code, out, _ = run_cli("selftest", "--device", "cpu", "--json", str(file))
     assert code == expected
     assert "noise" not in out
     assert written["sentence"] in " ".join(out.split())

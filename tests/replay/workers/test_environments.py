@@ -116,7 +116,7 @@ def _interpreter(directory: Path, variables: str = "", options: str = "") -> Pat
 def test_a_library_that_only_the_other_environment_has_is_listed(
     run_cli: RunCli, theirs: Path
 ) -> None:
-    code, out, err = run_cli("--list-kernels", "--device", "cpu", "--env", f"theirs={theirs}")
+    code, out, err = run_cli("kernels", "--device", "cpu", "--env", f"theirs={theirs}")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert (
@@ -208,7 +208,7 @@ def test_one_table(
 @pytest.mark.slow
 def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
     bare = _interpreter(tmp_path / "bare", "PYTHONPATH=", "-S")
-    code, out, err = run_cli("--list-kernels", "--device", "cpu", "--env", f"bare={bare}")
+    code, out, err = run_cli("kernels", "--device", "cpu", "--env", f"bare={bare}")
     assert (code, out) == (2, "")
     assert err == (
         f"replay: environment bare ({bare}) does not work: the worker exited with code 1: "
@@ -235,14 +235,14 @@ def test_what_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_environments_need_workers(run_cli: RunCli) -> None:
-    code, _, err = run_cli("--random", *QUICK, "--in-process", "--env", f"other={sys.executable}")
+    code, _, err = run_cli("random", *QUICK, "--in-process", "--env", f"other={sys.executable}")
     assert code == 2
     assert "require worker processes" in err
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
 def test_a_timeout_is_positive(run_cli: RunCli, seconds: str) -> None:
-    assert run_cli("--random", f"--timeout={seconds}")[0] == 2
+    assert run_cli("random", f"--timeout={seconds}")[0] == 2
 
 
 def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

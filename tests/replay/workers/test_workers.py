@@ -33,7 +33,7 @@ BAD = Path(__file__).with_name("bad_kernels.py")
 COMMAND = (
     f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); from replay.cli.main import main; main()"
 )
-SHAPE = ("--random", "-b", "1", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
+SHAPE = ("random", "-b", "1", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")
 QUICK = ("--rounds", "3", "--device", "cpu")
 
 RunCli = Callable[..., tuple[int, str, str]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from replay.cli import arguments
+from replay.cli import shared_options as arguments
 from replay.workloads.distributions import DISTRIBUTIONS
 from replay.workloads.random_calls import Spec
 from replay.workloads.random_masks import MASKS

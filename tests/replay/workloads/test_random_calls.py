@@ -6,8 +6,8 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
-from replay.cli.arguments import SUITES as SUITE_NAMES
 
+from replay.cli.shared_options import SUITES as SUITE_NAMES
 from replay.timing.flops import bytes_moved, flops
 from replay.workloads.random_calls import SUITES, ShapeError, Spec, suite
 from replay.workloads.workload import random_workloads
