@@ -75,8 +75,8 @@ def main() -> None:
                 f"--out {recorded}"
             )
             printed += run(
-                f"replay --dir {recorded} --e2e --model-rounds {arguments.rounds} --max-seconds 2 "
-                f"--kernels {arguments.kernels} {environments} --json {rows} --e2e-json {checks}"
+                f"replay verify --dir {recorded} --model-rounds {arguments.rounds} --max-seconds 2 "
+                f"--kernels {arguments.kernels} {environments} --json {rows} --checks {checks}"
             )
             machine = next(results.read_jsonl(rows))["machine"]
             lines += [

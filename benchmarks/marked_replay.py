@@ -16,17 +16,19 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from replay.cli import main as command
+from replay.api.session import Session
+from replay.cli.main import main
+from replay.rows.row import Row
 
 _marks: list[tuple[float, str, str]] = []
 """Time, call and stage of each report; neither for the end of the last row."""
-_replay = command._replay
+_rows = Session.rows
 
 
-def _marked(*arguments: Any) -> Any:
-    """Run the command once its workers start, and mark its progress too."""
+def _marked(session: Session) -> Iterator[Row]:
+    """Measure, and mark the progress."""
     from replay.bench.runner import DONE
-    from replay.cli import progress
+    from replay.report import progress
 
     shown_progress = progress.shown_progress
 
@@ -43,12 +45,12 @@ def _marked(*arguments: Any) -> Any:
         _marks.append((time.perf_counter(), "", ""))
 
     progress.shown_progress = marked
-    return _replay(*arguments)
+    return _rows(session)
 
 
 if __name__ == "__main__":
     try:
-        with mock.patch.object(command, "_replay", _marked):
-            command.main(sys.argv[2:])
+        with mock.patch.object(Session, "rows", _marked):
+            main(sys.argv[2:])
     finally:
         Path(sys.argv[1]).write_text(json.dumps(_marks))

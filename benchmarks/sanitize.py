@@ -106,7 +106,7 @@ def main() -> int:
         if name == pattern or fnmatch.fnmatch(name, pattern)
     ]
     if not kernels:
-        parser.error(f"no kernel matches {pattern}; see replay --list-kernels")
+        parser.error(f"no kernel matches {pattern}; see replay kernels")
     device = torch.device("cuda")
     failed, ran = False, False
     for kernel in kernels:

@@ -80,8 +80,8 @@ def main() -> None:
             text = f"--text {held_out}" if model == "llama" else ""
             checks = Path(scratch) / "checks.jsonl"
             run(
-                f"replay --dir {scratch}/pretrained --kernels {arguments.kernels} {text} --e2e "
-                f"--max-seconds 0.1 --model-rounds 3 --e2e-json {checks}"
+                f"replay verify --dir {scratch}/pretrained --kernels {arguments.kernels} {text} "
+                f"--max-seconds 0.1 --model-rounds 3 --checks {checks}"
             )
             lines += summary(rows, {each["kernel"]: each for each in results.read_jsonl(checks)})
             results.write_lines(lines, COLUMNS, arguments.out)
@@ -96,7 +96,7 @@ def summary(
     """Summarise errors by kind of values, with the drift of the trained model's output.
 
     Args:
-        checks: the objects of `--e2e-json` for the trained model, by kernel.
+        checks: the objects of `replay verify --checks` for the trained model, by kernel.
     """
     groups: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for row in rows:

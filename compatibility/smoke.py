@@ -41,8 +41,8 @@ def use_kernel_and_use_plan() -> None:
     assert swap.hits == 3, swap
     assert (before - after).abs().max() < 1e-4
     _command(
-        *("replay", "--dir", "own", "--kernels", "torch-math,torch-flash", *_QUICK),
-        *("--plan", "plan.json", "--budget", "rmse=0.1"),
+        *("replay", "plan", "--dir", "own", "--kernels", "torch-math,torch-flash", *_QUICK),
+        *("--out", "plan.json", "--budget", "rmse=0.1"),
     )
     with use_plan("plan.json") as planned:
         run()
@@ -111,7 +111,7 @@ def capture_built_in_models() -> None:
 
 def interpret_triton_kernels() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
-    shape = ("--random", "-hq", "2", "-sq", "33", "-d", "32")
+    shape = ("random", "-hq", "2", "-sq", "33", "-d", "32")
     names = "triton-fa2,triton-sage,triton-fp8"
     _command("replay", *shape, "--kernels", names, *_QUICK)
     _all_ok(set(names.split(",")))

@@ -51,7 +51,7 @@ def thresholds() -> str:
 
 
 def distributions() -> str:
-    """List the values that `replay --random --distribution` takes."""
+    """List the values that `replay random --distribution` takes."""
     lines = ["| `--distribution` | what it provokes |", "|---|---|"]
     lines += [f"| `{name}` | {each.provokes} |" for name, each in DISTRIBUTIONS.items()]
     return "\n".join(lines) + "\n"

@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def open_dataset(where: str, *, quiet: bool, whole: bool) -> Dataset:
     """Open a dataset; copy a remote one as a whole, or only the files that list its calls."""
-    from capture.cli.arrivals import shown_arrivals
+    from capture.storage.arrivals import shown_arrivals
     from capture.storage.locations import directory_of
 
     directory_of(where)  # reports a missing directory before torch is imported

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from attention_replay.errors import Error
 from capture.large_imports import import_for_good
 from capture.storage.arrivals import shown_arrivals
 from capture.storage.listing import listed_files
 from capture.storage.locations import directory_of
+from replay.api.chosen_device import ChoiceError, check_name
 from replay.kernels.kernel_names import look_known, parts
 from replay.timing.defaults import CALLS_BEFORE_IN_MODELS, CPU_SECONDS, ROUNDS, SECONDS
 from replay.workers.environment_options import interpreters
@@ -32,10 +32,6 @@ if TYPE_CHECKING:
     from replay.timing.timer import Cache
     from replay.workloads.random_calls import Spec
     from replay.workloads.workload import Workload
-
-
-class ChoiceError(Error):
-    """A choice cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -353,8 +349,6 @@ class ReplayRequest:
         Raises:
             Error: a choice cannot be used.
         """
-        from replay.api.chosen_device import check_name
-
         check_name(self.place.device)
         self.calls.check()
         self._check_kernels()

@@ -5,11 +5,15 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from attention_replay.errors import Error
 from capture.large_imports import import_for_good
-from replay.api.choices import ChoiceError
 
 if TYPE_CHECKING:
     import torch
+
+
+class ChoiceError(Error):
+    """A choice cannot be used; the message names the remedy."""
 
 
 def check_name(name: str | None) -> None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from replay.api.choices import (
     CallChoice,
     CallsInMemory,
-    ChoiceError,
     MeasureChoice,
     RecordedCalls,
     ReplayRequest,
     RunPlace,
     joined_names,
 )
+from replay.api.chosen_device import ChoiceError
 from replay.api.session import Session, say_on_stderr
 from replay.timing.defaults import ROUNDS
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
 from capture.text.printable import printable
-from replay.api.choices import ChoiceError, Found, ReplayRequest, RunPlace, special_kernels
+from replay.api.choices import Found, ReplayRequest, RunPlace, special_kernels
+from replay.api.chosen_device import ChoiceError, device_of
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit, in_words
 
@@ -147,8 +148,6 @@ class Session:
             cluster = stack.enter_context(connected(place.ray))
         elif not place.in_process and not early:
             early = stack.enter_context(_first_processes(request, self.limit))
-        from replay.api.chosen_device import device_of
-
         self.device = device_of(place.device) if cluster is None else cluster.device
         self.pythons = place.interpreters()
         self.dataset = request.calls.opened(quiet=self._quiet)

@@ -48,7 +48,7 @@ def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
             )
     raise ShapeError(
         f"too large for this machine ({device}, {memory / 1e9:.0f} GB free): even the shortest, "
-        f"{lengths[-1]} long, does not fit; use a GPU, or --random with a smaller shape"
+        f"{lengths[-1]} long, does not fit; use a GPU, or `replay random` with a smaller shape"
     )
 
 

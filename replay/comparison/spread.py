@@ -58,7 +58,7 @@ def _of_selftest(given: str, path: Path, before: Run) -> Spread:
         share = float(checks[CHECK]["figures"]["spread"]) if CHECK in checks else None
     except (ValueError, KeyError, TypeError) as error:
         raise ComparisonError(
-            f"--spread {given}: not what `replay --selftest --json` or `replay --json` writes"
+            f"--spread {given}: not what `replay selftest --json` or `replay --json` writes"
         ) from error
     if device not in before.devices:
         raise ComparisonError(

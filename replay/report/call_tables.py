@@ -174,7 +174,7 @@ def _where(errors: Errors, row: Row) -> str:
 
 
 def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
-    """List the Triton programs inspected with --resources."""
+    """List the Triton programs inspected with `--metric resources`."""
     lines = {
         f"{name}: {program.name}: {program.registers} registers, {program.spills} spilled, "
         f"{program.shared_bytes / 1024:.0f} KiB shared, {program.warps} warps": None

@@ -395,14 +395,14 @@ class Row:
             columns=(Column("accuracy", "accuracy", "kept", digits(".3g")),),
         ),
     ] = None
-    output_summary: Annotated[Summary | None, "{} of the output (--compare-stats)"] = None
+    output_summary: Annotated[Summary | None, "{} of the output (--metric stats)"] = None
     reference_summary: Annotated[
-        Summary | None, "{} of what --errors-against names (--compare-stats)"
+        Summary | None, "{} of what --errors-against names (--metric stats)"
     ] = None
     programs: Annotated[
         tuple[Program, ...],
         "Triton programs launched: name, registers and spills per thread, shared bytes and warps "
-        "per block (--resources)",
+        "per block (--metric resources)",
     ] = ()
     gpu_before: Annotated[GpuState | None, "{} before the timed rounds"] = None
     gpu_during: Annotated[

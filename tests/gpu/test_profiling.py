@@ -1,4 +1,4 @@
-"""The command that `--ncu` prints profiles the kernels of that call, and no other.
+"""The command that `replay profile` prints profiles the kernels of that call, and no other.
 
 Run it alone, where Nsight Compute may read counters: `pytest tests/gpu/test_profiling.py`.
 """
@@ -24,7 +24,7 @@ SHAPE = ["random", "-b", "1", "-hq", "32", "-sq", "2048", "-d", "64"]
 
 @pytest.mark.parametrize(("kernel", "name"), [("torch-flash", "flash"), ("triton-fa2", "forward")])
 def test_only_the_kernels_of_the_call_are_profiled(kernel: str, name: str) -> None:
-    command = [sys.executable, "-m", "replay", *SHAPE, "--kernels", kernel, "--ncu"]
+    command = [sys.executable, "-m", "replay", "profile", *SHAPE, "--kernels", kernel]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     profiler, *others = shlex.split(printed)
     # Clocks are left as they are: other work on the machine is measured by them.

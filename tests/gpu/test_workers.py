@@ -35,7 +35,7 @@ def test_resources_of_a_triton_kernel(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
     with pytest.raises(SystemExit):
-        cli.main([*shape, "--kernels", "sage1", "--resources", "--json", str(file)])
+        cli.main([*shape, "--kernels", "sage1", "--metric", "time,resources", "--json", str(file)])
     rows = {row["kernel"]: row for row in map(json.loads, file.read_text().splitlines())}
     assert rows["sage1"]["status"] == "ok"
     assert rows["sage1"]["changed_inputs"] == ["key"]

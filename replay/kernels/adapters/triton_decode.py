@@ -4,7 +4,7 @@ A value that is the first part of the key, as in DeepSeek's absorbed latent atte
 with it. A cache that was captured in pages is read as it is. One in one piece the paged kernel
 first copies into pages in a random order, which its drop-in counts and its core does not, where the
 pages are there already. A padded batch has as many tokens in its pages as its mask leaves.
-`page_size` is an option: `--page-size 64`, or the kernel's name with `[page_size=64]`.
+`page_size` is an option: the kernel's name with `[page_size=64]`.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The drop-in chooses tokens and attends to them; the core is attention to tokens 
 model with a cheap way of choosing has it. What is chosen are the highest-scoring keys of each
 key/value head (`attention_kernels/sparse/token_choice.py`): scoring reads every key, so the drop-in
 cannot be much faster than attention to all of them, and its error is the least that any choice of
-as many keys leaves. Options: `keep`, the share of keys kept (`--keep`), and `page_size`.
+as many keys leaves. Options: `keep`, the share of keys kept, and `page_size`,
+as in `triton-sparse-decode[keep=0.05]`.
 
 Not by default, since what they leave out is for their user to decide.
 """

@@ -49,7 +49,7 @@ def write_html(
     """Write one file that shows the results of a replay.
 
     Args:
-        checks: the lines of `--e2e-json`.
+        checks: the lines of `replay verify --checks`.
         outputs: the directory of `--save-output`.
         budget: drawn in the charts of errors, in its metric; without one, errors are relative L1.
 

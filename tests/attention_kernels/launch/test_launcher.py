@@ -96,7 +96,7 @@ def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> N
 
 
 def test_who_listens_is_told_of_every_launch() -> None:
-    """A profiler, or `replay --resources`."""
+    """A profiler, or `replay --metric resources`."""
     hooks = triton.knobs.runtime.launch_enter_hook
     kernel = Kernel()
     launch = launch_of(kernel)

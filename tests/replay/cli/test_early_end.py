@@ -49,21 +49,22 @@ def arguments(recorded: Path, *given: str) -> tuple[str, ...]:
 def test_what_was_measured_before_control_c_is_shown_and_kept(
     run_cli: RunCli, recorded: Path, tmp_path: Path, two_calls: Callable[..., None]
 ) -> None:
+    pytest.importorskip("vl_convert")
     two_calls(KeyboardInterrupt())
-    rows, table, times = (tmp_path / name for name in ("rows.jsonl", "rows.csv", "times.json"))
-    times.write_text("earlier")
-    written = ("--json", str(rows), "--csv", str(table), "--benchmark-json", str(times))
+    rows, table, page = (tmp_path / name for name in ("rows.jsonl", "rows.csv", "out.html"))
+    page.write_text("earlier")
+    written = ("--json", str(rows), "--csv", str(table), "--report", str(page))
     code, out, err = run_cli(*arguments(recorded, *written))
     assert code == 130
     assert "torch-flash" in out
     assert "2 calls" in out
     assert err.splitlines()[-1] == (
-        "replay: interrupted: not made: --benchmark-json; 1 of 3 calls left out; the same command "
+        "replay: interrupted: not made: --report; 1 of 3 calls left out; the same command "
         f"with --resume completes {rows}"
     )
     assert calls(rows) == {"model-000000", "model-000001"}
     assert len(table.read_text().splitlines()) == 1 + 2 * 2
-    assert times.read_text() == "earlier"
+    assert page.read_text() == "earlier"
     err = run_cli(*arguments(recorded))[2]
     assert err.endswith("; give --json FILE, so that --resume can complete it\n")
 
@@ -96,12 +97,12 @@ def test_an_earlier_file_stays_until_there_is_a_row(
         raise KeyboardInterrupt
 
     kernels("early", interrupt)
-    for option in ("--json", "--csv", "--benchmark-json"):
+    for option in ("--json", "--csv"):
         earlier = tmp_path / "earlier"
         earlier.write_text("earlier")
         code, out, err = run_cli("--dir", str(recorded), *QUICK, "early", option, str(earlier))
         assert (code, out, earlier.read_text()) == (130, "", "earlier")
-        stayed = f", and {earlier} stayed as before" if option != "--benchmark-json" else ""
+        stayed = f", and {earlier} stayed as before"
         assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
     err = run_cli("--dir", str(recorded), *QUICK, "early", "--csv", str(tmp_path / "new"))[2]
     assert err.endswith("replay: interrupted: no call was replayed\n")
@@ -117,7 +118,7 @@ def test_a_failure_midway_costs_no_table(
     assert err.splitlines()[-1] == "replay: unexpected RuntimeError: boom (traceback with --debug)"
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv", "--benchmark-json"])
+@pytest.mark.parametrize("option", ["--json", "--csv"])
 def test_a_file_without_room_is_named_and_costs_no_table(
     run_cli: RunCli, recorded: Path, option: str
 ) -> None:
@@ -134,7 +135,7 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     def full(*_: Any) -> None:
         raise NotWritten("cannot write rows.jsonl: No space left on device: make room")
 
-    monkeypatch.setattr("replay.api.session.write_jsonl", full)
+    monkeypatch.setattr("replay.rows.row_files.write_jsonl", full)
     rows = tmp_path / "rows.jsonl"
     code, _, err = run_cli(*arguments(recorded, "--json", str(rows)))
     assert code == 0

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import shlex
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from replay.cli.end_to_end import CheckError, read_options
-from replay.cli.end_to_end_arguments import misuse
 
 from capture.call.attention_call import Origin
+from capture.command_line.parser import OneSentenceParser
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from replay.cli.compare_kernels import parser
+from replay.api.plan_model import RecordingError, whole_captures
+from replay.cli import compare_kernels
 from replay.cli.doctor import parser as doctor_parser
+from replay.cli.main import VERBS
 from replay.cli.next_step import next_step
 from replay.plan.plan import Budget, Choice, Plan
 from replay.rows.row import Row
@@ -56,17 +59,27 @@ def plan(*kernels: str) -> Plan:
     return Plan("llama", "trained", Budget("cosine", 0.9), "torch-default", choices)
 
 
+def parser_of(given: Sequence[str]) -> tuple[OneSentenceParser, list[str]]:
+    """The parser of a command's verb, and the arguments after the verb."""
+    if given and given[0] in VERBS:
+        return importlib.import_module(VERBS[given[0]]).parser(), list(given[1:])
+    return compare_kernels.parser(), list(given)
+
+
 def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None) -> str:
-    arguments = parser().parse_args(given)
-    dataset = Dataset.open(arguments.dir) if arguments.dir else None
-    return next_step(arguments, measured() if rows is None else rows, written, dataset)
+    parser, others = parser_of(given)
+    arguments = parser.parse_args(others)
+    directory = vars(arguments).get("dir")
+    dataset = Dataset.open(directory) if directory else None
+    return next_step(arguments, parser, measured() if rows is None else rows, written, dataset)
 
 
 def command(sentence: str) -> list[str]:
     """The arguments of the command that ends a sentence, which must be ones that `replay` takes."""
     _, _, pasted = sentence.rpartition(": replay ")
     arguments = shlex.split(pasted)
-    assert misuse(parser().parse_args(arguments)) == ""
+    parser, others = parser_of(arguments)
+    parser.parse_args(others)
     return arguments
 
 
@@ -75,8 +88,8 @@ def test_after_a_replay_of_recorded_calls_the_whole_model(tmp_path: Path) -> Non
     given = ["--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b", "--timeout=9.5"]
     found = command(said("--dir", directory, *given, "--metric", "all", "--json", "rows.jsonl"))
     assert found == [
-        "--dir", directory, "--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b",
-        "--timeout", "9.5", "--e2e",
+        "verify", "--dir", directory, "--kernels", "torch-*,my file.py:k",
+        "--env", "a=/a", "--env", "b=/b", "--timeout", "9.5",
     ]  # fmt: skip
 
 
@@ -84,12 +97,15 @@ def test_after_the_whole_model_a_plan_then_the_plan_in_the_model_then_its_use(
     tmp_path: Path,
 ) -> None:
     directory, path = str(recording(tmp_path / "recorded", capture())), str(tmp_path / "plan.json")
-    choose = command(said("--dir", directory, "--e2e"))
-    assert choose == ["--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.998"]
-    planning = ("--dir", directory, "--plan", path, "--budget", "cosine=0.9")
+    choose = command(said("verify", "--dir", directory))
+    chosen = ["--out", "plan.json", "--budget", "cosine=0.998"]
+    assert choose == ["plan", "--dir", directory, *chosen]
+    planning = ("plan", "--dir", directory, "--out", path, "--budget", "cosine=0.9")
     plan("mine").save(path)
     measure = command(said(*planning, written=plan("mine")))
-    assert measure == ["--dir", directory, "--e2e", "--use-plan", path]
+    assert measure == ["verify", "--dir", directory, "--plan", path]
+    rows = ("--json", "rows.jsonl")
+    assert command(said(*planning, *rows, written=plan("mine")))[-2:] == ["--rows", "rows.jsonl"]
     use = said(*measure)
     assert use == f"use the plan in your program: with replay.use_plan({path!r}): …"
     plan("mine.py:kernel").save(path)
@@ -102,31 +118,31 @@ def test_nothing_was_replayed(tmp_path: Path) -> None:
 
 def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
-    planning = ("--dir", directory, "--plan", "plan.json", "--budget", "cosine=0.9")
+    planning = ("plan", "--dir", directory, "--out", "plan.json", "--budget", "cosine=0.9")
     found = said(*planning, written=plan("torch-default"))
     assert found.startswith("plan.json changes nothing: no kernel is faster within cosine")
     path = tmp_path / "nothing.json"
     plan("torch-default").save(path)
-    checked = ("--dir", directory, "--e2e", "--use-plan", str(path))
+    checked = ("verify", "--dir", directory, "--plan", str(path))
     assert said(*checked) == f"{path} changes nothing: it names no kernel but the model's own"
 
 
 @pytest.mark.parametrize(
-    ("captures", "ends"),
+    ("captures", "verb", "ends"),
     [
-        ([capture(settings={})], ["--plan", "plan.json", "--budget", "cosine=0.998"]),
-        ([capture(census={})], ["--report", "out.html"]),
-        ([capture(heads="0")], ["--report", "out.html"]),
-        ([capture(), capture("flux", settings={})], ["--report", "out.html"]),
-        ([capture(), capture("flux")], ["--e2e"]),
+        ([capture(settings={})], ["plan"], ["--out", "plan.json", "--budget", "cosine=0.998"]),
+        ([capture(census={})], [], ["--report", "out.html"]),
+        ([capture(heads="0")], [], ["--report", "out.html"]),
+        ([capture(), capture("flux", settings={})], [], ["--report", "out.html"]),
+        ([capture(), capture("flux")], ["verify"], []),
     ],
     ids=["own script", "no census", "some heads", "two models, one own", "two models"],
 )
 def test_what_a_recording_does_not_allow_is_not_suggested(
-    tmp_path: Path, captures: list[CaptureRecord], ends: list[str]
+    tmp_path: Path, captures: list[CaptureRecord], verb: list[str], ends: list[str]
 ) -> None:
     directory = str(recording(tmp_path / "recorded", *captures))
-    assert command(said("--dir", directory)) == ["--dir", directory, *ends]
+    assert command(said("--dir", directory)) == [*verb, "--dir", directory, *ends]
 
 
 def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
@@ -136,17 +152,15 @@ def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
     store_part(directory, random_call(), 0, [0, 1])
     part = FileEntry.read(directory / "model.rank0-000000.safetensors")
     Dataset(directory, [*dataset.entries, part], dataset.captures).save_manifest()
-    assert "--e2e" not in said("--dir", str(directory))
+    assert "verify" not in said("--dir", str(directory))
     assert "--join-ranks" in said("--dir", str(directory), "--join-ranks")
-    with pytest.raises(CheckError, match="contains the heads that each rank of model has"):
-        read_options(
-            parser().parse_args(["--dir", str(directory), "--e2e"]), Dataset.open(directory), "cpu"
-        )
+    with pytest.raises(RecordingError, match="contains the heads that each rank of model has"):
+        whole_captures(Dataset.open(directory), str(directory))
 
 
 def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture(), capture("flux")))
-    checked = ("--dir", directory, "--e2e")
+    checked = ("verify", "--dir", directory)
     stored = said(*checked, "--json", "my rows.jsonl")
     assert stored.endswith(": replay report 'my rows.jsonl' -o out.html")
     assert said(*checked, "--report", "out.html") == ""
@@ -155,7 +169,7 @@ def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:
 def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
     settings = {**BUILT_IN, "model": "evil.py:build"}
     directory = str(recording(tmp_path / "recorded", capture(settings=settings)))
-    assert "--e2e" not in said("--dir", directory)
+    assert "verify" not in said("--dir", directory)
 
 
 def test_random_calls_lead_to_recorded_ones() -> None:
@@ -178,7 +192,7 @@ def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
     assert " doctor " in said(*asked, rows=others)
     assert " doctor " not in said(*asked, rows=[*measured(), *others[1:]])
     raising = row("my file.py:k", status="error", reason="ValueError: no")
-    assert "list-kernels" not in said(*asked, rows=[measured()[0], raising])
+    assert "replay kernels" not in said(*asked, rows=[measured()[0], raising])
     assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""
 
 
@@ -188,7 +202,7 @@ def test_nothing_correct_and_nothing_run() -> None:
     assert look.startswith("no kernel is correct")
     assert command(look) == [
         "random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
-        "--metric", "accuracy", "--per-call", "--compare-stats",
+        "--metric", "accuracy,stats",
     ]  # fmt: skip
     drawn = ("--mask", "window", "--scale", "0.5", "--distribution", "sink")
     assert command(said("random", *drawn, rows=measured("inaccurate")))[1:7] == [*drawn]

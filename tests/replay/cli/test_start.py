@@ -17,7 +17,7 @@ PROGRAM = """
 import json, sys
 from pathlib import Path
 from replay.cli.main import main
-from replay.distribution import devices
+from replay.distribution import device_slots as devices
 from replay.workers.process import Process
 
 devices.DEVICE_FILES = Path(sys.argv[1])
@@ -74,7 +74,7 @@ def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
     [
         (("random",), [None]),
         (("random", "--kernels", "flex,torch-*"), ["flex,torch-*"]),
-        (("kernels",), []),
+        (("suite", "llama"), [None]),
     ],
 )
 def test_worker_and_judge_start_before_torch_is_imported(
@@ -95,7 +95,7 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
     """Another replay may be measuring there."""
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    events, _ = before_torch(tmp_path, "random", "--gpus", "all")
+    events, _ = before_torch(tmp_path, "suite", "llama", "--gpus", "all")
     warm_up = [["prepare", gpu, {"do": "warm up", "kernels": None}] for gpu in "01"]
     assert events == [["start", gpu, {}] for gpu in "0011"] + warm_up + ["torch"]
 
@@ -106,7 +106,6 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
         (("--call", "nosuch"), "no call 'nosuch' was recorded: the first is model-000000"),
         (("--call", "model-000001,x*"), "no call 'x*' was recorded"),
         (("--env", "other=/no/python"), "there is no Python at /no/python"),
-        (("--plot", "/proc/charts"), "cannot write --plot /proc/charts"),
         (("--report", "/no/report.html"), "create its directory first"),
         (("--dir", "/no/recording"), "/no/recording: no such directory; record into it"),
         (("--dir", "/no/recording.zip"), "no such archive"),

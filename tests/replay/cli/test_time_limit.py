@@ -72,18 +72,12 @@ def test_what_is_at_work_when_the_time_is_over_is_stopped() -> None:
     assert not early.stopped.is_set()
 
 
-@pytest.mark.parametrize("other", ["--in-process", "kernels", "selftest"])
-def test_what_does_not_combine(run_cli: RunCli, other: str) -> None:
-    source = ["random"] if other == "--in-process" else []
-    code, out, err = run_cli(*source, other, "--max-time", "1m")
-    assert (code, out) == (2, "")
-    assert err == f"replay: --max-time ends a replay in workers: leave out {other}\n"
-
-
 @pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs are in this process: workers take seconds to start, and are not the subject."""
-    monkeypatch.setattr("replay.cli.main._first_processes", lambda *_: contextlib.nullcontext([]))
+    monkeypatch.setattr(
+        "replay.api.session._first_processes", lambda *_: contextlib.nullcontext([])
+    )
 
 
 @pytest.fixture
@@ -108,8 +102,8 @@ def run_with_a_clock(
         def expected(calls: list[object], *_: object) -> dict[str, float]:
             return {call.name: 4.0 for call in calls}  # type: ignore[attr-defined]
 
-        monkeypatch.setattr("replay.cli.main.TimeLimit", Limit)
-        monkeypatch.setattr("replay.api.session.expected_seconds", expected)
+        monkeypatch.setattr("replay.api.session.TimeLimit", Limit)
+        monkeypatch.setattr("replay.distribution.estimate.expected_seconds", expected)
         monkeypatch.setattr("replay.api.session.Pace.scale", 1.0)
         return run_cli(*arguments, "--max-time", str(seconds))
 

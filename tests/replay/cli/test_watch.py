@@ -1,8 +1,7 @@
-"""`--watch`: which files are watched, when a change counts, and what is printed then."""
+"""`replay watch`: which files are watched, when a change counts, and what is printed then."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from attention_replay.errors import Error
+from replay.api.choices import RandomCall, ReplayRequest, RunPlace
 from replay.cli import watch
 from replay.cli.watch import Files
 from replay.rows.row import Row
@@ -23,6 +23,9 @@ _NO_PROCESSES = nullcontext(
 )
 
 RunCli = Callable[..., tuple[int, str, str]]
+REQUEST = ReplayRequest(
+    RandomCall(1, 1, None, 8, None, 8, None), "mine.py:f", place=RunPlace(timeout=1.0)
+)
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +111,8 @@ def test_every_run_is_compared_with_the_one_before(
             raise found
         return found
 
-    arguments = argparse.Namespace(kernels="mine.py:f", timeout=1.0, device=None)
     with pytest.raises(KeyboardInterrupt):
-        watch.watch(arguments, replay)
+        watch.watch(REQUEST, replay)
     printed = capsys.readouterr()
     lines = [line for line in printed.out.splitlines() if line.startswith("mine.py:f")]
     assert lines == ["mine.py:f: 2 → 1 ms", "mine.py:f: not timed in both runs, ok → error"]
@@ -127,19 +129,18 @@ def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Error("nowhere: no such directory")
 
     with pytest.raises(Error, match="no such directory"):
-        watch.watch(argparse.Namespace(kernels="mine.py:f", timeout=1.0, device=None), replay)
+        watch.watch(REQUEST, replay)
 
 
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--kernels torch-math", "--watch waits for a file to change: give --kernels FILE.py:FUN"),
-        ("", "--watch waits for a file to change: give --kernels FILE.py:FUNCTION"),
-        ("--kernels mine.py:f --in-process", "--watch replays again and again: leave out --in-pr"),
-        ("--kernels mine.py:f --json -", "--watch shows tables: name a file in place of -"),
+        ("--kernels torch-math", "no file to watch: give --kernels FILE.py:FUNCTION"),
+        ("", "no file to watch: give --kernels FILE.py:FUNCTION"),
+        ("--kernels mine.py:f --json -", "`replay watch` shows tables: name a file in place of -"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
-    code, out, err = run_cli("random", "--watch", *given.split())
+    code, out, err = run_cli("watch", "random", *given.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"replay: {sentence}")

@@ -50,8 +50,8 @@ def test_a_second_run(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (None, "no such file, and not a share as 1.5%"),
-        ("{}", "not what `replay --selftest --json` or `replay --json` writes"),
-        ("[", "not what `replay --selftest --json`"),
+        ("{}", "not what `replay selftest --json` or `replay --json` writes"),
+        ("[", "not what `replay selftest --json`"),
         ('{"schema": 2}\n', "line 1: not a row"),
     ],
 )
@@ -67,7 +67,7 @@ def test_a_self_test_of_another_machine_or_without_the_figure(tmp_path: Path) ->
     path = tmp_path / "selftest.json"
     with pytest.raises(ComparisonError, match="is of GPU 2, and before of GPU 1"):
         read_spread(selftest(path, Machine(device="GPU 2"), spread=0.01), BEFORE)
-    with pytest.raises(ComparisonError, match="not what `replay --selftest --json`"):
+    with pytest.raises(ComparisonError, match="not what `replay selftest --json`"):
         read_spread(selftest(path), BEFORE)
     with pytest.raises(ComparisonError, match="could not measure it"):
         read_spread(selftest(path, spread=1.5), BEFORE)

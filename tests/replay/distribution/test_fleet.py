@@ -509,10 +509,9 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
 @pytest.mark.parametrize(
     ("others", "reason"),
     [
-        (("--device", "cpu"), "leave out --device"),
+        (("--device", "cpu"), "argument --device: not allowed with argument --gpus"),
         (("--in-process",), "leave out --in-process"),
-        (("--e2e",), "--e2e runs on one device"),
-        (("--ray", "auto"), "--ray for a cluster"),
+        (("--ray", "auto"), "argument --ray: not allowed with argument --gpus"),
     ],
 )
 def test_what_does_not_combine(

@@ -126,8 +126,8 @@ def capture_record(workshop: Path) -> CaptureRecord:
 
 
 def check(workshop: Path, told: Path, kernels: str, *options: str) -> dict[str, dict[str, Any]]:
-    """By kernel, what the command tells with `--e2e-json`. Without kernels it chooses."""
-    arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--e2e-json", str(told)]
+    """By kernel, what the command tells with `--checks`. Without kernels it chooses."""
+    arguments = ["verify", "--dir", "recorded", "--trust-code", "--checks", str(told)]
     if kernels:
         names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))
         arguments += ["--kernels", names]

@@ -51,8 +51,8 @@ def test_a_changed_model_is_predicted(
     with pytest.raises(SystemExit) as ended:
         capture(["--model", "model.py:build", "--max", "2", "--out", "recorded"])
     assert ended.value.code == 0
-    arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--device", "cpu", "--rounds", "3"]
-    arguments += ["--model-rounds", "3", "--kernels", "kernels.py:slow", "--e2e-json", "told.jsonl"]
+    arguments = ["verify", "--dir", "recorded", "--trust-code", "--device", "cpu", "--rounds", "3"]
+    arguments += ["--model-rounds", "3", "--kernels", "kernels.py:slow", "--checks", "told.jsonl"]
     with pytest.raises(SystemExit) as ended:
         replay(arguments)
     assert ended.value.code == 0

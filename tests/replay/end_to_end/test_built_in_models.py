@@ -15,17 +15,17 @@ from .conftest import KERNELS
 
 
 def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any]:
-    """What `--e2e` says of a kernel whose output is a thousandth too large, in a tiny model."""
+    """Return what `replay verify` says of a kernel whose output is a thousandth too large."""
     (place / "kernels.py").write_text(KERNELS)
     recorded, told = str(place / "recorded"), place / "told.jsonl"
     few = ["--size", "tiny", "--steps", str(steps), "--max", "2", "--device", "cpu"]
     with pytest.raises(SystemExit) as stopped:
         capture(["--model", model, *few, "--out", recorded])
     assert stopped.value.code == 0
-    kernels = ["--kernels", f"{place}/kernels.py:wrong", "--e2e-json", str(told)]
+    kernels = ["--kernels", f"{place}/kernels.py:wrong", "--checks", str(told)]
     quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "1"]
     with pytest.raises(SystemExit) as stopped:
-        main(["--dir", recorded, "--e2e", *kernels, *quick, *options])
+        main(["verify", "--dir", recorded, *kernels, *quick, *options])
     assert stopped.value.code == 0
     own, wrong = (json.loads(line) for line in told.read_text().splitlines())
     assert own["weights"].startswith("built-in, trained")
@@ -73,9 +73,9 @@ def test_a_spoilt_cache_shows_in_the_text_alone(tmp_path: Path) -> None:
     )
     quick = ["--device", "cpu", "--rounds", "3", "--model-rounds", "3"]
     rows = tmp_path / "rows.jsonl"
-    files = ["--json", str(rows), "--e2e-json", str(told)]
+    files = ["--json", str(rows), "--checks", str(told)]
     with pytest.raises(SystemExit) as stopped:
-        main(["--dir", str(tmp_path / "recorded"), "--e2e", "--kernels", names, *quick, *files])
+        main(["verify", "--dir", str(tmp_path / "recorded"), "--kernels", names, *quick, *files])
     assert stopped.value.code == 0
     assert {json.loads(line)["status"] for line in rows.read_text().splitlines()} == {"ok"}
     _, spoils, spares = (json.loads(line) for line in told.read_text().splitlines())

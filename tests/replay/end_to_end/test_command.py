@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from replay.cli.end_to_end import _variants
 
 from capture.storage.capture_record import CaptureRecord
+from replay.api.verify_model import _variants
 from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments
@@ -39,7 +39,7 @@ def refused(
     def measured(*args: object, **kwargs: object) -> None:
         pytest.fail("it was measured first")
 
-    monkeypatch.setattr("replay.api.session.run", measured)
+    monkeypatch.setattr("replay.api.session.Session.rows", measured)
 
     def run(*arguments: str) -> str:
         with pytest.raises(SystemExit) as stopped:
@@ -47,48 +47,38 @@ def refused(
         printed = capsys.readouterr()
         assert (stopped.value.code, printed.out) == (2, "")
         (line,) = printed.err.splitlines()
-        assert line.startswith("replay: ")
+        assert line.startswith("replay")
         return line
 
     return run
 
 
-E2E = ("--dir", "recorded", "--e2e", "--trust-code")
-PLAN = ("--dir", "recorded", "--plan", "plan.json")
+E2E = ("verify", "--dir", "recorded", "--trust-code")
+PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("random", "--e2e"), "--e2e and --plan require a recording: give --dir DIR"),
-        ((*E2E, "--in-process"), "leave out --in-process"),
-        ((*E2E, "--call", "x"), "--e2e and --plan require all calls of a recording: leave out"),
-        ((*E2E, "--versus-random"), "--e2e and --plan do not combine with --versus-random"),
-        ((*E2E, "--baseline-kernel", "torch-math"), "leave out --baseline-kernel"),
+        ((*E2E, "--in-process"), "no option --in-process"),
+        ((*E2E, "--call", "x"), "no option --call"),
         ((*E2E, "--text", "none.txt"), "--text requires a language model"),
-        ((*E2E, "--use-plan", "none.json"), "cannot read the plan none.json"),
-        (
-            (*E2E, "--use-plan", "other.json"),
-            "a plan for flux, but recorded contains model.py:build",
-        ),
-        ((*E2E, "--e2e-json", "none/file"), "cannot write none/file"),
+        ((*E2E, "--plan", "none.json"), "cannot read the plan none.json"),
+        ((*E2E, "--plan", "other.json"), "a plan for flux, but recorded contains model.py:build"),
+        ((*E2E, "--checks", "none/file"), "cannot write none/file"),
         ((*E2E, "--kernels", "nope"), "no kernel 'nope'"),
-        (PLAN, "--plan and --budget require each other"),
-        (("--dir", "recorded", "--budget", "cosine=0.9"), "require each other"),
+        ((*E2E, "--rows", "none.jsonl"), "none.jsonl: no such file; write one with"),
+        ((*PLAN, "--rows", "x", "--json", "y"), "--json is for rows that are measured"),
+        (("plan", "--dir", "recorded"), "the following arguments are required: --out"),
         ((*PLAN, "--budget", "speed=2"), "unknown metric 'speed' in the budget"),
         ((*PLAN, "--budget", "cosine=2"), "cosine must be between -1 and 1"),
-        (("--dir", "recorded", "--plan", ".", "--budget", "rmse=1"), "it is a directory"),
-        (("--dir", "recorded", "--plan", "no/plan", "--budget", "rmse=1"), "cannot write no/plan"),
-        (("--dir", "recorded", "--use-plan", "plan.json"), "--use-plan requires --e2e"),
-        ((*E2E, "--any-device"), "--any-device is about a plan: give --use-plan FILE"),
+        (("plan", "--dir", "recorded", "--out", "."), "it is a directory"),
+        (("plan", "--dir", "recorded", "--out", "no/plan"), "cannot write no/plan"),
         (
-            (*E2E, "--device", "cpu", "--use-plan", "h200.json"),
-            "h200.json was made on H200, and this is cpu: make one here with --plan FILE",
+            (*E2E, "--device", "cpu", "--plan", "h200.json"),
+            "h200.json was made on H200, and this is cpu: make one here with `replay plan`",
         ),
-        (("--dir", "recorded", "--text", "a.txt"), "--text requires --e2e"),
-        (("--dir", "recorded", "--model-rounds", "5"), "--model-rounds requires --e2e"),
-        (("--dir", "missing", "--e2e"), "missing: no such directory"),
-        (("--dir", "recorded", "--trust-code"), "--trust-code requires --e2e"),
+        (("verify", "--dir", "missing"), "missing: no such directory"),
     ],
 )
 def test_misuse(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
@@ -169,7 +159,7 @@ def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
     Path("evil").mkdir()
     Path("evil/evil.py").write_text("")
     edit(lambda data: data["captures"][0]["settings"].update(model="evil/evil.py:f"))
-    sentence = refused("--dir", "recorded", "--e2e")
+    sentence = refused("verify", "--dir", "recorded")
     assert "names code that builds its model, evil/evil.py:f: read it" in sentence
     assert sentence.endswith("allow it to run with --trust-code")
 
@@ -188,7 +178,7 @@ def test_what_a_model_was_built_from_has_moved(
     refused: Refused, settings: dict[str, Any], said: str, trust: tuple[str, ...]
 ) -> None:
     edit(lambda data: data["captures"][0].update(settings={"given": {}, **settings}))
-    sentence = refused("--dir", "recorded", "--e2e", *trust)
+    sentence = refused("verify", "--dir", "recorded", *trust)
     assert f"the recording of model.py:build says that its model is built from {said}" in sentence
 
 
@@ -201,7 +191,7 @@ def test_code_in_a_checkpoint_that_a_recording_names_does_not_run(
     settings = {"model": "llama", "given": {}, "size": "tiny", "checkpoint": None}
     edit(lambda data: data["captures"][0].update(settings={**settings, setting: "evil"}))
     assert "names code that builds its model, evil/unet/mine.py" in refused(
-        "--dir", "recorded", "--e2e"
+        "verify", "--dir", "recorded"
     )
 
 
@@ -214,11 +204,11 @@ def test_code_that_a_plan_names_does_not_run(
     choice = Choice("a", "decode", "evil.py:k", True, True, None, None, None, 0.0, 1, 1)
     Plan(model, "", budget, "torch-default", [choice]).save("choice.json")
     for plan in ("baseline.json", "choice.json"):
-        sentence = refused("--dir", "recorded", "--e2e", "--use-plan", plan, "--trust-code")
+        sentence = refused("verify", "--dir", "recorded", "--plan", plan, "--trust-code")
         assert f"{plan} names a kernel in evil.py, which does not exist: put it there" in sentence
     Path("evil.py").write_text("")
     for plan in ("baseline.json", "choice.json"):
-        sentence = refused("--dir", "recorded", "--e2e", "--use-plan", plan)
+        sentence = refused("verify", "--dir", "recorded", "--plan", plan)
         assert f"{plan} names kernels whose code would run, evil.py:k: read it" in sentence
 
 
@@ -235,7 +225,7 @@ def test_code_that_a_plan_names_does_not_run(
 )
 def test_settings_of_another_type_are_damage(refused: Refused, settings: dict[str, Any]) -> None:
     edit(lambda data: data["captures"][0].update(settings=settings))
-    assert "is damaged" in refused("--dir", "recorded", "--e2e")
+    assert "is damaged" in refused("verify", "--dir", "recorded")
 
 
 def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
@@ -245,7 +235,7 @@ def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
 def test_which_kernels_are_put_into_a_model(
     capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replay.cli.end_to_end.import_path", lambda python: (python,))
+    monkeypatch.setattr("replay.end_to_end.model_process.import_path", lambda python: (python,))
     own, plain = find("torch-default"), find("torch-math")
     alone = [Kernel(name, plain.attention, own_process=True) for name in ("x", "y")]
     kernels = [own, plain, *alone, Kernel("no", plain.attention), Kernel("dead", plain.attention)]
@@ -271,7 +261,7 @@ def test_an_environment_that_does_not_fit_costs_its_own_kernels(
     def refuse(python: str) -> tuple[str, ...]:
         raise ModelRefused(f"{python} is another Python")
 
-    monkeypatch.setattr("replay.cli.end_to_end.import_path", refuse)
+    monkeypatch.setattr("replay.end_to_end.model_process.import_path", refuse)
     plain = find("torch-math")
     rows = [tried("torch-math", "ok"), tried("torch-math", "ok", "other")]
     groups, _ = _variants(

@@ -38,7 +38,7 @@ def plan(workshop: Path) -> Path:
 def told(workshop: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
     """All in one run: its processes take seconds to start."""
     file = tmp_path_factory.mktemp("told") / "told.jsonl"
-    options = ("--rounds", "5", "--model-rounds", "7", "--use-plan", str(plan))
+    options = ("--rounds", "5", "--model-rounds", "7", "--plan", str(plan))
     return Told(check(workshop, file, "slow,raises,fails,wrong", *options), file)
 
 
@@ -115,7 +115,7 @@ def test_a_plan_is_run_with_the_kernels_it_names(told: Told) -> None:
 
 @pytest.mark.slow
 def test_kernels_of_a_plan_are_run_unasked(workshop: Path, plan: Path, tmp_path: Path) -> None:
-    few = ("--rounds", "3", "--model-rounds", "3", "--use-plan", str(plan))
+    few = ("--rounds", "3", "--model-rounds", "3", "--plan", str(plan))
     found = check(workshop, tmp_path / "told.jsonl", "", *few)
     assert list(found) == ["the model's own", "wrong", "plan.json"]
 
@@ -127,7 +127,7 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     monkeypatch.chdir(workshop)
     (workshop / "broken").touch()
     try:
-        arguments = ["--dir", "recorded", "--e2e", "--trust-code", "--rounds", "3"]
+        arguments = ["verify", "--dir", "recorded", "--trust-code", "--rounds", "3"]
         with pytest.raises(SystemExit) as stopped:
             main([*arguments, "--kernels", "torch-math"])
     finally:

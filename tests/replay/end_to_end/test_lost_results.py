@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from capture.storage.capture_record import CaptureRecord
-from replay.cli import main
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.model_process import BASELINE, ModelRefused
 from replay.end_to_end.predicted_times import RUN
@@ -36,18 +35,20 @@ def run_models(
     data = json.loads(manifest.read_text())
     data["captures"].append({**data["captures"][0], "model": "second"})
     manifest.write_text(json.dumps(data))
-    monkeypatch.setattr(main, "_first_processes", lambda *_: contextlib.nullcontext([]))
+    monkeypatch.setattr(
+        "replay.api.session._first_processes", lambda *_: contextlib.nullcontext([])
+    )
 
     def run(*options: str, refused: Collection[str] = ()) -> tuple[int, str, str]:
-        def check(capture: CaptureRecord, *_: Any) -> list[ModelResult]:
+        def check(_: object, capture: CaptureRecord, *__: Any) -> list[ModelResult]:
             if capture.model in refused:
                 raise ModelRefused("it cannot be built")
             found = ModelResult(BASELINE.name, capture.model, "random")
             found.measured[RUN] = MeasuredSpan(summarize([2.0] * 5), None, None)
             return [found]
 
-        monkeypatch.setattr("replay.cli.end_to_end.check_model", check)
-        return run_cli("--dir", "recorded", "--e2e", *QUICK, *options)
+        monkeypatch.setattr("replay.api.verify_model._checks", check)
+        return run_cli("verify", "--dir", "recorded", *QUICK, *options)
 
     return run
 
@@ -60,7 +61,7 @@ def test_a_full_disk_costs_no_other_model_and_no_report(
     run_models: Callable[..., tuple[int, str, str]],
 ) -> None:
     pytest.importorskip("vl_convert")
-    code, out, err = run_models("--e2e-json", FULL, "--report", "out.html")
+    code, out, err = run_models("--checks", FULL, "--report", "out.html")
     assert code == 2
     assert f"{FIRST} end to end" in out
     assert "second end to end" in out
@@ -72,7 +73,7 @@ def test_a_model_that_cannot_be_run_costs_its_own_results(
     run_models: Callable[..., tuple[int, str, str]],
 ) -> None:
     pytest.importorskip("vl_convert")
-    given = ("--e2e-json", "e2e.jsonl", "--report", "out.html")
+    given = ("--checks", "e2e.jsonl", "--report", "out.html")
     code, out, err = run_models(*given, refused={FIRST})
     assert code == 2
     assert "second end to end" in out
@@ -88,6 +89,6 @@ def test_a_model_that_cannot_be_run_costs_its_own_results(
 
 
 def test_stdout_is_only_json(run_models: Callable[..., tuple[int, str, str]]) -> None:
-    code, out, err = run_models("--e2e-json", "-")
+    code, out, err = run_models("--checks", "-")
     assert (code, models(out)) == (0, [FIRST, "second"])
     assert "second end to end" in err

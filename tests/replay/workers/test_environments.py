@@ -152,7 +152,7 @@ def test_one_table(
             "--kernels",
             f"stand-in-kernel,torch-flash,{spy}:attention",
         ),
-        *("--env-file", str(toml), "--json", str(written), "--save-output", str(tmp_path / "kept")),
+        *("--env", str(toml), "--json", str(written), "--save-output", str(tmp_path / "kept")),
     )
 
     # A file that cannot be read is one row, not one per environment, and the others run.
@@ -250,8 +250,8 @@ def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = _interpreter(tmp_path / "mine")
     toml = tmp_path / "größe.toml"
     toml.write_text('[environments]\na = "~/mine/python"\nb = "/bin/sh"\n', "utf-8")
-    assert interpreters([], None) == {}
-    assert interpreters([f"b={mine}", "c=~/mine/python"], str(toml)) == dict.fromkeys(
+    assert interpreters([]) == {}
+    assert interpreters([f"b={mine}", "c=~/mine/python", str(toml)]) == dict.fromkeys(
         ("a", "b", "c"), str(mine)
     )
 
@@ -270,7 +270,7 @@ def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], "[environments]\nfa4 = 3", r"needs \[environments\] with lines"),
         ([], "[elsewhere]\nfa4 = 'x'", r"needs \[environments\] with lines"),
         ([], "not TOML", r"kernels.toml is not TOML: "),
-        ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): give --env-file"),
+        ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): name a TOML file"),
     ],
 )
 def test_interpreters_that_are_not_as_they_should_be(
@@ -280,19 +280,21 @@ def test_interpreters_that_are_not_as_they_should_be(
     if text is not None:
         file.write_text(text)
     with pytest.raises(WorkerError, match=sentence):
-        interpreters(options, None if text == "" else str(file))
+        interpreters([*options, *([] if text == "" else [str(file)])])
 
 
 def test_a_directory_is_no_file_of_interpreters(tmp_path: Path) -> None:
-    with pytest.raises(WorkerError, match=r"^cannot read .* \(Is a directory\): give --env-file"):
-        interpreters([], str(tmp_path))
+    directory = tmp_path / "kernels.toml"
+    directory.mkdir()
+    with pytest.raises(WorkerError, match=r"^cannot read .* \(Is a directory\): name a TOML file"):
+        interpreters([str(directory)])
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
 def test_a_pipe_that_nobody_writes_to_is_no_file_of_interpreters(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "kernels.toml")
     with pytest.raises(WorkerError, match=r"^cannot read .* \(not a regular file\)"):
-        interpreters([], str(tmp_path / "kernels.toml"))
+        interpreters([str(tmp_path / "kernels.toml")])
 
 
 def test_kernels_run_where_their_library_is() -> None:

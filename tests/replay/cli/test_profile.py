@@ -1,4 +1,4 @@
-"""`--ncu` and `--once`: one kernel on one call."""
+"""`replay profile`: one kernel on one call."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from replay.cli.profiling import WARM_UP
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from replay.cli.profile import WARM_UP
 from replay.kernels.registry import Kernel
 
 RunCli = Callable[..., tuple[int, str, str]]
-SHAPE = ("random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
+SHAPE = ("profile", "random", "-sq", "16", "-hq", "2", "-d", "32", "--device", "cpu")
 
 
 def test_the_command_runs_the_same_arguments_once(run_cli: RunCli) -> None:
-    code, out, err = run_cli(*SHAPE, "--kernels", "torch-math", "--ncu")
+    code, out, err = run_cli(*SHAPE, "--kernels", "torch-math")
     assert (code, err) == (0, "")
     command = shlex.split(out)
     assert command[:3] == ["ncu", "--profile-from-start", "off"]
@@ -33,15 +33,15 @@ def test_the_command_runs_the_same_arguments_once(run_cli: RunCli) -> None:
 
 
 def test_a_recorded_call(run_cli: RunCli, recorded: Path) -> None:
-    given = ("--dir", str(recorded), "--device", "cpu", "--kernels", "torch-math")
-    code, out, err = run_cli(*given, "--ncu")
+    given = ("profile", "--dir", str(recorded), "--device", "cpu", "--kernels", "torch-math")
+    code, out, err = run_cli(*given)
     assert (code, out) == (2, "")
     assert err == (
         "replay: a profile is of one kernel on one call, and this is 1 × 3 of them: name one with "
         "--kernels, and one with --call\n"
     )
     assert run_cli(*given, "--call", "model-000001", "--once")[0] == 0
-    assert run_cli(*given, "--call", "model-000001", "--ncu")[0] == 0
+    assert run_cli(*given, "--call", "model-000001")[0] == 0
 
 
 def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:
@@ -59,16 +59,13 @@ def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Ker
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("--ncu", "a profile is of one kernel on one call"),
-        ("--ncu --once --kernels torch-math", "--ncu prints the command that runs --once"),
-        ("--ncu --watch --kernels a.py:f", "--ncu is for one kernel on one call"),
-        ("--once --env x=python --kernels torch-math", "--once is for one kernel on one call"),
-        ("--once --json x --kernels torch-math", "--once is for one kernel on one call"),
-        ("--ncu --max-time 9s --kernels torch-math", "--ncu is for one kernel on one call"),
-        ("--once --kernels torch-cudnn", "torch-cudnn cannot run "),
+        ("", "a profile is of one kernel on one call"),
+        ("--kernels torch-cudnn --once", "torch-cudnn cannot run "),
     ],
 )
-def test_what_is_no_profile_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
+def test_profile_refuses_what_is_not_one_kernel_that_runs(
+    run_cli: RunCli, given: str, sentence: str
+) -> None:
     code, out, err = run_cli(*SHAPE, *given.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"replay: {sentence}")

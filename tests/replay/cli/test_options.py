@@ -1,0 +1,99 @@
+"""The options of every verb: how many, where they are declared, and that each is used."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from replay import cli
+from replay.cli import replayed, requests, shared_options, showing
+from replay.cli.main import DEFAULT, VERBS
+from tests.in_this_process import RunCli
+from tests.noted_options import options
+
+ALL = {"": DEFAULT, **VERBS}
+COMMON = ("quiet", "verbose", "debug")
+"""Options of all verbs, which are not counted."""
+MOST = 28
+FILES = sorted(Path(cli.__file__).parent.glob("*.py"))
+SHARED = "".join(map(inspect.getsource, (requests, replayed, showing)))
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_verb_has_few_options_and_reads_each(verb: str) -> None:
+    module = importlib.import_module(ALL[verb])
+    found = [action.dest for action in options(module.parser()) if action.dest not in COMMON]
+    assert len(found) <= MOST
+    source = inspect.getsource(module) + SHARED
+    for name in found:
+        assert re.search(rf"arguments\.{name}\b|\"{name}\"", source), name
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_help_fits_60_lines_of_100_columns(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    code, out, _ = run_cli(*filter(None, [verb]), "--help")
+    lines = out.splitlines()
+    assert code == 0
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    if not verb:
+        examples = out.partition("examples:\n")[2].partition("\n\n")[0]
+        assert len(examples.splitlines()) == 5
+        assert all(re.search(rf"\b{name}\b", out) for name in VERBS)
+
+
+@pytest.mark.parametrize("verb", ALL)
+def test_options_are_not_abbreviated(verb: str) -> None:
+    parser = importlib.import_module(ALL[verb]).parser()
+    assert not parser.allow_abbrev
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--de"])
+
+
+def test_option_is_declared_once_unless_verbs_mean_other_things_by_it() -> None:
+    declared: Counter[str] = Counter()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                declared.update(name for name in map(str, names) if name.startswith("--"))
+    twice = {name for name, count in declared.items() if count > 1}
+    assert twice <= OTHER_MEANINGS
+
+
+OTHER_MEANINGS = {"--budget", "--checks", "--json", "--max-seconds", "--out", "--plan", "--plot"}
+"""Files that one verb writes and another reads, and limits of other things."""
+
+
+def test_argparse_is_imported_by_command_lines_alone() -> None:
+    root = Path(cli.__file__).parents[2]
+    for package in ("capture", "replay", "attention_kernels", "attention_replay"):
+        for path in (root / package).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            imported = {
+                alias.name
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Import)
+                for alias in node.names
+            }
+            folder = path.relative_to(root).parts[1]
+            assert "argparse" not in imported or folder in ("cli", "command_line"), path
+
+
+def test_shared_names_are_those_of_the_library() -> None:
+    from replay.workloads.distributions import DISTRIBUTIONS
+    from replay.workloads.random_calls import SUITES
+    from replay.workloads.random_masks import MASKS
+
+    assert set(shared_options.DISTRIBUTIONS) == set(DISTRIBUTIONS)
+    assert set(shared_options.SUITES) == set(SUITES)
+    assert set(shared_options.MASKS) == {*MASKS, "causal"}
