@@ -8,16 +8,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""Keys that a query sees before and after the diagonal; None for all of that side."""
+"""Number of keys that a query sees before and after the diagonal; None for all on that side."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options beyond SDPA's arguments; the default asks for nothing.
+    """Options beyond SDPA's arguments. The defaults are SDPA's own behaviour.
 
     The score of query i and key j is `scale · q·k`, then `softcap · tanh(score / softcap)`, then
-    plus `attn_mask`. Causality and window follow a diagonal, i + δ: δ is 0, as in SDPA, or with
-    `bottom_right`, as in FlashAttention, Sk - Sq.
+    plus `attn_mask`. A causal mask and a window follow a diagonal: query i is beside key i + δ. δ
+    is 0 as in SDPA, or Sk - Sq with `bottom_right` as in FlashAttention.
 
     Raises:
         ValueError: `softcap` is not a positive number below 1e30.
@@ -50,7 +50,7 @@ class Lengths(NamedTuple):
 
 
 def is_leading_part(part: Tensor, whole: Tensor) -> bool:
-    """Return whether `part` is `whole[..., :n]`: the same memory, not a copy."""
+    """Return whether `part` is `whole[..., :n]` in the same memory, and no copy."""
     if part.shape[:-1] != whole.shape[:-1] or not 0 < part.shape[-1] <= whole.shape[-1]:
         return False
     same_strides = all(

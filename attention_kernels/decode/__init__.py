@@ -1,1 +1,1 @@
-"""."""
+"""A few queries over a key/value cache."""

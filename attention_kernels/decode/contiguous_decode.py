@@ -1,4 +1,4 @@
-"""Attention of one or a few query tokens over keys in one piece."""
+"""Attention of a few query tokens over keys in one piece."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def contiguous_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) · V for a short query: (B, Hq, Sq, Dv), contiguous.
+    """Return softmax(scale · QKᵀ + mask) · V for a short query, (B, Hq, Sq, Dv), contiguous.
 
-    Any Sq is right; beyond 64 rows a key/value head (G · Sq) the keys are read once per 64 rows,
-    and a prefill kernel is the better choice.
+    Any Sq is computed correctly. The keys are read once for every 64 rows (G · Sq) of a key head,
+    so a prefill kernel is the better choice for more.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides; Hq a multiple of Hkv.
@@ -33,10 +33,9 @@ def contiguous_decode(
         value: (B, Hkv, Sk, Dv), likewise.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added). A query
             whose keys are all masked gets zeros.
-        is_causal: aligned top left: query i sees keys 0…i, however many there are. Those it does
-            not see are not read beyond the first Sq, so that a NaN there stays there. Or aligned
-            bottom right, if `options` says so.
-        scale: of the scores; None is 1/sqrt(D).
+        is_causal: aligned top left: query i sees keys 0 to i, or bottom right, if `options` says
+            so. Keys beyond the first Sq are not read top left, so that a NaN there reaches nothing.
+        scale: factor of the scores; None for 1/√D.
         seqused_k: (B,) int32, how many keys count, from the first; None for all.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         options: bottom right, window and soft cap; keys before every query's window are not read.

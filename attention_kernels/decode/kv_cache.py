@@ -15,21 +15,27 @@ from attention_kernels.launch.shape_checks import Sizes
 from attention_kernels.options import is_leading_part
 
 WORTH_DESCRIBING = 2**26
-"""Numbers in keys and values from which on a call keeps the GPU busy for as long as it does the
-host, to which descriptors cost some microseconds. They save an H200 half of one."""
+"""Least count of numbers in keys and values for which descriptors pay.
+
+A call keeps the GPU busy for as long as the host then. Descriptors cost the host some microseconds
+and save an H200 half of one.
+"""
 BUSY_ROWS = range(17, 33)
-"""Queries of a key/value head that keep a processor busy while memory delivers: without addresses
-they take 40 % fewer instructions. More take so many registers that descriptors spill some."""
+"""Queries of a key head that keep a processor busy while memory delivers.
+
+Without addresses they take 40 % fewer instructions. More queries take so many registers that
+descriptors spill some.
+"""
 LEAST_PAGE = 64
-"""Tokens in a page from which on it is loaded in whole blocks."""
+"""Least tokens of a page that is loaded in whole blocks."""
 
 Access = Literal["described", "direct", "indirect", "quantised"]
-"""Through tensor descriptors, through pointers, to tokens that have to be looked up first, or to 8
-bits through descriptors."""
+"""Ways to read a cache: through tensor descriptors, through pointers, through pointers to tokens
+that are looked up first, or in 8 bits through descriptors."""
 
 
 class Cache(NamedTuple):
-    """Keys and values, and where in them the tokens of each sequence are."""
+    """Keys and values, and the places of each sequence's tokens in them."""
 
     key: Tensor
     """(B, Hkv, Sk, D), or pages (P, page_size, Hkv, D)."""
@@ -40,8 +46,8 @@ class Cache(NamedTuple):
     lengths: Tensor | None = None
     """(B,) int32, how many tokens each sequence has; None for all."""
     indices: Tensor | None = None
-    """(B, Hkv, K) int32, the tokens to attend to; None for all. Those < 0 or ≥ the length are
-    skipped."""
+    """(B, Hkv, K) int32, the tokens to attend to; None for all. Negative entries and entries beyond
+    the length are skipped."""
 
     @classmethod
     def in_pages(
@@ -52,17 +58,19 @@ class Cache(NamedTuple):
         lengths: Tensor,
         indices: Tensor | None = None,
     ) -> Cache:
-        """With a table of which the kernel reads a row's numbers one after another."""
+        """Return a cache in pages, with a table whose rows are contiguous, as the kernel reads
+        them."""
         if block_table.shape[1] > 1 and block_table.stride(1) != 1:
             block_table = block_table.contiguous()
         return cls(key_pages, value_pages, block_table, lengths, indices)
 
     @property
     def shapes(self) -> tuple[Sizes, Sizes]:
-        """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), of pages all tokens that the table has room for.
+        """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); with pages, Sk is what the table has room
+        for.
 
         Raises:
-            ValueError: keys and values lie in other pages.
+            ValueError: keys and values lie in different pages.
         """
         key, value, table = self.key.shape, self.value.shape, self.block_table
         if table is None:
@@ -74,43 +82,46 @@ class Cache(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hkv, the most tokens that a sequence can have, and Dv."""
+        """Return Hkv, the most tokens that a sequence can have, and Dv."""
         if self.block_table is None:
             return self.key.shape[1], self.key.shape[2], self.value.shape[3]
         return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
 
     @property
     def layouts(self) -> Hashable:
-        """All that a plan may depend on."""
+        """Return all that a plan may depend on."""
         return tuple(map(layout, self))
 
     @property
     def scales(self) -> tuple[None, None, None]:
-        """None: keys and values are in 16 bits."""
+        """Return None for each scale: keys and values are in 16 bits."""
         return None, None, None
 
     @property
     def tail(self) -> int:
-        """Numbers of a key that follow its value, where the value is the key's first part (absorbed
-        MLA); else 0."""
+        """Return how many numbers of a key follow its value, 0 where the value is not the key's
+        first part.
+
+        It is the first part in absorbed MLA.
+        """
         beyond = self.key.shape[3] - self.value.shape[3]
         return beyond if beyond > 0 and is_leading_part(self.value, self.key) else 0
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page; 0 without pages."""
+        """Return the tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
     def access(self, is_cut: bool, begins_late: bool = False, rows: int = 1) -> Access:
-        """How the kernel reads it.
+        """Return how the kernel reads the cache.
 
-        Descriptors take whole blocks, and no block of tokens may lie in two pages. What does not
-        count could be NaN: no window may leave it at a sequence's beginning.
+        Descriptors take whole blocks, and no block of tokens may lie in two pages. Tokens that do
+        not count could be NaN, so a window may not leave them at a sequence's beginning.
 
         Args:
             is_cut: whether a diagonal leaves some tokens out.
-            begins_late: whether a window leaves out the first ones.
-            rows: queries of a key/value head.
+            begins_late: whether a window leaves out the first tokens.
+            rows: queries of a key head.
         """
         in_pages = self.block_table is not None
         pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
@@ -130,20 +141,21 @@ class Cache(NamedTuple):
         return "described" if fits else pointers
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
-        """Of batch elements or pages, of heads, of tokens and within a head."""
+        """Return the strides of batch elements or pages, of heads, of tokens and within a head."""
         first, second, third, within = tensor.stride()
         paged = self.block_table is not None
         return (first, third, second, within) if paged else (first, second, third, within)
 
     @property
     def largest_block(self) -> int | None:
-        """Tokens that are loaded at once at most, where they are described."""
+        """Return the most tokens that a descriptor loads at once."""
         return _largest_block(self.page_size) if self.page_size else None
 
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Of key and value, or with a tail of all that a key has, without their memory."""
+        """Return descriptors of key and value without their memory; with a tail, both are of the
+        key."""
         key, value = self._by_head(self.key), self._by_head(self.value)
         second = described(key, block_n, block_tail) if block_tail else None
         return (
@@ -152,12 +164,12 @@ class Cache(NamedTuple):
         )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
-        """(B or P, Hkv, tokens, D)."""
+        """Return (B or P, Hkv, tokens, D)."""
         return tensor if self.block_table is None else tensor.transpose(1, 2)
 
 
 def _largest_block(page_size: int) -> int:
-    """The largest power of two that divides it."""
+    """Return the largest power of two that divides a page's size."""
     return page_size & -page_size
 
 
@@ -172,10 +184,10 @@ def find_tokens(
     stride_table,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Tokens at `positions` (N,), whether there is one, and its place on a cache's token axis and
-    on its first axis, which is of batch elements or of pages.
+    """Return tokens at `positions` (N,), whether each exists, and its places on the cache's token
+    axis and first axis.
 
-    `indices_ptr` is None where all tokens count.
+    The first axis is of batch elements or of pages. `indices_ptr` is None where all tokens count.
     """
     tokens = positions
     if indices_ptr is not None:

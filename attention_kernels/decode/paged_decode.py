@@ -1,4 +1,4 @@
-"""Attention of one or a few query tokens over keys that lie in pages, all of them or some."""
+"""Attention of a few query tokens over keys in pages."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def paged_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """Every query attends to its sequence's tokens: (B, Hq, Sq, Dv), contiguous.
+    """Return attention of each query to its sequence's tokens, (B, Hq, Sq, Dv), contiguous.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
         key_pages: (P, page_size, Hkv, D), any page size, any strides.
         value_pages: (P, page_size, Hkv, Dv).
         block_table: (B, N) int32: token t of sequence b is in page `block_table[b, t // page_size]`
-            at place `t % page_size`. What follows a sequence's last page is not read.
-        lengths: (B,) int32, tokens of each sequence, at most N · page_size. A sequence of none gets
-            zeros. What follows the last token of a page is not read.
-        scale: of the scores; None is 1/sqrt(D).
-        is_causal: query i sees tokens 0…i, or as `options` says.
+            at place `t % page_size`. Entries behind a sequence's last page are not read.
+        lengths: (B,) int32, tokens of each sequence, at most N · page_size. An empty sequence gets
+            zeros. Memory behind the last token of a page is not read.
+        scale: factor of the scores; None for 1/√D.
+        is_causal: query i sees tokens 0 to i, or as `options` says.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         options: bottom right, window and soft cap; pages before every query's window are not read.
     """

@@ -12,7 +12,7 @@ from attention_kernels.options import is_leading_part
 
 
 class PagedCache(NamedTuple):
-    """The arguments of `paged_decode` after the query, in its order."""
+    """Arguments of `paged_decode` after the query, in its order."""
 
     key_pages: Tensor
     """(P, page_size, Hkv, D)."""
@@ -35,14 +35,14 @@ def page(
 ) -> PagedCache:
     """Copy keys and values (B, Hkv, S, D) into pages that lie in a random order.
 
-    In order the indirection would cost nothing: neighbouring tokens of a sequence are neighbours
-    in memory. In a server that has run for a while they are not. A value that is the key's first
-    part is so in the pages too.
+    In order the indirection would cost nothing, since neighbouring tokens would be neighbours in
+    memory. In a server that has run for a while they are not. A value that is the key's first part
+    stays so in the pages.
 
     Args:
         lengths: (B,), tokens of each sequence; None for S.
-        starts: (B,), its first token; None for 0. Less than S.
-        seed: of the order of the pages.
+        starts: (B,), first token of each sequence, less than S; None for 0.
+        seed: seed of the order of the pages.
     """
     batch, _, length, _ = key.shape
     is_shared, v_dim = is_leading_part(value, key), value.shape[3]
@@ -62,7 +62,8 @@ def page(
 
 
 def _into_pages(tensor_BHSD: Tensor, page_size: int, block_table: Tensor) -> Tensor:
-    """(P, page_size, H, D); what follows the last token is not written, as nothing reads it."""
+    """Return pages (P, page_size, H, D). Memory behind the last token is not written, as nothing
+    reads it."""
     _, heads, length, head_dim = tensor_BHSD.shape
     tokens_BSHD = tensor_BHSD.transpose(1, 2)
     pages = tensor_BHSD.new_empty(block_table.numel(), page_size, heads, head_dim)
@@ -77,7 +78,7 @@ def _into_pages(tensor_BHSD: Tensor, page_size: int, block_table: Tensor) -> Ten
 
 
 def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
-    """Each sequence moved to begin at 0; its end is repeated in what becomes free."""
+    """Move each sequence so that it begins at 0, and repeat its last token behind it."""
     length = tensor_BHSD.shape[2]
     tokens = starts[:, None] + torch.arange(length, device=starts.device)
     tokens = tokens.clamp_(max=length - 1)[:, None, :, None]
@@ -86,6 +87,7 @@ def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def shuffled(count: int, device: torch.device, seed: int) -> Tensor:
-    """A permutation of the first `count` numbers, kept: no server draws one per call either."""
+    """Return a permutation of the first `count` numbers. It is kept, since a server does not draw
+    one at each call either."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.to(device)

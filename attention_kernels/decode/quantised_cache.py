@@ -1,31 +1,30 @@
 """A key/value cache in 8 bits, as serving engines keep it, and how `split_kv_kernel.py` reads it.
 
-Every token of a key/value head has a scale of its own for its key and one for its value, as with
-vLLM's `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it,
-in LMDeploy: a new token is quantised by itself, and none is quantised again. A scale per channel
-needs the tokens that follow (KIVI, Liu et al. 2024, holds the last 128 back in 16 bits), and what
-it is for is done here otherwise: keys have channels far from 0 for every token, which would use up
-a token's 8 bits, so a mean is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A
-server would take that of the prompt. It is that of the keys that `quantise.py` samples, and stored,
-since sinks and soft caps see what softmax alone does not: the queries' products with it are added
-to the scores again.
+Every token of a key head has a scale for its key and one for its value, as with vLLM's
+`kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it, in
+LMDeploy. So a new token is quantised by itself, and none is quantised again. A scale per channel
+would need the tokens that follow (KIVI, Liu et al. 2024, keeps the last 128 in 16 bits). Its
+purpose is served in another way here: keys have channels that are far from 0 for every token, which
+would use up a token's 8 bits, so a mean is subtracted ("K smoothing", SageAttention, Zhang et al.
+2024). A server would take the mean of the prompt. Here it is the mean of the keys that
+`sampled_mean` takes. It is stored, because sinks and soft caps depend on it, unlike softmax alone:
+the queries' products with it are added to the scores again.
 
-No number of the cache is ever multiplied by its scale, nor converted. Scales of keys are factors of
-their scores, those of values of their probabilities, which are two 8-bit numbers each, like the
-numbers of the query (`high_low_parts.py`). So that these have bits left, the largest product of a
-probability and its value's scale is the largest number they have, in each block anew.
+No number of the cache is multiplied by its scale or converted. Scales of keys are factors of their
+scores, scales of values are factors of their probabilities. The probabilities are split into two
+8-bit numbers each, like the query (`high_low_parts.py`). In each block the largest product of a
+probability and its value's scale becomes the largest 8-bit number, so that all bits are used.
 
-Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels: no
-instruction transposes bytes on their way to the tensor cores, which want those of neighbouring
-tokens side by side. Of every 16 tokens the two eights take turns, 0, 8, 1, 9 and so on: a thread
-has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores both
-weights at once.
+Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels.
+The tensor cores need bytes of neighbouring tokens side by side, and no instruction transposes bytes
+on their way there. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9 and so on.
+A thread has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores
+both weights at once.
 
-In pages, a page is one such block, and the pages of a sequence lie anywhere: a program looks up
-where a block is that it would otherwise count to.
+In pages, a page is one such block, and a program looks up the page of each block.
 
-NaN and infinity: a scale is NaN where its token has one, hence every row that sees the key, or all
-of the output of every row that sees the value.
+A NaN or an infinity makes the scale of its token NaN. In a key it reaches every row that sees the
+key, in a value the whole output of such rows.
 """
 
 from __future__ import annotations
@@ -59,14 +58,16 @@ from attention_kernels.tiles.high_low_parts import (
 from attention_kernels.tiles.matmul import INTERPRETED
 
 CACHE_BLOCK = tl.constexpr(128)
-"""Tokens whose values are transposed together, and what the length is rounded up to."""
+"""Tokens whose values are transposed together; lengths are rounded up to a multiple."""
 
 
 @dataclass(frozen=True)
 class QuantisedCache:
-    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D to 16.
+    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D rounded to
+    16.
 
-    In pages, all but `key_mean` have P pages of N = `CACHE_BLOCK` in the place of B batch elements.
+    In pages, all except `key_mean` have P pages of N = `CACHE_BLOCK` in the place of B batch
+    elements.
     """
 
     key: Tensor
@@ -91,25 +92,25 @@ class QuantisedCache:
 
     @property
     def page_size(self) -> int:
-        """Tokens in a page; 0 without pages."""
+        """Return the tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else CACHE_BLOCK.value
 
     @property
     def shapes(self) -> tuple[Sizes, Sizes]:
-        """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of what was quantised."""
+        """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv), the shapes before quantisation."""
         batch, kv_heads, head_dim = self.key_mean.shape
         tokens = batch, kv_heads, self.kv_len
         return (*tokens, head_dim), (*tokens, self.sizes[2])
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Hkv, the most tokens that a sequence can have, and Dv."""
+        """Return Hkv, the most tokens that a sequence can have, and Dv."""
         _, kv_heads, rows, _ = self.value.shape
         return kv_heads, self.kv_len, rows // (self.key.shape[2] // CACHE_BLOCK.value)
 
     @property
     def layouts(self) -> Hashable:
-        """All that a plan may depend on: what is left out is contiguous and follows from these."""
+        """Return all that a plan may depend on. Other tensors are contiguous and follow from these."""
         tensors = (self.key, self.value, self.lengths, self.block_table)
         return *map(layout, tensors), self.kv_len
 
@@ -120,22 +121,22 @@ class QuantisedCache:
     def access(
         self, is_cut: bool, begins_late: bool = False, rows: int = 1
     ) -> Literal["quantised"]:
-        """Always through descriptors: blocks are whole, and what does not count is finite."""
+        """Return "quantised": blocks are whole, and tokens that do not count are finite."""
         return "quantised"
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
-        """Of the four dimensions, for which descriptors are used instead."""
+        """Return zeros for the four dimensions, since descriptors are used instead."""
         return tensor.stride()
 
     @property
     def largest_block(self) -> int:
-        """Tokens that are loaded at once at most."""
+        """Return the most tokens that are loaded at once."""
         return CACHE_BLOCK.value
 
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Of key and value, which has no tail, without their memory."""
+        """Return descriptors of key and value without their memory. There is no tail."""
         return (
             nowhere(described(self.key, block_n, block_d)),
             nowhere(described(self.value, block_dv, block_n)),
@@ -144,8 +145,11 @@ class QuantisedCache:
 
 @triton.jit
 def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
-    """A query (M, D) `high_low_parts`, each row's factor (M,) and its score of the mean (M,), which
-    are NaN where the row is not finite."""
+    """Return a query (M, D) as `high_low_parts`, each row's factor (M,) and its score of the mean
+    (M,).
+
+    Factor and score are NaN where the row is not finite.
+    """
     query = query.to(tl.float32)
     mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
     offsets = tl.sum(query * mean, axis=1) + tl.sum(query * 0.0, axis=1)
@@ -158,14 +162,15 @@ def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
 
 @triton.jit
 def in_value_order(numbers):
-    """8-bit numbers (M, N) of N tokens, in the order of their values."""
+    """Return 8-bit numbers (M, N) of N tokens in the order of their values."""
     eights = numbers.reshape(numbers.shape[0], numbers.shape[1] // 16, 2, 8)
     return eights.permute(0, 1, 3, 2).reshape(numbers.shape[0], numbers.shape[1])
 
 
 @triton.jit
 def log2(scales):
-    """Of positive float32 numbers; one instruction, where Triton's takes a dozen."""
+    """Return the logarithm of positive float32 numbers by one instruction, where Triton takes a
+    dozen."""
     if INTERPRETED:
         return tl.math.log2(scales)
     return tl.inline_asm_elementwise(
@@ -175,7 +180,7 @@ def log2(scales):
 
 @triton.jit
 def _quantise_rows(rows, has_row, IS_INT8: tl.constexpr):
-    """(N, D) float32 in 8 bits, and (N,) scales, NaN where a row is not finite."""
+    """Return (N, D) float32 rows in 8 bits, and (N,) scales, NaN where a row is not finite."""
     rows = tl.where(has_row[:, None], rows, 0.0)
     not_finite = tl.sum(rows * 0.0, axis=1)
     rows = tl.where(tl.abs(rows) < float("inf"), rows, 0.0)
@@ -201,15 +206,17 @@ def _quantise_keys(
     STORED_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of keys; the pointers are those of its head, `output_ptr` and `scale_ptr` those of
-    the block."""
+    """Quantise one block of keys.
+
+    Pointers are those of its head; `output_ptr` and `scale_ptr` are those of the block.
+    """
     inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
     tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
     is_token = tokens < length
     places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
     key = tl.load(key_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
     mean = sampled_mean(key_ptr, stride_s, stride_d, dims, has_dim, length)
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any offset will do
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any finite offset will do
     key = tl.where(has_dim[None, :], key.to(tl.float32) - mean[None, :], 0.0)
     quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)
     places = inside[:, None] * STORED_DIM + dims[None, :]
@@ -230,7 +237,7 @@ def _quantise_values(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """One block of values, transposed; the pointers likewise."""
+    """Quantise and transpose one block of values; pointers as for `_quantise_keys`."""
     inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
     tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
     is_token = tokens < length
@@ -271,7 +278,7 @@ def _quantise_cache(
     V_HEAD_DIM: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """One block of keys, or (in programs with a third index of 1) one block of values."""
+    """Quantise one block of keys, or one block of values in programs whose third index is 1."""
     block, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     blocks = tl.num_programs(0)
     batch, kv_head = head // kv_heads, head % kv_heads
@@ -319,13 +326,13 @@ def quantise_cache(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> QuantisedCache:
-    """Keys and values in `dtype` (int8 or float8_e4m3fn).
+    """Return keys and values in `dtype` (int8 or float8_e4m3fn).
 
     Args:
-        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; not changed.
+        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; it is not changed.
         value: (B, Hkv, Sk, Dv), likewise.
-        lengths: (B,) int32, how many tokens of each sequence count; the others are not read.
-        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, every
+        lengths: (B,) int32, how many tokens of each sequence count; others are not read.
+        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, each
             number below their product once; None for a cache in one piece.
 
     Raises:
@@ -374,7 +381,7 @@ def quantise_cache(
 
 
 def _stored(head_dim: int) -> int:
-    """Numbers from key to key, which descriptors want 16 bytes of."""
+    """Return the distance of keys in numbers, a multiple of 16 bytes as descriptors need it."""
     return -(-head_dim // 16) * 16
 
 
@@ -390,8 +397,11 @@ def _planned(
     others: tuple[Hashable, Hashable],
     device: torch.device,
 ) -> Launch:
-    """The launch for keys and values of one shape; `dtypes` are theirs and the cache's, and
-    `others` the layouts of lengths and pages, which decide for what it is compiled."""
+    """Return the launch for keys and values of one shape.
+
+    `dtypes` are those of keys, values and cache. `others` are the layouts of lengths and pages, on
+    which compilation depends.
+    """
     check_shapes(*shapes[:1], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes
     return Launch(

@@ -1,4 +1,4 @@
-"""Attention of one or a few query tokens over a cache in 8 bits, quantisation included."""
+"""Attention of a few query tokens over a cache in 8 bits, quantisation included."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from attention_kernels.options import PLAIN, AttentionOptions
 
 
 def random_pages(key: Tensor) -> Tensor:
-    """The `block_table` of keys (B, Hkv, Sk, D) whose pages lie in a random order, always the same:
-    in a server that has run for a while neighbouring tokens are not neighbours in memory."""
+    """Return the `block_table` of keys (B, Hkv, Sk, D) whose pages lie in a random order.
+
+    The order is always the same. In a server that has run for a while, neighbouring tokens are not
+    neighbours in memory.
+    """
     batch, blocks = key.shape[0], -(-key.shape[2] // CACHE_BLOCK.value)
     return shuffled(batch * blocks, key.device, 0).view(batch, blocks).int()
 
@@ -32,17 +35,16 @@ def quantised_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
+    """Return softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
 
-    A server quantises a token once; `split_kv.attend_to_cache` on a `QuantisedCache` is what it
-    runs then.
+    A server quantises a token once and then calls `attend_to_cache` with a `QuantisedCache`. Key
+    and value are not changed.
 
     Args:
         dtype: int8 or float8_e4m3fn, of the cache. FP8 needs compute capability 8.9.
-        in_pages: of `CACHE_BLOCK` tokens, in a random order.
+        in_pages: whether the cache lies in pages of `CACHE_BLOCK` tokens, in a random order.
 
-    The other arguments, and the result, are those of `contiguous_decode`. Key and value are not
-    changed.
+    The other arguments and the result are those of `contiguous_decode`.
     """
     if key.shape[2] == 0 or query.numel() == 0:
         return query.new_zeros((*query.shape[:3], value.shape[3]))

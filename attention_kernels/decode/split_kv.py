@@ -1,4 +1,4 @@
-"""Attention of a few queries over a cache: how `split_kv_kernel.py` is planned and launched."""
+"""Attention of a few queries over a cache: planning and launching of `split_kv_kernel.py`."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def attend_to_cache(
     options: AttentionOptions = PLAIN,
     tiles: Tiling | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) · V over a cache: (B, Hq, Sq, Dv), contiguous.
+    """Return softmax(scale · QKᵀ + mask) · V over a cache, (B, Hq, Sq, Dv), contiguous.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
         cache: in the query's dtype, any strides, or in 8 bits; on the query's device.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
-        is_causal: query i sees the tokens 0…i, whatever the lengths, as in SDPA, or if `options`
-            says bottom right, the last query all tokens and each before it one less.
-        scale: of the scores; None is 1/sqrt(D).
+        is_causal: query i sees tokens 0 to i for any lengths, as in SDPA. If `options` says bottom
+            right, the last query sees all tokens and each query before it one less.
+        scale: factor of the scores; None for 1/√D.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        options: bottom right, window and soft cap. Not with indices.
-        tiles: how to cut the work, by default `tiling`.
+        options: bottom right, window and soft cap; not with indices.
+        tiles: sizes and parts of the work; None for those of `planned`.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -60,7 +60,7 @@ def attend_to_cache(
         layout(sinks),
         is_causal,
         scale,
-        None if options is PLAIN else options,  # whose hash would take longer than all the rest's
+        None if options is PLAIN else options,  # its hash would take longer than all others
         tiles,
         aligned,
         cache.tail,
@@ -96,7 +96,8 @@ def planned(
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
 ) -> Plan:
-    """How `attend_to_cache` cuts a call, arguments as there, unless it is told to do otherwise."""
+    """Return how `attend_to_cache` cuts a call up where it gets no `tiles`; arguments are those of
+    it."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
@@ -118,12 +119,12 @@ def planned(
 
 
 class _PlannedDecode(NamedTuple):
-    """What calls of one shape share."""
+    """Plan that calls of one shape share."""
 
     call: PlannedCall
     output_shape: tuple[int, int, int, int]
     parts_numbers: int
-    """SharedRoom for the parts; 0 where there is one part only."""
+    """Numbers of scratch memory for the parts; 0 where there is one part only."""
     counters: int
 
 
@@ -140,8 +141,10 @@ def _plan_call(
     tiles: Tiling | None,
     sinks: Sizes | None,
 ) -> _PlannedDecode:
-    """All of a call but its tensors' addresses; arguments as those of `attend_to_cache`, and of the
-    sinks their shape."""
+    """Plan a call: everything except its tensors' addresses.
+
+    Arguments are those of `attend_to_cache`, with the shape of the sinks.
+    """
     check_shapes(query.shape, *cache.shapes, sinks)
     _check_by_sequence(cache)
     batch, heads, q_len, head_dim = query.shape
@@ -153,7 +156,7 @@ def _plan_call(
     is_cut = is_causal or left is not None or right is not None
     access = cache.access(is_cut, left is not None, group * q_len)
     tiles = tiles or cut.tiling
-    # A block of its own size could lie in two pages.
+    # A block of another size could lie in two pages.
     has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
     assignment = tiles.assignment
     heads_of_keys = batch * kv_heads
@@ -230,10 +233,11 @@ def _plan_call(
 
 
 def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
-    """
+    """Check lengths, and indices of tokens.
+
     Raises:
-        ValueError: there are more or fewer lengths than sequences, or tokens are not named for
-            each key/value head.
+        ValueError: there are more or fewer lengths than sequences, or tokens are not given for each
+            key head.
     """
     batch, kv_heads, *_ = cache.shapes[0]
     if cache.lengths is not None and cache.lengths.shape != (batch,):
@@ -246,10 +250,10 @@ def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
 def _sides(
     is_causal: bool, options: AttentionOptions, q_len: int, kv_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Whether there is a diagonal, and what a window leaves on its left and right."""
+    """Return whether there is a diagonal, and how many keys a window leaves on its left and right."""
     is_causal, left, right = window_sides(is_causal, options, q_len, kv_len)
     if options.bottom_right and q_len == 1:
-        # The last query's diagonal is the last token, which one query alone always sees.
+        # The last query's diagonal is the last token, which a single query always sees.
         return False, left, None
     return is_causal, left, right
 
@@ -257,7 +261,7 @@ def _sides(
 def _most_seen(
     left: int | None, right: int | None, options: AttentionOptions, q_len: int, kv_len: int
 ) -> int:
-    """Tokens that the queries see together, at most."""
+    """Return the most tokens that the queries see together."""
     most = kv_len
     if right is not None and not options.bottom_right:
         most = min(most, q_len + right)
@@ -267,5 +271,5 @@ def _most_seen(
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type == "cpu":
-        return 4  # interpreted: few programs, but some splits
+        return 4  # interpreted: few programs, and still some splits
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,14 +1,14 @@
-"""How keys are assigned_part to programs where sequences have lengths of their own, which the GPU
+"""Assignment of keys to programs where sequences have lengths of their own, which the GPU alone
 knows.
 
-The host launches as many programs whatever the lengths are. Each program reads all lengths, agrees
-with the others on the largest part, and finds its own by counting the parts before it. The longer a
-sequence, the more parts it has, and parts are about equally long: none is left when all others are
-done. Programs beyond the last part end at once.
+The host launches the same number of programs for any lengths. Each program reads all lengths,
+computes the same largest part as all others, and finds its own part by counting the parts before
+it. A longer sequence has more parts, and all parts are about equally long, so that programs end
+together. Programs beyond the last part end at once.
 
-With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. So where c
-is at least all blocks divided by `shares`, all heads have no more parts than `shares` and heads
-together, which is how many programs there are.
+With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. If c is at
+least the number of all blocks divided by `shares`, all heads together have at most `shares` + heads
+parts, which is the number of programs.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from attention_kernels.tiles.matmul import INTERPRETED
 
 
 class KeyAssignment(NamedTuple):
-    """What the GPU needs to know besides the lengths."""
+    """Numbers that the GPU needs beside the lengths."""
 
     shares: int
-    """Parts that the keys of all heads are cut into, besides one that each head has anyway."""
+    """Parts that the keys of all heads are cut into, beside one that each head has anyway."""
     resident: int
     """Parts that the GPU holds at once; with fewer, some of it would be idle."""
     least: int
-    """Blocks of keys beside which a program's start is short: parts are smaller only where there
-    would not be `resident` ones."""
+    """Blocks of keys beside which a program's start is short. Parts are smaller only where there
+    would not be `resident` of them."""
     worth: float
-    """Parts, squared, for each block of a head's keys: beyond that merging takes longer than the
-    parts save."""
+    """Square of the number of parts, per block of a head's keys, beyond which merging takes longer
+    than the parts save."""
 
     def programs(self, heads: int) -> int:
-        """For so many key/value heads, B · Hkv."""
+        """Return the number of programs for so many key heads, B · Hkv."""
         return heads + self.shares
 
 
@@ -50,10 +50,10 @@ def seen_positions(
     IS_BOTTOM_RIGHT: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
 ):
-    """Of sequences of some lengths: the first position that any query sees, the end of them, and
-    what query 0 of a diagonal sees last.
+    """Return the first position that any query sees, the end of these positions, and the last one
+    that query 0 of a diagonal sees.
 
-    `length` may be one or many; the first is a multiple of ROUNDED_TO.
+    `length` may be one or many. The first position is a multiple of ROUNDED_TO.
     """
     diagonal = length * 0
     if IS_BOTTOM_RIGHT:
@@ -88,9 +88,9 @@ def assigned_part(
     BLOCK_N: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """A program's sequence, key/value head and part, and how many parts that head has.
+    """Return a program's sequence, key head and part, and the number of parts of that head.
 
-    The sequence is `sequences` where there is nothing left for the program.
+    The sequence is `sequences` where nothing is left for the program.
     """
     own = tl.arange(0, BLOCK_SEQUENCES)
     lengths = tl.load(lengths_ptr + own, mask=own < sequences, other=0)
@@ -114,10 +114,10 @@ def assigned_part(
 
 @triton.jit
 def _uniform(number):
-    """An integer that is the same in every thread, known as such to `ptxas`.
+    """Return an integer that is the same in every thread, in a way that tells `ptxas` so.
 
-    What came of a sum over threads it takes for as many numbers, and loops that such a number ends
-    for divergent: descriptors of shared memory would be moved between registers at each product.
+    `ptxas` takes a sum over threads for as many numbers, and loops that end at it for divergent. It
+    would then move descriptors of shared memory between registers at each product.
     """
     if not INTERPRETED:
         number = tl.inline_asm_elementwise(

@@ -1,19 +1,19 @@
-"""Attention of a few queries over many keys: the keys split among programs, the parts merged.
+"""Attention of a few queries over many keys, which are split among programs whose parts are merged.
 
-Decoding has one query token, so there is no work to share out but along the keys (Flash-Decoding,
-Dao, Haziza, Massa and Sizov 2023). A program attends with all query heads of one key/value head,
-times the few query tokens, to one part of the keys, and leaves its maximum, its sum and its
-unnormalised output. They become one in the same launch (`split_kv_merge.py`).
+Decoding has one query token, so the keys are all there is to share out (Flash-Decoding, Dao,
+Haziza, Massa and Sizov 2023). A program attends with all query heads of one key head, times the few
+query tokens, to one part of the keys. It leaves its maximum, its sum and its unnormalised output.
+The parts are merged in the same launch (`split_kv_merge.py`).
 
-One program text serves four kinds of cache. Position i of a sequence is token i, or the token that
-`indices` names; a token lies in its batch element's row, or in the page that `block_table` names.
-Where position i is token i, or a page holds whole blocks of tokens, keys and values come through
-tensor descriptors (TMA), if their strides and the GPU allow it. What differs for a cache in 8 bits
-is in `quantised_cache.py`. Where the value is the first part of the key, as in DeepSeek's absorbed
-latent attention (MLA), it is read once, and the key's other numbers, its tail, beside it.
+The kernel serves four kinds of cache. Position i of a sequence is token i, or the token that
+`indices` names. A token lies in its batch element's row, or in the page that `block_table` names.
+Where position i is token i, or a page holds whole blocks of tokens, keys and values are loaded
+through tensor descriptors (TMA), if their strides and the GPU allow it. `quantised_cache.py` has
+what differs for a cache in 8 bits. Where the value is the first part of the key, as in DeepSeek's
+absorbed latent attention (MLA), it is read once, and the rest of the key, its tail, beside it.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
-D and Dv head dimensions, M = G · Sq rows of a key/value head (row r is head r // Sq, query r % Sq).
+D and Dv head dimensions, M = G · Sq rows of a key head (row r is head r // Sq, query r % Sq).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from attention_kernels.tiles.matmul import matmul
 from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
 
 
-# Numbers that change from call to call must not each compile the kernel again.
+# Numbers that change from call to call must not compile the kernel again.
 @triton.jit(
     do_not_specialize=[
         "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
@@ -114,25 +114,28 @@ def split_kv_kernel(
     TOGETHER: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """What a call lacks is None, and no argument of the compiled program: the mask, sinks, lengths,
-    indices, table, `cap`, `left` and `right`; the parts and their counters where keys are not
-    split; the scales and the mean where the cache is in 16 bits.
+    """Attend to one part of the keys of a head, and merge parts where this program has to.
 
-    With BLOCK_SEQUENCES keys are assigned_part to programs by the lengths of that many sequences or
-    fewer (`split_kv_deal.py`), and `splits` is None; else what a `KeyAssignment` has is None.
+    Arguments that a call lacks are None, and no arguments of the compiled program: the mask, sinks,
+    lengths, indices, table, `cap`, `left` and `right`; the parts and their counters where keys are
+    not split; the scales and the mean where the cache is in 16 bits.
 
-    `cap` is in base 2, and with one `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
-    `head_dim` is what the key has before its tail: Dv.
+    With BLOCK_SEQUENCES, keys are assigned to programs by the lengths of at most that many
+    sequences (`split_kv_assignment.py`), and `splits` is None. Otherwise the fields of a
+    `KeyAssignment` are None.
+
+    `cap` is in base 2. With a cap, `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
+    `head_dim` is the part of the key before its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
-    # Of what a weight of 1 is counted as.
+    # Logarithm of the number that a weight of 1 is counted as.
     LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
     LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
-    # An 8-bit cache is finite beyond what counts.
+    # An 8-bit cache is finite beyond the tokens that count.
     ENDS_WHOLE: tl.constexpr = HAS_DESCRIPTORS and not IS_8_BIT and (BY_PAGE or IS_CUT)
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -215,7 +218,7 @@ def split_kv_kernel(
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
-    # Between these all queries see all positions.
+    # Between these, all queries see all positions.
     whole_begin = begin
     whole_end = end
     if IS_CAUSAL:
@@ -228,18 +231,20 @@ def split_kv_kernel(
     place = batch
     next_place = batch
     if BY_PAGE:
-        # A block ahead: loads are not begun early whose place is loaded in the same turn.
+        # Pages are looked up a block ahead: a load does not begin early if its address is loaded in
+        # the same iteration.
         table_ptr += batch.to(tl.int64) * stride_table
         next_place = tl.load(table_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    # Per key of a block, and summed at the end: a sum over warps would make them wait each time.
+    # Sums are kept per key of a block and added up at the end: a sum over warps at each block would
+    # make them wait.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for first in range(begin, end, BLOCK_N):
         block_begin = first
         if ENDS_WHOLE:
-            # What follows the end is not read, as it could be NaN: the last block begins earlier,
+            # Keys behind the end could be NaN and are not read. So the last block begins earlier,
             # and has zeros where that is before its page.
             block_begin = tl.minimum(first, end - BLOCK_N)
         positions = block_begin + tl.arange(0, BLOCK_N)
@@ -293,7 +298,7 @@ def split_kv_kernel(
                 )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         if IS_8_BIT:
-            # Pointers of the block first: its keys' places in it are the same for all blocks.
+            # The block's pointers come first: its keys' places in them are the same for all blocks.
             key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
             value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
             value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
@@ -321,11 +326,11 @@ def split_kv_kernel(
             if (first < whole_begin) | (first + BLOCK_N > whole_end):
                 scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         else:
-            # Without a branch one instruction multiplies a score and takes its maximum away.
+            # Without a branch, one instruction multiplies a score and subtracts its maximum.
             scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         if IS_8_BIT:
             # Weights times their values' scales are fractions of the block's own largest, so that
-            # what halves round away is little beside it. A block then counts as one score does.
+            # rounding in 8 bits takes little away. A block then counts as one score does.
             scores += value_logs[None, :]
             largest = tl.max(scores, axis=1)
             block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
@@ -355,21 +360,21 @@ def split_kv_kernel(
 
     total = tl.sum(totals, axis=1)
     if sinks_ptr is not None:
-        # As if they were keys of the first part.
+        # They count as if they were keys of the first part.
         counts = has_row & (split == 0)
         sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
         rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
         output *= rescale[:, None]
 
-    # (B, Hq, Sq, Dv), contiguous: the rows of a key/value head follow one another.
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key head follow one another.
     output_ptr += head.to(tl.int64) * q_rows * v_dim
     if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
         if parts == 1:
             _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
             return
     if parts_ptr is not None:
-        # The parts as (programs, M, Dv), those of a head in their order, and behind them their
-        # maxima and sums.
+        # The parts are (programs, M, Dv), those of a head in their order. Their maxima and sums
+        # follow.
         programs, first_part = tl.num_programs(0), tl.program_id(0) - split
         if BLOCK_SEQUENCES == 0:
             programs, first_part = programs * splits, head * splits
@@ -384,7 +389,7 @@ def split_kv_kernel(
             output,
             mask=has_row[:, None] & has_column[None, :],
         )
-        tl.debug_barrier()  # every thread's part is stored before one of them says so
+        tl.debug_barrier()  # all threads' parts are stored before one counts them in
         counters: tl.constexpr = COUNTERS_TOGETHER if TOGETHER else 1
         counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * counters
         merge(
@@ -409,7 +414,7 @@ def split_kv_kernel(
 
 @triton.jit
 def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
-    """The output of rows all of whose keys are summed."""
+    """Store the output of rows whose keys are all summed."""
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         output_ptr + rows[:, None] * v_dim + columns[None, :],
@@ -420,7 +425,7 @@ def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
 
 @triton.jit
 def _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL: tl.constexpr):
-    """Scores (M, N), those of tokens that a query does not see, or that are none, -inf."""
+    """Return scores (M, N) with -inf for tokens that a query does not see or that do not exist."""
     if IS_CAUSAL:
         is_seen = tokens[None, :] <= queries[:, None] + diagonal
         scores += tl.where(is_seen, 0.0, float("-inf"))
@@ -448,7 +453,7 @@ def _mask_bias(
     stride_token,
     PER_ROW: tl.constexpr,
 ):
-    """What a mask adds to scores in powers of two: (M, N), or (1, N) where all rows share it."""
+    """Return what a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it."""
     places = mask_ptr + batch.to(tl.int64) * stride_batch
     places += tokens.to(tl.int64)[None, :] * stride_token
     is_there = is_valid[None, :]
@@ -457,7 +462,7 @@ def _mask_bias(
         places += rows[:, None]
         is_there = is_there & has_row[:, None]
     entries = tl.load(places, mask=is_there, other=0)
-    # Added and not put in place: as in SDPA a masked NaN stays NaN.
+    # It is added, and does not replace scores: as in SDPA a masked NaN stays NaN.
     if mask_ptr.dtype.element_ty == tl.int1:
         bias = tl.where(entries, 0.0, float("-inf"))
     else:

@@ -1,13 +1,13 @@
-"""How the parts of an output, one of each program, become one without a second kernel.
+"""Merging of the parts of an output, one of each program, without a second kernel.
 
-Each program counts itself in when its part is stored. Mostly the last to arrive merges all parts: a
-head has a few KB of them. Those of absorbed latent attention, of 512 numbers a row, are 32 KB and
-more: 16 of them, which one program merges in 13 µs, are a tenth of the time of eight sequences of
-32,768 tokens (H100). There programs wait until all have arrived, and draw rows of the output by
-turns until none is left. Nothing depends on who waits: whoever has waited for long leaves, since
-the others may not have begun yet, and the last to arrive stays in any case.
+Each program counts itself in when its part is stored. Usually the last to arrive merges all parts,
+which are a few KB for each head. Parts of absorbed latent attention have 512 numbers a row, 32 KB
+and more. One program merges 16 of them in 13 µs, a tenth of the time of eight sequences of 32,768
+tokens (H100). There, programs wait until all have arrived, and take rows of the output by turns
+until none is left. The result does not depend on who waits: a program leaves after a while, since
+others may not have begun yet, and the last to arrive always stays.
 
-A row is the sum of its parts in their order, whoever adds them up.
+A row is the sum of its parts in their order, whichever program adds them up.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import triton
 import triton.language as tl
 
 COUNTERS_TOGETHER = tl.constexpr(3)
-"""Of each head and block of rows, zeros before and after: programs that have arrived, draws, and
-programs that have left. Where one program merges, the first does."""
+"""Counters of each head and block of rows, zeros before and after: programs that have arrived, rows
+taken, and programs that have left. Where one program merges, only the first is used."""
 PATIENCE = tl.constexpr(64)
-"""How often a program looks whether all have arrived, at most: as long as so many atomic operations
-take, some 50 µs."""
+"""Most times that a program looks whether all have arrived: so many atomic operations take some 50
+µs."""
 
 
 @triton.jit
@@ -40,16 +40,16 @@ def merge(
     BLOCK_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Count this program in, and merge what is its own to merge.
+    """Count this program in, and merge the rows that fall to it.
 
     Args:
         parts_ptr, sums_ptr: of one head, (parts, M, Dv) and (parts, M, 2): the unnormalised
             outputs, and the maximum and sum of each row.
-        counters_ptr: those of the head and this block of rows.
+        counters_ptr: counters of the head and this block of rows.
         output_ptr: of the head, (M, Dv).
-        first_row: of ROW_CHUNKS times BLOCK_ROWS.
+        first_row: first of ROW_CHUNKS times BLOCK_ROWS rows.
         BLOCK_SPLITS: how many parts are read at a time.
-        TOGETHER: whether those who have arrived help.
+        TOGETHER: whether all programs that have arrived help.
     """
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
     if TOGETHER:
@@ -91,7 +91,7 @@ def _merge_rows(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """The output of BLOCK_ROWS rows from all their parts."""
+    """Store the output of BLOCK_ROWS rows from all their parts."""
     rows = first_row + tl.arange(0, BLOCK_ROWS)
     has_row = rows < q_rows
     maximum = tl.full(rows.shape, float("-inf"), tl.float32)

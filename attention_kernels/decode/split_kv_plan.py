@@ -1,4 +1,4 @@
-"""How `split_kv_kernel.py` cuts up a call: keys at a time, warps, and parts of the keys."""
+"""Sizes of the work in `split_kv_kernel.py`: keys at a time, warps, and parts of the keys."""
 
 from __future__ import annotations
 
@@ -10,46 +10,45 @@ from attention_kernels.decode.kv_cache import Access
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 
 SHORTEST = 128
-"""Keys for which a program of its own is worth its start."""
+"""Least keys for which a program is worth its start."""
 LONG = 4096
-"""Keys a program from which on two programs on a processor look up tokens faster than one."""
+"""Least keys of a program for which two programs on a processor look up tokens faster than one."""
 RESIDENT = 2
 """Programs that a processor holds at once in most tilings, and that keep its memory busy."""
 MOST_SHARES = 8
-"""Parts a processor into which keys are assigned_part: more end more evenly, and begin more often.
-"""
+"""Most parts a processor that keys are cut into: more end more evenly, and start more often."""
 LEAST_SHARE = 2**21
-"""Bytes of keys and values beside which a program's start and end, some 2 µs, are little."""
+"""Bytes of keys and values beside which a program's start and end, some 2 µs, are short."""
 WORTH_DEALING = 2**26
-"""Bytes in keys and values, some 15 µs of an H200, from which on uneven lengths may cost more than
-it does to add them up."""
+"""Least bytes of keys and values, some 15 µs of an H200, for which uneven lengths may cost more
+than adding the lengths up."""
 MOST_SEQUENCES = 1024
-"""Lengths that a program can read and add up at once."""
+"""Most lengths that a program can read and add up at once."""
 MERGED_REGISTERS = 32
 """Numbers that a thread reads at once when its program merges parts."""
 MERGED_OUTPUT = 2**14
-"""Numbers of the output that a program alone merges at once."""
+"""Numbers of the output that a single program merges at once."""
 ALONE = 2**12
 """Numbers of the output that one program merges about as fast as several do."""
 FEW_PARTS = 2
-"""So many, too."""
+"""Number of parts that one program merges about as fast as several do."""
 
 
 class Tiles(NamedTuple):
-    """What suits calls of up to so many rows and numbers of a key or value."""
+    """Sizes for calls of at most so many rows, and numbers of a key or value."""
 
     rows: int
-    """Of a program, as padded."""
+    """Rows of a program, padded."""
     widest: int
     block_n: int
     warps: int
     stages: int
 
 
-# Of each access the first that is large enough; pages are those that are described.
-# With 128 keys and a head_dim of 128 an 8-bit cache has 32 KiB in a block: a processor has room for
-# two programs of three blocks, or of two beside the weights of 32 rows. The registers for so wide
-# an output as that of MLA with more than 16 heads are those of 8 warps.
+# Of each access the first entry that is large enough is used; "pages" is for described ones. With
+# 128 keys and a head_dim of 128, an 8-bit cache has 32 KiB in a block: a processor has room for two
+# programs of three blocks, or of two blocks beside the weights of 32 rows. The wide output of MLA
+# with more than 16 heads needs the registers of 8 warps.
 TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
     "quantised": (
         Tiles(32, 64, 128, 4, 4),
@@ -92,20 +91,20 @@ TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
 
 
 class Tiling(NamedTuple):
-    """How the work is cut."""
+    """Sizes and parts of the work."""
 
     block_n: int
-    """Keys at a time."""
+    """Number of keys in a block."""
     warps: int
     stages: int
     splits: int
-    """Equal parts that the keys of each head are cut into, where they are not assigned_part."""
+    """Equal parts that the keys of each head are cut into, where there is no assignment."""
     assignment: KeyAssignment | None = None
-    """How keys are assigned_part to programs by the sequences' lengths."""
+    """Assignment of keys to programs by the sequences' lengths."""
 
 
 class Plan(NamedTuple):
-    """What follows from the sizes of a call alone."""
+    """Sizes that follow from those of a call alone."""
 
     tiling: Tiling
     row_blocks: int
@@ -113,28 +112,28 @@ class Plan(NamedTuple):
     """Rows of a program, padded to a tensor core's tile."""
     block_d: int
     block_tail: int
-    """0 where the key and the value are two."""
+    """Columns of the key's tail; 0 where key and value are separate."""
     block_dv: int
 
 
 class Merging(NamedTuple):
-    """How the parts of an output become one."""
+    """Way in which the parts of an output are merged."""
 
     block_rows: int
-    """Rows that are merged at once, without those that pad a tile; so many `row_chunks` are all of
-    a program's."""
+    """Rows that are merged at once, without padding; `row_chunks` of them are all rows of a
+    program."""
     row_chunks: int
     block_splits: int
-    """Parts that are read at a time."""
+    """Number of parts that are read at a time."""
     together: bool
-    """Whether all programs of a head merge, once they have arrived."""
+    """True where all programs of a head merge, once they have arrived."""
 
 
 def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:
-    """How, for a `plan` of these sizes whose tiling may be another one.
+    """Return how to merge, for a `plan` of these sizes whose tiling may be another one.
 
-    Programs wait for each other only where all of them run at once: else those that wait would be
-    in the way of those that are waited for.
+    Programs wait for each other only where all of them run at once. Otherwise waiting programs
+    would keep others from starting.
     """
     programs = (
         heads * tiling.splits if tiling.assignment is None else tiling.assignment.programs(heads)
@@ -164,18 +163,18 @@ def plan(
     sequences: int = 1,
     largest_block: int | None = None,
 ) -> Plan:
-    """A deterministic choice, from measurements on an H200.
+    """Return sizes for a call, a deterministic choice from measurements on an H200.
 
     Args:
         heads: B · Hkv.
         rows: G · Sq.
-        positions: keys to attend to.
+        positions: number of keys to attend to.
         access: how they are read.
         processors: streaming multiprocessors of the GPU.
         tail: numbers of a key that follow its value, where that is the key's first part.
-        sequences: B where each has a length of its own, `positions` at most, which the GPU alone
+        sequences: B where each has a length of its own, at most `positions`, which the GPU alone
             knows; else 1.
-        largest_block: keys that descriptors load at once at most.
+        largest_block: most keys that descriptors load at once.
     """
     # In 8 bits a row is two columns of a product (`high_low_parts.py`): 32 rows fill its registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
@@ -194,12 +193,12 @@ def plan(
     )
     if largest_block is not None and access == "described":
         block_n = min(block_n, largest_block)
-    # One program a processor moves as many bytes as several do, unless it has to look up where
-    # long sequences are.
+    # One program a processor moves as many bytes as several do, unless it has to look up where long
+    # sequences are.
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2
-    # Where bytes are half as many, or rows twice, two programs a processor hide each other's
+    # With half as many bytes or twice as many rows, two programs a processor hide each other's
     # waiting.
     if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
@@ -221,10 +220,10 @@ def plan(
         resident = max(1, RESIDENT * processors // row_blocks)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
         if access == "described" and widest > 256:
-            # A processor has room for one: of equal sequences, which have up to one part more
-            # each, none is left for another turn. Parts of 512 numbers a row take long to merge, so
-            # there is one turn more than the heads fill: with 64 heads 108 % of the floor, 109 with
-            # the first turn alone, 98 with eight.
+            # A processor has room for one program. Equal sequences have up to one part more each,
+            # and then none is left for another turn. Parts of 512 numbers a row take long to merge,
+            # so there is one turn more than the heads fill: with 64 heads 108 % of the floor, 109
+            # with the first turn alone, 98 with eight.
             turn = max(1, processors // row_blocks)
             resident = max(1, turn - heads)
             shares = max(1, min(-(-heads // turn) + 1, shares // turn)) * turn - heads
@@ -246,10 +245,11 @@ def plan(
 
 
 def _stored(rows: int, most: int) -> int:
-    """Rows that a program of `most` leaves, a power of two: without those that pad its tile."""
+    """Return the rows that a program of `most` stores, a power of two without the padding of its
+    tile."""
     return min(1 << (rows - 1).bit_length(), most)
 
 
 def _side(numbers: int) -> int:
-    """A power of two that a tensor core's product can have as a side."""
+    """Return a power of two that a tensor core's product can have as a side."""
     return max(16, 1 << (numbers - 1).bit_length())

@@ -1,1 +1,1 @@
-"""."""
+"""The host's side of a launch."""

@@ -1,7 +1,8 @@
-"""Tensors as the tensor memory accelerator (TMA) of Hopper and newer GPUs takes them.
+"""Tensor descriptors, through which the tensor memory accelerator (TMA) of Hopper and newer GPUs
+loads.
 
-Loads through a descriptor take no registers and hardly any instructions, and what lies outside the
-tensor is read as zeros.
+Such loads take no registers and hardly any instructions. Elements outside the tensor are read as
+zeros.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Whether it has the accelerator; the interpreter takes descriptors too."""
+    """Return whether a device has the accelerator. The interpreter takes descriptors too."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def can_be_described(tensor: Tensor) -> bool:
-    """Whether a descriptor can have it, (B, H, S, D): D adjacent, other strides of 16 bytes."""
+    """Return whether a descriptor can describe a tensor (B, H, S, D).
+
+    Elements along D must be adjacent, and the other strides multiples of 16 bytes.
+    """
     itemsize = tensor.element_size()
     return (
         has_tma(tensor.device)
@@ -37,7 +41,7 @@ def can_be_described(tensor: Tensor) -> bool:
 
 
 class Address:
-    """Memory in a descriptor, where nobody asks for more of a tensor than where it lies."""
+    """Stand-in for a tensor in a descriptor that needs nothing but the tensor's address."""
 
     __slots__ = ("_address",)
 
@@ -49,9 +53,9 @@ class Address:
 
 
 def at(descriptor: Any, tensor: Tensor | Address) -> Any:
-    """A descriptor of the same shape and strides at another tensor's address.
+    """Return a descriptor of the same shape and strides at another tensor's address.
 
-    Its checks are not made again: the tensor must be as the descriptor's own was.
+    Its checks are not repeated, so the tensor must be laid out like the descriptor's own.
     """
     moved = object.__new__(type(descriptor))
     moved.__dict__.update(descriptor.__dict__)
@@ -60,12 +64,15 @@ def at(descriptor: Any, tensor: Tensor | Address) -> Any:
 
 
 def nowhere(descriptor: Any) -> Any:
-    """A descriptor that may be kept, to be moved, without keeping a tensor's memory."""
+    """Return a copy of a descriptor that keeps no tensor's memory alive, to be moved with `at`."""
     return at(descriptor, Address(0))
 
 
 def described(tensor: Tensor, rows: int, columns: int) -> Any:
-    """A descriptor of blocks of `rows` × `columns`; the stride of a dimension of 1 is free."""
+    """Return a descriptor that loads blocks of `rows` × `columns`.
+
+    The stride of a dimension of size 1 does not matter.
+    """
     strides = [
         columns if size == 1 else stride
         for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)

@@ -1,9 +1,10 @@
-"""Launches that look at their tensors alone.
+"""Launches that repeat a compiled program with other addresses.
 
 At each call Triton looks at every argument to find the program that was compiled for its types,
-values and alignment. Two calls of one shape differ in where their tensors lie, and in nothing else
-that Triton asks about: the program found for the first is launched again with other addresses, by
-the driver's own function (as in PyTorch's Inductor) where nobody listens to launches.
+values and alignment. Two calls of one shape differ in the addresses of their tensors and in nothing
+else that Triton asks about. So the program that was found for the first is launched again with
+other addresses, by the driver's own function (as in PyTorch's Inductor), unless a profiler listens
+to launches.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_KEPT = 1024
 
 
 class PlanCache(Generic[Planned]):
-    """What was planned for calls of each shape, so that it is planned once."""
+    """Plans of calls by their shapes, so that each shape is planned once."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Planned] = {}
@@ -40,7 +41,8 @@ class PlanCache(Generic[Planned]):
         return self._plans.get(shape)
 
     def keep(self, shape: Hashable, plan: Planned) -> Planned:
-        """Keep a plan and return it. A decoder has a new shape for every token, so not for ever."""
+        """Keep a plan and return it. Old plans go, because a decoder has a new shape for every
+        token."""
         if len(self._plans) >= MOST_KEPT:
             self._plans.clear()
         self._plans[shape] = plan
@@ -48,7 +50,7 @@ class PlanCache(Generic[Planned]):
 
 
 class Launch:
-    """A kernel with a grid and all its arguments but the first, which are a call's tensors."""
+    """A kernel with a grid and all its arguments except the tensors of a call, which come first."""
 
     def __init__(
         self,
@@ -61,9 +63,8 @@ class Launch:
         """Keep what calls of one shape share.
 
         Args:
-            device: of the tensors; the kernel is launched there, whichever device is the current
-                one.
-            arguments: by the kernel's own names; what is missing are the tensors, which come first.
+            device: of the tensors. The kernel is launched there, even if another device is current.
+            arguments: by the kernel's own names, all except the tensors, which come first.
             options: `num_warps`, `num_stages`, `maxnreg`.
         """
         tensors = len(kernel.arg_names) - len(arguments)
@@ -75,10 +76,11 @@ class Launch:
         self._programs: dict[tuple[bool, ...] | None, _Program] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch it with tensors, tensor descriptors or None, each of the same kind at each call.
+        """Launch the kernel with tensors, tensor descriptors or None, each of the same kind at each
+        call.
 
-        Shapes, strides and types must be those of the first call; addresses may be any. Once it
-        `is_compiled`, tensors do in the place of descriptors.
+        Shapes, strides and types must be those of the first call; addresses may be any. Once the
+        kernel `is_compiled`, tensors may be passed in the place of descriptors.
         """
         if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -88,11 +90,12 @@ class Launch:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it was, for addresses that are multiples of 16; never in the interpreter."""
+        """Return whether it is compiled for addresses that are multiples of 16; never in the
+        interpreter."""
         return None in self._programs
 
     def repeat(self, *addresses: int | None) -> None:
-        """Launch what was compiled with addresses, all multiples of 16, in place of tensors."""
+        """Launch the compiled program with addresses, all multiples of 16, in place of tensors."""
         program = self._programs[None]
         if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -110,18 +113,18 @@ class Launch:
         for place, _ in self._kinds.descriptors:
             given = tensors[place]
             addresses[place] = (given if isinstance(given, Tensor) else given.base).data_ptr()
-        # Triton compiles for addresses that are multiples of 16, and for others.
+        # Triton compiles one program for addresses that are multiples of 16 and one for others.
         alignment = None
         if together % 16:
             alignment = tuple([addresses[place] % 16 == 0 for place in self._kinds.tensors])
         program = self._programs.get(alignment)
         if program is not None:
             self._repeat(program, addresses)
-        elif (compiled := self._first(tensors)) is not None:  # as it is in the interpreter
+        elif (compiled := self._first(tensors)) is not None:  # None in the interpreter
             self._programs[alignment] = _Program.of(compiled, self._kinds)
 
     def _repeat(self, program: _Program, addresses: list[Any]) -> None:
-        """Launch a program with addresses of tensors, and of what descriptors describe."""
+        """Launch a program with the addresses of tensors and of described tensors."""
         is_listened_to = _is_listened_to()
         if program.maps is not None and not is_listened_to:
             program.maps.replace(addresses)
@@ -144,13 +147,13 @@ class Launch:
             )
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
-        """Launch what Triton compiles for the tensors, and return it.
+        """Let Triton launch the kernel with the tensors, and return what it compiled.
 
-        Where a GPU has less shared memory than that needs, fewer blocks are in flight.
+        Where a GPU has too little shared memory for that, fewer blocks are in flight.
 
         Raises:
-            ValueError: a tensor is on another device: later launches pass addresses, of which
-                nobody asks where they are.
+            ValueError: a tensor is on another device. Later launches pass addresses alone, and
+                nothing would notice it.
         """
         assert self._kinds is not None
         for each in tensors:
@@ -172,11 +175,11 @@ class Launch:
 
 
 class _Kinds(NamedTuple):
-    """What a launch is called with, by its places."""
+    """Kinds of arguments that a launch is called with, by their places."""
 
     tensors: tuple[int, ...]
     descriptors: tuple[tuple[int, Any], ...]
-    """With their places, and without memory."""
+    """Descriptors without memory, and their places."""
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
@@ -190,17 +193,17 @@ class _Kinds(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A compiled kernel, and what its launcher is called with when nobody is told of launches."""
+    """A compiled kernel, and its launcher's arguments where no profiler listens."""
 
     compiled: Any
     run: Callable[..., None]
     function: Any
     metadata: Any
     stream_of: Callable[[int], int]
-    """The current stream of a device."""
+    """Function that returns the current stream of a device."""
     kinds: _Kinds
     maps: TensorMaps | None
-    """Instead of descriptors, where `run` can be called with them."""
+    """Arguments in place of descriptors, where `run` takes them."""
 
     @classmethod
     def of(cls, compiled: Any, kinds: _Kinds) -> _Program:
@@ -212,29 +215,30 @@ class _Program(NamedTuple):
 
 
 def _is_listened_to() -> bool:
-    """Whether somebody wants to be told of launches, as profilers do."""
+    """Return whether a profiler or another hook listens to launches."""
     if _knobs is None:
-        return True  # who listens is not known
+        return True  # an unknown Triton: there may be a listener
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 class PlannedCall(NamedTuple):
-    """All of a call but its tensors' addresses."""
+    """Plan of a call: everything except the addresses of its tensors."""
 
     launch: Launch
     descriptors: tuple[Any, ...] | None = None
-    """Of tensors, to be moved to theirs; None, or a None among them, where pointers are passed."""
+    """Descriptors to be moved to the tensors; None in place of one, or of all, where pointers are
+    passed."""
     shared: tuple[int, int] | None = None
-    """Numbers and counters of `workspace` that its programs share, which come behind all other
-    tensors of the launch; None where the launch takes none."""
+    """Numbers and counters of `workspace` that the programs share. They follow all other tensors of
+    the launch; None where the launch takes none."""
 
     def room(self, device: torch.device) -> tuple[Tensor, ...]:
-        """What the launch takes of `shared`."""
+        """Return the memory for `shared` that the launch takes."""
         return () if self.shared is None else workspace(*self.shared, device)
 
     def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Tensors as the launch takes them, some as descriptors."""
+        """Return tensors as the launch takes them, some as descriptors."""
         if self.descriptors is None or self.launch.is_compiled:
             return tensors
         return tuple(
@@ -244,12 +248,12 @@ class PlannedCall(NamedTuple):
 
 
 def layout(tensor: Tensor | None) -> Hashable:
-    """All that a plan may depend on but the address: shape, strides, type and device."""
+    """Return all that a plan may depend on except the address: shape, strides, type and device."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def alignments(*tensors: Tensor) -> Hashable:
-    """Which of them begin at a multiple of 16 bytes, which wide loads and descriptors need."""
+    """Return which tensors begin at a multiple of 16 bytes, as wide loads and descriptors need."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     together = 0
     for address in addresses:
@@ -258,5 +262,5 @@ def alignments(*tensors: Tensor) -> Hashable:
 
 
 def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:
-    """Strides as arguments, by a kernel's names for them; None where there is nothing."""
+    """Return strides by a kernel's names for them; None where there is no tensor."""
     return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

@@ -1,4 +1,5 @@
-"""Whether a call's tensors fit together: asked where a call is planned, as kernels ask nothing."""
+"""Checks that a call's tensors fit together. They are made when a call is planned, since kernels
+check nothing."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ Sizes = tuple[int, ...]
 
 
 def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = None) -> None:
-    """Of BHSD tensors, and of a logit for each query head.
+    """Check BHSD tensors, and sinks if there are any.
 
     Raises:
         ValueError: they do not fit together.
@@ -26,7 +27,8 @@ def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = N
 
 
 def check_head_dims(*head_dims: int) -> None:
-    """
+    """Check that kernels have tiles for the head dimensions.
+
     Raises:
         ValueError: one is larger than 256.
     """
@@ -39,7 +41,7 @@ def sizes_of(tensor: Tensor | None) -> Sizes | None:
 
 
 def vector(name: str, tensor: Tensor | None, count: int) -> Tensor | None:
-    """A tensor of `count` numbers that follow one another in memory, as kernels read them.
+    """Return a tensor of `count` numbers that are adjacent in memory, as kernels read them.
 
     Raises:
         ValueError: it has another shape.

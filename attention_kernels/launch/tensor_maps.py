@@ -1,9 +1,8 @@
-"""What a launch passes for a tensor descriptor, kept for each address.
+"""Tensor maps, which a launch passes for tensor descriptors, kept for each address.
 
-At each launch Triton goes through all arguments for descriptors and has the driver encode each as a
-tensor map, 128 bytes that say where a tensor lies, its sizes and strides, and what of it is loaded
-at a time. A map holds nothing else, so one of the same address does for another tensor that has
-come to lie there.
+At each launch Triton searches all arguments for descriptors and has the driver encode each as a
+tensor map. A map has 128 bytes: a tensor's address, sizes and strides, and the size of the blocks
+that are loaded. It can be used again for another tensor that has come to lie at the same address.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from attention_kernels.launch.descriptors import Address, at
 
 MOST_KEPT = 1024
 INSIDE = {"launcher", "tensordesc_indices", "tensordesc_meta"}
-"""What Triton's function around a launcher, which makes the maps, refers to."""
+"""Variables of Triton's function that makes the maps and calls a launcher."""
 
 
 class TensorMaps:
-    """Of a launch, whose descriptors differ from call to call in their addresses only."""
+    """Tensor maps of a launch, whose descriptors differ between calls in their addresses only."""
 
     def __init__(
         self, descriptors: Sequence[tuple[int, Any]], make: Make, metadata: Sequence[Any]
     ) -> None:
-        """Keep what they are made of.
+        """Keep what the maps are made of.
 
         Args:
-            descriptors: with their places among the arguments.
-            metadata: what Triton knows of each besides.
+            descriptors: each with its place among the arguments.
+            make: function of Triton's that encodes a descriptor.
+            metadata: what else Triton knows of each descriptor.
         """
         self._make = make
         kept: list[dict[int, list[Any]]] = [{} for _ in descriptors]
@@ -41,8 +41,10 @@ class TensorMaps:
         ][::-1]
 
     def replace(self, addresses: list[Any]) -> None:
-        """Put what the compiled kernel takes in the place of what descriptors describe."""
-        for place, descriptor, metadata, kept in self._of_each:  # from the last one
+        """Replace the address of each described tensor by the arguments that the compiled kernel
+        takes."""
+        # The last comes first, since a replacement moves later places.
+        for place, descriptor, metadata, kept in self._of_each:
             address = addresses[place]
             arguments = kept.get(address)
             if arguments is None:
@@ -54,16 +56,16 @@ class TensorMaps:
 
 
 Make = Callable[[Any, Any], list[Any]]
-"""A descriptor's map, sizes and strides, as arguments, from it and its metadata."""
+"""Function that returns a descriptor's map, sizes and strides, from it and its metadata."""
 
 
 def with_maps(
     run: Any, descriptors: Sequence[tuple[int, Any]]
 ) -> tuple[Callable[..., None], TensorMaps | None]:
-    """A launcher of Triton's that is to be given maps, and those of its descriptors.
+    """Return a launcher of Triton's that takes maps, and the maps of its descriptors.
 
-    It is the launcher itself, without maps, where there are no descriptors, where the GPU takes
-    none, or where this Triton puts its launchers together in another way.
+    Return the launcher itself and None where there are no descriptors, where the GPU has no TMA, or
+    where this version of Triton builds launchers in another way.
     """
     wrapper = getattr(run, "launch", None)
     code, expand = getattr(wrapper, "__code__", None), None

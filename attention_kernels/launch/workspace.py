@@ -1,6 +1,6 @@
-"""Memory that a launch uses and nobody reads afterwards, kept so that no call has to get it.
+"""Scratch memory of launches, kept from call to call.
 
-SharedRoom for the parts of an output, and counters by which programs learn who is last.
+It has room for the parts of an output, and counters by which programs find out which is the last.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 RESERVED_COUNTERS = 2**18
-"""Counters for kernels in CUDA graphs, 1 MiB of them a GPU."""
+"""Number of counters for kernels in CUDA graphs, 1 MiB on each GPU."""
 
 
 @dataclass
 class _Reserve:
-    """Zeros of which each kernel in a CUDA graph gets some for ever."""
+    """Zeros for CUDA graphs. Each kernel in a graph gets its own part of them for ever."""
 
     zeros: Tensor
     used: int = 0
@@ -29,18 +29,19 @@ _reserves: dict[torch.device, _Reserve] = {}
 
 @dataclass
 class _Workspace:
-    """Of a stream, on which kernels follow one another."""
+    """Scratch memory of a stream, on which kernels follow one another."""
 
     room: Tensor
     zeros: Tensor
 
 
 def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """At least `numbers` of float32 with any values, and `count` of int32 that are zeros.
+    """Return at least `numbers` of float32 with any values, and `count` of int32 that are zeros.
 
-    Whoever uses the zeros leaves zeros. Both are kept per stream. A CUDA graph may be replayed on
-    any stream, beside any other, so each kernel in it has its own; where the zeros for graphs are
-    used up, or nothing ran before, the graph zeroes them itself at the cost of another node.
+    A kernel that uses the zeros must leave zeros. Both are kept for each stream. A CUDA graph may
+    be replayed on any stream, beside any other, so each kernel in it has its own. Where the zeros
+    for graphs are used up, or no kernel ran before, the graph zeroes new ones itself at the cost of
+    another node.
     """
     if device.type != "cuda":
         return _new(numbers, device), torch.zeros(count, dtype=torch.int32, device=device)
@@ -55,7 +56,7 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _ample(size: int) -> int:
-    """`size` or somewhat more (an eighth, if it is large), so that it is seldom too small."""
+    """Return `size` or somewhat more (an eighth, if large), so that it is seldom too small."""
     step = max(1024, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
@@ -75,9 +76,10 @@ def _reserved(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _kept(device: torch.device, stream: int) -> _Workspace:
-    """What is kept for a stream, on which it is made too; nothing yet."""
+    """Return the memory that is kept for a stream. The stream must be the current one; at first
+    there is none."""
     if device not in _reserves:
         zeros = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # a graph may run on any other
+        torch.cuda.current_stream(device).synchronize()  # a graph may run on another stream
         _reserves[device] = _Reserve(zeros)
     return _Workspace(_new(0, device), torch.zeros(0, dtype=torch.int32, device=device))

@@ -1,1 +1,1 @@
-"""."""
+"""Prefill in Triton for any GPU."""

@@ -1,4 +1,5 @@
-"""How a call of `prefill.py` or `varlen.py` is planned and launched (`forward_kernel.py`)."""
+"""Planning and launching of `forward_kernel.py`, for `prefill.py`, `masked_prefill.py` and
+`varlen.py`."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from attention_kernels.tiles.online_softmax import base_2
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 HEAD_GROUP_BYTES = 16 * 2**20
-"""Keys and values that programs of neighbouring numbers share; a part of the L2 cache."""
+"""Bytes of keys and values that programs of neighbouring numbers share: a part of the L2 cache."""
 
 
 def forward(
@@ -49,15 +50,17 @@ def forward(
     sinks: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The output, in memory as the query is (BHSD or BSHD), and the log-sum-exp if asked for.
+    """Return the output, and the log-sum-exp if it is asked for, else None.
+
+    The output lies in memory as the query does (BHSD or BSHD).
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
-        cut: how to cut up the call; None is `blocks`.
+        cut: the sizes of a program's work; None for `blocks`.
         options: bottom right, window and soft cap.
         sinks: (Hq,).
-        visited: what `attn_mask` leaves, of `cut`'s rows and keys; only the mask says then who sees
-            what.
+        visited: the blocks that `attn_mask` leaves, for tiles of `cut`'s size. The mask alone says
+            then which keys a query sees.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -119,11 +122,11 @@ def forward(
 
 
 class _PlannedForward(NamedTuple):
-    """What calls of one shape share."""
+    """Plan that calls of one shape share."""
 
     call: PlannedCall
     output: tuple[tuple[int, ...], tuple[int, ...]]
-    """Its sizes and strides."""
+    """Sizes and strides of the output."""
 
 
 _calls: PlanCache[_PlannedForward] = PlanCache()
@@ -143,8 +146,10 @@ def _plan(
     visited: VisitedBlocks | None,
     sinks: Sizes | None,
 ) -> _PlannedForward:
-    """All of a call but its tensors' addresses; arguments as those of `forward`, scale > 0, and of
-    the sinks their shape."""
+    """Plan a call: everything except its tensors' addresses.
+
+    Arguments are those of `forward`, with a positive scale and the shape of the sinks.
+    """
     check_shapes(query.shape, key.shape, value.shape, sinks)
     check_head_dims(query.shape[3], value.shape[3])
     memory, heads, q_len, head_dim = query.shape
@@ -234,7 +239,7 @@ def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
-    """Without memory."""
+    """Return the output's layout, a tensor without memory."""
     batch, heads, q_len, _ = query.shape
     if query.stride(1) < query.stride(2):
         sizes = batch, q_len, heads, v_head_dim
@@ -245,7 +250,8 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
 def _as_numbers(
     attn_mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[Tensor | None, str]:
-    """The mask broadcast by strides, a bool one as bytes, and what the kernel calls its kind."""
+    """Return the mask broadcast by strides, a bool one as bytes, and the kernel's name for its
+    kind."""
     if attn_mask is None:
         return None, "none"
     mask = attn_mask.expand(shape)
@@ -256,7 +262,7 @@ def _as_numbers(
 
 
 def _unit(*tensors: Tensor) -> int:
-    """8 where every row is adjacent elements and begins at a multiple of 16 bytes, else 1."""
+    """Return 8 where rows are adjacent elements and begin at multiples of 16 bytes, else 1."""
     for tensor in tensors:
         others_fit = all(stride % 8 == 0 for stride in tensor.stride()[:3])
         if tensor.stride(3) != 1 or tensor.data_ptr() % 16 or not others_fit:
@@ -265,6 +271,6 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _strides(tensor: Tensor, unit: int) -> list[int]:
-    """All but the last in units."""
+    """Return the strides, all except the last in units."""
     *others, last = tensor.stride()
     return [*(stride // unit for stride in others), last]

@@ -1,21 +1,22 @@
-"""FlashAttention-2's forward pass (Dao 2023), in Triton: one tile of queries over all its keys.
+"""FlashAttention-2's forward pass (Dao 2023) in Triton: one tile of queries over all its keys.
 
 A program holds BLOCK_M query rows and goes through the keys a block at a time, with the running
 maximum and sum of an online softmax (`online_softmax.py`). `forward_kernel` finds its tile, goes
-through each stretch of the keys with `_attend`, and stores the output.
+through each range of keys with `_attend`, and stores the output.
 
-- Blocks that the diagonal, a side of a window or the end of the keys cuts are masked, those between
-  are not, and those beyond are not gone through at all: up to three stretches, each a loop of its
-  own.
-- Where a mask has been looked through (`visits.py`), the blocks that it leaves take their place:
-  first those in which it changes nothing, then the others.
-- A head dimension that is no power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
+- Blocks that the diagonal, a side of a window or the end of the keys cuts are masked. Blocks
+  between are not masked, and blocks beyond are not visited. So there are up to three ranges, each
+  with a loop of its own.
+- Where a mask has been looked through (`visited_blocks.py`), the program visits the blocks that the
+  mask leaves: first those where the mask changes nothing, then the others.
+- A head dimension that is not a power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
 - Query heads that share a key head read it in place.
-- Key and value come through tensor descriptors (TMA) where their strides allow it and the GPU has
-  them, else, and in small calls, through pointers, of any strides. Triton overlaps these loads with
-  the products: it keeps `num_stages` blocks in flight.
+- Key and value are loaded through tensor descriptors (TMA) where their strides allow it and the GPU
+  has it. Elsewhere, and in small calls, they are loaded through pointers, of any strides. Triton
+  overlaps these loads with the products: it keeps `num_stages` blocks in flight.
 
-Triton decides here what runs beside what. The kernels for Hopper, in Gluon, decide it themselves.
+Triton schedules loads and products here. The kernels for Hopper, in Gluon, schedule them
+explicitly.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, soft_
 from attention_kernels.tiles.visited_blocks import first_key
 
 
-# What changes from call to call must not compile the kernel again for integers that are 1 or
-# multiples of 16. Strides within a head are left out: what they are decides how loads are done.
+# Numbers that change from call to call must not compile the kernel again where they are 1 or
+# multiples of 16. Strides within a head do compile it again, since they decide how loads are done.
 @triton.jit(
     do_not_specialize=[
         "q_len", "k_len", "tiles", "heads", "group", "batches", "head_group", "left", "right",
@@ -106,16 +107,16 @@ def forward_kernel(
     HAS_LSE: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
 ):
-    """A tile of BLOCK_M queries of one head.
+    """Compute a tile of BLOCK_M queries of one head.
 
-    `sinks`, `cap`, `left`, `right`, and `blocks` with all that belongs to it are None where a call
-    has none, and then no arguments of the compiled program.
+    `sinks`, `cap`, `left`, `right`, and `blocks` with its counts and strides are None where a call
+    has none. The compiled program has no such arguments then.
 
-    Strides of query, key and value, but those between the elements of a row, count in UNITs, those
-    of the mask in MASK_UNITs, of which its keys are a multiple, and those of the output in
+    Strides of query, key and value count in UNITs, except between the elements of a row. Strides of
+    the mask count in MASK_UNITs; its keys are a multiple of them. Strides of the output count in
     OUTPUT_UNITs.
     """
-    # A row of 72 numbers is a multiple of 16 bytes, which Triton sees in the product only.
+    # A row of 72 numbers is a multiple of 16 bytes. Triton sees that in the product only.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
     stride_qh = tl.cast(stride_qh, tl.int64) * UNIT
     stride_qm = tl.cast(stride_qm, tl.int64) * UNIT
@@ -225,10 +226,11 @@ def forward_kernel(
 
 @triton.jit
 def _tile(program, tiles, heads, batches, head_group):
-    """A program's tile of queries, batch element and head.
+    """Return a program's tile of queries, batch element and head.
 
     Programs run in the order of their numbers: `head_group` heads at a time, so that their keys
-    stay in the L2 cache, and within those the last tiles first, which are the longest when causal.
+    stay in the L2 cache. Within those the last tiles come first, since they are the longest when
+    causal.
     """
     in_section = head_group * tiles
     first_head = program // in_section * head_group
@@ -251,13 +253,14 @@ def _rows(
     IS_BOTTOM_RIGHT: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """A batch element's first query and the end of its queries, the same of its keys, and how far
-    the key beside a query is from it.
+    """Return the first and end of a batch element's queries and of its keys, and the distance of
+    the key beside a query.
 
-    LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (its keys are
-    `k_lengths` many from `k_starts` on, or from 0 if that is None), "packed" (batch elements lie
-    one after another; `q_offsets` and `k_starts` are (B + 1,), say where each begins, and causal
-    counts from there; `k_lengths`, if not None, how many of its keys count).
+    LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (an element's keys
+    are `k_lengths` many from `k_starts` on, or from 0 if that is None), or "packed" (elements lie
+    one after another). Of packed elements, `q_offsets` and `k_starts` (B + 1,) say where each
+    begins, and causal counts from there. `k_lengths`, if not None, says how many of an element's
+    keys count.
     """
     q_start = 0
     q_end = q_len
@@ -325,13 +328,13 @@ def _attend(
     IS_PART: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
 ):
-    """Go through the keys [first, last) of a head, a block at a time; or through that range of
-    `blocks`, of which each entry is a first key.
+    """Go through the keys [first, last) of a head, or through that range of `blocks`, whose entries
+    are first keys.
 
     `rows` and keys count from the tensors' beginnings; `diagonals` are the keys beside the rows.
-    `cap`, `left` and `right` are None where there is no soft cap or side of a window; with a cap,
+    `cap`, `left` and `right` are None where there is no soft cap or side of a window. With a cap,
     `scale` is that of the exponent in tanh. IS_BOUNDED: a block may reach past `k_end` or cross the
-    diagonal or a side. IS_PART: past `k_end` there may be somebody else's keys.
+    diagonal or a side. IS_PART: keys past `k_end` may belong to another batch element.
     """
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
@@ -411,10 +414,10 @@ def _load_block(
     IS_BOUNDED: tl.constexpr,
     HAS_DESCRIPTOR: tl.constexpr,
 ):
-    """(ROWS, COLUMNS) of a head from (`row`, FIRST) on, zeros past HEAD_DIM.
+    """Load (ROWS, COLUMNS) of a head from (`row`, FIRST) on, zeros past HEAD_DIM.
 
-    If IS_BOUNDED some rows may lie past `end`: zeros through pointers, and through a descriptor
-    what the tensor has there (zeros past its own end).
+    If IS_BOUNDED, some rows may lie past `end`. Through pointers they are zeros. Through a
+    descriptor they are whatever the tensor has there (zeros past its own end).
     """
     rows = row + tl.arange(0, ROWS)
     if HAS_DESCRIPTOR:

@@ -1,4 +1,4 @@
-"""How `forward_kernel.py` cuts up a call: pieces of a head dimension, rows, keys and warps."""
+"""Sizes of a program's work in `forward_kernel.py`: rows, keys, warps and stages."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ FEW_KEYS = 512
 
 
 def is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether pointers cost less than descriptors, which the host makes anew for each call.
+    """Return whether pointers cost less than descriptors, which the host makes anew for each call.
 
-    Of so few scores an H200 computed from 4 % slower to 40 % faster through pointers, with blocks
-    of their own, and its host was done 28 µs sooner.
+    With few scores, an H200 was from 4 % slower to 40 % faster through pointers, with tiles chosen
+    for them, and its host was done 28 µs sooner.
     """
     batch, heads, q_len, head_dim = query.shape
     k_len, widest = key.shape[2], max(head_dim, value.shape[3])
@@ -27,17 +27,18 @@ def is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 class Blocks(NamedTuple):
-    """How a call is cut up."""
+    """Sizes of a program's work."""
 
     rows: int
-    """Queries of a program."""
+    """Number of a program's queries."""
     keys: int
-    """Keys at a time."""
+    """Number of keys in a block."""
     warps: int
     stages: int
-    """Blocks of keys and values in flight."""
+    """Number of blocks of keys and values in flight."""
     registers: int | None = None
-    """The most a thread may take, so that more programs share a multiprocessor."""
+    """Most registers of a thread, so that more programs share a multiprocessor; None for Triton's
+    choice."""
 
 
 def blocks(
@@ -49,7 +50,8 @@ def blocks(
     options: AttentionOptions = PLAIN,
     mask: Tensor | None = None,
 ) -> Blocks:
-    """The fastest found on an H200; other GPUs, and other ways to load, get what fits them.
+    """Return the fastest sizes found on an H200; other GPUs, and other ways to load, get what fits
+    them.
 
     Args:
         mask: (B, Hq, Sq, Sk), or None for one that all queries of a head share.
@@ -67,7 +69,7 @@ def blocks(
             return Blocks(128, 64, 4, 3)
         return Blocks(128, 64, 8, 3) if head_dim <= 128 else Blocks(64, 32, 4, 2)
     if head_dim <= 64:
-        # Few rows waste less beside a diagonal.
+        # Few rows waste less work beside a diagonal.
         is_cut = is_causal or options.window != (None, None)
         return Blocks(64, 128, 4, 2) if is_cut else Blocks(128, 128, 8, 3, 128)
     if head_dim <= 128:
@@ -81,14 +83,14 @@ def blocks(
 def blocks_of_mask(
     query: Tensor, value: Tensor, mask: Tensor, *, skips: bool = False, is_small: bool = False
 ) -> Blocks:
-    """Those of calls with a mask that has a row of its own for each query.
+    """Return sizes for calls whose mask has a row for each query.
 
-    Of a mask whose rows are no multiples of 16 bytes, addresses take the registers that larger
-    blocks would: an H200 took 3 to 17 times as long with those of plain calls.
+    Where rows of a mask are not multiples of 16 bytes, their addresses take the registers that
+    larger blocks need. With sizes of plain calls an H200 took 3 to 17 times as long.
 
     Args:
         mask: (B, Hq, Sq, Sk).
-        skips: what it hides is not gone through, for which small blocks of rows do.
+        skips: whether hidden blocks are skipped. Tiles of few rows skip more.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:
@@ -103,11 +105,11 @@ def blocks_of_mask(
 
 
 def _blocks_of_float32(head_dim: int) -> Blocks:
-    """For exact products, which no tensor core does."""
+    """Return sizes for exact products, which tensor cores do not compute."""
     return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
 
 
 @functools.cache
 def _has_little_memory(device: torch.device) -> bool:
-    """Whether a program can have 99 KiB of shared memory, and not 227, of GPUs that have TMA."""
+    """Return whether a GPU with TMA gives a program 99 KiB of shared memory instead of 227."""
     return device.type != "cpu" and torch.cuda.get_device_capability(device) >= (12, 0)

@@ -1,4 +1,4 @@
-"""FlashAttention-2-style attention that does not go through the blocks of keys a mask hides."""
+"""FlashAttention-2-style attention that skips the blocks of keys that a mask hides."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_b
 
 
 def visited_blocks_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> VisitedBlocks:
-    """What `masked_prefill` looks up, so that it can be made once for calls with the same mask.
+    """Return the blocks that `masked_prefill` visits, to be found once for calls with the same
+    mask.
 
-    Tensors are those of `masked_prefill`.
+    The tensors are those of `masked_prefill`.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     return find_visited_blocks(mask, *_tiles(query, value, mask))
 
 
 def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
-    """Queries of a tile, and keys of a block."""
+    """Return the queries of a tile and the keys of a block."""
     if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import visited_tiles
 
@@ -49,19 +50,19 @@ def masked_prefill(
     scale: float | None = None,
     visited: VisitedBlocks | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
+    """Return softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
 
-    What a mask hides in whole blocks (False, -inf, or -1e30 and less in rows that have more) is not
-    read: a NaN there reaches nothing.
+    A block of keys that a mask hides (False, -inf, or -1e30 and less in rows that have more) is not
+    read, so a NaN there reaches nothing.
 
     Args:
-        query, key, value, scale: as for `attention_kernels.portable.prefill.prefill`.
+        query, key, value, scale: as for `prefill`.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
-        visited: of `visited_blocks_of`; None makes it.
+        visited: result of `visited_blocks_of`; None to find the blocks now.
 
     Raises:
-        ValueError: the shapes do not fit together, or a head dimension is larger than 256;
-            `visited` is of a mask with other strides, or of another shape.
+        ValueError: the shapes do not fit together, a head dimension is larger than 256, or
+            `visited` is of a mask with another shape or other strides.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)

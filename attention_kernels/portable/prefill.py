@@ -1,4 +1,4 @@
-"""FlashAttention-2-style attention for any call without dropout, in which nothing is packed."""
+"""FlashAttention-2-style attention for any call without dropout whose sequences are not packed."""
 
 from __future__ import annotations
 
@@ -52,22 +52,23 @@ def prefill(
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale · QKᵀ + mask) · V, read and written in place whatever the strides.
+    """Return softmax(scale · QKᵀ + mask) · V, read and written in place for any strides.
 
-    A query whose keys are all masked gets zeros, as in SDPA. A NaN or an infinity reaches what it
-    reaches in SDPA's fused backends: keys right of the diagonal are not read, so theirs reach
-    nothing but the rest of their block.
+    A query whose keys are all masked gets zeros, as in SDPA. A NaN or an infinity spreads as in
+    SDPA's fused backends: keys right of the diagonal are not read, so a NaN there reaches at most
+    the rest of its block.
 
     Args:
         query: (B, Hq, Sq, D) in float16, bfloat16, or float32 (correct, and slow: no tensor cores).
-        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); Hq is a multiple of Hkv. D, Dv ≤ 256.
+        key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); Hq is a multiple of Hkv. D and Dv are at
+            most 256.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
         is_causal: aligned top left, or as `options` says; with `attn_mask` both apply.
-        scale: None is 1/√D.
+        scale: factor of the scores; None for 1/√D.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
-        options: bottom right, window and soft cap. Keys outside the window are not read, but for
+        options: bottom right, window and soft cap. Keys outside the window are not read, except for
             the rest of a block.
-        return_lse: also the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
+        return_lse: also return the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
             float32, sinks included; -inf where every key is masked.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Attention over batch elements of different lengths, without reading their padding.
+"""Attention over sequences of different lengths, without reading their padding.
 
-A padded batch stays as it is: the kernel reads the keys from `k_starts` on, `k_lengths` many. A
-packed batch has its elements one after another, as FlashAttention's `varlen` functions take it.
+A padded batch stays in place: the kernel reads `k_lengths` keys from `k_starts` on. A packed batch
+has its sequences one after another, as FlashAttention's `varlen` functions take it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from attention_kernels.portable.forward import forward
 
 
 class KeyRanges(NamedTuple):
-    """Which keys of a padded batch count."""
+    """Keys of a padded batch that count."""
 
     starts: Tensor | None
-    """(B,) int32, the first one; None for 0."""
+    """(B,) int32, the first key; None for 0."""
     lengths: Tensor
-    """(B,) int32, how many from there on."""
+    """(B,) int32, how many keys count from there on."""
 
 
 @overload
@@ -72,16 +72,16 @@ def padded_prefill(
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`prefill` under a padding mask; every query is answered, those of padding tokens too.
+    """Return `prefill` under a padding mask; queries of padding tokens are answered too.
 
-    What stands in the padding, be it NaN, reaches nothing.
+    Values in the padding reach nothing, even NaN.
 
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
-        keys: within [0, Sk]; not checked, since that would wait for the GPU. An element without any
-            gets zeros.
-        is_causal: aligned top left of the padded tensors, as SDPA's, unless `options` says bottom
-            right: then the last query is beside the last key that counts.
+        keys: within [0, Sk]. That is not checked, since it would wait for the GPU. A batch element
+            without keys gets zeros.
+        is_causal: aligned top left of the padded tensors, as in SDPA. With `bottom_right` in
+            `options` the last query is beside the last key that counts.
         scale, sinks, options, return_lse: as for `prefill`.
 
     Raises:
@@ -148,19 +148,20 @@ def packed_prefill(
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention within each element of a packed batch: (Tq, Hq, Dv).
+    """Return attention within each sequence of a packed batch, (Tq, Hq, Dv).
 
     Args:
         query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
-        q_offsets, k_offsets: (B + 1,) int32, where each element begins and, last, where all end;
-            FlashAttention calls them `cu_seqlens`. Not checked, since that would wait for the GPU.
-        longest_query: the most queries an element has, or more. Not checked either: with less, rows
-            beyond it are not written, and hold what their memory held.
-        is_causal: aligned top left of each element, unless `options` says bottom right, as
-            FlashAttention aligns it.
+        q_offsets, k_offsets: (B + 1,) int32, where each sequence begins and, last, where all end;
+            FlashAttention calls them `cu_seqlens`. They are not checked, since that would wait for
+            the GPU.
+        longest_query: number of queries of the longest sequence, or more. It is not checked either:
+            rows beyond it are not written.
+        is_causal: aligned top left of each sequence, or bottom right if `options` says so, as in
+            FlashAttention.
         scale, sinks, options: as for `prefill`.
-        seqused_k: (B,) int32, how many keys of each element count, from its first; None for all.
-        return_lse: also the log-sum-exp as in `prefill`, (Hq, Tq).
+        seqused_k: (B,) int32, how many keys of each sequence count, from its first; None for all.
+        return_lse: also return the log-sum-exp as in `prefill`, (Hq, Tq).
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
@@ -194,7 +195,7 @@ def _attend(
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """By the kernel for Hopper where it can be, else by the one for any GPU."""
+    """Run the kernel for Hopper where it takes the call, else the one for any GPU."""
     if has_gluon_kernels(query.device) and lengths.batches > 0 and lengths.longest_query > 0:
         # Gluon is imported only where it is of use.
         from attention_kernels.hopper.hopper_prefill import forward_hopper, takes
@@ -229,9 +230,9 @@ BLOCK_KEYS = 1024
 
 
 def key_ranges(keys: Tensor) -> KeyRanges:
-    """The ranges of a (B, Sk) bool tensor that is True where a key counts, found on the GPU.
+    """Find the key ranges of a (B, Sk) bool tensor that is True where a key counts, on the GPU.
 
-    The keys that count must lie in one run: not checked, since that would wait for the GPU.
+    The keys that count must be adjacent. That is not checked, since it would wait for the GPU.
     """
     batch = keys.shape[0]
     ranges = keys.new_empty(2, batch, dtype=torch.int32)
@@ -259,7 +260,7 @@ def _key_ranges(
     stride_key,
     BLOCK: tl.constexpr,
 ):
-    """One batch element: where its first key is and how many there are."""
+    """Store where the first key of one batch element is and how many there are."""
     batch = tl.program_id(0)
     keys += batch.to(tl.int64) * stride_batch
     first = tl.full([BLOCK], 2147483647, tl.int32)

@@ -1,4 +1,4 @@
-"""Attention of one or a few query tokens to chosen tokens only; `token_choice` chooses them."""
+"""Attention of a few queries to chosen tokens only; `token_choice` chooses them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def sparse_decode(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention restricted to the tokens in `indices`: (B, Hq, Sq, Dv), contiguous.
+    """Return attention to the tokens in `indices`, (B, Hq, Sq, Dv), contiguous.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
         key: (B, Hkv, Sk, D), any strides.
         value: (B, Hkv, Sk, Dv), any strides.
-        indices: (B, Hkv, K) int32 or int64, each token once; the query heads of a key/value head
-            share them. Entries that are negative or beyond the keys are skipped; where nothing is
-            left the output is zeros.
-        scale: of the scores; None is 1/sqrt(D).
+        indices: (B, Hkv, K) int32 or int64, each token once; the query heads of a key head share
+            them. Negative entries and entries beyond the keys are skipped. The output is zeros
+            where no entry is left.
+        scale: factor of the scores; None for 1/√D.
     """
     return attend_to_cache(query, Cache(key, value, indices=indices.contiguous()), scale=scale)
 
@@ -40,11 +40,11 @@ def paged_sparse_decode(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """The same over pages, whose arguments are those of `paged_decode.paged_decode`.
+    """Return `sparse_decode` over pages; the other arguments are those of `paged_decode`.
 
     Args:
-        indices: (B, Hkv, K) int32 or int64, positions in the sequence; those that are negative or
-            not below its length are skipped.
+        indices: (B, Hkv, K) int32 or int64, positions in the sequence. Negative positions and
+            positions beyond its length are skipped.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths, indices.contiguous())
     return attend_to_cache(query, cache, scale=scale)

@@ -1,10 +1,10 @@
-"""Which tokens a decode step attends to: those with the highest scores of all.
+"""Choice of the tokens that a decode step attends to: those with the highest scores.
 
-A key/value head keeps the tokens whose score, the largest scale · q·k over its query heads and
-queries, is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers
-via Top-k Attention"). The scores are the exact ones, so this is the best that any cheaper estimate
-of them (Quest's page bounds, SparQ's channels) can come to, and the dearest: every key is read. A
-model that estimates has its own function make `indices`.
+A key head keeps the tokens whose score, the largest scale · q·k over its query heads and queries,
+is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers via Top-k
+Attention"). The scores are exact. So this choice is the best that a cheaper estimate (Quest's page
+bounds, SparQ's channels) can reach, and the most expensive: every key is read. A model that
+estimates scores makes its own `indices`.
 """
 
 from __future__ import annotations
@@ -112,17 +112,17 @@ def choose_tokens(
     allowed: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, Hkv, K) int64: the highest-scoring tokens of each key/value head, in any order.
+    """Return the highest-scoring tokens of each key head, (B, Hkv, K) int64, in any order.
 
-    K = max(1, keep · Sk), rounded. A sequence of which only some tokens are allowed keeps as much
-    of those, and -1 fills its places.
+    K = max(1, keep · Sk), rounded. A sequence with fewer allowed tokens keeps the same share of
+    those, and -1 fills its places.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
         key: (B, Hkv, Sk, D), any strides.
-        keep: the share of tokens to keep, more than 0 and at most 1.
+        keep: share of the tokens to keep, more than 0 and at most 1.
         allowed: (B, Sk) bool, tokens that may be chosen; None for all.
-        scale: of the scores; its sign alone matters. None is 1/sqrt(D).
+        scale: factor of the scores, whose sign alone matters; None for 1/√D.
     """
     scores = _scores(query, Cache(key, key), allowed, scale)
     count = None if allowed is None else allowed.sum(dim=1)
@@ -138,13 +138,14 @@ def choose_paged_tokens(
     *,
     scale: float | None = None,
 ) -> Tensor:
-    """(B, Hkv, K) int64: the same over pages; K = max(1, keep · N · page_size), rounded."""
+    """Return the highest-scoring tokens in pages, (B, Hkv, K) int64, K = max(1, keep · N ·
+    page_size), rounded."""
     cache = Cache.in_pages(key_pages, key_pages, block_table, lengths.contiguous())
     return _highest(_scores(query, cache, None, scale), keep, lengths)
 
 
 def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None) -> Tensor:
-    """(B, Hkv, Sk) float32, -inf where there is no token, or none that may be chosen."""
+    """Return scores (B, Hkv, Sk) float32, -inf where there is no token that may be chosen."""
     kv_heads, kv_len, _ = cache.sizes
     scores = query.new_empty(query.shape[0], kv_heads, kv_len, dtype=torch.float32)
     read = query, cache.key, allowed, cache.lengths, cache.block_table
@@ -162,7 +163,7 @@ _launches: PlanCache[Launch] = PlanCache()
 def _score_launch(
     query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None
 ) -> Launch:
-    """The launch for calls of one shape; arguments as those of `_scores`."""
+    """Return the launch for calls of one shape; arguments are those of `_scores`."""
     check_shapes(query.shape, *cache.shapes)
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, _ = cache.sizes
@@ -194,7 +195,7 @@ def _score_launch(
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:
     count = min(max(1, round(keep * scores.shape[2])), scores.shape[2])
-    # To sort them, and to make their numbers int32, are launches of their own.
+    # Sorting the tokens and converting their numbers to int32 are launches of their own.
     indices = scores.topk(count, dim=2, sorted=lengths is not None).indices
     if lengths is None:
         return indices

@@ -1,7 +1,7 @@
-"""Division by numbers that a call has and its programs do not know when they are compiled.
+"""Division by numbers that the host knows and that programs are not compiled for.
 
-A GPU divides integers in some 40 instructions, most of which wait for the one before. The host
-knows the divisors: a multiplication and a shift are left.
+A GPU divides integers in some 40 instructions, and most wait for the one before. The host knows the
+divisors, so a multiplication and a shift remain.
 
     Granlund, Montgomery: "Division by Invariant Integers using Multiplication", 1994.
 """
@@ -13,15 +13,17 @@ from triton.experimental.gluon import language as gl
 
 
 def reciprocal(divisor: int) -> int:
-    """What `quotient` divides by a positive number with, of 64 bits: the number of bits to shift by
-    in the upper half, and in the lower one 2 to that power over the divisor, rounded up."""
+    """Return the 64 bits by which `quotient` divides by a positive number.
+
+    The upper half is the number of bits to shift by. The lower half is 2 to that power, divided by
+    the divisor and rounded up.
+    """
     shift = 31 + (divisor - 1).bit_length()
     return shift << 32 | -(-(1 << shift) // divisor)
 
 
 @gluon.jit
 def quotient(number, reciprocal):
-    """An int32 that is not negative, over the number that this is the `reciprocal` of, rounded
-    down."""
+    """Divide an int32 that is not negative by the divisor of a `reciprocal`, rounded down."""
     number = gl.to_tensor(number).to(gl.uint64)
     return (number * (reciprocal & 0xFFFFFFFF) >> (reciprocal >> 32)).to(gl.int32)

@@ -1,4 +1,4 @@
-"""How a head dimension is cut into pieces whose sizes are powers of two."""
+"""Pieces of a head dimension whose sizes are powers of two."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import triton
 
 
 def pieces(head_dim: int, are_aligned: bool) -> tuple[int, int]:
-    """A head dimension as two powers of two, at least 16 each, that cover it; the second may be 0.
+    """Return two powers of two that together cover a head dimension; the second may be 0.
 
-    Two pieces only where that is less than the next power of two.
+    Each is at least 16. There is a second piece only where two take less than the next power of
+    two.
 
     Args:
         are_aligned: whether rows begin at multiples of 16 bytes, so that they can be copied to
-            shared memory asynchronously. Others are one piece: two of them came out wrong at
+            shared memory asynchronously. Other rows are one piece: two gave wrong results at
             head_dim 72 on an H200 with Triton 3.6, for a reason not found.
     """
     whole = max(16, int(triton.next_power_of_2(head_dim)))

@@ -1,4 +1,4 @@
-"""Which keys a query sees, where a tile's begin and end, and what a mask adds to scores."""
+"""Keys that queries see: where those of a tile begin and end, and what a mask adds to scores."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from attention_kernels.options import AttentionOptions
 from attention_kernels.tiles.online_softmax import LOG2_E
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-"""The largest float32: what a mask of -finfo.max must not leave when it is turned to base 2."""
+"""Largest float32. A mask of -finfo.max must stay finite when it is converted to base 2."""
 
 
 @triton.jit
 def may_see(diagonals, keys, k_end, left, right, IS_CAUSAL: tl.constexpr):
-    """(M, N): whether a query sees a key.
+    """Return whether each query sees each key, (M, N).
 
     Args:
         diagonals: (M,), the keys beside the queries.
-        keys: (N,), of which those from `k_end` on are nobody's.
-        left, right: sides of a window, keys before and after the diagonal; None for all.
+        keys: (N,); those from `k_end` on belong to no query.
+        left, right: sides of a window, in keys before and after the diagonal; None for all.
     """
     seen = keys[None, :] < k_end
     if IS_CAUSAL:
@@ -45,11 +45,12 @@ def stretches(
     IS_CAUSAL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """The keys of a tile: where they begin, where blocks begin that all rows see whole (after those
-    that a window's left side cuts), where these end, and where all keys end.
+    """Return where a tile's keys begin, where blocks begin that all rows see whole, where these
+    end, and where all keys end.
 
-    `diagonal` is the key beside the tile's first row. IS_ALIGNED: every block begins at a multiple
-    of BLOCK_N, the first may be one of keys before the window; `k_start` must be such a multiple.
+    Whole blocks follow the blocks that a window's left side cuts. `diagonal` is the key beside the
+    tile's first row. With IS_ALIGNED every block begins at a multiple of BLOCK_N, and the first may
+    begin before the window; `k_start` must be such a multiple.
     """
     first = k_start
     last = k_end
@@ -68,7 +69,7 @@ def stretches(
     cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
     whole = first
     if left is not None:
-        # From here on no row's window has yet to begin.
+        # From this key on, the window of every row has begun.
         begun = tl.maximum(diagonal + BLOCK_M - 1 - left - first, 0)
         whole = tl.minimum(first + tl.cdiv(begun, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
         cut = tl.maximum(cut, whole)
@@ -89,11 +90,11 @@ def mask_bias(
     IS_BOUNDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """What a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it.
+    """Return what a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it.
 
-    Triton loads 16 bytes at once only if it can tell that they are asked for together: rows past
-    the end take the last one's, and keys end at a multiple of UNIT (`mask_unit`). What is found for
-    those that are nobody's means nothing.
+    Triton loads 16 bytes at once only if it can tell that they are needed together. So rows past
+    the end read the last row, and keys end at a multiple of UNIT (`mask_unit`). Values of such rows
+    and keys mean nothing.
     """
     pointers = attn_mask + keys.to(tl.int64)[None, :] * stride_key
     if HAS_ROWS:
@@ -108,8 +109,8 @@ def mask_bias(
 
 @triton.jit
 def in_base_2(values):
-    """Float32 numbers of a mask times log₂e, of which only -inf becomes -inf: a row of -finfo.max
-    alone is an ordinary row."""
+    """Multiply float32 numbers of a mask by log₂e. Only -inf becomes -inf, so that a row of
+    -finfo.max alone stays an ordinary row."""
     scaled = tl.maximum(values * LOG2_E, -LARGEST)
     is_ordinary = (values != float("-inf")) & (values == values)
     return tl.where(is_ordinary, scaled, values)
@@ -118,8 +119,8 @@ def in_base_2(values):
 def window_sides(
     is_causal: bool, options: AttentionOptions, q_len: int, k_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Whether a call is causal, and the sides of its window beside that; None where one leaves
-    nothing out."""
+    """Return whether a call is causal, and the sides of its window; None for a side that hides
+    nothing."""
     left, right = (
         None if side is None or side >= q_len + k_len else side for side in options.window
     )
@@ -129,8 +130,11 @@ def window_sides(
 
 
 def mask_unit(mask: Tensor) -> int:
-    """How many elements of a mask (B, Hq, Sq, Sk) are 16 bytes, which are loaded at once where its
-    rows are a multiple long and apart; else 1."""
+    """Return how many elements of a mask (B, Hq, Sq, Sk) are loaded at once.
+
+    They are 16 bytes where the length and the strides of its rows are multiples of that, else 1
+    element.
+    """
     unit = 16 // mask.element_size()
     fits = all(number % unit == 0 for number in (*mask.stride()[:3], mask.shape[3]))
     return unit if fits and mask.stride(3) == 1 else 1

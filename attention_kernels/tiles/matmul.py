@@ -1,4 +1,4 @@
-"""A tensor-core product of tiles."""
+"""Product of tiles in the tensor cores."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""Whether kernels run on the CPU, in Triton's interpreter: decided when Triton is imported."""
+"""True where kernels run on the CPU in Triton's interpreter, as decided when Triton is imported.
+"""
 
 
 @triton.jit
 def matmul(left, right, sums):
-    """left · right + sums, (M, N) in float32.
+    """Return left · right + sums, (M, N) in float32.
 
     Triton's interpreter takes the bits of bfloat16 for integers, so it gets float32.
     """

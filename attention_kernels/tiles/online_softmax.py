@@ -1,7 +1,7 @@
-"""The online softmax of our Triton kernels (Milakov and Gimelshein 2018), in base 2.
+"""The online softmax of the Triton kernels (Milakov and Gimelshein 2018), in base 2.
 
-Keys come a block at a time. Each row has a running maximum m and sum l, and what it has summed
-up so far, o, is brought to the new maximum with every block:
+Keys come a block at a time. Each row has a running maximum m, a sum of weights l and an output o.
+With every block they are brought to the new maximum:
 
     s = q·kᵀ·scale·log₂e        m' = max(m, max s)        p = 2^(s − m')
     l' = l·2^(m − m') + Σp      o' = o·2^(m − m') + p·v   output = o / l
@@ -23,13 +23,14 @@ LN_2 = tl.constexpr(math.log(2))
 
 @triton.jit
 def softmax_step(scores, largest, maximum, factor):
-    """One block's weights p (M, N), the new maximum m', and 2^(m − m') for what was summed before.
+    """Return a block's weights p (M, N), the new maximum m', and the factor 2^(m − m') of earlier
+    sums.
 
     Args:
-        scores: (M, N); times `factor`, which is not negative, they are s.
-        largest: (M,), the most that `maximum` must be after this block: max s, or more.
-        maximum: (M,), m; -inf where no key has been seen yet, which subtracted from a score of -inf
-            would be NaN.
+        scores: (M, N); multiplied by `factor`, which is not negative, they are s.
+        largest: (M,), least value of the new maximum: max s, or more.
+        maximum: (M,), m; -inf where no key has been seen. Subtracted from a score of -inf it would
+            give NaN.
     """
     new_maximum = tl.maximum(maximum, largest)
     origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -40,15 +41,15 @@ def softmax_step(scores, largest, maximum, factor):
 
 @triton.jit
 def add_sink(sink, maximum, total, unit):
-    """What is summed so far must be multiplied by, the new maximum and the new sum.
+    """Return the factor of earlier sums, the new maximum and the new sum.
 
-    After the keys, not before them: as the first maximum a large sink would leave weights so small
-    that 8 bits, or even float16, round them away, and the output with them.
+    A sink is added after the keys. As the first maximum, a large sink would leave weights so small
+    that 8 bits, or even float16, would round them away, and the output with them.
 
     Args:
         sink: (M,), log₂e times the logit, -inf where there is none.
-        maximum, total: (M,), of the keys; -inf and 0 of a row that sees none.
-        unit: what a weight of 1 has been counted as.
+        maximum, total: (M,), of the keys; -inf and 0 for a row that sees none.
+        unit: number that a weight of 1 has been counted as.
     """
     new_maximum = tl.maximum(maximum, sink)
     origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -58,11 +59,11 @@ def add_sink(sink, maximum, total, unit):
 
 @triton.jit
 def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
-    """cap · tanh(x) of 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1), right to float32's rounding
-    of the cap.
+    """Return cap · tanh(x) from exponents, 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1).
 
-    That of a score far below its cap matters in calls of float32: there a small x has its series.
-    `base_2` has the scale that makes products such exponents, and the cap that makes this s.
+    The error is float32's rounding of the cap. For a score far below its cap that matters in calls
+    of float32, so a small x has its series there. `base_2` returns the scale that makes products
+    such exponents, and the cap that makes the result s.
     """
     tanh = 1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0)
     if IS_FLOAT32:
@@ -75,7 +76,8 @@ def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
 
 
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """The factor that turns q·k into s, and no cap; or into `soft_cap`'s exponents, and its cap."""
+    """Return the factor that turns q·k into s and None, or into exponents of `soft_cap` and its
+    cap."""
     if softcap is None:
         return scale * LOG2_E.value, None
     return 2 * scale * LOG2_E.value / softcap, softcap * LOG2_E.value

@@ -1,9 +1,9 @@
-"""Which blocks of keys a mask leaves to each tile of queries, so that the others are not read.
+"""Blocks of keys that a mask leaves to each tile of queries, so that others are not read.
 
-A block is gone through without the mask if it hides nothing and adds nothing there, with it if it
-does so for some, and not at all if it hides all of it. For that the mask is read once, or twice if
-it is added, by a program for each block; a second kernel makes lists of the blocks. What comes out
-depends on nothing but the mask: a model's layers and steps can share it.
+A block is visited without the mask if the mask hides nothing and adds nothing there. It is visited
+with the mask if that changes some scores, and not at all if it hides all. To find out, the mask is
+read once, or twice if it is added, by a program for each block. A second kernel makes lists of the
+blocks. They depend on the mask alone, so the layers and steps of a model can share them.
 """
 
 from __future__ import annotations
@@ -20,23 +20,27 @@ from attention_kernels.launch.launcher import Launch, named
 from attention_kernels.tiles.masking import mask_unit
 
 HIDDEN = tl.constexpr(-1e30)
-"""A key to which no more is added has no weight beside any of its row with more: some models add
--finfo.max where others add -inf. A row of such keys alone is an ordinary row."""
+"""Largest mask value that hides a key where its row has keys with more.
+
+Such a key has no weight then: some models add -finfo.max where others add -inf. A row of such keys
+alone is an ordinary row.
+"""
 CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
-"""Kinds of blocks: those that need the mask, and those that do not. Hidden ones are 0."""
+"""Kinds of blocks: some need the mask, others do not. Hidden blocks are 0."""
 
 
 class VisitedBlocks(NamedTuple):
-    """The blocks that each tile goes through. B and H are 1 where the mask is the same for all."""
+    """Blocks that each tile visits. B and H are 1 where the mask is the same for all."""
 
     blocks: Tensor
-    """(B, H, tiles, 2, blocks) int32, the first key of each: those without the mask, and those with
-    it, in order; what follows them is undefined."""
+    """(B, H, tiles, 2, blocks) int32, the first key of each block: those without the mask, then
+    those with it, each in order. Numbers behind them are undefined."""
     counts: Tensor
-    """(B, H, tiles, 2) int32: how many there are of each."""
+    """(B, H, tiles, 2) int32, how many there are of each."""
 
     def strides(self) -> tuple[int, int]:
-        """From one batch element to the next, and from one head to the next, in tiles."""
+        """Return strides in tiles, from one batch element to the next and from one head to the
+        next."""
         batches, heads, tiles = self.counts.shape[:3]
         return (heads * tiles if batches > 1 else 0), (tiles if heads > 1 else 0)
 
@@ -58,7 +62,7 @@ def _kinds_kernel(
     BLOCK_N: tl.constexpr,
     IS_BOOL: tl.constexpr,
 ):
-    """What the mask does to one block; loads as those of `masking.mask_bias`."""
+    """Store the kind of one block. It loads the mask as `masking.mask_bias` does."""
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = head.to(tl.int64) * tl.num_programs(1) + tile
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -73,7 +77,7 @@ def _kinds_kernel(
         is_plain = is_seen
     else:
         largest = tl.load(largest_ptr + head.to(tl.int64) * q_len + rows, mask=rows < q_len)
-        has_more = (largest[:, None] <= HIDDEN) == 0  # a NaN too
+        has_more = (largest[:, None] <= HIDDEN) == 0  # a NaN has more too
         is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
         is_seen = is_hidden == 0
         is_plain = values == 0
@@ -89,7 +93,7 @@ def _kinds_kernel(
 def _list_kernel(
     kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The blocks of one tile, of `width`, at most WIDTH."""
+    """List the blocks of one tile, of `width` that are at most WIDTH."""
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     blocks = tl.arange(0, WIDTH)
     kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
@@ -104,16 +108,21 @@ def _list_kernel(
 
 @triton.jit
 def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
-    """The first key of a block, as a number that Triton knows to be a multiple; 0 past the last.
+    """Return the first key of a block as a number that Triton knows to be a multiple, 0 past the
+    last.
 
-    To be asked a block ahead: loads are not begun early whose place is loaded in the same turn.
+    Callers ask a block ahead, since a load does not begin early if its address is loaded in the
+    same iteration.
     """
     return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
 
 
 def find_visited_blocks(attn_mask: Tensor, rows: int, keys: int) -> VisitedBlocks:
-    """What a mask (B, Hq, Sq, Sk), bool or float, any strides, leaves to tiles of `rows` queries,
-    of blocks of `keys` keys."""
+    """Return the blocks that a mask (B, Hq, Sq, Sk) leaves to tiles of `rows` queries, `keys` keys
+    a block.
+
+    The mask is bool or float, of any strides.
+    """
     shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
     for dim in shared:
         attn_mask = attn_mask.narrow(dim, 0, min(1, attn_mask.shape[dim]))
@@ -150,7 +159,8 @@ def _planned(
     rows: int,
     keys: int,
 ) -> tuple[Launch, Launch]:
-    """The launches for masks of one shape; `dtype` is theirs before bool became bytes."""
+    """Return the launches for masks of one shape; `dtype` is that of the mask before bool became
+    bytes."""
     batches, heads, q_len, k_len = shape
     tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
     find_kinds = Launch(
