@@ -110,7 +110,7 @@ class QuantisedCache:
 
     @property
     def layouts(self) -> Hashable:
-        """Return all that a plan may depend on. Other tensors are contiguous and follow from these."""
+        """Return all that a plan may depend on. Other tensors follow from these."""
         tensors = (self.key, self.value, self.lengths, self.block_table)
         return *map(layout, tensors), self.kv_len
 

@@ -250,7 +250,7 @@ def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
 def _sides(
     is_causal: bool, options: AttentionOptions, q_len: int, kv_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Return whether there is a diagonal, and how many keys a window leaves on its left and right."""
+    """Return whether there is a diagonal, and the keys that a window leaves on each side."""
     is_causal, left, right = window_sides(is_causal, options, q_len, kv_len)
     if options.bottom_right and q_len == 1:
         # The last query's diagonal is the last token, which a single query always sees.
