@@ -113,6 +113,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
     matched = match(before, after)
     check_settings(matched.pairs, before, after)
     differing = differences(matched.pairs)
+    # Times of two devices are not comparable, but speed-ups over each one's baseline are.
     crosses = any(each.field == "device" for each in differing)
     if crosses and basis == "time":
         raise ComparisonError(
@@ -122,13 +123,11 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
     basis = basis or choose_basis(matched.pairs, differing)
     pairs = tuple(
         Pair(
-            old,
-            new,
-            compare_speed(old, new, basis, spread.of(old.id)),
-            compare_accuracy(old, new),
+            old, new, compare_speed(old, new, basis, spread.of(old.id)), compare_accuracy(old, new)
         )
         for old, new in matched.pairs
     )
+    # Rows of a few calls may have another baseline; the most common one names the comparison.
     baselines = [each.before.speedup.vs for each in pairs if each.before.speedup is not None]
     baseline = max(set(baselines), key=baselines.count) if baselines else ""
     return Comparison(

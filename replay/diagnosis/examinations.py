@@ -50,10 +50,6 @@ class Diagnoses:
     right: dict[str, list[str]] = field(default_factory=dict)
     """Kernels that are right, by call."""
 
-    @property
-    def is_healthy(self) -> bool:
-        return not self.found
-
     def add(self, call: str, kernel: str, diagnosis: Diagnosis | None, refused: str = "") -> None:
         """Add the result of examining a kernel on a call."""
         if refused:

@@ -82,9 +82,11 @@ def examine(
         return Examined(failure(status, reason))
     kernel = checked.kernel
     run_on = _runner(kernel, settings, process_state)
+    # Changed inputs would spoil every later experiment, so they are reported first.
     if checked.changed_inputs:
         return Examined(_changed_inputs(checked, run_on))
     probe = Probe(checked.call, run_on, kernel.accuracy_class, kernel.chosen)
+    # A kernel that caches may be right on every single call, so correct kernels are probed too.
     if found := stale(probe):
         return Examined(found)
     if status != "inaccurate":
@@ -213,6 +215,7 @@ def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Ev
         which = f"query {first}" if first == last else f"queries {first} to {last}"
         where += f" ({which} of the worst)"
     sentence = f"{where}; no known cause explains it: {subject.sentence}"
+    # An 8-bit kernel that is not registered as one is the most common cause without a hypothesis.
     if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
         sentence = (
             f"{where}, though not beyond the error of an 8-bit kernel: {subject.sentence}; if it "

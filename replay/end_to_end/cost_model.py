@@ -158,6 +158,7 @@ class CostModel:
             row = self.replayed.row(call, kernel)
             if row is None or row.time_ms is None:
                 continue
+            # The call with the largest total decides, since its scatter moves the prediction most.
             for time in (row.time_ms, _time(self.replayed.row(call, self.baseline))):
                 if time is not None and count * time.p50 > costliest:
                     costliest, scatter = count * time.p50, time.p90 / time.p10

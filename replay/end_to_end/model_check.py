@@ -183,8 +183,10 @@ def check(
             _attempt(arm, process, partial(process.run, arm.variant, file, text, save))
             if arm.failure is None:
                 arm.outputs = load_file(file)
+        # Counted in a run of its own, because counting makes compiled models run eagerly.
         mismatch = difference(capture.census, process.count())
         _run_rounds(arms, process, rounds, seed)
+        # Typical times tell how long a forward must wait for the host to enqueue the rest.
         waits = {
             phase: statistics.median(seconds)
             for phase, seconds in own.seconds().items()
@@ -210,6 +212,7 @@ def _run_rounds(
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
             together = [own, *kernels[first : first + NEIGHBOURS]]
+            # The order within a group is random too, so that no position is favoured.
             shuffle(together)
             for arm in together:
                 run = _attempt(arm, process, partial(process.run, arm.variant))
@@ -304,6 +307,7 @@ def _checked(
     }
     own_seconds = own.seconds()
     for span, seconds in arm.seconds().items():
+        # A kernel's runs are compared with the adjacent baseline runs, not with all of them.
         before = (
             [own_seconds[span][each] for each in arm.paired_with] if span in own_seconds else []
         )
@@ -320,6 +324,7 @@ def _checked(
     except ValueError as error:
         checked.status, checked.reason = "error", str(error)
         return checked
+    # The counts of another model predict nothing about this one.
     checked.unpredicted = mismatch
     if mismatch:
         return checked

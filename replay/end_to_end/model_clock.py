@@ -119,11 +119,13 @@ class Clock:
             for module in self._modules:
                 hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
                 hooks.callback(module.register_forward_hook(leave, always_call=True).remove)
+            # Earlier work must not count as part of the run.
             self._synchronize()
             start = time.perf_counter()
             yield times
             self._synchronize()
             times.run = time.perf_counter() - start
+        # Events are read after the run: reading one earlier would wait for the GPU.
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)

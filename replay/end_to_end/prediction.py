@@ -131,18 +131,18 @@ def _span(
         clues=cost_model.clues(tally.swapped, clocked.forwards),
         reason=tally.reason,
     )
+    # One unusable row makes the whole span unpredictable: its calls have no other time.
     if tally.reason:
         return span
     saved, _ = cost_model.saved_seconds(tally.swapped)
     swapped = cost_model.swapped_seconds(tally.swapped)
     span = replace(
-        span,
-        saved_seconds=saved / clocked.forwards,
-        swapped_seconds=swapped / clocked.forwards,
+        span, saved_seconds=saved / clocked.forwards, swapped_seconds=swapped / clocked.forwards
     )
     gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
     new_median = old_median - gained / clocked.forwards
     new_resampled = old_resampled - gained_resampled / clocked.forwards
+    # The replay is then slower than the model, for instance with colder caches.
     if min(new_median, float(new_resampled.min())) <= 0:
         return replace(span, reason="the predicted saving exceeds the model's time")
     new = _interval(new_median, new_resampled)

@@ -88,6 +88,7 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
         return f"the kernel answers no call: it refuses {refusals(predicted)}"
     if predicted.new_seconds is None:
         return f"nothing was predicted: {predicted.reason}"
+    # The core's time is the drop-in's without the preparation.
     drop_in = predicted.swapped_seconds - predicted.saved_seconds
     preparation = predicted.clues.preparation_seconds or 0.0
     speedup = predicted.swapped_seconds / (drop_in - preparation)

@@ -104,7 +104,7 @@ def mask_alone(call: AnyCall) -> str | None:
         return None
     if not {"window", "packed", "key-lengths"}.intersection(call.features):
         return None
-    return "attn_mask beside a window or lengths of sequences"
+    return "attn_mask together with a window or lengths of sequences"
 
 
 def left_window_only(call: AnyCall) -> str | None:
@@ -174,7 +174,7 @@ def packed_in_pages_only(call: AnyCall) -> str | None:
     """Require pages with packed queries, for kernels over caches whose keys are not packed."""
     if call.cu_seqlens_q is None or call.page_table is not None:
         return None
-    return "packed sequences whose keys do not lie in pages"
+    return "packed sequences without pages of keys"
 
 
 def default_scale(call: AnyCall) -> str | None:

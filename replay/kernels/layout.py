@@ -129,6 +129,7 @@ class Packed:
         batch, _, q_len, _ = call.query.shape
         q_offsets = even_offsets(batch, q_len, call.query.device)
         query = thd(call.query)
+        # Keys behind the lengths stay in place: the kernel skips them.
         if call.seqused_k is not None:
             kv_len = call.key.shape[2]
             return cls(
@@ -142,6 +143,7 @@ class Packed:
                 batch,
                 call.seqused_k,
             )
+        # Only a padding mask is left. The host waits for the GPU to find its lengths.
         keys = padding_keys(call)
         assert keys is not None, "a call without lengths has no padding"
         lengths = keys.sum(dim=1, dtype=torch.int32)

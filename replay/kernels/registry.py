@@ -15,7 +15,6 @@ enough to add one. A library is imported when its kernel is first needed, not wi
 
 from __future__ import annotations
 
-import ast
 import difflib
 import fnmatch
 import importlib
@@ -28,7 +27,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -263,15 +262,13 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
     if not Path(path).is_file():
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
-    bound = _bound_in(Path(path))
-    if bound is not None and function not in bound.names:
-        near = difflib.get_close_matches(function, bound.functions)
-        hint = f"did you mean {', '.join(near)}?" if near else None
-        if function in bound.literals:
-            wrong = f"{function} in {path} is not a function; {hint or 'name one'}"
-        else:
-            wrong = f"{path} has no function {function!r}; {hint or 'add it'}"
-        raise KernelNameError(f"no kernel {target!r}: {wrong}")
+    source = Path(path).read_text("utf-8", errors="replace")
+    # Only a file that does not even mention the name certainly lacks it.
+    if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", source):
+        own = re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)
+        near = difflib.get_close_matches(function, own)
+        hint = f"did you mean {', '.join(near)}?" if near else "add it"
+        raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
 
     def load() -> Attention:
         # Named by its whole path, since two files may have the same name.
@@ -306,51 +303,6 @@ def _from_file(target: str) -> Kernel:
         return found
 
     return _foreign(target, load, f"your {function}")
-
-
-_LITERALS = (ast.Constant, ast.JoinedStr, ast.List, ast.Tuple, ast.Set, ast.Dict)
-
-
-class _Bound(NamedTuple):
-    """Names that a file's source binds."""
-
-    names: set[str]
-    """All names except those of literals."""
-    literals: set[str]
-    functions: list[str]
-    """Functions at the top of the file."""
-
-
-def _bound_in(path: Path) -> _Bound | None:
-    """Return the names that a file's source binds; None if only running it would tell."""
-    try:
-        tree = ast.parse(path.read_bytes())
-        nodes = list(ast.walk(tree))
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return None
-    names: set[str] = set()
-    of_literals: set[str] = set()
-    literals = {
-        id(target)
-        for node in nodes
-        if isinstance(node, ast.Assign) and isinstance(node.value, _LITERALS)
-        for target in node.targets
-    }
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            (of_literals if id(node) in literals else names).add(node.id)
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            names.add(node.value)  # globals()["name"] = …
-    if "*" in names or "__getattr__" in names:
-        return None
-    functions = [
-        node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
-    return _Bound(names, of_literals, functions)
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:

@@ -56,6 +56,7 @@ def drop_in(
         )
         if beyond:
             call = _extended(call, beyond)
+        # The common call has no features, so the comparison of sets is skipped for it.
         if (beyond or call.variant is not PLAIN) and not known.issuperset(call.features):
             raise NotImplementedError(f"has no {FEATURES[min(set(call.features) - known)]}")
         for constraint in asked:

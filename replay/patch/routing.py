@@ -91,8 +91,8 @@ class PlannedModules:
         if not found:
             where = "this process" if watched is None else type(watched).__name__
             raise PlanMismatch(
-                f"{where} has no module {next(iter(choices))!r}, nor any other of the plan: build "
-                "the model it was made for first, and pass it as `module`"
+                f"{where} has no module {next(iter(choices))!r} and no other module of the plan: "
+                "build the model it was made for first, and pass it as `module`"
             )
         self._roots = [_uncompiled(root) for root in roots]
         self._choices = {module: choices[path] for module, path in found.items()}

@@ -233,6 +233,7 @@ def _fitting(
                     f"expected a plan, got {type(each).__name__}: name a `replay plan` file, "
                     "or several in a list"
                 )
+    # Modules are looked up before devices, because their weights tell which devices matter.
     plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     found = [PlannedModules(_choices(plan), module) for plan in plans]
     misfits = [
@@ -240,11 +241,12 @@ def _fitting(
         for plan, places in zip(plans, found, strict=True)
     ]
     names = [f"the plan {each}" if not isinstance(each, Plan) else "the plan" for each in several]
+    # A single plan may be used elsewhere on request; of several, one must fit.
     if len(plans) == 1:
         if misfits[0] and not any_device:
             raise PlanError(
-                f"{names[0]} {misfits[0]}: make one here with `replay plan --dir DIR`, or use it "
-                "all the same with any_device=True"
+                f"{names[0]} {misfits[0]}: make one here with `replay plan --dir DIR`, or "
+                "use it anyway with any_device=True"
             )
         if not plans[0].device and not isinstance(given, Plan):
             warnings.warn(

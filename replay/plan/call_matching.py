@@ -126,12 +126,7 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
 
 
 def _kind(
-    phase: str,
-    shape: Shape,
-    dtype: str,
-    is_causal: bool,
-    mask: Mask | None,
-    beyond: str,
+    phase: str, shape: Shape, dtype: str, is_causal: bool, mask: Mask | None, beyond: str
 ) -> tuple[object, ...]:
     """Return all that determines cost except the key length, which may be a mask's last size."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:

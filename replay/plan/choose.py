@@ -1,9 +1,9 @@
 """Make plans: for every layer, the fastest kernel within an error budget.
 
 A kernel's error at a layer is the *worst* over the recorded calls of that layer, relative to the
-high-precision reference. Errors depend on values, which differ between layers: a layer without a
-replayed call keeps the baseline and is marked as not covered, whatever its neighbours use. Record
-at least one call of every layer to cover them all.
+high-precision reference. Errors depend on values, which differ between layers, so a layer without a
+replayed call keeps the baseline, even if all its neighbours use another kernel, and is marked as
+not covered. Record at least one call of every layer to cover them all.
 
 Times depend on sizes, so they are pooled over all layers with matching calls: more rounds decide,
 and identical layers do not get different kernels by chance.
@@ -101,6 +101,7 @@ def choose(
         ]
         return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out, device)
 
+    # Exclusive kernels only matter if the best plan uses several of them.
     unrestricted = plan(())
     conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
     if len(conflicting) < 2:
@@ -421,6 +422,7 @@ def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
             unpaired.append(_is_faster(new, old))
             continue
         paired.append(paired_ratios(old.time_ms.samples, new.time_ms.samples))
+    # A single call without a clear difference is enough for a tie.
     if not all(unpaired):
         return True
     return speedup_of(*paired).is_tie if paired else not unpaired

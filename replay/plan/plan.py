@@ -206,6 +206,7 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
+        # Names reach kernels and modules, so a plan with other types is refused here.
         names = [
             (plan.baseline, plan.device),
             *((each.module, each.phase, each.kernel) for each in plan.choices),

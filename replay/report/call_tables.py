@@ -67,6 +67,7 @@ def _group_report(
                 and (column.metric in metrics or "all" in metrics)
                 and (path != "accuracy_class" or len(group.classes) > 1)
             ]
+            # A table of dashes only would tell nothing.
             if paths:
                 headings = [COLUMNS[path].heading for path in paths]
                 lines = [
@@ -85,10 +86,7 @@ def _group_report(
 
 
 def _table(
-    group: Group,
-    names: Sequence[KernelId],
-    headings: Sequence[str],
-    cells: Sequence[Sequence[str]],
+    group: Group, names: Sequence[KernelId], headings: Sequence[str], cells: Sequence[Sequence[str]]
 ) -> Table:
     """Build a table with one line per kernel, without empty columns."""
     table = FittedTable()
@@ -141,6 +139,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         if found is not None and not is_correct(group, name):
             errors, row = found
             notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
+        # The verdict of a sparse kernel refers to its chosen keys, unlike the errors in the table.
         sparse = [row for row in group.rows[name] if row.kept is not None]
         if sparse:
             notes.append(

@@ -67,6 +67,7 @@ def _sentences(
         f"Alone, the {what} is {found.core_speedup:.2f}× as fast as the model's own attention, "
         f"which would bring that to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
     )
+    # Every loss gets a sentence only if it is large enough to notice.
     if abs(found.fallbacks) > NEGLIGIBLE * before:
         took = in_ms(sum(predicted.fallback_seconds.values()))
         yield (

@@ -167,6 +167,7 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
         notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
+    # A reason for the run often repeats one of its phases.
     seen: set[str] = set()
     for span in checked.measured:
         fresh = [each for each in reasons(checked, span) if each not in seen]

@@ -35,6 +35,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
+    # Layers of equal choice share a line, or a model of 40 layers would fill the screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
         style = "" if first.inside else "yellow" if first.covered else "dim"

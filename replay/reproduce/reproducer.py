@@ -114,6 +114,7 @@ def _write(
     report: Callable[[str], None],
 ) -> Reproduced:
     entry = _write_dataset(smallest.call, request.workload.name, out)
+    # A failure that depends on earlier trials would not help a kernel's author.
     report("once more, in a new worker")
     with _trials(request, scratch) as tried:
         again = tried.of(recorded_call(entry))
@@ -128,6 +129,7 @@ def _write(
         report("writing the script")
         _write_script(request, entry, smallest, out, scratch)
         report("running the script")
+        # A script that does not show the failure is worse than none.
         _check_script(request, out)
     except ScriptError as error:
         no_script = str(error)
@@ -297,7 +299,7 @@ def _check_place(out: Path) -> None:
     if out.is_dir() and any(out.iterdir()):
         raise ReproduceError(f"--out {out} is not empty: name another directory")
     if not out.absolute().parent.is_dir():
-        raise ReproduceError(f"--out {out}: create the directory that it lies in first")
+        raise ReproduceError(f"--out {out}: create its parent directory first")
     try:
         os.rmdir(tempfile.mkdtemp(dir=out if out.is_dir() else out.absolute().parent))
     except OSError as error:

@@ -86,6 +86,7 @@ class Trials:
         Raises:
             TrialError: a process does not start, or the call cannot be used.
         """
+        # The judge computes the reference while the worker starts.
         self._judge.expect(workload, self._settings)
         evidence = CallEvidence(self._judge, workload, self._settings)
         rows: list[Row] = []
@@ -133,11 +134,7 @@ def _outcome(row: Row, why_rejected: str) -> TrialOutcome:
 
 @contextmanager
 def trials(
-    kernel: str,
-    settings: Settings,
-    timeout: float,
-    scratch: Path,
-    python: str = sys.executable,
+    kernel: str, settings: Settings, timeout: float, scratch: Path, python: str = sys.executable
 ) -> Iterator[Trials]:
     """Yield trials in a worker and beside a judge of their own, until the `with` block ends."""
     judge, worker = JudgeProcess(judge_process(timeout)), Process(python, timeout)

@@ -59,7 +59,7 @@ def selftest(
 ) -> SelftestReport:
     """Make every check on a device; `report` gets the name of the next one.
 
-    A check that cannot run counts as failed, and the others are made all the same.
+    A check that cannot run counts as failed, and the others are made anyway.
     """
     results: list[Result] = []
     resolution: float | None = None
@@ -73,6 +73,7 @@ def selftest(
             results.append(Result(name, False, sentence, "check that PyTorch works on this device"))
 
     def same_kernel() -> Result:
+        # One measurement serves two checks and the resolution.
         nonlocal resolution
         apart, spread, resolution = clock.same_kernel(device)
         results.append(apart)

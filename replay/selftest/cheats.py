@@ -231,10 +231,7 @@ def planted_cheats(device: torch.device) -> Result:
 def outcome(name: str, attention: Attention, device: torch.device) -> Row:
     """Replay one kernel in this process and return its row."""
     settings = Settings(
-        device,
-        "cold" if device.type == "cuda" else "warm",
-        rounds=ROUNDS,
-        max_seconds=SECONDS,
+        device, "cold" if device.type == "cuda" else "warm", rounds=ROUNDS, max_seconds=SECONDS
     )
     call = random_workload("selftest", "selftest", CALL, seed=0)
     alone = WorkerOptions(excluded=(DEFAULT_BASELINE,))

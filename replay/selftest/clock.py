@@ -72,6 +72,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
     apart = sum(not each.holds(1) for each in found)
     low = min(each.low for each in found if each.low is not None)
     high = max(each.high for each in found if each.high is not None)
+    # The widest interval of equal kernels bounds what can be distinguished.
     resolution = max(1 - low, high - 1)
     spread = (max(medians) - min(medians)) / statistics.median(medians)
     return (

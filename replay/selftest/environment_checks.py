@@ -35,6 +35,7 @@ def clocks(device: torch.device) -> Result:
     while time.perf_counter() < until:
         for _ in range(QUEUED_CALLS):
             run()
+        # Read while the queue is not empty, since an idle GPU lowers its clocks.
         state = read_gpu_state(device)
         torch.cuda.synchronize(device)
     if state is None:

@@ -14,9 +14,8 @@ from replay.diagnosis.derived import part, scores
 from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 
 FLOAT16_MAX = 65504.0
-FACTOR = 2.0**-6
-"""Factor that scales inputs down: a power of two, which rounds nothing."""
 FACTORS = (2.0**-4, 2.0**-8, 2.0**-12)
+"""Factors that scale inputs down: powers of two, which round nothing."""
 
 OUTLIER = 4.0
 """Smallest ratio of an outlier channel of K to the typical channel."""
@@ -48,6 +47,7 @@ def overflow(subject: Subject) -> Evidence | None:
     kind = "is not finite" if not is_finite else "is zero" if is_black else "is wrong and finite"
     for factor in FACTORS:
         for name, product in (("query", "q·k"), ("key", "q·k")):
+            # The scores stay the same, so only the range of intermediate numbers changes.
             scaled = replace(
                 call.with_tensors({name: getattr(call, name) * factor}),
                 output=None,
@@ -73,6 +73,7 @@ def overflow(subject: Subject) -> Evidence | None:
                 f"divided by {1 / factor:g} {_now(subject, score)}",
                 {**numbers, "scaled": "value", "factor": factor, **_errors(subject, score)},
             )
+    # A finite output of overflowing scores can only come from clamped ones.
     if is_finite and not is_black:
         return _clamped(subject, small, numbers)
     for factor in FACTORS:
@@ -158,6 +159,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
     way, how = "centred", "with the mean of the keys subtracted, which does not change attention,"
+    # Centring does not help channels whose outliers vary from key to key.
     if not _is_better(subject, score, channels):
         without = call.key.clone()
         without[..., channels] = 0

@@ -25,13 +25,7 @@ from replay.diagnosis.derived import (
     scores,
     seen,
 )
-from replay.diagnosis.hypotheses.factors import (
-    Factor,
-    fits,
-    unnamed,
-    with_mask_times,
-    with_scale,
-)
+from replay.diagnosis.hypotheses.factors import Factor, fits, unnamed, with_mask_times, with_scale
 from replay.diagnosis.subject import Cause, Evidence, Subject
 
 LOG2_E = math.log2(math.e)
@@ -100,6 +94,7 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
                 f"where the call has it aligned {corners[bottom_right]}",
                 replace(call, variant=other),
             )
+        # The other alignment comes first: with few queries, it may hide nothing too.
         yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))
         for shift, sees in ((1, "one key more than it may"), (-1, "one key fewer than it may")):
             yield Reading(
@@ -203,6 +198,7 @@ def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Caus
             yield sentence, "mask-misread", read
     for sentence, moved in (*_moved(mask), *_of_others(full, place)):
         yield sentence, "mask-misread", moved
+    # Kernels that mask only full blocks leave the end of the keys unmasked.
     for block in (256, 128, 64, 32, 16):
         end = shape.kv_len // block * block
         if 0 < end < shape.kv_len:

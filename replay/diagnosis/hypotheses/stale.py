@@ -102,21 +102,17 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
             f"given {trial.where}, it returned the same bits as for the old values",
             {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
         )
+    # A few rows suffice: stale inputs affect all of them.
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
     place = OutputRows(0, 0, rows.to(output.device))
     blank = Score(False, 0.0)
     subject = Subject(
-        trial.right,
-        output,
-        place,
-        blank,
-        probe.run_on,
-        probe.accuracy_class,
-        probe.chosen,
+        trial.right, output, place, blank, probe.run_on, probe.accuracy_class, probe.chosen
     )
     right = subject.score(output, trial.right)
     if right.passes or right.error <= EXPLAINED:
         return None
+    # The largest subset comes first, since a graph usually keeps all of its inputs.
     for names in _subsets(("query", "key", "value")):
         mixed = trial.right.with_tensors({name: getattr(trial.before, name) for name in names})
         score = subject.score(output, mixed)

@@ -98,6 +98,7 @@ def _graph(
         right_bound=0 if is_causal else None,
     )
     shape = (*shapes[0][:3], shapes[2][3])
+    # cuDNN would otherwise choose its own layout for the output.
     output.set_uid(UIDS["o"]).set_output(True).set_data_type(fp8)
     output.set_dim(shape).set_stride(_bshd_strides(shape))
     for name, amax in (("amax_s", amax_s), ("amax_o", amax_o)):
@@ -122,6 +123,7 @@ def _bshd_strides(shape: Sizes) -> Sizes:
 def _prepare(call: AnyCall) -> ScaledCore:
     inputs = dict(zip(INPUTS, (call.query, call.key, call.value), strict=True))
     dtype, device = call.query.dtype, call.query.device
+    # All scales are computed on the GPU, so that the call does not wait for it.
     norms = [
         torch.linalg.vector_norm(each, torch.inf, dtype=torch.float32) for each in inputs.values()
     ]

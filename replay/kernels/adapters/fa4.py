@@ -108,11 +108,7 @@ def _sinks(call: AnyCall) -> dict[str, Any]:
 def _run(call: Arguments) -> Tensor:
     return output_of(
         _load().flash_attn_func(
-            q=call.query,
-            k=call.key,
-            v=call.value,
-            **options(call, unlimited=None),
-            **_sinks(call),
+            q=call.query, k=call.key, v=call.value, **options(call, unlimited=None), **_sinks(call)
         )
     )
 

@@ -117,13 +117,7 @@ def _window_and_cap(left: int | None, softcap: float | None) -> dict[str, Any]:
 def _single(call: Arguments, backend: str, **mask: Tensor) -> Tensor:
     """Run one sequence, whose tensors are (S, H, D)."""
     output = LIBRARY.load().single_prefill_with_kv_cache(
-        call.query,
-        call.key,
-        call.value,
-        kv_layout="NHD",
-        backend=backend,
-        **_options(call),
-        **mask,
+        call.query, call.key, call.value, kv_layout="NHD", backend=backend, **_options(call), **mask
     )
     return output.transpose(0, 1)[None]
 

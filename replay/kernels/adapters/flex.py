@@ -108,6 +108,7 @@ def _block_mask_of_lengths(call: AnyCall) -> BlockMask:
 
         return create_block_mask(sees, call.query.shape[0], None, q_len, kv_len, device=str(device))
     starts_q, starts_k = call.cu_seqlens_q.to(device), call.cu_seqlens_k.to(device)
+    # The sequence of each token, so that queries see only keys of their own sequence.
     of_query, of_key = (
         torch.repeat_interleave(starts.diff(), output_size=total)
         for starts, total in ((starts_q, q_len), (starts_k, kv_len))

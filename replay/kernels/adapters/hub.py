@@ -83,11 +83,7 @@ class HubKernel:
         if self.is_flash:
             options = flash_attention.options(call)
         else:
-            options = {
-                "tensor_layout": "HND",
-                "sm_scale": call.scale,
-                "is_causal": call.is_causal,
-            }
+            options = {"tensor_layout": "HND", "sm_scale": call.scale, "is_causal": call.is_causal}
         returned = getattr(found, self.function)(call.query, call.key, call.value, **options)
         return flash_attention.output_of(returned)
 

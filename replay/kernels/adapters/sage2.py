@@ -116,10 +116,7 @@ def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
     return (
         []
         if smooth_k and not smooth_v
-        else [
-            *([] if smooth_k else ["smooth_k=off"]),
-            *(["smooth_v=on"] if smooth_v else []),
-        ]
+        else [*([] if smooth_k else ["smooth_k=off"]), *(["smooth_v=on"] if smooth_v else [])]
     )
 
 

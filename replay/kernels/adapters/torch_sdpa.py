@@ -108,7 +108,7 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
     if reason := mask_or_causal(call) or no_dropout(call):
         return reason
     only = contextlib.nullcontext() if backend is None else sdpa_kernel(backend)
-    with only, warnings.catch_warnings(record=True) as told:
+    with only, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             torch._fused_sdp_choice(
@@ -122,7 +122,7 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
                 enable_gqa=call.enable_gqa,
             )
         except RuntimeError as error:
-            return _reason([str(warning.message) for warning in told]) or str(error)
+            return _reason([str(warning.message) for warning in caught]) or str(error)
     return _too_large_for_math(call) if backend == SDPBackend.MATH else None
 
 

@@ -124,10 +124,7 @@ def _window(call: Arguments) -> dict[str, tuple[int, int]]:
         return {"window_size": (-1 if left is None else left, 0)}
     no_limit = call.query.shape[1] + call.key.shape[1]
     return {
-        "window_size": (
-            no_limit if left is None else left,
-            no_limit if right is None else right,
-        )
+        "window_size": (no_limit if left is None else left, no_limit if right is None else right)
     }
 
 

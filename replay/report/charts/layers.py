@@ -32,6 +32,7 @@ def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
         if len(modules) < 2:
             continue
         labels, pattern = layer_labels(modules)
+        # Full paths would not fit below the axis.
         short = dict(zip(modules, labels, strict=True))
         baselines = {row.speedup.vs for row in shown if row.speedup}
         over = f" over {next(iter(baselines))}" if len(baselines) == 1 else ""

@@ -118,11 +118,7 @@ def _panel(
             },
             {
                 "mark": {"type": "text", "align": "left", "dx": 5, "fontSize": 11},
-                "encoding": {
-                    "x": x("high"),
-                    "y": y,
-                    "text": {"field": "label", "type": "nominal"},
-                },
+                "encoding": {"x": x("high"), "y": y, "text": {"field": "label", "type": "nominal"}},
             },
         ],
     }

@@ -37,6 +37,7 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             "axis": {"labelAngle": 0},
         }
         width = PANEL_WIDTH * min(2, len(panels))
+        # Both panels share one legend.
         colour, shape = line_encoding(names, width).values()
         spec = {
             "data": {"values": [value for value in values if value is not None]},

@@ -22,29 +22,29 @@ def to_markdown(compared: Sequence[Sections]) -> str:
 
     Names in the rows cannot become Markdown, HTML, mentions or links.
     """
-    heads = [_head(said) for said in compared]
+    heads = [_head(contents) for contents in compared]
     left = BUDGET - _size(_left_out(len(heads)))
     written: list[str] = []
-    for at, (said, head) in enumerate(zip(compared, heads, strict=True)):
+    for at, (contents, head) in enumerate(zip(compared, heads, strict=True)):
         share = left // (len(heads) - at)
         if _size(head) > left:
             written.append(_left_out(len(heads) - at))
             break
-        text = head + _tables(said, share - _size(head))
+        text = head + _tables(contents, share - _size(head))
         left -= _size(text)
         written.append(text)
     return "".join(written)
 
 
-def _head(said: Sections) -> str:
-    notes = "".join(f"- {escaped(note)}\n" for note in said.notes[:NOTES])
-    sign = "🔴" if said.is_worse else "🟢"
-    return f"### {escaped(said.title)}\n\n{sign} {escaped(said.answer)}\n\n{notes}"
+def _head(contents: Sections) -> str:
+    notes = "".join(f"- {escaped(note)}\n" for note in contents.notes[:NOTES])
+    sign = "🔴" if contents.is_worse else "🟢"
+    return f"### {escaped(contents.title)}\n\n{sign} {escaped(contents.answer)}\n\n{notes}"
 
 
-def _tables(said: Sections, budget: int) -> str:
+def _tables(contents: Sections, budget: int) -> str:
     written = ""
-    for table in (said.counts, *said.tables):
+    for table in (contents.counts, *contents.tables):
         written += _table(table, budget - _size(written))
     return f"{written}\n"
 
@@ -77,8 +77,10 @@ def _size(text: str) -> int:
 
 
 def escaped(text: str) -> str:
-    """Text that GitHub shows as it is: a word that could mean something becomes `<code>`, in which
-    names with an @ or a # are neither mentions nor references."""
+    """Escape text for GitHub: words with a meaning in Markdown become `<code>`.
+
+    Inside `<code>`, names with an @ or a # are neither mentions nor references.
+    """
     short = text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
     return re.sub(r"\S+", _word, short)
 

@@ -12,13 +12,13 @@ LINES = 20
 """Most lines of a table; the JSON has all."""
 
 
-def print_comparison(said: Sections, console: Console) -> None:
+def print_comparison(contents: Sections, console: Console) -> None:
     """Print the answer, how it was compared, the counts, and what changed."""
-    console.print(Text(said.title, "bold"))
-    for note in said.notes:
+    console.print(Text(contents.title, "bold"))
+    for note in contents.notes:
         console.print(Text(note, "dim"))
-    console.print(Text(said.answer, "bold red" if said.is_worse else "bold"))
-    for table in (said.counts, *said.tables):
+    console.print(Text(contents.answer, "bold red" if contents.is_worse else "bold"))
+    for table in (contents.counts, *contents.tables):
         console.print()
         console.print(Text(table.title, "bold"))
         console.print(_table(table))

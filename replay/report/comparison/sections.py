@@ -92,18 +92,18 @@ def _answer(comparison: Comparison) -> str:
         _named("slower", comparison, _is_slow, "slow"),
         _named("faster", comparison, _is_fast, "fast"),
     ]
-    told = "; ".join(filter(None, parts))
+    summary = "; ".join(filter(None, parts))
     if comparison.missing:
         gone = f"{counted(len(comparison.missing), 'row')} missing"
-        told = f"{told}; {gone}" if told else gone
-    if told:
-        return told
+        summary = f"{summary}; {gone}" if summary else gone
+    if summary:
+        return summary
     open_rows = sum(
         each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
     )
     if open_rows:
         ambiguous = counted(open_rows, "ambiguous row")
-        return f"nothing changed that can be told from noise ({ambiguous})"
+        return f"no change beyond noise ({ambiguous})"
     return "nothing changed"
 
 
@@ -149,14 +149,16 @@ def _notes(comparison: Comparison) -> list[str]:
     spread = comparison.spread
     notes.append(
         f"spread between runs: {spread.share:.1%} ({spread.source})"
-        + (", and what each kernel has of its own" if spread.of_kernels else "")
+        + (", and a separate one for each kernel" if spread.of_kernels else "")
         if spread.source
-        else "spread between runs: not given (--spread), so what changes from run to run alone may "
-        "be called faster or slower"
+        else "spread between runs: not given (--spread), so random differences between runs may be "
+        "called faster or slower"
     )
+    # Another version of a library may explain a verdict.
     for each in comparison.differences:
         there = "" if each.environment == HERE else f" of {each.environment}"
         notes.append(f"{each.field}{there}: {each.before or 'none'} → {each.after or 'none'}")
+    # Another tolerance can change a verdict without any change of the kernel.
     changed = {(one.before.tolerances, one.after.tolerances) for one in comparison.pairs}
     notes += [
         f"--tolerances: {one or 'default'} → {other or 'default'}"

@@ -65,6 +65,7 @@ def page_data(
     """
     headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
     headings = FIGURES | headings | dict.fromkeys(FACTS, "")
+    # Two rows may be equal, so their identity tells which group has them.
     group_of = {
         id(row): at
         for at, group in enumerate(groups)

@@ -67,6 +67,7 @@ def write_html(
             f"the rows are of {' and '.join(devices)}, but a page is for one type of device: "
             "replay each into a file of its own, and merge them with `replay devices`"
         )
+    # Checks of several models are drawn one below the other.
     models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
     data: dict[str, Any] = page_data(rows, groups, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},

@@ -309,7 +309,7 @@ def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_that_they_refuse(name: str) -> None:
     kernel, mask = find(name), band(70, 130, 40)
-    beside = "attn_mask beside a window or lengths of sequences"
+    beside = "attn_mask together with a window or lengths of sequences"
     for call, reason in (
         (masked_call(mask, is_causal=True), "attn_mask and is_causal together"),
         (masked_call(mask, variant=AttentionVariant(window=(5, 5))), beside),

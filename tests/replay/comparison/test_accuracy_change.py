@@ -1,4 +1,4 @@
-"""What became less accurate, and what is noise of a kernel that does not repeat exactly."""
+"""Changes of accuracy, distinguished from the noise of kernels that do not repeat exactly."""
 
 from __future__ import annotations
 
@@ -36,8 +36,7 @@ def test_noise_is_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "verdict"),
-    [(1.3, ("worse", "error-grew")), (0.7, ("better", "error-shrank"))],
+    ("factor", "verdict"), [(1.3, ("worse", "error-grew")), (0.7, ("better", "error-shrank"))]
 )
 def test_errors_that_change_everywhere(factor: float, verdict: tuple[str, str]) -> None:
     after = noisy(4, 64, level=1e-3 * factor, seed=1)
@@ -125,5 +124,5 @@ def test_few_places_say_something_only_if_the_error_doubles(
     assert told(judged([[1e-3] * 2]), after) == verdict
 
 
-def test_there_is_nothing_to_say_where_one_was_not_judged() -> None:
+def test_unjudged_rows_have_no_accuracy_change() -> None:
     assert compare_accuracy(judged(), replace(row("mine"), status="crash")) is None

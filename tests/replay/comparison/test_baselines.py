@@ -53,7 +53,7 @@ def test_a_path_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         load("gone.jsonl", H200)
 
 
-def test_one_that_is_not_there_names_those_that_are() -> None:
+def test_missing_baseline_names_the_existing_ones() -> None:
     with pytest.raises(ComparisonError, match="no baseline 'x' of NVIDIA H200: keep one with"):
         load("x", H200)
     save("nightly", [row("a")], H200)
@@ -67,7 +67,7 @@ def test_one_that_is_not_there_names_those_that_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["..", ".hidden", "a b", "x\x1b", "ü", "-x"])
-def test_what_cannot_be_a_name(name: str) -> None:
+def test_invalid_baseline_names_are_refused(name: str) -> None:
     with pytest.raises(ComparisonError, match="invalid baseline name"):
         save(name, [row("a")], H200)
 

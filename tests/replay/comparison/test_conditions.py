@@ -1,4 +1,4 @@
-"""What `--fail-on` finds, and how it is written."""
+"""Conditions of `--fail-on`: their syntax and their findings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def failing(found: Comparison, text: str) -> list[str]:
     return failures([found], read_conditions(text))
 
 
-def test_what_is_written_is_read() -> None:
+def test_written_data_is_read_back() -> None:
     assert read_conditions("slow:3%, inaccurate") == [
         Condition("slow", 0.03),
         Condition("inaccurate"),
@@ -46,7 +46,7 @@ def test_what_is_written_is_read() -> None:
         (" , ", "--fail-on is empty"),
     ],
 )
-def test_what_cannot_be_read(text: str, sentence: str) -> None:
+def test_unreadable_conditions_are_refused(text: str, sentence: str) -> None:
     with pytest.raises(ComparisonError, match=sentence):
         read_conditions(text)
 
@@ -96,7 +96,7 @@ def test_failures(status: str) -> None:
     assert failing(compared([broken], [broken]), "error") == []
 
 
-def test_what_is_missing() -> None:
+def test_missing_rows_are_found() -> None:
     refused = replace(row("mine"), status="unsupported")
     assert failing(compared([row("mine")], [refused]), "missing") == ["missing: mine on call"]
     gone = compared([row("mine"), row("other")], [])

@@ -50,19 +50,19 @@ def test_a_call_of_the_same_name_may_be_another(changed: dict[str, Any]) -> None
     assert (len(found.pairs), len(found.missing), len(found.new)) == (1, 1, 1)
 
 
-def test_what_pytorch_chose_when_it_was_recorded_is_not_what_a_call_is() -> None:
+def test_recorded_backend_does_not_identify_a_call() -> None:
     before, after = (row("a", call_facts(backend=each)) for each in ("torch-flash", "torch-math"))
     assert len(match(Run("before", [before]), Run("after", [after])).pairs) == 1
 
 
-def test_nothing_in_common_and_two_rows_of_one_subject_are_refused() -> None:
+def test_runs_without_common_rows_or_with_duplicates_are_refused() -> None:
     with pytest.raises(ComparisonError, match="before and after have no kernel on the same call"):
         match(Run("before", [row("a")]), Run("after", [row("b")]))
     with pytest.raises(ComparisonError, match="after has two rows of a on call: give each run"):
         match(Run("before", [row("a")]), Run("after", [row("a"), row("a")]))
 
 
-def test_versions_that_differ_are_told_once_and_not_of_a_worker_that_died() -> None:
+def test_different_versions_are_listed_once_without_dead_workers() -> None:
     old = [row("a", machine=Machine(device="x", torch="1")), row("b", machine=Machine(device="x"))]
     new = [row("a", machine=Machine(device="x", torch="2")), row("b")]
     pairs = list(zip(old * 2, new * 2, strict=True))
@@ -83,7 +83,7 @@ def test_times_taken_in_another_way_are_refused(option: str, fields: dict[str, A
 
 
 def test_times_of_another_timer_are_refused() -> None:
-    """Of a version before, whose cold cache was overwritten."""
+    """Rows of an earlier version, whose cold cache was overwritten, are refused."""
     new = row("a", ms=1.0, cache="cold", timer="cuda-events-after-reads")
     old = replace(new, timer="cuda-events")
     sentence = "before was timed by cuda-events and after by cuda-events-after-reads: replay the ea"

@@ -1,4 +1,4 @@
-"""What became faster or slower, in runs whose true change is known."""
+"""Changes of speed in simulated runs whose true change is known."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def of_kernels(found: Comparison) -> dict[str, SpeedChange]:
         (0.98, 1.05, 0.0, ("ambiguous", "interval-includes-1")),
     ],
 )
-def test_what_an_interval_says(
+def test_interval_gives_a_verdict(
     low: float, high: float, spread: float, verdict: tuple[str, str]
 ) -> None:
     assert judge(MedianInterval(low, high), spread) == verdict
@@ -96,7 +96,7 @@ def test_rows_that_each_are_too_noisy_say_something_together() -> None:
 
 
 def test_calls_that_changed_differently_do_not_widen_the_interval_beyond_them() -> None:
-    """Kinds of calls come one after the other: that is no noise of consecutive rounds."""
+    """Kinds of calls come one after the other, which is different from noise of adjacent rounds."""
     before = run("before", {"a": 0.5}, calls=20)
     after = run("after", {"a": 0.55}, calls=20)
     slower = run("slower", {"a": 0.75}, calls=20)
@@ -124,7 +124,7 @@ def test_few_calls_and_few_rounds_have_no_interval() -> None:
         (("device", "torch"), "speed-up"),
     ],
 )
-def test_what_is_compared(changed: tuple[str, ...], basis: str) -> None:
+def test_basis_depends_on_what_changed(changed: tuple[str, ...], basis: str) -> None:
     rows = run("before", {"a": 0.5}).rows
     differing = [Difference(ENVIRONMENT, field, "1", "2") for field in changed]
     differing.append(Difference("other", "torch", "1", "2"))
@@ -188,7 +188,7 @@ GOOD = factories.speedup(1.5)
 
 
 @pytest.mark.parametrize("bad", [-1.0, 0.0, math.inf, math.nan])
-def test_figures_that_no_run_measures_are_not_compared(bad: float) -> None:
+def test_impossible_figures_are_not_compared(bad: float) -> None:
     good = factories.row("a", speedup=factories.speedup_over("b", GOOD))
     odd = factories.row("a", speedup=factories.speedup_over("b", replace(GOOD, low=bad)))
     assert compare_speed(good, good, "speed-up", 0.0) is not None

@@ -1,4 +1,4 @@
-"""Who may say how far two equal runs differ."""
+"""Sources of the spread between two equal runs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ def test_a_second_run(tmp_path: Path) -> None:
         ('{"schema": 2}\n', "line 1: not a row"),
     ],
 )
-def test_what_says_nothing(tmp_path: Path, content: str | None, sentence: str) -> None:
+def test_spread_without_a_figure_is_refused(
+    tmp_path: Path, content: str | None, sentence: str
+) -> None:
     path = tmp_path / "file"
     if content is not None:
         path.write_text(content)

@@ -13,22 +13,12 @@ from torch.nn.functional import scaled_dot_product_attention
 _kept: dict[Any, Any] = {}
 
 
-def right(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     return scaled_dot_product_attention(query, key, value, *others, **options)
 
 
 def float16_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     """The product before the scale, in float16."""
     product = (query.half() @ key.mT.half()).float()
@@ -36,45 +26,25 @@ def float16_scores(
 
 
 def saturated_scores(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     product = (query.float() @ key.mT.float()).clamp(-60000, 60000)
     return ((product * query.shape[-1] ** -0.5).softmax(-1) @ value.float()).to(value.dtype)
 
 
-def no_maximum(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def no_maximum(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     """exp of scores from which no maximum is subtracted."""
     weights = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).exp()
     return ((weights / weights.sum(-1, keepdim=True)) @ value.float()).to(value.dtype)
 
 
 def float16_values(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     return right(query.half(), key.half(), value.half()).to(query.dtype)
 
 
-def int8_keys(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def int8_keys(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     scale = key.abs().amax(dim=-1, keepdim=True).float() / 127
     rounded = (key.float() / scale).round() * scale
     return right(query.float(), rounded, value.float()).to(query.dtype)
@@ -135,13 +105,7 @@ READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
-def not_rescaled(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def not_rescaled(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     """A running softmax over blocks of 16 keys whose sum is not rescaled."""
     scores = query.float() @ key.mT.float() * query.shape[-1] ** -0.5
     if options.get("is_causal"):
@@ -158,23 +122,13 @@ def not_rescaled(
     return (output / total).to(query.dtype)
 
 
-def scales_query(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def scales_query(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     query.mul_(query.shape[-1] ** -0.5)
     return right(query, key, value, *others, **{**options, "scale": 1.0})
 
 
 def rows_unwritten(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     output = torch.empty_like(query)
     output[:, 0] = right(query, key, value, *others, **options)[:, 0]
@@ -183,46 +137,28 @@ def rows_unwritten(
 
 
 def tail_of_keys_dropped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     whole = key.shape[2] // 16 * 16
     return right(query, key[:, :, :whole], value[:, :, :whole])
 
 
 def tail_of_queries_zero(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     output = right(query, key, value, *others, **options)
     output[:, :, query.shape[2] // 32 * 32 :] = 0
     return output
 
 
-def bottom_right(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def bottom_right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     rows, keys = query.shape[2], key.shape[2]
     mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     return right(query, key, value, mask)
 
 
 def kept_by_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     if query.shape not in _kept:
         _kept[query.shape] = right(query, key, value, *others, **options)
@@ -230,11 +166,7 @@ def kept_by_shape(
 
 
 def keys_kept_by_address(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     """Keys and values are packed once for each address."""
     place = (key.data_ptr(), value.data_ptr(), key.shape)
@@ -256,68 +188,34 @@ def value_told_apart_by_its_first_element(
     return scaled_dot_product_attention(query, key, kept, *others, **options)
 
 
-def first_memory(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def first_memory(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     """A graph that reads the memory it was captured with."""
     captured = _kept.setdefault(("graph", query.shape), (query, key, value))
     return right(*captured, *others, **options)
 
 
 def without_options(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     return right(query, key, value)
 
 
-def heads_modulo(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def heads_modulo(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     heads = torch.arange(query.shape[1]) % key.shape[1]
     return right(query, key[:, heads], value[:, heads])
 
 
-def one_row_off(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def one_row_off(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     output = right(query, key, value, *others, **options)
     output[:, 1, 2] += 1
     return output
 
 
-def too_long(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def too_long(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     return 1.5 * right(query, key, value, *others, **options)
 
 
-def wrong_once(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def wrong_once(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     output = right(query, key, value, *others, **options)
     if "called" not in _kept:
         _kept["called"] = True
@@ -326,22 +224,12 @@ def wrong_once(
 
 
 def float8_values(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
+    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
     return right(query, key, value.to(torch.float8_e4m3fn).to(value.dtype), *others, **options)
 
 
-def raises(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *others: Any,
-    **options: Any,
-) -> Tensor:
+def raises(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
     raise RuntimeError("no such configuration")
 
 

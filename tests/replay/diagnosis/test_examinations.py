@@ -45,7 +45,7 @@ def two_scales(tmp_path: Path) -> list[Workload]:
     return from_directory(tmp_path)[0]
 
 
-def test_what_an_earlier_call_leaves_behind(two_scales: list[Workload]) -> None:
+def test_leftovers_of_an_earlier_call_are_found(two_scales: list[Workload]) -> None:
     """In two processes: the second meets the second call only."""
     kernel = find(f"{FAULTY}:scale_kept_by_shape")
     examiner, found = _Processes(settings(), timeout=60), Diagnoses()
@@ -61,7 +61,7 @@ def test_what_an_earlier_call_leaves_behind(two_scales: list[Workload]) -> None:
 
 
 @pytest.mark.slow
-def test_a_crash_and_what_earlier_calls_leave_behind_are_told_from_other_errors(
+def test_crashes_and_leftovers_are_distinguished_from_other_errors(
     two_scales: list[Workload],
 ) -> None:
     """Each kernel in processes of its own, which take seconds to start."""
@@ -105,7 +105,7 @@ def test_the_command_writes_one_finding_per_kernel_and_call(
     assert "3 of 9 runs of a kernel on a call are wrong" in out
 
 
-def test_what_is_wrong_elsewhere_is_not_named_instead(recorded: Path) -> None:
+def test_kernel_that_is_wrong_elsewhere_is_not_recommended(recorded: Path) -> None:
     workloads, _ = from_directory(recorded)
     kernels = [find(f"{FAULTY}:{name}") for name in ("wrong_once", "one_row_off")]
     found = diagnose(workloads[:2], [CAPTURED, *kernels], settings(), in_process=True)
@@ -189,7 +189,7 @@ def test_earlier_findings_are_kept_until_there_are_new_ones(
     assert earlier.read_text() == "[]\n"
 
 
-def test_what_was_found_before_control_c_is_shown(
+def test_findings_before_control_c_are_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examine, calls = _InThisProcess.examine, []
@@ -264,7 +264,7 @@ def test_around_a_run() -> None:
     hidden = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
     with ar.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
         model(hidden)
-        assert diagnosis.is_healthy  # not examined yet
+        assert not diagnosis.found  # not examined yet
     assert [(each.layer, each.cause) for each in diagnosis.found] == [
         ("0", "mask-ignored"),
         ("1", "mask-ignored"),

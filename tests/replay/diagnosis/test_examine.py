@@ -87,7 +87,7 @@ HEALTHY = {
 
 @pytest.mark.parametrize("name", HEALTHY)
 @pytest.mark.parametrize("kernel", ["torch-math", "torch-flash", "eager"])
-def test_nothing_is_found_in_a_right_kernel(kernel: str, name: str) -> None:
+def test_correct_kernel_has_no_findings(kernel: str, name: str) -> None:
     found = examined(find(kernel).attention, HEALTHY[name])
     assert found == Examined()
 
@@ -108,11 +108,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
         larger(call(dtype=BFLOAT16), query=6.0, key=6.0),
         "overflow",
     ),
-    "NaN made 0": (
-        faulty.black,
-        larger(call(dtype=BFLOAT16), query=80.0, key=80.0),
-        "overflow",
-    ),
+    "NaN made 0": (faulty.black, larger(call(dtype=BFLOAT16), query=80.0, key=80.0), "overflow"),
     "scores clamped": (
         faulty.clamped_scores,
         larger(call(dtype=BFLOAT16), query=4.0, key=4.0),
@@ -165,11 +161,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
         call(q_len=1, is_causal=True),
         "causal-alignment",
     ),
-    "shifted diagonal": (
-        faulty.without_itself,
-        call(q_len=70, is_causal=True),
-        "causal-alignment",
-    ),
+    "shifted diagonal": (faulty.without_itself, call(q_len=70, is_causal=True), "causal-alignment"),
     "by shape": (faulty.kept_by_shape, call(), "stale-graph"),
     "by address": (faulty.keys_kept_by_address, call(), "stale-graph"),
     "by the first element": (faulty.value_told_apart_by_its_first_element, call(), "stale-graph"),
@@ -209,7 +201,7 @@ def test_the_head_is_named(
     assert evidence.place.head == head
 
 
-def test_what_the_evidence_says() -> None:
+def test_evidence_has_the_numbers() -> None:
     evidence = examined(*CASES["outlier channel"][:2]).evidence
     assert evidence is not None
     assert (evidence.numbers["channel"], evidence.numbers["way"]) == (5, "centred")
@@ -254,22 +246,22 @@ def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype)
 
 
 @pytest.mark.parametrize(("given", "factor"), [(0.35, 0.5), (0.5, 2.1)])
-def test_a_scale_is_not_taken_for_one_near_it(given: float, factor: float) -> None:
-    """Of 1/√D = 0.177, and of no scale."""
+def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: float) -> None:
+    """Scales near 1/√D = 0.177, and near 1."""
     evidence = examined(faulty.scaled_by(factor), call(scale=given)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
     assert f"the scale {given * factor:.3g} where {given} is right" in evidence.sentence
 
 
-def test_equal_weights_are_not_taken_for_a_small_scale() -> None:
+def test_equal_weights_are_not_mistaken_for_a_small_scale() -> None:
     """Any scale below some number gives them, so the output says nothing of it."""
     evidence = examined(lambda query, key, value, **_: value.mean(2, True).expand_as(query), call())
     assert evidence.evidence is not None
     assert evidence.evidence.cause == "unknown"
 
 
-def test_an_8_bit_kernel_that_is_not_registered_as_one() -> None:
+def test_unregistered_8_bit_kernel_is_recognised() -> None:
     made = call(dtype=BFLOAT16)
     evidence = examined(faulty.float8_values, made).evidence
     assert evidence is not None
@@ -314,7 +306,7 @@ def test_a_right_kernel_is_right_where_no_query_sees_a_key(name: str) -> None:
 @pytest.mark.parametrize("kind", ["exact", "quantised"])
 @pytest.mark.parametrize(("number", "what"), [(math.nan, "NaN"), (1.0, "something else")])
 @pytest.mark.parametrize("name", NO_KEY_SEEN)
-def test_what_is_returned_where_no_query_sees_a_key(
+def test_outputs_of_queries_without_keys_are_checked(
     name: str, number: float, what: str, kind: AccuracyClass
 ) -> None:
     def fills(query: Tensor, **arguments: Any) -> Tensor:

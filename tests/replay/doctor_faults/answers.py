@@ -39,13 +39,7 @@ def module(layer: int) -> str:
     return f"blocks.{layer}.attn"
 
 
-HEALTHY = (
-    "plain",
-    "in_float32",
-    "online_softmax",
-    "queries_in_chunks",
-    "smoothed_int8",
-)
+HEALTHY = ("plain", "in_float32", "online_softmax", "queries_in_chunks", "smoothed_int8")
 """Functions of `healthy.py`."""
 
 FAULTS = (

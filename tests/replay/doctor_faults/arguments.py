@@ -37,7 +37,7 @@ def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float]
 
 
 def bias_of(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """What is added to the scores, float32, (B or 1, H or 1, Sq, Sk)."""
+    """Return what is added to the scores: float32, (B or 1, H or 1, Sq, Sk)."""
     q_len, kv_len = query.shape[2], key.shape[2]
     bias = torch.zeros(1, 1, q_len, kv_len, device=query.device)
     if is_causal:

@@ -114,7 +114,7 @@ def top_left_in_any_case(
     enable_gqa=False,
     bottom_right=False,
 ) -> Tensor:
-    """Takes `bottom_right` and hands it to nobody, as flash-attn before version 2.1."""
+    """Takes `bottom_right` and ignores it, as flash-attn before version 2.1."""
     causal = _ones(query, key).tril() if is_causal else None
     return _attend(query, key, value, attn_mask, scale, causal)
 

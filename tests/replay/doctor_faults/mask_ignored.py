@@ -58,7 +58,7 @@ def only_of_booleans(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """A mask that is no bool takes the branch for none."""
+    """A float mask takes the branch for calls without a mask."""
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = None
     return _attention(query, key, value, attn_mask, is_causal, scale)
@@ -122,7 +122,7 @@ def not_of_long_sequences(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """From 128 keys it goes to a fused kernel, to which nobody gave the mask."""
+    """From 128 keys on, a fused kernel runs, which does not get the mask."""
     if key.shape[2] > 128:
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

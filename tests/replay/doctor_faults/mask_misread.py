@@ -37,7 +37,7 @@ def with_own_mask(attend: Callable[..., Tensor]):
 
 
 def _as_bias(mask: Tensor) -> Tensor:
-    """What SDPA adds for a mask, float32."""
+    """Return what SDPA adds for a mask, float32."""
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)

@@ -48,7 +48,7 @@ def first_head_of_a_group(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """A program per key's head writes one query's head of those that share it."""
+    """A program per key head writes only one of the query heads that share it."""
     group = query.shape[1] // key.shape[1]
     bias = bias_of(query, key, attn_mask, is_causal)
     key, value = for_each_head(query, key, value)

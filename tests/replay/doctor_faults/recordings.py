@@ -24,7 +24,7 @@ Values = Callable[[Tensor, Tensor, Tensor], None]
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer of a model is called with."""
+    """Inputs of one attention layer of a model."""
 
     batch: int = 1
     heads: int = 4
@@ -130,7 +130,7 @@ class Recording:
 
 
 def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, ...]:
-    """So many layers, of which `_2=` is another."""
+    """Layers of a model; `_2` is another one."""
     return tuple(others.get(f"_{number}", layer) for number in range(count))
 
 

@@ -7,7 +7,7 @@ from arguments import attend_in_float32, bias_of, for_each_head, scale_of, with_
 from torch import Tensor
 
 GRAPH_LENGTHS = (64, 1)
-"""Of queries, for which a graph is captured."""
+"""Numbers of queries for which a graph is captured."""
 
 _outputs: dict[tuple, Tensor] = {}
 _buffers: dict[tuple, list[Tensor]] = {}

@@ -37,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Recordin
 
 def rows_of(directory: Path, kernels: list[str]) -> list[Row]:
     workloads, _ = from_directory(directory)
-    with poisoned(0.7):  # memory that nobody wrote may hold another kernel's right answer
+    with poisoned(0.7):  # unwritten memory may hold another kernel's right answer
         rows = list(replay(workloads, [find(each) for each in kernels], settings(rounds=8)))
     return [row for row in rows if row.kernel in kernels]
 
@@ -74,7 +74,9 @@ def replayed(written: Callable[[str, Recording], Path]) -> Callable[[str], list[
 
 
 @pytest.mark.parametrize("fault", cases())
-def test_it_fails_where_the_answer_says(fault: Fault, replayed: Callable[[str], list[Row]]) -> None:
+def test_kernel_fails_where_the_answer_says(
+    fault: Fault, replayed: Callable[[str], list[Row]]
+) -> None:
     recording = RECORDINGS[fault.recording]
     rows = [row for row in replayed(fault.recording) if row.kernel == fault.kernel]
     steps = range(recording.steps) if fault.steps is None else fault.steps
@@ -95,6 +97,6 @@ def test_healthy_kernels_fail_nowhere(written: Callable[[str, Recording], Path])
     assert not [(row.kernel, row.call.module, row.reason) for row in rows if is_faulty(row)]
 
 
-def test_each_cause_has_six() -> None:
+def test_each_cause_has_six_kernels() -> None:
     assert min(Counter(fault.cause for fault in FAULTS).values()) >= 6
     assert len({fault.kernel for fault in FAULTS}) == len(FAULTS)

@@ -1,4 +1,4 @@
-"""How the doctor's findings are graded, and what becomes of a command that fails."""
+"""Grading of the doctor's findings, and commands that fail."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_step_and_a_head_count_where_the_answer_has_one() -> None:
     ("code", "written", "why"),
     [(2, None, "exit code 2: no --dir"), (0, None, "exit code 0"), (0, "[{}]", "with 1 findings")],
 )
-def test_a_command_that_fails_is_no_answer(
+def test_failed_command_gives_no_answer(
     code: int, written: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:

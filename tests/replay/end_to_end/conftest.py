@@ -103,7 +103,7 @@ def fails(*args, **kwargs):
 """
 
 SLOW_SECONDS = 0.03
-"""What `slow` adds to each call, at least."""
+"""Least time that `slow` adds to each call."""
 
 
 @pytest.fixture(scope="session")

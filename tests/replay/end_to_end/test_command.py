@@ -1,4 +1,4 @@
-"""What is refused, in one sentence and before anything is measured."""
+"""Refusals in one sentence, before anything is measured."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_texts(refused: Refused) -> None:
     assert "binary.txt is not UTF-8" in refused(*E2E, "--text", "binary.txt")
 
 
-def test_how_a_model_is_built_again(capture_record: CaptureRecord, tmp_path: Path) -> None:
+def test_model_is_rebuilt_from_its_settings(capture_record: CaptureRecord, tmp_path: Path) -> None:
     model = capture_record.settings["model"]
     assert model.endswith("model.py:build")
     assert load_arguments(capture_record, "cpu", trust_code=True) == {"model": model, "seed": 0}
@@ -174,7 +174,7 @@ def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
     ],
 )
 @pytest.mark.parametrize("trust", [(), ("--trust-code",)])
-def test_what_a_model_was_built_from_has_moved(
+def test_missing_model_files_are_named(
     refused: Refused, settings: dict[str, Any], said: str, trust: tuple[str, ...]
 ) -> None:
     edit(lambda data: data["captures"][0].update(settings={"given": {}, **settings}))
@@ -232,7 +232,7 @@ def tried(kernel: str, status: Status, environment: str = HERE) -> Row:
     return factories.row(kernel, None, None, status, "because", environment=environment)
 
 
-def test_which_kernels_are_put_into_a_model(
+def test_kernels_for_the_model_are_chosen(
     capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replay.end_to_end.model_process.import_path", lambda python: (python,))
@@ -273,7 +273,7 @@ def test_an_environment_that_does_not_fit_costs_its_own_kernels(
     ]
 
 
-def test_where_an_interpreter_imports_from(tmp_path: Path) -> None:
+def test_import_path_of_an_interpreter_is_read(tmp_path: Path) -> None:
     def interpreter(name: str, prints: str) -> str:
         path = tmp_path / name
         path.write_text(f"#!/bin/sh\necho '{prints}'\n")

@@ -167,12 +167,7 @@ def test_black_frames_and_nan() -> None:
     assert drift["black_frames"] == 2
     assert (drift["nan_count"], drift["baseline_nan_count"]) == (3 * 16 * 16, 0)
     assert drift["psnr"] is drift["ssim"] is drift["relative_l1"] is None
-    assert cells(drift) == [
-        "PSNR - dB, SSIM -",
-        "rel. L1 -, cosine -",
-        "2 of 4 black",
-        "768 NaN",
-    ]
+    assert cells(drift) == ["PSNR - dB, SSIM -", "rel. L1 -, cosine -", "2 of 4 black", "768 NaN"]
     reverse = compare({"frames": kernel}, {"frames": baseline})
     assert (reverse["nan_count"], reverse["baseline_nan_count"]) == (0, 3 * 16 * 16)
     assert reverse["black_frames"] == 0

@@ -17,7 +17,7 @@ from .conftest import CALLS, SLOW_SECONDS, check
 
 
 class Told(NamedTuple):
-    """What one run of the command tells, and its file."""
+    """Output and file of one run of the command."""
 
     found: dict[str, dict[str, Any]]
     file: Path
@@ -73,7 +73,7 @@ def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
     )
 
 
-def test_what_a_kernel_does_to_the_model_costs_its_own_row(told: Told) -> None:
+def test_damage_to_the_model_costs_only_the_kernels_row(told: Told) -> None:
     assert list(told.found) == ["the model's own", "slow", "raises", "wrong", "plan.json", "fails"]
     status = {name: (each["status"], each["reason"]) for name, each in told.found.items()}
     assert status["raises"][0] == status["fails"][0] == "error"
@@ -168,10 +168,7 @@ def test_the_paragraph_that_explains_a_kernel(
     ],
 )
 def test_files_that_explain_nothing(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    line: str | None,
-    sentence: str,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, sentence: str
 ) -> None:
     path = tmp_path / "told.jsonl"
     if line is not None:

@@ -1,4 +1,4 @@
-"""What a check does around the model's process, with a process that only pretends."""
+"""Check of a model around its process, with a process that only pretends."""
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def test_the_models_own_attention_is_tried_again_where_a_kernel_may_have_broken_
         assert broken.closed
 
 
-def test_a_variant_that_is_refused_is_not_tried() -> None:
+def test_refused_variant_is_not_tried() -> None:
     process = Pretended()
     record = CaptureRecord("model", "none", census=CENSUS)
     refused = Variant("a", "a", refused="another Python")
@@ -240,7 +240,7 @@ def test_a_variant_that_is_refused_is_not_tried() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(0.01, MOST_ROUNDS), (1.0, 8), (60.0, 6)])
-def test_as_many_rounds_as_there_is_time_for(seconds: float, rounds: int) -> None:
+def test_rounds_fill_the_time_limit(seconds: float, rounds: int) -> None:
     # A run with the kernel takes half as long.
     own, a = checked(Pretended(seconds=seconds), "a", rounds=None)
     assert own.measured[RUN].ms.n == a.measured[RUN].ms.n == rounds
@@ -257,7 +257,7 @@ def test_a_gpu_that_waits_for_its_host() -> None:
     assert (a.peak_bytes, a.sm_clock_mhz, a.power_w) == (5, 1500, 300.0)
 
 
-def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
+def test_changed_model_is_reported_and_not_predicted() -> None:
     size = [1, 2, 96, 32]
     longer = {"signatures": [{"query": size, "key": size, "value": size}]}
     longer["rows"] = [{"module": "layers.0", "phase": "denoise", "signature": 0, "calls": 12}]
@@ -270,7 +270,7 @@ def test_another_model_than_the_recorded_is_told_and_not_predicted() -> None:
     assert a.measured[RUN].speedup is not None
 
 
-def test_attention_that_the_recording_did_not_see_is_told() -> None:
+def test_missed_attention_is_reported() -> None:
     past = {"kind": "FlexAttention", "forwards": 8, "modules": 2, "example": "layers.1"}
     for gone_past, told in ([], ""), ([past], "in 8 runs of FlexAttention (such as layers.1): "):
         record = CaptureRecord("model", "none", census=CENSUS, missed_attention=gone_past)
@@ -316,7 +316,7 @@ def test_runs_are_kept_as_they_were_timed() -> None:
     assert all(sorted(times.forwards["denoise"])[-1] == 0.625 for times in a.runs)
 
 
-def test_each_round_says_how_long_the_others_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_round_estimates_the_remaining_time(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Pretended()
     # A minute passes between two looks at the clock: one before the rounds, one before each.
     clock = iter(range(0, 600, 60))

@@ -111,7 +111,7 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) ->
     assert times.launch == {}  # on a CPU the call itself
 
 
-def test_what_calls_cost_the_host_is_told_of_a_gpu(
+def test_host_time_of_calls_is_reported_on_a_gpu(
     let_pass: Pass, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock({}, CPU)

@@ -1,4 +1,4 @@
-"""What the model's process keeps of a run."""
+"""Counts and outputs that the model's process keeps of a run."""
 
 from __future__ import annotations
 

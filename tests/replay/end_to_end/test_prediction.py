@@ -108,10 +108,7 @@ def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
     assert run.new_seconds is not None
     assert run.new_seconds.value == pytest.approx(0.9)
     assert run.calls == Calls(swapped=20, not_recorded=9)
-    assert run.not_recorded == [
-        Missing("layers.0", "encode", 3),
-        Missing("layers.1", "denoise", 6),
-    ]
+    assert run.not_recorded == [Missing("layers.0", "encode", 3), Missing("layers.1", "denoise", 6)]
 
 
 def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
@@ -156,13 +153,9 @@ def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
     rows.append(row("new", b, 1.0, "inaccurate"))
-    counted = census(
-        *((f"layers.{layer}", "denoise", 64, 4) for layer in range(3)),
-    )
+    counted = census(*((f"layers.{layer}", "denoise", 64, 4) for layer in range(3)))
     run = predicted(
-        counted,
-        rows,
-        kernel_at=lambda module, phase: OLD if module == "layers.1" else NEW,
+        counted, rows, kernel_at=lambda module, phase: OLD if module == "layers.1" else NEW
     ).run
     assert run.new_seconds is not None
     # layers.2 was not recorded: the mean of the two.
@@ -323,7 +316,7 @@ def test_launches_of_another_environment_are_held_against_the_baseline_there() -
     assert new.value == pytest.approx(0.1 + 30 * 0.0001)
 
 
-def test_what_cannot_be_predicted_is_said() -> None:
+def test_impossible_prediction_has_a_reason() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
     with pytest.raises(CensusError, match="capture it again"):

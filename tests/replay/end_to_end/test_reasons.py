@@ -42,9 +42,7 @@ def made(
     ratio = 1 / measured
     checked.measured = {
         RUN: MeasuredSpan(
-            summarize([1000 * measured] * 3),
-            speedup(ratio, 0.99 * ratio, 1.01 * ratio),
-            None,
+            summarize([1000 * measured] * 3), speedup(ratio, 0.99 * ratio, 1.01 * ratio), None
         )
     }
     checked.fallbacks = {"takes no mask": 2}
@@ -62,7 +60,7 @@ def test_a_prediction_that_holds_needs_no_reason() -> None:
     assert reasons(near) == []
 
 
-def test_what_was_not_predicted_or_not_measured_has_none() -> None:
+def test_missing_predictions_and_measurements_have_no_reasons() -> None:
     checked = made(new_seconds=None, speedup=None)
     assert reasons(checked) == []
     checked = made()
@@ -73,7 +71,7 @@ def test_what_was_not_predicted_or_not_measured_has_none() -> None:
     assert reasons(checked) == []
 
 
-def test_nothing_is_known() -> None:
+def test_unknown_cause_is_stated() -> None:
     checked = made()
     checked.attention_seconds = {}
     assert reasons(checked) == ["nothing recorded explains the difference"]

@@ -27,7 +27,7 @@ def test_images_come_back_as_they_were(tmp_path: Path) -> None:
         assert torch.equal(levels(file), (image * 255).round().byte().permute(1, 2, 0))
 
 
-def test_what_a_picture_cannot_hold(tmp_path: Path) -> None:
+def test_values_outside_a_picture_are_clamped(tmp_path: Path) -> None:
     image = torch.tensor([float("nan"), -1.0, 2.0, 0.5], dtype=torch.bfloat16)
     (file,) = keep({"images": image.view(1, 1, 2, 2)}, tmp_path, model="m", kernel="k")
     assert levels(file).flatten().tolist() == [0, 0, 255, 128]
@@ -66,7 +66,7 @@ def test_texts_with_and_without_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["latents", "output"])
-def test_where_nothing_can_be_looked_at_the_tensor_is_kept(tmp_path: Path, name: str) -> None:
+def test_tensor_is_kept_when_nothing_is_viewable(tmp_path: Path, name: str) -> None:
     tensor = torch.randn(2, 3).T
     (file,) = keep({name: tensor}, tmp_path, model="m", kernel="k")
     assert torch.equal(load_file(file)[name], tensor)

@@ -1,4 +1,4 @@
-"""What a run takes by its forwards' typical times."""
+"""Times of a run by its forwards' typical times."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from replay.end_to_end.predicted_times import RUN
 from replay.end_to_end.undisturbed_times import by_round, delayed
 
 
-def test_what_delays_single_forwards_does_not_count() -> None:
+def test_delays_of_single_forwards_do_not_count() -> None:
     quiet = [2.0, 2.0, 2.0, 2.0]
     first, second = [9.0, 2.0, 2.0, 2.0], [2.0, 2.0, 7.0, 2.0]
     rounds = [RunTimes(sum(each) + 1, {"decode": each}) for each in (quiet, first, second)]
     assert by_round(rounds) == {"decode": [2, 2, 2], RUN: [9, 9, 9]}
 
 
-def test_what_a_forward_always_takes_longer_counts() -> None:
+def test_steady_slowdown_of_a_forward_counts() -> None:
     forwards = [2.0, 2.0, 10.0, 2.0, 2.0]
     rounds = [RunTimes(20.0, {"decode": forwards})] * 3
     assert by_round(rounds) == {"decode": [pytest.approx(3.6)] * 3, RUN: [pytest.approx(20)] * 3}
@@ -56,7 +56,7 @@ def test_a_phase_that_not_every_round_has_is_left_out() -> None:
     assert by_round(rounds) == {"decode": [1, 1], RUN: [9, 7]}
 
 
-def test_how_much_was_left_out() -> None:
+def test_share_of_delays_is_reported() -> None:
     forwards = ([2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 7.0, 2.0], [2.0, 2.0, 2.0, 2.0])
     assert delayed([RunTimes(sum(each) + 1, {"decode": each}) for each in forwards]) == 5 / 32
     assert delayed([RunTimes(9.0, {"decode": [1.0]})]) == 0

@@ -1,4 +1,4 @@
-"""What the tests of third-party kernels share.
+"""Fixtures for the tests of third-party kernels.
 
 None of the libraries can run here (no GPU). The tests put **stand-ins** in their place: modules
 with the real functions' names, parameters, layouts and habits, whose arithmetic is torch's. They
@@ -83,7 +83,7 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def forget() -> Iterator[None]:
-    """What adapters keep between calls (imports, trials, a chosen backend) is a test's own."""
+    """Clear what adapters keep between calls: imports, trials, a chosen backend."""
 
     def clear() -> None:
         libraries._import.cache_clear()

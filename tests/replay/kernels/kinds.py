@@ -73,7 +73,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "float32": {"dtype": torch.float32},
 }
-"""What each differs in from two heads of 130 queries and keys, head_dim 64, float16."""
+"""Differences of each kind from two heads of 130 queries and keys, head_dim 64, float16."""
 
 MASKED = tuple(kind for kind, changes in KINDS.items() if "attn_mask" in changes)
 
@@ -82,10 +82,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "model's": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "elements apart": lambda x: x.mT.contiguous().mT,
 }
-"""How query, key and value lie in memory: BHSD, BSHD as a model's projections give it, BHDS."""
+"""Memory layouts of query, key and value: BHSD, BSHD as from a model's projections, BHDS."""
 
 QUANTISING = ("cudnn-fp8", "fa3-fp8")
-"""Whose adapters quantise; for others the library does, which stand-ins leave out."""
+"""Kernels whose adapters quantise; other libraries quantise themselves, unlike stand-ins."""
 
 VARIANTS = {
     "fa3": ("a tensor", "a tuple"),
@@ -202,12 +202,7 @@ DENSE = {
 CAPPED = {"soft cap", "soft cap, scale, batch", "soft cap, decode"}
 SINKS = {"sinks", "sinks, window"}
 PACKED = {"packed", "packed, bottom right", "packed, even", "packed, window"}
-LENGTHS = {
-    "key lengths",
-    "key lengths, decode",
-    "key lengths, bottom right",
-    "key lengths, window",
-}
+LENGTHS = {"key lengths", "key lengths, decode", "key lengths, bottom right", "key lengths, window"}
 
 
 def verify_variants(name: str) -> set[str]:

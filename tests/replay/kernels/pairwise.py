@@ -1,4 +1,4 @@
-"""Which combinations to test where all of them are too many: those in which every pair occurs.
+"""Choice of test cases in which every pair of values occurs, where all cases are too many.
 
 Most defects need one factor, or two that meet (a causal call in other strides); testing every pair
 finds them at a fraction of the product's cost.
@@ -23,9 +23,9 @@ def pairs(case: Case) -> set[Pair]:
 def pairwise(cases: Iterable[Case]) -> list[Case]:
     """Some of the cases, in their order, with every pair of values that occurs in all of them.
 
-    Greedy, and the same each time: first cases that bring as many new pairs as a case can, then
-    those that bring fewer. Cases are looked at in shuffled order, so that what no pair decides is
-    spread over all values.
+    Greedy, and the same each time: first cases with as many new pairs as a case can have, then the
+    others. Cases are visited in shuffled order, so that whatever no pair decides is spread over all
+    values.
     """
     listed = list(cases)
     shuffled = random.Random(0).sample(listed, len(listed))

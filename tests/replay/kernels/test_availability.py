@@ -1,4 +1,4 @@
-"""What is said of a library that cannot be used, and that none is imported before it must be."""
+"""Messages about unusable libraries, which are not imported before they must be."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_elements_apart(make_call: MakeCall) -> None:
     )
 
 
-def test_all_of_tells_the_first_reason(make_call: MakeCall) -> None:
+def test_all_of_returns_the_first_reason(make_call: MakeCall) -> None:
     both = all_of(constraints.no_dropout, constraints.no_mask, constraints.decode_only)
     assert both(make_call(attn_mask=ANY_MASK)) == "takes no attn_mask"
     assert both(make_call()) == "decode only: one query per sequence, not 9"

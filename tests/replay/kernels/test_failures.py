@@ -1,4 +1,4 @@
-"""What an exception says in a row: a status, and one line that fits a table."""
+"""Exceptions in rows: a status, and one line that fits a table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Silent(Exception):
         raise SystemExit(3)
 
 
-def test_what_ends_programs_is_an_error_like_any_other() -> None:
+def test_system_exit_is_an_error() -> None:
     assert classify(SystemExit(0)) == ("error", "SystemExit: 0")
     assert classify(GeneratorExit()) == ("error", "GeneratorExit: GeneratorExit")
     assert classify(Silent()) == (

@@ -59,7 +59,7 @@ def _each(
     *arguments: Any,
     **beyond: Any,
 ) -> Tensor:
-    """The formula on each of packed sequences (T, H, D), of which some keys may not count."""
+    """Apply the formula to each packed sequence (T, H, D), some of whose keys may not count."""
     q, k, v = tensors
     outputs = []
     for i in range(len(cu_seqlens_q) - 1):
@@ -142,7 +142,7 @@ def _on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
             assert "head_dim_v" in asked or tensors[1].shape[1] % 256 == 0
         if asked.get("cache_leftpad") is not None:
             alone = asked["window_size"] == (-1, -1)
-            assert alone, "nobody has looked up where its diagonal then is"
+            assert alone, "the alignment of its diagonal is unknown then"
         return function(*args, **kwargs)
 
     return strict
@@ -177,18 +177,12 @@ def flash_attn_interface(
         v: Tensor,
         softmax_scale: float | None = None,
         causal: bool = False,
-        qv: Tensor | None = None,
+        *,
         q_descale: Tensor | None = None,
         k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
         window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
         softcap: float = 0.0,
-        num_splits: int = 1,
-        pack_gqa: bool | None = None,
-        deterministic: bool = False,
-        sm_margin: int = 0,
-        return_attn_probs: bool = False,
     ) -> Any:
         assert q.dtype == k.dtype == v.dtype
         heads_first = [each.transpose(1, 2) for each in (q, k, v)]
@@ -213,16 +207,11 @@ def flash_attn_interface(
         cu_seqlens_k: Tensor,
         max_seqlen_q: int,
         max_seqlen_k: int,
-        seqused_q: Tensor | None = None,
+        *,
         seqused_k: Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
-        qv: Tensor | None = None,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
         window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
         softcap: float = 0.0,
     ) -> Any:
         _readable(q, k, v)
@@ -234,26 +223,14 @@ def flash_attn_interface(
         q: Tensor,
         k_cache: Tensor,
         v_cache: Tensor,
-        k: Tensor | None = None,
-        v: Tensor | None = None,
-        qv: Tensor | None = None,
-        rotary_cos: Tensor | None = None,
-        rotary_sin: Tensor | None = None,
+        *,
         cache_seqlens: Tensor | None = None,
-        cache_batch_idx: Tensor | None = None,
-        cache_leftpad: Tensor | None = None,
         page_table: Tensor | None = None,
         cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k_new: Tensor | None = None,
         max_seqlen_q: int | None = None,
-        rotary_seqlens: Tensor | None = None,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int, int] = (-1, -1),
-        attention_chunk: int = 0,
         softcap: float = 0.0,
     ) -> Any:
         _readable(q, k_cache, v_cache)
@@ -290,7 +267,7 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
         k: Tensor,
         v: Tensor,
         qv: Tensor | None = None,
-        gather_kv_indices: Tensor | None = None,
+        *,
         softmax_scale: float | None = None,
         causal: bool = False,
         window_size: tuple[int | None, int | None] = (None, None),
@@ -312,7 +289,7 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
         cu_seqlens_k: Tensor | None = None,
         max_seqlen_q: int | None = None,
         max_seqlen_k: int | None = None,
-        seqused_q: Tensor | None = None,
+        *,
         seqused_k: Tensor | None = None,
         page_table: Tensor | None = None,
         softmax_scale: float | None = None,
@@ -336,7 +313,7 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
     def beyond_sdpa(
         window: tuple[int | None, int | None], sink: Tensor | None, softcap: float
     ) -> dict[str, Any]:
-        assert -1 not in window, "None is no limit here"
+        assert -1 not in window, "None stands for no limit"
         assert sink is None or sink.dtype == torch.bfloat16
         return {"window": window, "sink": sink, "softcap": softcap}
 
@@ -381,8 +358,8 @@ def test_fa4() -> None:
 
 
 NO_PADDING = (
-    "takes a padding mask only: the same for all heads and queries, "
-    "masking keys before or after the rest"
+    "takes a padding mask only: the same for all heads and queries, and "
+    "masking keys before or after the others"
 )
 NO_LENGTHS = "for sequences of different lengths: this call has no attn_mask, and is not packed"
 NOT_PADDED = {
@@ -433,7 +410,7 @@ def test_fa3_beyond_sdpa() -> None:
     assert verify_variants("fa3-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
     assert verify_variants("fa3-kvcache") == DECODE | LENGTHS | PAGES | PAGES_PACKED
     assert catalogue()["fa3-kvcache"].refuses(LIBRARY_CALLS["packed"]) == (
-        "packed sequences whose keys do not lie in pages"
+        "packed sequences without pages of keys"
     )
 
 
@@ -501,7 +478,7 @@ def test_absorbed_mla(name: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_what_flash_mla_declines() -> None:
+def test_flash_mla_refuses_other_calls() -> None:
     kernel, call = catalogue()["flash-mla"], mla_call()
     apart = replace(call, value=call.value.clone())
     refused = {
@@ -521,7 +498,7 @@ def test_what_flash_mla_declines() -> None:
         "head_dim 520: needs 576 or 512",
         "for keys in pages: this call has no page table",
     }
-    with pytest.raises(NotImplementedError, match="no part of this call's key"):
+    with pytest.raises(NotImplementedError, match="not part of this call's key"):
         kernel.attention(**apart.arguments())
 
 
@@ -544,13 +521,11 @@ def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
         max_q: int,
         max_k: int,
         *,
-        return_aux: Any = None,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
         seqused_k: Tensor | None = None,
         block_table: Tensor | None = None,
-        num_splits: int | None = None,
     ) -> Tensor:
         _readable(query, key, value)
         if block_table is not None:

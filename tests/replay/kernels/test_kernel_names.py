@@ -1,4 +1,4 @@
-"""Which names of kernels are doubted before PyTorch is imported."""
+"""Names of kernels that are doubted before PyTorch is imported."""
 
 from __future__ import annotations
 
@@ -13,15 +13,7 @@ from replay.kernels.kernel_names import look_known, parts
 
 @pytest.mark.parametrize(
     "patterns",
-    [
-        "nosuch",
-        "flexx",
-        "FLEX",
-        "torch-fa5",
-        "torch-math,sage4",
-        "flex,nowhere.py:mine",
-        "ﬂex",
-    ],
+    ["nosuch", "flexx", "FLEX", "torch-fa5", "torch-math,sage4", "flex,nowhere.py:mine", "ﬂex"],
 )
 def test_misspelt_names_are(patterns: str) -> None:
     assert not look_known(patterns)

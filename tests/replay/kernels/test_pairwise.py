@@ -36,7 +36,7 @@ def test_any_part_of_a_product(some: list[Case]) -> None:
     assert chosen == [case for case in some if case in chosen]
 
 
-def test_what_kernels_are_checked_on() -> None:
+def test_chosen_cases_cover_all_pairs() -> None:
     chosen, every = cases(), every_case()
     assert set(chosen) <= set(every)
     assert met(chosen) == met(every)

@@ -91,6 +91,7 @@ def sage_1(install: Install, formula: Formula) -> None:
             v: Tensor,
             q_scale: float,
             k_scale: None,
+            *,
             tensor_layout: str = "HND",
             output_dtype: torch.dtype = torch.float16,
         ) -> Tensor:
@@ -126,11 +127,8 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         tensor_layout: str = "HND",
         is_causal: bool = False,
         sm_scale: float | None = None,
-        return_lse: bool = False,
-        **kwargs: Any,
     ) -> Tensor:
         _checked(q, k, v, tensor_layout)
-        assert not kwargs
         note("sageattn", {})
         return formula(q, k, v, sm_scale, is_causal)
 
@@ -144,11 +142,8 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         attn_mask: Tensor | None = None,
         sm_scale: float | None = None,
         smooth_k: bool = True,
-        return_lse: bool = False,
-        **kwargs: Any,
     ) -> Tensor:
         _checked(q, k, v, tensor_layout)
-        assert not kwargs
         if attn_mask is not None:
             assert not is_causal
             assert attn_mask.dtype == torch.bool
@@ -173,11 +168,8 @@ def sage_2(install: Install, formula: Formula) -> Calls:
             pv_accum_dtype: str = accum,
             smooth_k: bool = True,
             smooth_v: bool | None = smooth_v_default,
-            return_lse: bool = False,
-            **kwargs: Any,
         ) -> Tensor:
             _checked(q, k, v, tensor_layout)
-            assert not kwargs
             assert smooth_v is None or smooth_v_default is not None, "it has no smooth_v"
             note(
                 name,
@@ -230,9 +222,9 @@ def sage_2(install: Install, formula: Formula) -> Calls:
             v: Tensor,
             q_scale: float,
             k_scale: Any,
+            *,
             tensor_layout: str = "HND",
             output_dtype: torch.dtype = torch.float16,
-            return_lse: bool = False,
         ) -> tuple[Tensor, Tensor]:
             return formula(q, k, v, q_scale, causal).to(output_dtype), torch.empty(0)
 
@@ -335,9 +327,7 @@ def test_sage1(variant: str) -> None:
 
 
 @pytest.mark.usefixtures("sage_1")
-def test_sage1_changes_its_key_as_a_user_would_see(
-    make_call: Callable[..., AttentionCall],
-) -> None:
+def test_sage1_changes_its_key_as_a_user_would_see(make_call: Callable[..., AttentionCall]) -> None:
     call = make_call(head_dim=64, dtype=torch.float16)
     before = call.key.clone()
     catalogue()["sage1"].prepare(call)()  # type: ignore[misc]
@@ -531,12 +521,7 @@ def test_sage3(sage_3: list[bool], variant: str) -> None:
         ("scale", "scale, batch", "decode, scale"),
         "takes no scale: always 1/sqrt(head_dim), not 0.3",
     )
-    assert verify("sage3", variant) == {
-        **FEWER_KEY_HEADS,
-        **REFUSED,
-        **OTHER_HEAD_DIMS,
-        **scaled,
-    }
+    assert verify("sage3", variant) == {**FEWER_KEY_HEADS, **REFUSED, **OTHER_HEAD_DIMS, **scaled}
     assert set(sage_3) == {variant != "mean=sequence"}
 
 
@@ -549,18 +534,11 @@ def spas_sage_attn(install: Install, formula: Formula) -> list[float]:
         k: Tensor,
         v: Tensor,
         attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
+        *,
         is_causal: bool = False,
         scale: float | None = None,
-        smooth_k: bool = True,
-        simthreshd1: float = -0.1,
-        cdfthreshd: float | None = None,
         topk: float = 0.5,
-        pvthreshd: int = 50,
-        attention_sink: bool = False,
         tensor_layout: str = "HND",
-        output_dtype: torch.dtype = torch.float16,
-        return_sparsity: bool = False,
     ) -> Tensor:
         _checked(q, k, v, tensor_layout)
         assert attn_mask is None

@@ -84,7 +84,7 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
 
 
 @pytest.mark.parametrize("name", ON_CPU)
-def test_what_no_kernel_is_asked_for(make_call: MakeCall, name: str) -> None:
+def test_invalid_names_are_doubted(make_call: MakeCall, name: str) -> None:
     kernel = catalogue()[name]
     both = make_call(is_causal=True, attn_mask=torch.zeros(9, 13))
     assert kernel.unsupported(both) == "attn_mask and is_causal together"

@@ -95,7 +95,7 @@ def test_nothing_is_imported_until_asked(folder: Path) -> None:
         kernel.loaded()
 
 
-def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
+def test_missing_library_is_reported(run: Run, run_cli: RunCli, folder: Path) -> None:
     with pytest.raises(KernelNameError, match=r"no kernel 'no.py:a': there is no file no.py"):
         find("no.py:a")
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
@@ -111,11 +111,11 @@ def test_what_is_not_there(run: Run, run_cli: RunCli, folder: Path) -> None:
 def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
     """It stands in the source, so that only running that tells."""
     (folder / "picky.py").write_text(PICKY)
-    with pytest.raises(KernelNameError, match="'picky': attention is what it registers by that"):
+    with pytest.raises(KernelNameError, match="'picky': it registers attention by that name"):
         find("picky.py:picky").loaded()
 
 
-def test_what_is_no_function_once_it_is_there(folder: Path) -> None:
+def test_imported_value_that_is_not_a_function_is_refused(folder: Path) -> None:
     (folder / "mine.py").write_text("three = int('3')\n")
     with pytest.raises(KernelNameError, match=r"^three in mine.py is not a function$"):
         find("mine.py:three").loaded()
@@ -226,12 +226,8 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
         ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
         ("", "has no function 'atend'; add it"),
         # Only a function of the file is suggested, and one of a name that is near.
-        ("import attend\nattend = print\n'attend'", "has no function 'atend'; add it"),
         ("def attention(): pass", "has no function 'atend'; add it"),
         ("def other():\n    def attend(): pass", "has no function 'atend'; add it"),
-        ("atend = 3", "atend in mine.py is not a function; name one"),
-        ("atend = [print]", "atend in mine.py is not a function; name one"),
-        ("atend = 3\ndef attend(): pass", "is not a function; did you mean attend?"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
     ],
 )
@@ -249,12 +245,9 @@ def test_a_function_that_is_not_in_the_file(
     [
         "from torch.nn.functional import *",
         "from torch.nn.functional import relu as atend",
-        "import atend",
         "atend = print",
         "globals()['atend'] = print",
-        "if True:\n    def atend(): pass",
         "def __getattr__(name): return print",
-        "this is no Python",
     ],
 )
 def test_a_function_that_may_be_in_the_file(tmp_path: Path, source: str) -> None:

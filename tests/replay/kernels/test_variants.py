@@ -17,15 +17,14 @@ from tests.variant_calls import CALLS
 
 
 def test_flex_takes_no_call_without_keys() -> None:
-    """Which ended its worker by a division by zero on a CPU."""
+    """Such a call ended its worker by a division by zero on a CPU."""
     reason = find("flex").refuses(random_call(kv_len=0))
     assert reason is not None
     assert "without keys" in reason
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["eager", "torch-default", "torch-masked", pytest.param("flex", marks=pytest.mark.slow)],
+    "name", ["eager", "torch-default", "torch-masked", pytest.param("flex", marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
 def test_a_kernel_gives_what_the_reference_gives(name: str, call: AttentionCall) -> None:
@@ -50,7 +49,7 @@ def test_every_feature_has_a_call_here() -> None:
 
 
 @pytest.mark.parametrize("kernel", catalogue().values(), ids=list(catalogue()))
-def test_what_a_kernel_does_not_know_is_refused_by_name(kernel: Kernel) -> None:
+def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
     """Its `refuses` says it, and its drop-in raises it rather than to answer something else."""
     for call in CALLS.values():
         unknown = [FEATURES[name] for name in call.features if name not in kernel.features]

@@ -53,14 +53,14 @@ def test_arguments_arrive_however_they_are_passed(make_call: MakeCall) -> None:
     assert seen[2] == Arguments(*tensors[:3], None, 0.0, False, None, False)
 
 
-def test_limits_hold_where_nobody_asked(make_call: MakeCall) -> None:
+def test_limits_hold_without_a_check_before(make_call: MakeCall) -> None:
     attention = drop_in(
         lambda call: call.query, (no_mask, no_dropout, half_precision, causal_only_square)
     )
     for options in ({"dropout_p": 0.1}, {"attn_mask": torch.ones(9, 13)}, {"is_causal": True}):
         with pytest.raises(NotImplementedError):
             attention(**make_call(**options).arguments())
-    # dtypes and head dimensions are the library's to refuse; nobody ignores them.
+    # dtypes and head dimensions are left to the library, which checks them.
     call = make_call(kv_len=9, is_causal=True)
     assert attention(**call.arguments()) is call.query
 
@@ -148,7 +148,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     "float64": ({"dtype": torch.float64}, "dtype float64: needs [a-z0-9, ]* or [a-z0-9]*"),
     "queries": ({"q_len": 150, "kv_len": 160}, "decode only: .* per sequence, not 150"),
 }
-"""What a kernel may not support, and the only ways to say so."""
+"""Calls that a kernel may not support, and the sentences about them."""
 
 ADAPTED = [
     name
@@ -178,7 +178,7 @@ def test_one_reason_has_one_sentence(make_call: MakeCall, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["torch-math", "torch-default-compiled", "torch-fa3"])
 @pytest.mark.parametrize("feature", ["dropout", "mask and causal"])
-def test_what_pytorch_does_not_judge_is_said_as_by_others(
+def test_limits_that_pytorch_does_not_check_are_reported(
     make_call: MakeCall, name: str, feature: str
 ) -> None:
     changes, sentence = FEATURES[feature]

@@ -15,7 +15,7 @@ from replay.kernels import registry
 
 
 def _counters() -> Any:
-    from torch._dynamo.utils import counters  # not before Triton is told to interpret
+    from torch._dynamo.utils import counters  # imported after TRITON_INTERPRET is set
 
     return counters
 
@@ -29,7 +29,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def graphs() -> int:
-    """How many different ones were compiled in this test."""
+    """Return the number of different graphs compiled in this test."""
     return int(_counters()["stats"]["unique_graphs"])
 
 

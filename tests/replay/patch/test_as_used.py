@@ -1,4 +1,4 @@
-"""What users of diffusers do to a model before it runs: calls and modules are the same with it."""
+"""Models as users of diffusers prepare them: calls and modules are the same with a recording."""
 
 from __future__ import annotations
 

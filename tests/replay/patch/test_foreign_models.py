@@ -52,7 +52,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def allowed(output: Tensor, name: str) -> float:
-    """Of the largest value, the square root of the model's precision; none of a token."""
+    """Largest error: the square root of the precision times the largest value; 0 for tokens."""
     if not output.is_floating_point():
         return 0.0
     computed_in = torch.bfloat16 if "bfloat16" in name else output.dtype

@@ -169,7 +169,7 @@ def lse_too(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool = False) ->
     return (output, torch.zeros(1)) if return_attn_probs else output
 
 
-def test_who_asks_for_the_log_sum_exp_gets_the_librarys(
+def test_log_sum_exp_comes_from_the_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
@@ -197,7 +197,7 @@ def test_a_function_in_a_compiled_graph_is_its_own(monkeypatch: pytest.MonkeyPat
     assert torch.allclose(inside, lse_too(tensor, tensor, tensor), atol=1e-5)
 
 
-def test_a_kernel_that_compiles_itself_is_no_graph_of_the_model() -> None:
+def test_self_compiling_kernel_adds_no_graph() -> None:
     model = MODELS["Llama flex"]()
     expected = logits(model)
     with use_kernel("flex") as swap:
@@ -205,7 +205,7 @@ def test_a_kernel_that_compiles_itself_is_no_graph_of_the_model() -> None:
     assert (swap.hits, swap.in_graphs) == (2, {})
 
 
-def test_a_compiled_models_own_functions_are_told() -> None:
+def test_functions_of_a_compiled_model_are_reported() -> None:
     model = torch.compile(MODELS["Llama eager"](), backend="eager")
     with use_kernel("torch-math") as swap:
         inside = logits(model)

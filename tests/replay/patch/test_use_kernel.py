@@ -73,7 +73,7 @@ def test_a_kernel_that_cannot_run_here_is_refused() -> None:
         (lambda output: None, "NoneType, not a tensor"),
     ],
 )
-def test_an_output_of_another_form_is_no_answer(
+def test_output_of_another_form_is_refused(
     change: Callable[[Tensor], object], said: str, compiled: bool
 ) -> None:
     @register_kernel("misshaping")
@@ -92,8 +92,8 @@ def test_an_output_of_another_form_is_no_answer(
     assert swap.hits == 0
 
 
-def test_each_output_is_looked_at_however_many_of_its_form_there_were() -> None:
-    """What is known of calls of one form is kept, but not that a kernel always does the same."""
+def test_every_output_is_checked() -> None:
+    """Facts about calls of one form are kept; the kernel's outputs are still checked."""
     outputs: list[Tensor] = []
 
     @register_kernel("changing")

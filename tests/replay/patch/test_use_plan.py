@@ -113,7 +113,7 @@ def scaled() -> Iterator[None]:
 
 
 def scaled_by_hand(model: Transformer, *factors: int) -> Tensor:
-    """What the model returns with the attention output of each block scaled."""
+    """Return the model's output with the attention output of each block scaled."""
     states = STATES
     for block, factor in zip(model.blocks, factors, strict=True):
         assert isinstance(block, Block)
@@ -163,7 +163,7 @@ def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_p
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
 def test_a_model_that_is_gone_does_not_answer(transformer: Transformer) -> None:
-    """Of the same paths as the live one's, and still in memory: a cycle holds it."""
+    """The deleted model has the same paths as the live one, and a cycle keeps it in memory."""
     gone = nn.Module()
     gone.transformer = Transformer()
     gone.itself = [gone]
@@ -186,9 +186,7 @@ class NoLength(nn.Module):
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
 @pytest.mark.parametrize("other", [NoLength(), nn.ModuleList()], ids=["no length", "empty"])
-def test_other_modules_in_memory_are_not_asked_for_their_length(
-    other: nn.Module, transformer: Transformer
-) -> None:
+def test_length_of_other_modules_is_not_read(other: nn.Module, transformer: Transformer) -> None:
     with use_plan(plan_of(*MIXED)) as swap:
         check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
     assert not any(hasattr(module, "blocks") for module in other.modules())
@@ -245,7 +243,7 @@ def test_blocks_compiled_alone_share_the_graphs_of_their_choice(
 
 @torch.no_grad()
 @pytest.mark.parametrize("as_file", [True, False])
-def test_code_that_a_plan_names_runs_with_the_users_word(
+def test_code_of_a_plan_runs_only_with_permission(
     transformer: Transformer, tmp_path: Path, as_file: bool
 ) -> None:
     trace = tmp_path / "executed"
@@ -388,7 +386,7 @@ def made_on(device: str, kernel: str = "twice") -> Plan:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_plan_of_another_gpu_needs_the_users_word(
+def test_plan_of_another_gpu_needs_permission(
     transformer: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -405,7 +403,7 @@ def test_a_plan_of_another_gpu_needs_the_users_word(
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_of_several_plans_the_one_of_this_device_is_used(
+def test_fitting_plan_of_several_is_used(
     transformer: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -448,7 +446,7 @@ def test_a_file_that_names_no_device_is_used_with_a_warning(
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_what_the_model_lacks_is_told(transformer: Transformer) -> None:
+def test_modules_missing_in_the_model_are_reported(transformer: Transformer) -> None:
     choices = [*MIXED, ("transformer.blocks.9.attn", "denoise", "twice")]
     with use_plan(plan_of(*choices), transformer) as swap:
         transformer(STATES, TIMESTEP)
@@ -457,7 +455,9 @@ def test_what_the_model_lacks_is_told(transformer: Transformer) -> None:
 
 
 @pytest.mark.usefixtures("scaled")
-def test_what_cannot_be_used_is_one_sentence(transformer: Transformer, tmp_path: Path) -> None:
+def test_unusable_plans_are_refused_in_one_sentence(
+    transformer: Transformer, tmp_path: Path
+) -> None:
     def refused(error: type[Exception], match: str, plan: Any, module: Any = transformer) -> None:
         with pytest.raises(error, match=match), use_plan(plan, module):
             pass

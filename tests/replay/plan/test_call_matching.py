@@ -1,4 +1,4 @@
-"""Which replayed calls stand for which counted ones."""
+"""Replayed calls that represent the counted ones."""
 
 from __future__ import annotations
 

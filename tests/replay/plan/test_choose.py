@@ -1,4 +1,4 @@
-"""What is chosen for a plan, on censuses and rows made by hand."""
+"""Choices of a plan, on censuses and rows made by hand."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_worst_call_decides(metric: str, good: float, bad: float) -> None:
         assert worst.worst.of(metric) == (good if kernel == "new" else bad)
 
 
-def test_a_figure_that_is_no_number_is_worst() -> None:
+def test_nan_is_the_worst_figure() -> None:
     calls = [facts(name, "layers.0") for name in "ab"]
     for metric in ("cosine", "relative_l1", "rmse"):
         rows = [row("old", call, 10.0) for call in calls]
@@ -127,7 +127,7 @@ def test_five_rounds_show_no_difference() -> None:
     assert chosen(enough, counted) == {"layers.0": "new"}
 
 
-def test_a_difference_within_3_percent_is_none() -> None:
+def test_difference_within_3_percent_is_a_tie() -> None:
     call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
     same = [row("old", call, 10.0), row("new", call, 9.8)]
     assert chosen(same, counted) == {"layers.0": "old"}
@@ -196,14 +196,14 @@ def test_a_kernel_that_supports_no_call_saves_nothing_anywhere() -> None:
     assert (new.saved_ms, new.falls_back, new.not_captured) == (0, 1, 1)
 
 
-def test_a_kernel_that_is_not_here_did_not_fail() -> None:
+def test_unavailable_kernel_did_not_fail() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("far", call, None, "unavailable", "needs a CUDA GPU")]
     counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
     assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
 
 
-def test_what_each_kernel_would_do_at_every_layer() -> None:
+def test_each_kernel_is_evaluated_at_every_layer() -> None:
     names = [f"layers.{layer}" for layer in range(6)]
     calls = [facts(name, name) for name in names[:5]]
     rows = [row("old", call, 10.0) for call in calls]
@@ -260,7 +260,7 @@ def test_rows_that_make_no_plan() -> None:
         choose(rows, {}, COSINE, "old")
 
 
-def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
+def test_plan_has_one_of_the_exclusive_kernels() -> None:
     first, second = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", first, 10.0), row("x", first, 8.0), row("y", first, 20.0)]
     rows += [row("old", second, 10.0), row("x", second, 20.0), row("y", second, 5.0)]
@@ -295,7 +295,7 @@ def test_kernels_that_share_no_process_are_not_in_one_plan() -> None:
         ("denoise", ["attn_mask"], True),
     ],
 )
-def test_what_spoils_later_calls_is_not_chosen(
+def test_kernel_that_spoils_later_calls_is_not_chosen(
     phase: str, changed: list[str], overwrites: bool
 ) -> None:
     call = facts("a", "layers.0", phase)
@@ -314,7 +314,7 @@ def test_what_spoils_later_calls_is_not_chosen(
     )
 
 
-def test_a_kernel_that_spoils_is_told_only_where_it_would_have_been_chosen() -> None:
+def test_spoiling_kernel_is_reported_only_where_it_was_fastest() -> None:
     calls = [facts("a", "enc.0", "encode"), facts("b", "dec.0", "decode")]
     calls.append(facts("c", "dec.1", "prefill"))
     rows = [row(name, call, ms) for call in calls for name, ms in (("old", 10.0), ("fast", 5.0))]
@@ -350,7 +350,7 @@ def test_both_reasons_for_being_left_out() -> None:
     }
 
 
-def test_a_wrong_kernel_is_told_as_wrong_whatever_it_changes() -> None:
+def test_wrong_kernel_that_changes_inputs_counts_as_wrong() -> None:
     call = facts("a", "layers.0", "decode")
     rows = [row("old", call, 10.0), row("wrong", call, 5.0, "inaccurate", "far off")]
     rows[1] = replace(rows[1], changed_inputs=("key",))

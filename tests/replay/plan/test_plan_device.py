@@ -1,4 +1,4 @@
-"""Which type of device a plan is for, and which one a model may run on."""
+"""Types of device that a plan is for and a model may run on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_rows_say_what_they_were_measured_on(machine: Machine, device: str) -> N
     ],
 )
 def test_a_model_runs_where_its_weights_are(devices: set[torch.device], types: list[str]) -> None:
-    """Those on the CPU may be offloaded."""
+    """Modules on the CPU may be offloaded."""
     assert types_at_hand(devices) == types
 
 
@@ -64,5 +64,5 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("H100", ["cpu", "H200"], "was made on H100, and this is cpu or H200"),
     ],
 )
-def test_what_is_said(device: str, at_hand: list[str], sentence: str) -> None:
+def test_mismatch_is_described(device: str, at_hand: list[str], sentence: str) -> None:
     assert mismatch(device, at_hand) == sentence

@@ -44,7 +44,7 @@ def test_a_kernel_that_is_wrong_or_was_not_timed_has_none() -> None:
     assert set(entries(rows)) == {BASELINE, "mine"}
 
 
-def test_no_two_lines_have_the_same_name() -> None:
+def test_lines_have_unique_names() -> None:
     rows = [
         replace(each, call=replace(each.call, name=weights, weights=weights))
         for weights in ("seed 1", "seed 2")

@@ -1,4 +1,4 @@
-"""What a reader is told, in 80 columns: nothing lost, nothing claimed that was not found."""
+"""Tables of 80 columns, which lose nothing and claim nothing that was not measured."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_names_cannot_act_on_the_terminal() -> None:
     assert len(text.splitlines()) == len(text.split("\n")) - 1
 
 
-def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
+def test_lines_fit_the_terminal_and_keep_whole_names() -> None:
     kernel = "hub:some-organisation/a-very-long-kernel-name-with-every-option-spelled-out-fp8-e4m3"
     module = "transformer.transformer_blocks." + "a_module_with_a_long_name." * 5 + "attn1"
     facts = [call(f"call-{number}", module=module, kv_len=64 + number) for number in range(2)]
@@ -115,7 +115,7 @@ def test_no_line_is_longer_than_the_terminal_and_no_name_is_lost() -> None:
         assert unwrapped(module) in unwrapped(text)
 
 
-def test_metrics_that_nobody_has_make_no_table() -> None:
+def test_metrics_without_figures_have_no_table() -> None:
     nobody = dict.fromkeys(("energy", "burst_ms", "sustained_ms", "gpu_during"))
     rows = [replace(row(name, call("a")), **nobody) for name in ("base", "mine")]
     text = report(rows, metrics=["energy"])
@@ -182,7 +182,7 @@ def test_a_kernel_wrong_on_one_call_of_a_group_is_not_the_fastest() -> None:
     assert "mine" not in text.partition("fastest correct kernel")[2]
 
 
-def test_a_sparse_kernel_says_how_much_it_keeps_and_is_not_the_fastest() -> None:
+def test_sparse_kernel_shows_its_share_and_is_never_the_fastest() -> None:
     rows = []
     for name in ("call-0", "call-1"):
         reason = "on the keys it chose, …"
@@ -262,7 +262,7 @@ def test_lines_of_the_fastest_name_their_calls() -> None:
     assert named(per_call=True) == [*names, *(f"model · denoise · 1×2×64×32 · {x}" for x in "hi")]
 
 
-def test_nothing_is_the_fastest_where_nothing_is_correct() -> None:
+def test_no_kernel_is_the_fastest_when_none_is_correct() -> None:
     wrong = row("mine", call("b", kv_len=128), status="inaccurate", reason="exceeds")
     fastest = report([row("base", call("a")), wrong]).partition("fastest correct kernel")[2]
     assert "base" in fastest
@@ -282,7 +282,7 @@ def test_verdicts_of_speed() -> None:
     assert "too few rounds" in told((1.0,) * 5, (0.5,) * 5)
 
 
-def test_few_rounds_are_told() -> None:
+def test_few_rounds_are_shown() -> None:
     few = report([row("base", call(), (1.0,) * 9), row("mine", call(), (1.0,) * 30)], ["time"])
     heading, base, mine = (line.split() for line in few.splitlines()[2:5])
     assert heading[-1] == "n"
@@ -333,7 +333,7 @@ def test_a_kernel_file_may_have_an_at_sign_in_its_path() -> None:
         (0.9996, 1.2, "1.01× ? (1.00-1.20)"),
     ],
 )
-def test_an_interval_that_is_no_tie_does_not_read_as_one(
+def test_interval_does_not_read_as_a_tie_unless_it_is_one(
     low: float, high: float, text: str
 ) -> None:
     assert speedup_text(speedup(1.01, low, high)) == text
@@ -345,7 +345,7 @@ def test_columns_of_work_show_the_middle_value_of_an_even_number_of_calls() -> N
     assert cell("tflops", group, KernelId("base")) == "150"
 
 
-def test_a_shortage_of_memory_is_said_once() -> None:
+def test_shortage_of_memory_is_reported_once() -> None:
     rows = [row("base", call(name)) for name in ("a", "b")]
     for name, size in (("a", "1.5"), ("b", "2.25")):
         reason = f"needed {size} GiB, 10 GiB of 80 GiB free"
@@ -377,7 +377,7 @@ def test_decode_calls_with_a_growing_cache_are_one_group() -> None:
     assert [group.title.count("layers.0") for group in group_rows(rows, per_call=True)] == [1] * 3
 
 
-def test_calls_that_differ_are_not_one_group() -> None:
+def test_different_calls_are_different_groups() -> None:
     facts = call()
     kinds = [
         facts,
@@ -412,7 +412,7 @@ def test_metrics_choose_columns() -> None:
         assert not any(other in text for other in headings.values() if other != heading)
 
 
-def test_what_did_not_run_says_why() -> None:
+def test_kernels_that_did_not_run_have_a_reason() -> None:
     rows = [
         row("base", call()),
         row("picky", call(), status="unsupported", reason="head_dim 72"),
@@ -428,11 +428,11 @@ def test_what_did_not_run_says_why() -> None:
     assert "noise floor: rel L1" in text
 
 
-def test_a_call_that_could_not_be_read_is_no_group() -> None:
+def test_unreadable_call_has_no_group() -> None:
     assert group_rows([factories.unreadable()]) == []
 
 
-def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
+def test_kernel_that_spoils_later_calls_is_never_the_fastest() -> None:
     rows = []
     for phase in ("decode", "denoise"):
         facts = replace(call(), phase=phase)
@@ -445,7 +445,7 @@ def test_what_spoils_later_calls_is_not_called_the_fastest() -> None:
     assert text.count("careless: changes its key") == 2
 
 
-def test_kernels_that_ran_without_the_mask_are_told_apart() -> None:
+def test_kernels_that_ran_without_the_mask_are_marked() -> None:
     facts = call("a", mask=Mask("bool", (1, 1, 64, 64)), mask_structure="window 15/0")
     other = call("b", mask=Mask("bool", (1, 1, 64, 64)))
     rows = [

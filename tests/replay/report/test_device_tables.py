@@ -22,11 +22,7 @@ CALLS = (call_facts("a", "layers.0"), call_facts("b", "layers.1"))
 
 
 def rows_of(
-    device: str,
-    calls: Sequence[CallFacts] = CALLS,
-    *,
-    times: dict[str, float],
-    cache: str = "warm",
+    device: str, calls: Sequence[CallFacts] = CALLS, *, times: dict[str, float], cache: str = "warm"
 ) -> list[Row]:
     """Rows of kernels with these times on every call; the baseline is `old`."""
     options = {"machine": Machine(device), "cache": cache, "speedup": speedup_over("old")}
@@ -101,7 +97,9 @@ def test_only_common_calls_are_compared() -> None:
         ),
     ],
 )
-def test_what_cannot_be_merged(runs: Sequence[Sequence[Row]], sentence: str) -> None:
+def test_runs_that_cannot_be_merged_are_refused(
+    runs: Sequence[Sequence[Row]], sentence: str
+) -> None:
     with pytest.raises(ComparisonError, match=sentence):
         across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
 
@@ -119,7 +117,7 @@ def test_each_device_has_tables_of_its_own() -> None:
     assert "2.00× (2.00-2.00) fastest" in matrix
 
 
-def test_a_device_s_name_is_no_markup() -> None:
+def test_device_name_is_not_markup() -> None:
     strange = rows_of("[/x]", times={"old": 1.0, "[red]": 2.0})
     plain = rows_of("H100", times={"old": 1.0, "[red]": 2.0})
     output = io.StringIO()
@@ -166,7 +164,9 @@ def test_the_command(run_cli: RunCli) -> None:
         (("h100.jsonl", "h200.jsonl", "--markdown", "none/x.md"), "cannot write none/x.md"),
     ],
 )
-def test_what_cannot_be_used(run_cli: RunCli, arguments: tuple[str, ...], sentence: str) -> None:
+def test_unusable_arguments_are_refused(
+    run_cli: RunCli, arguments: tuple[str, ...], sentence: str
+) -> None:
     code, shown, err = run_cli("devices", *arguments)
     assert (code, shown) == (2, "")
     assert sentence in err

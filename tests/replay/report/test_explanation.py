@@ -1,4 +1,4 @@
-"""Fast alone, slow in the model: accounts worked out by hand, and what is said of them."""
+"""Explanations of models that are slower than their kernels, with breakdowns made by hand."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ STEP = PredictedTime(
     fallback_seconds={"takes no mask": 0.02, "head_dim 72": 0.08},
     clues=Clues(preparation_seconds=0.05),
 )
-"""0.4 s of attention become 0.25 s, of which 0.05 s come before the core: that is twice as fast. Of
-0.5 s in all, 0.1 s are refused."""
+"""Answered calls take 0.25 s instead of 0.4 s, with 0.05 s before the core, which is thus twice as
+fast. Refused calls take 0.1 s."""
 
 
 def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> ModelResult:
@@ -108,7 +108,7 @@ def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
     )
 
 
-def test_what_turns_out_better() -> None:
+def test_explanation_covers_a_better_result() -> None:
     found = checked(ms=780.0)
     found.attention_seconds = {"denoise": 0.32}
     assert explanation(found).endswith(
@@ -120,7 +120,7 @@ def test_what_turns_out_better() -> None:
     ).endswith("measured: 850 ms (1.18×). Nothing is left unexplained.")
 
 
-def test_causes_nobody_knows_the_amount_of() -> None:
+def test_causes_of_unknown_size_are_listed() -> None:
     found = checked(sm_clock_mhz=1500.0)
     assert "Possible causes" not in explanation(found)
     assert found.prediction is not None
@@ -134,10 +134,7 @@ def test_causes_nobody_knows_the_amount_of() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (
-            {"status": "crash", "reason": "SIGSEGV"},
-            "it did not run in the model (crash): SIGSEGV.",
-        ),
+        ({"status": "crash", "reason": "SIGSEGV"}, "it did not run in the model (crash): SIGSEGV."),
         (
             {"prediction": None, "unpredicted": "another model"},
             "nothing was predicted: another model.",
@@ -154,7 +151,7 @@ def test_causes_nobody_knows_the_amount_of() -> None:
     ],
     ids=["crash", "other", "refused"],
 )
-def test_no_account(change: dict[str, Any], sentence: str) -> None:
+def test_missing_breakdown_has_a_reason(change: dict[str, Any], sentence: str) -> None:
     found = replace(checked(), **change)
     assert explanation(found, "denoise") == f"fast in flux, a denoising step: {sentence}"
 

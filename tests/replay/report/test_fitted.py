@@ -33,7 +33,7 @@ def test_names_and_numbers_stay_whole(width: int) -> None:
         assert len(lines) == 2
 
 
-def test_where_words_leave_no_room_nothing_is_cut_off() -> None:
+def test_table_cuts_nothing_when_words_do_not_fit() -> None:
     """rich cuts off what columns of a least width push over the edge."""
     lines = printed(50)
     assert max(map(len, lines)) <= 50

@@ -66,7 +66,7 @@ def printed(width: int, *checks: ModelResult) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_nothing_is_cut_or_broken(width: int) -> None:
+def test_tables_cut_no_text(width: int) -> None:
     lines = printed(
         width, checked("the model's own", 1), checked("fast", 1.25), checked(LONG, 1.25)
     )
@@ -115,7 +115,7 @@ def test_rounds_are_those_of_the_kernels() -> None:
     assert "llama end to end · 15 rounds" in printed(80, own, crashed)
 
 
-def test_every_row_that_lacks_something_says_why() -> None:
+def test_incomplete_rows_have_a_reason() -> None:
     own = checked("the model's own", 1)
     crashed = replace(
         ModelResult("bad", "llama", "trained"), status="crash", reason="ended by SIGSEGV"
@@ -135,7 +135,7 @@ def test_every_row_that_lacks_something_says_why() -> None:
     assert not any(line.startswith("bad") and "×" in line for line in lines)
 
 
-def test_a_short_census_is_told_once() -> None:
+def test_short_census_is_reported_once() -> None:
     own, fast = checked("the model's own", 1), checked("fast", 1.25)
     own.short_census = fast.short_census = "predictions leave out attention"
     assert printed(80, own, fast).count("predictions leave out attention") == 1
@@ -160,7 +160,7 @@ def test_a_variants_brackets_are_printed() -> None:
     assert len(rows) == 4  # three spans and the outcome
 
 
-def test_what_a_plan_leaves_or_misnames_is_told() -> None:
+def test_calls_left_by_a_plan_and_missing_modules_are_reported() -> None:
     planned = checked("plan.json", 1.25)
     planned.own_calls, planned.missing = 31, ["layers.7"]
     text = "\n".join(printed(100, checked("the model's own", 1), planned))
@@ -178,7 +178,7 @@ def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
     assert "fast: changes its key in place: a model that reads it again" in text
 
 
-def test_what_was_left_out_as_delays_is_told() -> None:
+def test_delays_left_out_are_reported() -> None:
     own, fast, slow = checked("the model's own", 1), checked("fast", 1.25), checked("slow", 1.1)
     own.delayed, fast.delayed, slow.delayed = 0.03, 0.07, 0.12
     text = " ".join(printed(80, own, fast, slow))

@@ -1,4 +1,4 @@
-"""What a reader of a plan is told, in 80 columns."""
+"""Tables of a plan in 80 columns."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_layers_that_differ_in_a_number_are_one_line() -> None:
 
 
 def test_a_name_stands_for_its_members_alone() -> None:
-    """Two of the four corners of a grid are no rectangle."""
+    """Two of the four corners of a grid do not form a rectangle."""
     assert names(["down.0.blocks.1.a", "down.1.blocks.0.a"]) == [
         "down.0.blocks.1.a",
         "down.1.blocks.0.a",
@@ -98,7 +98,7 @@ def test_the_plan_in_numbers() -> None:
     assert "captured" not in text
 
 
-def test_what_is_not_covered_or_not_inside_is_said() -> None:
+def test_uncovered_layers_and_exceeded_budgets_are_reported() -> None:
     text = report(
         [
             choice("blocks.0.a"),
@@ -126,7 +126,7 @@ def test_each_kernel_at_every_layer() -> None:
     assert "falls back" not in heading
 
 
-def test_no_line_is_longer_than_the_terminal() -> None:
+def test_lines_fit_the_terminal() -> None:
     module = "transformer." + "a_module_with_a_long_name." * 5
     choices = [choice(f"{module}{layer}", "hub:organisation/a-kernel-fp8") for layer in range(4)]
     uniforms = [

@@ -1,4 +1,4 @@
-"""What changed since the same calls were replayed a moment ago."""
+"""Changes since the same calls were replayed a moment ago."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def taken(call: AttentionCall, axis: str) -> set[tuple[int, int]]:
     return {each for each in ranges if BY_NAME[axis].take(call, *each) is not None}
 
 
-def test_which_parts_of_causal_calls_there_are() -> None:
+def test_causal_calls_have_the_expressible_parts() -> None:
     every = {(first, end) for first in range(9) for end in range(first + 1, 10)}
     assert taken(PLAIN["plain"], "queries") == every
     assert taken(PLAIN["causal"], "queries") == every
@@ -71,7 +71,7 @@ def test_which_parts_of_causal_calls_there_are() -> None:
     assert taken(ragged, "queries") == {each for each in lengths if each[0] == 0}
 
 
-def test_a_not_a_number_that_sdpa_lets_through_is_not_cut_off() -> None:
+def test_nan_that_sdpa_passes_on_is_not_cropped() -> None:
     call = random_call(**SQUARE)
     call.key[0, 0, 7] = float("nan")
     assert BY_NAME["queries"].take(call, 0, 3) is None
@@ -90,7 +90,7 @@ def test_a_part_of_the_keys_has_no_output_and_fewer_keys_count() -> None:
     assert keys.length(CALLS["packed"]) == keys.length(CALLS["paged"]) == 1
 
 
-def test_parts_keep_the_strides_unless_gaps_would_be_out_of_proportion() -> None:
+def test_parts_keep_strides_unless_gaps_are_too_large() -> None:
     projected = normal(1, 9, 2, 3 * 32).transpose(1, 2)
     call = replace(random_call(), query=projected[..., :32])
     part = EXACT[1].take(call, 1, 2)

@@ -22,7 +22,7 @@ def kernel(fails: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], 
 
 
 def has(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether a row of D numbers is among others."""
+    """Return True if a row of D numbers is among others."""
     return bool((other == tensor).all(dim=-1).any())
 
 
@@ -41,7 +41,7 @@ def test_one_key_head_one_query_and_one_key() -> None:
     assert found.is_complete
 
 
-def test_what_needs_all_keys_keeps_its_recorded_output() -> None:
+def test_call_that_needs_all_keys_keeps_its_output() -> None:
     query = CALL.query[2, 0, 39]
     fails = kernel(lambda call: has(query, call.query) and call.shape.kv_len == 50)
     found = minimise(CALL, WRONG, fails, 60.0)
@@ -70,7 +70,7 @@ def test_another_failure_is_not_followed() -> None:
     assert found.outcome == WRONG
 
 
-def test_exceptions_are_told_apart_by_their_names() -> None:
+def test_exceptions_differ_by_name() -> None:
     error = TrialOutcome("error", "ValueError: length 9")
     assert error.is_like(TrialOutcome("error", "ValueError: length 3"))
     assert not error.is_like(TrialOutcome("error", "TypeError: length 9"))
@@ -98,7 +98,7 @@ def test_the_search_ends_in_time() -> None:
     assert 0 < found.trials <= 3
 
 
-def test_lengths_are_left_out_that_are_no_halves() -> None:
+def test_odd_numbers_of_keys_are_left_out() -> None:
     """An odd length stays odd: two at a time, down to one."""
     call = random_call(q_len=1, kv_len=21)
     found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
@@ -112,7 +112,7 @@ def test_progress_names_what_is_tried() -> None:
     assert any(line.startswith("queries") for line in lines)
 
 
-def test_without_keys_there_are_none_to_leave_out() -> None:
+def test_call_without_keys_is_minimised() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, kv_len=0)
     found = minimise(call, WRONG, kernel(lambda call: True), 60.0)
     assert found.call.shape == (1, 2, 1, 1, 0, 32, 32)

@@ -67,7 +67,7 @@ output = stored["output"].to(DTYPE)
 
 
 @pytest.mark.parametrize("kind", FULL)
-def test_every_tensor_is_what_it_was(kind: str, tmp_path: Path) -> None:
+def test_script_restores_every_tensor(kind: str, tmp_path: Path) -> None:
     call = FULL[kind]
     tensors = {name: each for name, each in call.tensors().items() if name != "output"}
     copies = {name: each.clone().contiguous() for name, each in tensors.items()}
@@ -95,7 +95,9 @@ RIGHT = 'output = stored["output"].to(DTYPE)'
         ("output[0, 0, 4] = 0", "quantised", "worst row: batch 0, head 0, query 4"),
     ],
 )
-def test_what_is_wrong_is_said(wrong: str, kind: AccuracyClass, said: str, tmp_path: Path) -> None:
+def test_script_reports_each_error(
+    wrong: str, kind: AccuracyClass, said: str, tmp_path: Path
+) -> None:
     write(random_call(), tmp_path, [RIGHT, wrong], kind)
     code, printed = run(tmp_path)
     assert code == 1
@@ -103,6 +105,6 @@ def test_what_is_wrong_is_said(wrong: str, kind: AccuracyClass, said: str, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["exact", "quantised"])
-def test_what_is_right_is_not_called_wrong(kind: AccuracyClass, tmp_path: Path) -> None:
+def test_script_accepts_correct_outputs(kind: AccuracyClass, tmp_path: Path) -> None:
     write(random_call(), tmp_path, [RIGHT], kind)
     assert run(tmp_path)[0] == 0

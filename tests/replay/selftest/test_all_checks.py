@@ -1,4 +1,4 @@
-"""What the checks say together: on a terminal, as JSON, and as an exit code."""
+"""Results of all checks: on a terminal, as JSON, and as an exit code."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Callable[..., T
     return replace
 
 
-def test_one_that_is_not_found_is_named(
+def test_missed_cheat_is_named(
     only: Callable[[dict[str, Callable[..., Tensor]]], None],
 ) -> None:
     only({"looks right": sdpa, "half": lambda *a, **o: sdpa(*a, **o) / 2})

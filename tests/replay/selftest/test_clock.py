@@ -39,7 +39,7 @@ def test_one_kernel_under_two_names(samples: Callable[[Samples], None]) -> None:
     assert apart.figures["told_apart"] == 0
 
 
-def test_two_names_that_are_told_apart_mean_trouble(samples: Callable[[Samples], None]) -> None:
+def test_check_fails_when_two_equal_names_differ(samples: Callable[[Samples], None]) -> None:
     samples(lambda name, block: [each * (1.02 if name == "one" else 1) for each in NOISE])
     apart, _, resolution = clock.same_kernel(CPU)
     assert apart.passed is False
@@ -57,7 +57,7 @@ def test_intervals_that_include_everything_prove_nothing(
     assert resolution > 0.5
 
 
-def test_blocks_that_differ_are_told(samples: Callable[[Samples], None]) -> None:
+def test_different_blocks_are_reported(samples: Callable[[Samples], None]) -> None:
     samples(lambda name, block: [each * (1 + 0.1 * block) for each in NOISE])
     apart, spread, _ = clock.same_kernel(CPU)
     assert apart.passed
@@ -86,7 +86,7 @@ def test_the_known_delay(samples: Callable[[Samples], None], added: float, passe
 
 
 @pytest.mark.parametrize(("took", "passed"), [(0.0001, True), (0.02, False)])
-def test_nothing_takes_no_time(
+def test_empty_function_takes_no_time(
     samples: Callable[[Samples], None], took: float, passed: bool
 ) -> None:
     samples(lambda name, block: [took] * clock.ROUNDS)
@@ -97,10 +97,7 @@ def test_nothing_takes_no_time(
 
 @pytest.mark.parametrize(("theirs", "passed"), [(1.0, True), (0.985, True), (0.9, False)])
 def test_the_profilers_kernels_are_those_of_the_rounds(
-    samples: Callable[[Samples], None],
-    monkeypatch: pytest.MonkeyPatch,
-    theirs: float,
-    passed: bool,
+    samples: Callable[[Samples], None], monkeypatch: pytest.MonkeyPatch, theirs: float, passed: bool
 ) -> None:
     """Two launches of one kernel and one of another; warm-up calls are slower and come first."""
     samples(lambda name, block: [1.0] * clock.ROUNDS)
@@ -142,7 +139,7 @@ def test_a_processors_delay_lasts_until_another_clock_says_so(
     assert looks == 6  # one to begin with, and until 5 s have passed
 
 
-def test_what_fails_is_an_error_and_not_a_time() -> None:
+def test_failing_function_is_an_error() -> None:
     def fails() -> None:
         raise ValueError("no")
 

@@ -130,7 +130,7 @@ def test_a_time_of_zero_is_left_out() -> None:
     assert "fast" in json.dumps(chart.spec)
 
 
-def test_one_length_is_no_sweep() -> None:
+def test_one_length_makes_no_sweep() -> None:
     assert list(sweep_charts(swept()[:1])) == []
 
 
@@ -143,7 +143,7 @@ def test_a_kernel_that_is_incorrect_once_is_named_and_not_shown() -> None:
     assert list(model_charts([*right, replace(wrong, status="inaccurate")])) == []
 
 
-def test_of_many_kernels_the_fastest_are_shown_fastest_first() -> None:
+def test_fastest_of_many_kernels_are_shown_first() -> None:
     rows = [each for place in range(12) for each in swept(f"kernel-{place}", 12.0 - place)]
     (chart,) = sweep_charts(rows)
     *_, line = chart.spec["spec"]["layer"]
@@ -295,7 +295,7 @@ def test_names_from_a_recording_stay_text(tmp_path: Path) -> None:
     assert any(HOSTILE in words(path) for path in pictures)
 
 
-def test_no_chart_has_characters_that_end_the_process() -> None:
+def test_charts_have_no_characters_that_end_the_process() -> None:
     bad = "\x00\x1b\u202e"
     rows = [
         replace(

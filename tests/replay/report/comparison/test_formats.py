@@ -53,7 +53,7 @@ def words(text: str) -> str:
 
 
 @FORMATS
-def test_everything_that_changed_is_told_and_nothing_else(
+def test_exactly_the_changes_are_reported(
     write: Callable[[Comparison], str],
 ) -> None:
     text = words(write(changed()))
@@ -99,7 +99,7 @@ def test_equal_runs_have_one_table() -> None:
     assert (found.answer, found.is_worse, found.tables) == ("nothing changed", False, ())
 
 
-def test_devices_are_said_first() -> None:
+def test_devices_come_first() -> None:
     before = run("before", {"a": 0.5})
     after = run("after", {"a": 0.5}, machine=replace(HERE, device="GPU 2"))
     found = sections(compare(before, after, NO_SPREAD))

@@ -64,10 +64,10 @@ const waiting = setInterval(async () => {
 
 
 class Seen(NamedTuple):
-    """What came of opening a page."""
+    """Result of opening a page."""
 
     found: Any
-    """What the script returned."""
+    """Value that the script returned."""
     console: list[str]
     """Each line that the browser logged, what the content security policy forbade included."""
 
@@ -104,7 +104,7 @@ def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two models, one of which has a name that is markup."""
+    """A report of two models; the name of one is markup."""
     out = tmp_path_factory.mktemp("report") / "out.html"
     rows = [*pages.rows(12, 30), *pages.rows(3, 2, model=pages.HOSTILE)]
     checks = pages.checks("kernel-2", pages.HOSTILE)
@@ -113,7 +113,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("width", [390, 800, 1600])
-def test_all_charts_are_drawn_and_no_network_is_asked(page: Path, width: int) -> None:
+def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
     seen = opened(
         page,
         """return {

@@ -36,7 +36,7 @@ def data_of(page: str) -> dict[str, Any]:
 
 
 def _no_json(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON, and browsers refuse it")
+    raise ValueError(f"browsers refuse {constant} in JSON")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +66,7 @@ def test_a_name_that_is_markup_stays_text(page: str) -> None:
     ]
 
 
-def test_nothing_may_be_asked_of_a_network(page: str) -> None:
+def test_page_forbids_network_requests(page: str) -> None:
     policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
     assert policy is not None
     rules = dict(part.split(maxsplit=1) for part in policy[1].split("; "))
@@ -107,7 +107,7 @@ def test_groups_have_short_names_that_tell_them_apart() -> None:
     ]
 
 
-def test_figures_that_are_not_finite_are_missing_ones(tmp_path: Path) -> None:
+def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
     rows = [_without_finite_figures(row) for row in pages.rows(3, 2)]
     write_html(rows, tmp_path / "out.html", checks=pages.checks("kernel-1"))
     data = data_of((tmp_path / "out.html").read_text("utf-8"))
@@ -134,7 +134,7 @@ def test_errors_are_drawn_in_the_budgets_metric() -> None:
     )
 
 
-def test_kernels_that_are_not_there_are_named_once(tmp_path: Path) -> None:
+def test_unavailable_kernels_are_named_once(tmp_path: Path) -> None:
     rows = pages.rows(2, 3)
     absent = [
         replace(row, kernel="fa<3>", status="unavailable", reason="no wheel", accuracy=None)
@@ -170,7 +170,7 @@ def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
     assert [line.count(levels["nan"]) for line in cells] == [0, 1] + [0] * 30
 
 
-def test_a_field_without_cells_is_none() -> None:
+def test_field_without_cells_is_left_out() -> None:
     rows = pages.rows(1, 1)
     accuracy = rows[0].accuracy
     assert accuracy is not None
@@ -206,7 +206,7 @@ def test_a_report_is_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rows", [[], [factories.unreadable()]])
-def test_nothing_to_report(tmp_path: Path, rows: list[Row]) -> None:
+def test_report_without_rows_is_refused(tmp_path: Path, rows: list[Row]) -> None:
     with pytest.raises(ReportError, match="replay a call first"):
         write_html(rows, tmp_path / "out.html")
 
