@@ -16,7 +16,7 @@ UNGATHERED = {"packed", "paged", "key-lengths"}
 """Features with lengths beside the tensors, which become wrong when rows are gathered."""
 
 
-class OutputRows(NamedTuple):
+class HeadRows(NamedTuple):
     """Rows of one head of an output."""
 
     batch: int
@@ -77,7 +77,7 @@ def changed(call: AttentionCall) -> AttentionCall:
     return call.with_tensors(found)
 
 
-def part(call: AttentionCall, place: OutputRows) -> AttentionCall:
+def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
     """Return some rows of one head as a call (1, 1, R, D), whose mask is all that limits them."""
     call = call.without_pages()
     batch, head, rows = place

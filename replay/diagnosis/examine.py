@@ -16,7 +16,7 @@ from replay.bench.output_check import Checker
 from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel
 from replay.diagnosis.captured import CAPTURED, examine_captured
-from replay.diagnosis.derived import OutputRows
+from replay.diagnosis.derived import HeadRows
 from replay.diagnosis.hypotheses.lengths import odd_length
 from replay.diagnosis.hypotheses.magnitudes import outlier_channel, overflow
 from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
@@ -176,7 +176,7 @@ def _changed_inputs(checked: CheckedKernel, run_on: KernelRunner) -> Evidence:
     )
 
 
-def _first_changed(call: AttentionCall, run_on: KernelRunner) -> OutputRows | None:
+def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None:
     """Find the first head whose query, key or value a further run changes, and its rows."""
     given = call.to(call.device)
     run_on(given)
@@ -186,7 +186,7 @@ def _first_changed(call: AttentionCall, run_on: KernelRunner) -> OutputRows | No
         if bool(rows.any()) and call.page_table is None:
             batch, head, _ = (int(each) for each in rows.nonzero()[0])
             group = 1 if name == "query" else call.shape.q_heads // call.shape.kv_heads
-            return OutputRows(batch, head * group, rows[batch, head].nonzero().flatten())
+            return HeadRows(batch, head * group, rows[batch, head].nonzero().flatten())
     return None
 
 

@@ -16,7 +16,7 @@ from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
 from replay.accuracy.thresholds import Thresholds
 from replay.accuracy.verdict import Expected, judge
-from replay.diagnosis.derived import OutputRows, part
+from replay.diagnosis.derived import HeadRows, part
 from replay.rows.errors_of_output import AccuracyClass
 
 Cause = Literal[
@@ -66,10 +66,10 @@ class Evidence:
     """Sentence about the error and the experiment, without the kernel's name."""
     numbers: dict[str, Any] = field(default_factory=dict)
     """Numbers as plain JSON."""
-    place: OutputRows | None = None
+    place: HeadRows | None = None
     """Place of the error, if it is not the worst row that the judge found."""
 
-    def at(self, place: OutputRows) -> Evidence:
+    def at(self, place: HeadRows) -> Evidence:
         """Return the evidence with a place, unless it already has one."""
         return self if self.place is not None else replace(self, place=place)
 
@@ -106,7 +106,7 @@ class Subject:
     """Form of the call that the kernel ran."""
     output: Tensor
     """Output of the kernel: (B, Hq, Sq, Dv)."""
-    place: OutputRows
+    place: HeadRows
     """Rows of one head with the largest errors."""
     own: Score
     """Score of these rows."""
@@ -145,7 +145,7 @@ class Subject:
         """Run the kernel on a copy of a call; None if it refuses or fails."""
         return self.run_on(call.to(call.device))
 
-    def score(self, output: Tensor, call: AttentionCall, place: OutputRows | None = None) -> Score:
+    def score(self, output: Tensor, call: AttentionCall, place: HeadRows | None = None) -> Score:
         """Score rows of an output by the rule of the kernel's class.
 
         Args:
@@ -154,7 +154,7 @@ class Subject:
         """
         batch, head, rows = place or self.place
         attended = call if self.chosen is None else restricted(call, self.chosen(call))
-        expected = Expected.of(part(attended, OutputRows(batch, head, rows)))
+        expected = Expected.of(part(attended, HeadRows(batch, head, rows)))
         mine = output[batch, head, rows][None, None]
         passes = judge(mine, expected, self.accuracy_class).passed
         found = row_errors(mine, expected.reference)
@@ -165,7 +165,7 @@ class Subject:
         worst = by_row.masked_fill(found.sums[4] == 0, 0.0).max()
         return Score(passes, float((error / size).nan_to_num(0.0)), float(worst))
 
-    def tried(self, call: AttentionCall, place: OutputRows | None = None) -> Score | None:
+    def tried(self, call: AttentionCall, place: HeadRows | None = None) -> Score | None:
         """Run the kernel on another call and score it; None if it refuses or fails."""
         output = self.run(call)
         return None if output is None else self.score(output, call, place)
@@ -186,7 +186,7 @@ class Subject:
         if bool(undefined.all()):
             without = self.tried(replace(other, attn_mask=None, is_causal=False))
             return without is not None and without.passes
-        place = OutputRows(batch, head, rows[~undefined])
+        place = HeadRows(batch, head, rows[~undefined])
         return self.score(self.output, other, place).explains(
             self.own if not bool(undefined.any()) else self.score(self.output, self.call, place)
         )
@@ -203,7 +203,7 @@ class Subject:
 Hypothesis = Callable[[Subject], "Evidence | None"]
 
 
-def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> OutputRows:
+def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> HeadRows:
     """Return the head with the worst row, and its rows with the largest errors, in order."""
     shares = row_shares(output, expected, accuracy_class)
     batch, head = (int(each) for each in divmod(int(shares.amax(dim=2).argmax()), shares.shape[1]))
@@ -217,7 +217,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
     halves = (_some(worst[:failing], MOST_ROWS), _some(infinite, MOST_ROWS))
     if all(len(each) for each in halves):
         halves = (_some(halves[0], MOST_ROWS // 2), _some(halves[1], MOST_ROWS // 2))
-    return OutputRows(batch, head, torch.cat(halves).unique())
+    return HeadRows(batch, head, torch.cat(halves).unique())
 
 
 def _some(rows: Tensor, most: int) -> Tensor:

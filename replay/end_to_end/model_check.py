@@ -241,11 +241,7 @@ def _round(done: int, total: int, elapsed: float) -> str:
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun | None:
-    """Run an arm, unless it failed before.
-
-    Raises:
-        RunFailed: the model's own attention fails.
-    """
+    """Run an arm, unless it failed before."""
     if arm.failure is not None:
         return None
     is_own = arm.variant is BASELINE

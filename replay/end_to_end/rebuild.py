@@ -110,11 +110,7 @@ def _arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
 
 
 def _checked(settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the recorded model and the options that the user gave with it.
-
-    Raises:
-        ValueError: a setting is missing or has another type.
-    """
+    """Return the recorded model and the options that the user gave with it."""
     texts = ("size", "weights", "checkpoint", "dtype", "prompt")
     given = required(settings, "given", dict[str, Any])
     if unknown := sorted(given.keys() - {"prompt", "steps", "dtype"}):

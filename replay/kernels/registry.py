@@ -252,11 +252,7 @@ def registered() -> tuple[str, ...]:
 
 
 def _from_file(target: str) -> Kernel:
-    """Return a user's `path/file.py:function`, without importing it yet.
-
-    Raises:
-        KernelNameError: the file does not exist, or clearly does not define the function.
-    """
+    """Return a user's `path/file.py:function`, without importing it yet."""
     path, _, function = target.rpartition(":")
     if not target.isprintable():
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
@@ -397,11 +393,7 @@ def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
 
 
 def _with_texts(kernel: Kernel, given: str) -> Kernel:
-    """Return the kernel with the options of `option=value,…`.
-
-    Raises:
-        KernelNameError: the option does not exist, or has an invalid value.
-    """
+    """Return the kernel with the options of `option=value,…`."""
     assert kernel.options is not None
     known = inspect.signature(kernel.options).parameters
     values = {}

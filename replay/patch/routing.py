@@ -235,11 +235,7 @@ def _as_they_are(choices: Mapping[str, Choices]) -> dict[str, str]:
 
 
 def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
-    """Map the plan's paths without their first name to the full paths.
-
-    Raises:
-        PlanMismatch: two paths become equal.
-    """
+    """Map the plan's paths without their first name to the full paths."""
     short: dict[str, str] = {}
     for path in choices:
         rest = path.partition(".")[2]

@@ -216,12 +216,7 @@ def use_plan(
 def _fitting(
     given: PlanFile | Sequence[PlanFile], module: Any, *, any_device: bool
 ) -> tuple[Plan, PlannedModules]:
-    """Return the plan for this machine, and the modules that it names.
-
-    Raises:
-        PlanError: no plan fits this machine, or several do.
-        PlanMismatch: no module has a name in a plan.
-    """
+    """Return the plan for this machine, and the modules that it names."""
     several: Sequence[PlanFile] = (
         [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
     )
@@ -276,11 +271,7 @@ def _choices(plan: Plan) -> dict[str, dict[str, str]]:
 
 
 def _loaded(names: Iterable[str]) -> dict[str, Kernel]:
-    """Load kernels by name.
-
-    Raises:
-        KernelNameError: a kernel cannot run on this machine.
-    """
+    """Load kernels by name."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     kernels = {name: find(name).loaded() for name in names}
     for name, kernel in kernels.items():

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from replay.plan.call_matching import Counted, RowsByCall, match
-from replay.plan.plan import METRICS, Budget, Choice, Plan, PlanError, Worst
+from replay.plan.plan import METRICS, Budget, LayerChoice, Plan, PlanError, Worst
 from replay.plan.plan_device import measured_on
 from replay.rows.row import HERE, KernelId, Row, Status
 from replay.timing.statistics import MedianInterval, paired_ratios, speed_verdict, speedup_of
@@ -394,8 +394,8 @@ def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
     return {kernel: "; ".join(each) for kernel, each in reasons.items()}
 
 
-def _choice(cost: LayerCost) -> Choice:
-    return Choice(
+def _choice(cost: LayerCost) -> LayerChoice:
+    return LayerChoice(
         module=cost.module,
         phase=cost.phase,
         kernel=cost.kernel,

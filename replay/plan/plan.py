@@ -96,7 +96,7 @@ class Worst:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayerChoice:
     """Choice of a plan for one layer."""
 
     module: str
@@ -125,7 +125,7 @@ class Plan:
     weights: str
     budget: Budget
     baseline: str
-    choices: list[Choice] = field(default_factory=list)
+    choices: list[LayerChoice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     """Kernels that would otherwise have been chosen, with the reasons against them."""
     device: str = ""
@@ -200,7 +200,7 @@ class Plan:
                 data["weights"],
                 parse_budget(f"{metric}={limit}"),
                 data["baseline"],
-                [rebuilt(Choice, choice) for choice in data["choices"]],
+                [rebuilt(LayerChoice, choice) for choice in data["choices"]],
                 dict(data["left_out"]),
                 data.get("device", ""),
             )

@@ -12,7 +12,7 @@ from rich.text import Text
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.plan.choose import Uniform
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.report.fitted import FittedTable
 from replay.rows.meaning import floored
 
@@ -62,7 +62,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(_uniform_table(uniforms, plan.budget))
 
 
-def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
+def fold(choices: Sequence[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
     """Merge choices of one kind whose names differ in a number: `blocks.0-3,7.attn1`.
 
     A merged name denotes exactly its members, even with several ranges.
@@ -70,7 +70,7 @@ def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
     # From the end, because layer indices lie deeper in the path than those of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
-        mergeable: dict[object, list[tuple[tuple[str, ...], list[Choice]]]] = {}
+        mergeable: dict[object, list[tuple[tuple[str, ...], list[LayerChoice]]]] = {}
         for parts, members in groups:
             is_numbered = parts[position : position + 1] and parts[position].isdigit()
             rest = (*parts[:position], None, *parts[position + 1 :]) if is_numbered else parts
@@ -80,8 +80,8 @@ def fold(choices: Sequence[Choice]) -> list[tuple[str, list[Choice]]]:
 
 
 def _merged(
-    groups: Sequence[tuple[tuple[str, ...], list[Choice]]], position: int
-) -> tuple[tuple[str, ...], list[Choice]]:
+    groups: Sequence[tuple[tuple[str, ...], list[LayerChoice]]], position: int
+) -> tuple[tuple[str, ...], list[LayerChoice]]:
     parts, members = groups[0]
     if len(groups) == 1:
         return parts, members
@@ -101,7 +101,7 @@ def _ranges(numbers: Sequence[int]) -> str:
     return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
 
 
-def _kind(choice: Choice) -> tuple[object, ...]:
+def _kind(choice: LayerChoice) -> tuple[object, ...]:
     return (choice.phase, choice.kernel, choice.covered, choice.inside)
 
 
@@ -125,7 +125,7 @@ def _at_dots(path: str, width: int) -> str:
     return "\n".join(lines)
 
 
-def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) -> str:
+def _mean_ms(choices: Sequence[LayerChoice], time: Callable[[LayerChoice], float | None]) -> str:
     """Format the mean over the calls of a run; a dash if a layer has no time."""
     times = [time(choice) for choice in choices]
     if None in times:
@@ -135,7 +135,7 @@ def _mean_ms(choices: Sequence[Choice], time: Callable[[Choice], float | None]) 
     return f"{total / calls:.4g}"
 
 
-def _worst_of(choices: Sequence[Choice], budget: Budget) -> str:
+def _worst_of(choices: Sequence[LayerChoice], budget: Budget) -> str:
     figures = [choice.worst.of(budget.metric) for choice in choices if choice.worst is not None]
     return _figure(max(figures, key=budget.badness), budget) if figures else "-"
 

@@ -202,11 +202,7 @@ def _write_script(
 
 
 def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> KernelCall:
-    """Ask a process of the kernel's environment for source that calls the kernel.
-
-    Raises:
-        ScriptError: the process ended or failed.
-    """
+    """Ask a process of the kernel's environment for source that calls the kernel."""
     found: dict[str, Any] = {}
     process = Process(request.python, request.timeout, "replay.reproduce.kernel_call")
     try:
@@ -227,11 +223,7 @@ def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> Kerne
 
 
 def _check_script(request: Reproduction, out: Path) -> None:
-    """Run the script, which must fail.
-
-    Raises:
-        ScriptError: it does not.
-    """
+    """Run the script, which must fail."""
     command = [request.python, "-B", str(out.resolve() / SCRIPT)]
     try:
         done = subprocess.run(

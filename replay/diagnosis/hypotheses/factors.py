@@ -17,7 +17,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import restricted
-from replay.diagnosis.derived import OutputRows, mask_of, part
+from replay.diagnosis.derived import HeadRows, mask_of, part
 from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
 
 SAME = 0.01
@@ -118,7 +118,7 @@ class _Distance(NamedTuple):
         rows = rows[subject.output[batch, head, rows].isfinite().all(dim=1)]
         call, chosen = subject.call, subject.chosen
         attended = call if chosen is None else restricted(call, chosen(call))
-        small = part(attended, OutputRows(batch, head, rows))
+        small = part(attended, HeadRows(batch, head, rows))
         return cls(applied, small, subject.output[batch, head, rows].to(torch.float64))
 
     def __call__(self, value: float) -> float:

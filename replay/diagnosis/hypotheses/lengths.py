@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from replay.diagnosis.derived import OutputRows, can_be_gathered, gathered
+from replay.diagnosis.derived import HeadRows, can_be_gathered, gathered
 from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
 
 BLOCKS = (2, 4, 8, 16, 32, 64, 128, 256)
@@ -92,11 +92,11 @@ def _tried(subject: Subject, lengths: _Longer) -> Score | None:
     if output is None:
         return None
     last = torch.arange(max(0, lengths.q_len - MOST_ROWS // 2), lengths.q_len, device=rows.device)
-    of_last = subject.score(output, call, OutputRows(batch, head, last))
+    of_last = subject.score(output, call, HeadRows(batch, head, last))
     found = Score(of_last.passes, of_last.worst)
     moved = rows + lengths.q_len - shape.q_len
     if len(moved := moved[moved >= 0]):
-        own = subject.score(output, call, OutputRows(batch, head, moved))
+        own = subject.score(output, call, HeadRows(batch, head, moved))
         found = Score(found.passes and own.passes, max(found.error, own.error))
     return found
 

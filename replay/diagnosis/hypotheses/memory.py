@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from replay.diagnosis.derived import OutputRows
+from replay.diagnosis.derived import HeadRows
 from replay.diagnosis.subject import Evidence, Subject
 from replay.isolation.inputs import Inputs
 
@@ -120,11 +120,11 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
     )
 
 
-def _most_of_a_head(rows: Tensor) -> OutputRows:
+def _most_of_a_head(rows: Tensor) -> HeadRows:
     """Return the head with the most of some rows (B, Hq, Sq), and its rows."""
     by_head = rows.sum(dim=2)
     batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
-    return OutputRows(batch, head, rows[batch, head].nonzero().flatten())
+    return HeadRows(batch, head, rows[batch, head].nonzero().flatten())
 
 
 def _copied(output: Tensor | None) -> Tensor | None:

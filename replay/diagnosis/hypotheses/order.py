@@ -9,7 +9,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from replay.diagnosis.derived import OutputRows, can_be_gathered, mask_of, part, scores
+from replay.diagnosis.derived import HeadRows, can_be_gathered, mask_of, part, scores
 from replay.diagnosis.subject import Evidence, Subject
 
 BLOCK = 16
@@ -25,7 +25,7 @@ def late_sink(subject: Subject) -> Evidence | None:
         return None
     batch, head, rows = subject.place
     for row in _worst_first(subject, rows)[:MOST_TRIED]:
-        if found := _of_row(subject, OutputRows(batch, head, row[None])):
+        if found := _of_row(subject, HeadRows(batch, head, row[None])):
             return found
     return None
 
@@ -34,14 +34,14 @@ def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
     batch, head, _ = subject.place
     errors = torch.tensor(
         [
-            subject.score(subject.output, subject.call, OutputRows(batch, head, row[None])).error
+            subject.score(subject.output, subject.call, HeadRows(batch, head, row[None])).error
             for row in rows
         ]
     )
     return rows[errors.argsort(descending=True, stable=True).to(rows.device)]
 
 
-def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
+def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
     """Test one row alone: all queries become that row and see the keys that it sees."""
     call = subject.call
     small = part(call, place)
@@ -54,7 +54,7 @@ def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
         return None
     score = score[keys]
     as_recorded = _alone(call, place, keys)
-    where = OutputRows(place.batch, place.head, torch.arange(1, device=call.device))
+    where = HeadRows(place.batch, place.head, torch.arange(1, device=call.device))
     before = subject.tried(as_recorded, where)
     if before is None or before.passes or before.is_cure_of(subject.own):
         return None
@@ -90,7 +90,7 @@ def _of_row(subject: Subject, place: OutputRows) -> Evidence | None:
     )
 
 
-def _alone(call: AttentionCall, place: OutputRows, keys: Tensor) -> AttentionCall:
+def _alone(call: AttentionCall, place: HeadRows, keys: Tensor) -> AttentionCall:
     """Return a call whose queries are all one row and see these keys, in this order.
 
     It is not causal, and keeps only the numbers of an additive mask.

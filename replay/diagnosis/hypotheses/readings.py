@@ -17,7 +17,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.mask_structure import structure_of
 from replay.diagnosis.derived import (
-    OutputRows,
+    HeadRows,
     can_be_gathered,
     gathered,
     mask_of,
@@ -65,7 +65,7 @@ def misread(subject: Subject) -> Evidence | None:
 IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
-def readings(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
+def readings(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
     """Yield the calls that a kernel may take the call for, the most common first.
 
     Args:
@@ -170,7 +170,7 @@ def _features(call: AttentionCall) -> Iterator[Reading]:
         )
 
 
-def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Cause, Tensor | None]]:
+def _of_mask(call: AttentionCall, place: HeadRows) -> Iterator[tuple[str, Cause, Tensor | None]]:
     shape = call.shape
     assert call.attn_mask is not None
     full = call.attn_mask.expand(shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
@@ -207,7 +207,7 @@ def _of_mask(call: AttentionCall, place: OutputRows) -> Iterator[tuple[str, Caus
             yield f"the mask is ignored from key {end:,} on", "mask-ignored", shown
 
 
-def _of_mask_times(call: AttentionCall, place: OutputRows) -> Iterator[Reading]:
+def _of_mask_times(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
     assert call.attn_mask is not None
     if call.attn_mask.dtype == torch.bool:
         return
@@ -252,7 +252,7 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "the mask is read from the last query to the first", mask.flip(0)
 
 
-def _of_others(full: Tensor, place: OutputRows) -> Iterator[tuple[str, Tensor]]:
+def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
     """Yield the masks of other heads and batch elements from all masks (B, Hq, Sq, Sk)."""
     batch, head, _ = place
     batches, heads = full.shape[:2]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.strides import narrow_expanded
-from replay.diagnosis.derived import OutputRows, changed
+from replay.diagnosis.derived import HeadRows, changed
 from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, KernelRunner, Score, Subject
 from replay.rows.errors_of_output import AccuracyClass
 
@@ -104,7 +104,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
         )
     # A few rows suffice: stale inputs affect all of them.
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
-    place = OutputRows(0, 0, rows.to(output.device))
+    place = HeadRows(0, 0, rows.to(output.device))
     blank = Score(False, 0.0)
     subject = Subject(
         trial.right, output, place, blank, probe.run_on, probe.accuracy_class, probe.chosen

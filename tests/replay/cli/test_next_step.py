@@ -21,7 +21,7 @@ from replay.cli import compare_kernels
 from replay.cli.doctor import parser as doctor_parser
 from replay.cli.main import VERBS
 from replay.cli.next_step import next_step
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.rows.row import Row
 from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over, store_part
 
@@ -53,7 +53,7 @@ def measured(status: Any = "ok") -> list[Row]:
 
 def plan(*kernels: str) -> Plan:
     choices = [
-        Choice(f"layers.{place}", "prefill", kernel, True, True, None, 1.0, 2.0, 1.0, 1, 1)
+        LayerChoice(f"layers.{place}", "prefill", kernel, True, True, None, 1.0, 2.0, 1.0, 1, 1)
         for place, kernel in enumerate(kernels)
     ]
     return Plan("llama", "trained", Budget("cosine", 0.9), "torch-default", choices)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.diagnosis.derived import OutputRows, gathered, part
+from replay.diagnosis.derived import HeadRows, gathered, part
 from replay.diagnosis.examine import Examined, examine
 from replay.diagnosis.poison import poisoned
 from replay.isolation.process_state import ProcessState
@@ -273,7 +273,7 @@ def test_a_part_of_a_call_is_the_same_attention() -> None:
     from replay.accuracy.reference import attention
 
     made = call(q_heads=4, kv_heads=2, is_causal=True, q_len=70, attn_mask=None)
-    place = OutputRows(1, 3, torch.tensor([0, 7, 69]))
+    place = HeadRows(1, 3, torch.tensor([0, 7, 69]))
     torch.testing.assert_close(attention(part(made, place))[0, 0], attention(made)[1, 3, place[2]])
 
 

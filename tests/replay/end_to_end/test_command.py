@@ -18,7 +18,7 @@ from replay.cli.main import main
 from replay.end_to_end.model_process import ModelRefused, import_path
 from replay.end_to_end.rebuild import NotRebuildable, load_arguments
 from replay.kernels.registry import Kernel, find
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.rows.row import HERE, Row, Status
 from tests import factories
 
@@ -201,7 +201,7 @@ def test_code_that_a_plan_names_does_not_run(
     edit(lambda data: data["captures"][0].update(settings={"model": ".", "given": {}}))
     model, budget = capture_record.model, Budget("cosine", 0.9)
     Plan(model, "", budget, "evil.py:k").save("baseline.json")
-    choice = Choice("a", "decode", "evil.py:k", True, True, None, None, None, 0.0, 1, 1)
+    choice = LayerChoice("a", "decode", "evil.py:k", True, True, None, None, None, 0.0, 1, 1)
     Plan(model, "", budget, "torch-default", [choice]).save("choice.json")
     for plan in ("baseline.json", "choice.json"):
         sentence = refused("verify", "--dir", "recorded", "--plan", plan, "--trust-code")

@@ -11,7 +11,7 @@ import pytest
 
 from replay.cli.main import main
 from replay.end_to_end.reasons import in_ms
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 
 from .conftest import CALLS, SLOW_SECONDS, check
 
@@ -27,7 +27,9 @@ class Told(NamedTuple):
 def plan(workshop: Path) -> Path:
     """`wrong` in the first of three layers."""
     path = "layers.0"
-    choice = Choice(path, "denoise", "kernels.py:wrong", True, True, None, None, None, 0.0, 4, 1)
+    choice = LayerChoice(
+        path, "denoise", "kernels.py:wrong", True, True, None, None, None, 0.0, 4, 1
+    )
     written = workshop / "plan.json"
     budget = Budget("cosine", 0.9)
     Plan("model.py:build", "", budget, "torch-default", [choice]).save(written)

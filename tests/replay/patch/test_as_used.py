@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from capture import load, record
 from replay import use_kernel, use_plan
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 from tests.capture.hooks.entry_points.test_diffusers import model, step
 
 MODULES = ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
@@ -91,8 +91,10 @@ def test_calls_are_recorded_and_exchanged(
         Budget("cosine", 0.9),
         "torch-default",
         [
-            Choice(MODULES[0], "denoise", eightfold, True, True, None, None, None, 0.0, 1, 1),
-            Choice(MODULES[1], "denoise", "torch-math", True, True, None, None, None, 0.0, 1, 1),
+            LayerChoice(MODULES[0], "denoise", eightfold, True, True, None, None, None, 0.0, 1, 1),
+            LayerChoice(
+                MODULES[1], "denoise", "torch-math", True, True, None, None, None, 0.0, 1, 1
+            ),
         ],
     )
     with torch.no_grad():

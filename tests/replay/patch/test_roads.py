@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 from tests.capture.hooks.entry_points import test_diffusers as diffusers_road
 from tests.capture.hooks.entry_points import test_libraries as libraries_road
 from tests.capture.hooks.entry_points.test_transformers import (
@@ -127,7 +127,7 @@ def test_a_paged_cache_is_written_once() -> None:
 def test_a_plan_names_modules_of_any_road() -> None:
     model = MODELS["Llama eager"]()
     expected = logits(model)
-    choice = Choice(
+    choice = LayerChoice(
         "model.layers.1.self_attn", "prefill", "eager", True, True, None, None, None, 0.0, 1, 1
     )
     plan = Plan("llama", "", Budget("cosine", 0.9), "torch-default", [choice])

@@ -16,7 +16,7 @@ from replay import register_kernel, use_kernel, use_plan
 from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, find, select
 from replay.patch.use_kernel import KernelOutputError
-from replay.plan.plan import Budget, Choice, Plan
+from replay.plan.plan import Budget, LayerChoice, Plan
 
 
 class Attend(nn.Module):
@@ -170,7 +170,7 @@ def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
     sdpa, inside, before = F.scaled_dot_product_attention, insides(), outputs()
     layer = next(path for path, _ in runnable.roots[""].named_modules() if "self_attn" in path)
     budget = Budget("cosine", 0.9)
-    choice = Choice(layer, "prefill", doubling, True, True, None, None, None, 0.0, 1, 1)
+    choice = LayerChoice(layer, "prefill", doubling, True, True, None, None, None, 0.0, 1, 1)
     for swapped in (
         use_kernel(doubling),
         use_plan(Plan("llama", "", budget, "torch-default", [choice]), runnable.roots[""]),

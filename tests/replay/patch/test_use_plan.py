@@ -22,7 +22,7 @@ from replay.kernels import registry
 from replay.kernels.registry import KernelNameError
 from replay.patch.routing import PlanMismatch
 from replay.patch.use_kernel import Swap
-from replay.plan.plan import Budget, Choice, Plan, PlanError
+from replay.plan.plan import Budget, LayerChoice, Plan, PlanError
 from tests.factories import tiny_llama
 
 from .conftest import graphs
@@ -36,7 +36,7 @@ def plan_of(*choices: tuple[str, str, str]) -> Plan:
         Budget("cosine", 0.9),
         "torch-math",
         [
-            Choice(
+            LayerChoice(
                 module,
                 phase,
                 kernel,

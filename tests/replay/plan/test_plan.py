@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from replay.plan.plan import Budget, Choice, Plan, PlanError, Worst, parse_budget
+from replay.plan.plan import Budget, LayerChoice, Plan, PlanError, Worst, parse_budget
 
 EXACT = Worst(cosine=1.0, relative_l1=0.0, rmse=0.0)
 
@@ -24,9 +24,9 @@ def plan() -> Plan:
         Budget("cosine", 0.99),
         "old",
         [
-            Choice("layers.0", "denoise", "new", True, True, EXACT, 5.0, 10.0, 15.0, 3, 1),
-            Choice("layers.1", "denoise", "old", True, False, far, 10.0, 10.0, 0.0, 3, 1),
-            Choice("layers.2", "denoise", "old", False, False, None, None, None, 0.0, 3, 0),
+            LayerChoice("layers.0", "denoise", "new", True, True, EXACT, 5.0, 10.0, 15.0, 3, 1),
+            LayerChoice("layers.1", "denoise", "old", True, False, far, 10.0, 10.0, 0.0, 3, 1),
+            LayerChoice("layers.2", "denoise", "old", False, False, None, None, None, 0.0, 3, 0),
         ],
         {"newer": "new saves more"},
         "NVIDIA H200",

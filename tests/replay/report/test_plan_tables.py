@@ -10,7 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from replay.plan.choose import Uniform
-from replay.plan.plan import Budget, Choice, Plan, Worst
+from replay.plan.plan import Budget, LayerChoice, Plan, Worst
 from replay.report.plan_tables import _at_dots, fold, print_plan
 
 BUDGET = Budget("cosine", 0.998)
@@ -24,15 +24,15 @@ def choice(
     ms: float = 5.0,
     covered: bool = True,
     inside: bool = True,
-) -> Choice:
+) -> LayerChoice:
     worst = Worst(cosine, 0.01, 0.02) if covered else None
     saved = (10 - ms) * 50
-    return Choice(
+    return LayerChoice(
         module, "denoise", kernel, covered, inside, worst, ms, 10.0, saved, 50, int(covered)
     )
 
 
-def report(choices: Sequence[Choice], uniforms: Sequence[Uniform] = ()) -> str:
+def report(choices: Sequence[LayerChoice], uniforms: Sequence[Uniform] = ()) -> str:
     file = io.StringIO()
     plan = Plan("cogvideo", "random, seed 0", BUDGET, "torch-default", list(choices))
     print_plan(plan, uniforms, Console(file=file, width=80, highlight=False))
