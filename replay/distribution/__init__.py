@@ -1,1 +1,1 @@
-"""Calls spread over several devices, each of which is measured alone."""
+"""Calls spread over several devices, with one call at a time on each."""

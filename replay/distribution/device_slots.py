@@ -1,6 +1,6 @@
-"""The GPUs of this host that calls are spread over, and what is kept apart for each.
+"""The GPUs of this host that calls are spread over, with CPU cores and a lock for each.
 
-Imports torch late: workers start before.
+Imports torch late, because workers start before.
 """
 
 from __future__ import annotations
@@ -22,42 +22,42 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = Path("/dev")
-"""Where the driver has a file `nvidia0`, `nvidia1` … for each GPU that may be used."""
+"""Directory where the driver has a file `nvidia0`, `nvidia1` … for each usable GPU."""
 
 
 class DeviceError(Error):
-    """Devices that cannot be used as asked; the message names the remedy."""
+    """Devices that cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One device, of which its processes see no other."""
+    """Device whose processes see no other device."""
 
     name: str
-    """For people, e.g. `GPU 1`; no other has it."""
+    """Unique name for people, e.g. `GPU 1`."""
     kind: str
-    """What it is, e.g. `NVIDIA H200`."""
+    """Type of device, e.g. `NVIDIA H200`."""
     uuid: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-    """Of the environment of its processes."""
+    """Environment variables of its processes."""
     cpus: frozenset[int] = frozenset()
-    """Logical CPUs of its processes alone; empty to share all."""
+    """Logical CPUs of its processes; empty to share all."""
     host: str = ""
-    """The node of a cluster that it is in; empty for this machine."""
+    """Node of a cluster; empty for this machine."""
 
     def __str__(self) -> str:
-        """`GPU 1 (GPU-5f…)`: what a row says of where it ran."""
+        """Format as in a row: `GPU 1 (GPU-5f…)`."""
         return f"{self.name} ({self.uuid})" if self.uuid else self.name
 
 
 def gpus(asked: str) -> list[Device]:
-    """The GPUs that `--gpus` names, each with processor cores of its own.
+    """Return the GPUs that `--gpus` names, each with its own CPU cores.
 
     Args:
-        asked: `all`, or indices as PyTorch counts, with commas between them.
+        asked: `all`, or comma-separated indices as PyTorch counts.
 
     Raises:
-        DeviceError: they are not there, or not alike.
+        DeviceError: a GPU does not exist, or their types differ.
     """
     import torch
 
@@ -80,12 +80,12 @@ def gpus(asked: str) -> list[Device]:
 
 
 def probable_gpus(asked: str) -> list[Device]:
-    """What `gpus` will probably return, of no known type, without importing PyTorch.
+    """Guess what `gpus` will return, without types and without importing PyTorch.
 
-    Empty where the driver says too little, or where `gpus` will probably raise.
+    Empty if the driver tells too little, or if `gpus` will probably raise.
 
     Raises:
-        DeviceError: these cannot be GPUs of any host.
+        DeviceError: no host can have these GPUs.
     """
     if asked != "all":
         _numbers(asked)
@@ -99,7 +99,7 @@ def probable_gpus(asked: str) -> list[Device]:
 
 
 def _device(index: int, count: int) -> Device:
-    """One of so many GPUs; its processes count as this one does, where it sees only some."""
+    """Make one of `count` GPUs, numbered as this process sees them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
     return Device(f"GPU {index}", "", variables=variables)
@@ -121,7 +121,7 @@ def _numbers(asked: str) -> list[int]:
     for part in (part.strip() for part in asked.split(",")):
         if not re.fullmatch("[0-9]{1,4}", part):
             raise DeviceError(
-                f"--gpus {asked}: {part!r} is no number, write all, or numbers like 0,1"
+                f"--gpus {asked}: invalid GPU {part!r}, write all, or numbers like 0,1"
             )
         index = int(part)
         if index in indices:
@@ -131,10 +131,10 @@ def _numbers(asked: str) -> list[int]:
 
 
 def with_own_cores(devices: Sequence[Device]) -> list[Device]:
-    """Share this process's cores out, so that what compiles for one disturbs none of the others.
+    """Divide this process's cores among devices, so that compilers of one do not disturb others.
 
-    Neighbouring cores go together, as they share caches and memory, and so do the hardware threads
-    of a core. Where the system does not let processes be bound to cores nothing is shared out.
+    Neighbouring cores, which share caches and memory, stay together, and so do hardware threads.
+    Nothing is divided if the system cannot bind processes to cores.
 
     Raises:
         DeviceError: there are fewer cores than devices.
@@ -157,10 +157,10 @@ def with_own_cores(devices: Sequence[Device]) -> list[Device]:
 
 @contextlib.contextmanager
 def held(devices: Sequence[Device]) -> Iterator[None]:
-    """Keep other replays on this host from taking the same devices; a process that dies lets go.
+    """Lock devices against other replays on this host; a process that ends releases its locks.
 
     Raises:
-        DeviceError: one of them is taken.
+        DeviceError: another replay has locked one of them.
     """
     try:
         import fcntl
@@ -188,9 +188,9 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_if_free(device: torch.device) -> Iterator[str]:
-    """Keep `held` from a device, unless another replay has it; yields a sentence that says so.
+    """Lock a device if it is free; otherwise yield a sentence that another replay uses it.
 
-    It is empty where nobody has it, and on a CPU.
+    The sentence is empty for a free device, and on a CPU.
     """
     with contextlib.ExitStack() as stack:
         trouble = ""
@@ -206,10 +206,10 @@ def held_if_free(device: torch.device) -> Iterator[str]:
 
 
 def _lock_file(path: Path) -> int:
-    """Open a file that every user's replay can lock; no link is followed."""
+    """Open a file that every user's replay can lock, without following links."""
     flags = os.O_RDWR | os.O_NOFOLLOW
     try:
-        # Without O_CREAT, which Linux refuses on a file of another user in /tmp.
+        # Without O_CREAT, which Linux refuses for another user's file in /tmp.
         return os.open(path, flags)
     except FileNotFoundError:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)

@@ -1,4 +1,4 @@
-"""How long a replay will take, before it starts and while it runs."""
+"""The expected duration of a replay, before it starts and while it runs."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ from replay.workloads.call_metadata import CallMetadata
 from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15
-"""Of a kernel on a call: to check it, to warm up, to check it again."""
+"""Runs of a kernel on a call besides its samples: checks and warm-up."""
 SECONDS_TO_NOTE = 30.0
-"""Shorter work says little about longer."""
+"""Shortest replay that the history notes, because shorter ones predict little."""
 REFERENCE_RUNS = 5
-"""What the reference costs, in runs of a kernel at the rate for it."""
+"""Cost of the reference, in runs of a kernel at the reference's rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device does in a second, roughly: what is wrong with it the history puts right."""
+    """Rough rates of a device; the history of replays corrects them."""
 
     flops: float
     """Floating-point operations of a kernel."""
     reference_flops: float
-    """Of the reference, in float64."""
+    """Floating-point operations of the reference, in float64."""
     sample_seconds: float
-    """Beside the call itself, for each sample."""
+    """Overhead of each sample."""
     kernel_seconds: float
-    """For each kernel on a call, however small."""
+    """Overhead of each kernel on a call."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
         if device.type == "cuda":
             return cls(3e14, 1e14, 5e-4, 0.3)
         measured = cpu_flops_per_second()
-        # The default kernels together reach half of what products do; float64 is half as fast.
+        # The default kernels reach half the rate of matrix products; float64 is half as fast.
         return cls(measured / 2, measured / 2, 1e-4, 0.3)
 
 
@@ -56,11 +56,11 @@ def expected_seconds(
     settings: Settings,
     rates: Rates,
 ) -> dict[str, float]:
-    """Seconds that each call may take with all its kernels, by label; compiling is left out.
+    """Estimate the seconds of each call with all its kernels, by label, without compilation.
 
-    A call whose sizes are not known counts as the mean of those that are.
+    A call of unknown size counts as the mean of the others.
     """
-    kernels = sum(len(those) for those in assigned.values())
+    kernels = sum(map(len, assigned.values()))
     metadata = {call.label: call.source.metadata() for call in calls}
     found = {
         name: call_seconds(flops(facts), kernels, settings, rates)
@@ -79,7 +79,7 @@ def flops(metadata: CallMetadata) -> float:
 
 
 def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -> float:
-    """Seconds that a call of so many operations takes with so many kernels."""
+    """Estimate the seconds of a call, from its operations and the number of kernels."""
     run = flops / rates.flops + 1e-5
     sample = run * (1 + settings.calls_before) + rates.sample_seconds
     rounds = min(settings.rounds, max(settings.max_seconds / sample, MINIMUM_ROUNDS))
@@ -90,15 +90,15 @@ def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -
 
 
 def together(seconds: Sequence[float], at_a_time: int) -> float:
-    """How long calls take of which so many are at work together."""
+    """Return the seconds that calls take if `at_a_time` of them run together."""
     return max(sum(seconds) / at_a_time, max(seconds, default=0.0))
 
 
 class History:
-    """How earlier replays on machines went: seconds taken by seconds expected.
+    """Ratios of actual to expected seconds of earlier replays, by machine.
 
-    It lies in `$XDG_STATE_HOME/attention-replay/pace.json` (by default in `~/.local/state`). One
-    that cannot be read or written is none.
+    The file is `$XDG_STATE_HOME/attention-replay/pace.json` (by default in `~/.local/state`). If it
+    cannot be read or written, there is no history.
     """
 
     def __init__(self) -> None:
@@ -106,12 +106,12 @@ class History:
         self._path = Path(state) / "attention-replay" / "pace.json"
 
     def scale(self, machines: Sequence[Machine]) -> float | None:
-        """That of the last replay on such machines; None without one."""
+        """Return the ratio of the last replay on these machines; None without one."""
         found = self._all().get(_key(machines))
         return float(found) if isinstance(found, int | float) and found > 0 else None
 
     def note(self, machines: Sequence[Machine], scale: float, seconds: float) -> None:
-        """Keep that of a replay which took so many seconds."""
+        """Keep the ratio of a replay that took `seconds`."""
         if seconds < SECONDS_TO_NOTE:
             return
         found = {**self._all(), _key(machines): scale}
@@ -133,6 +133,6 @@ class History:
 
 def _key(machines: Sequence[Machine]) -> str:
     return " and ".join(
-        f"{each.device}, {each.threads} threads" if each.threads else each.device
-        for each in machines
+        f"{machine.device}, {machine.threads} threads" if machine.threads else machine.device
+        for machine in machines
     )

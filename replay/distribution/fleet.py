@@ -1,4 +1,4 @@
-"""Calls spread over several devices: each is measured by workers of its own, and alone."""
+"""Calls spread over several devices, each with its own workers and one call at a time."""
 
 from __future__ import annotations
 
@@ -30,43 +30,43 @@ from replay.workloads.workload import Workload
 logger = logging.getLogger(__name__)
 
 CONTINUES = "; --resume continues on others"
-"""How an error ends if devices are lost."""
+"""End of an error message about lost devices."""
 ATTEMPTS = 2
-"""Devices that a call is tried on, if its worker dies and no kernel is to blame."""
+"""Devices that a call is tried on, if its worker ends and no kernel is to blame."""
 
 W = TypeVar("W")
 T = TypeVar("T")
 
 
 class DeviceWorkers(Execution, Protocol):
-    """The workers of one device: `replay.workers.execution.Workers`, here or on another machine."""
+    """Workers of one device: `replay.workers.execution.Workers`, local or on another machine."""
 
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> Mapping[KernelId, float]:
-        """Milliseconds of the first call of each kernel that runs."""
+        """Call each kernel once; return the milliseconds of these first calls."""
 
     def work_on(self, device: torch.device) -> bool:
-        """Whether a new worker can compute anything there."""
+        """Return whether a new worker can compute anything on the device."""
 
 
 @dataclass
 class DeviceSlot:
-    """A device, and the workers that measure on it."""
+    """A device with the workers that measure on it."""
 
     device: Device
     workers: DeviceWorkers
     is_lost: bool = False
-    """Whether no worker can compute there any more."""
+    """True if no worker can compute on the device any more."""
 
 
 class CallOutcome(NamedTuple):
-    """What came of a call on one device."""
+    """Result of a call on one device."""
 
     device: Device
     rows: list[Row]
     trouble: str = ""
-    """Why it should be tried elsewhere; empty if all is well, or a kernel's fault."""
+    """Reason to try the call on another device; empty after success or a kernel's fault."""
     is_device_lost: bool = False
 
 
@@ -80,9 +80,9 @@ class Attempt(NamedTuple):
 class Fleet:
     """An `Execution` that gives each device one call at a time, with all its kernels.
 
-    A kernel and its baseline so share a device and rounds, and nothing else runs there meanwhile. A
-    call whose worker dies, no kernel being to blame, is tried once more on another device of its
-    type.
+    So a kernel and its baseline share a device and rounds, and nothing else runs on the device. If
+    a worker ends and no kernel is to blame, the call is tried once more on another device of the
+    same type.
     """
 
     def __init__(self, slots: Sequence[DeviceSlot], pool: ThreadPoolExecutor) -> None:
@@ -99,41 +99,41 @@ class Fleet:
         return [machine for slot in first for machine in slot.workers.machines(device)]
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        """What is known of each kernel on the first type of device that can run it."""
+        """Return results of the first type of device that can run each kernel."""
         merged: Findings = {}
         for slot in self._of_each_kind():
             for name, found in slot.workers.probe(kernels, device).items():
                 known = merged.setdefault(name, {})
-                able = {kernel: each for kernel, each in found.items() if each.reason is None}
+                able = {kernel: probe for kernel, probe in found.items() if probe.reason is None}
                 merged[name] = found | known | able
         return merged
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        """Each kernel in the environments that can run it on any type of device."""
+        """Assign each kernel to the environments that can run it on any type of device."""
         merged: Assignment = {}
         for slot in self._of_each_kind():
-            for name, those in slot.workers.assign(kernels, device).items():
-                names = {kernel.name for kernel in (*merged.get(name, []), *those)}
+            for name, able in slot.workers.assign(kernels, device).items():
+                names = {kernel.name for kernel in (*merged.get(name, []), *able)}
                 merged[name] = [kernel for kernel in kernels if kernel.name in names]
         return merged
 
     def _of_each_kind(self) -> list[DeviceSlot]:
-        """The first slot of each type of device, by its name."""
+        """Return the first slot of each type of device, sorted by type."""
         first = {slot.device.kind: slot for slot in reversed(self._slots)}
         return [slot for _, slot in sorted(first.items())]
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
-        """Rows of every kernel on every call, as calls are finished.
+        """Yield rows of every kernel on every call, as calls are finished.
 
         Raises:
-            WorkerError: no device works, or an environment on none.
+            WorkerError: no device works, or an environment works on no device.
         """
         compiled = self._compile(schedule, assigned, settings, report)
         failed: dict[int, list[Attempt]] = {}
         unfinished: dict[int, CallOutcome] = {}
-        """The last outcome of calls that wait for another device."""
+        """Last outcome of calls that wait for another device."""
 
         def take(slot: DeviceSlot) -> Workload | None:
             return None if slot.is_lost else schedule.take(slot.device.name, slot.device.kind)
@@ -156,7 +156,7 @@ class Fleet:
             yield from _finished(outcome, attempts, first_ms)
         left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
-        for outcome in unfinished.values():  # nobody was left to try them
+        for outcome in unfinished.values():  # no other device was left to try them
             if outcome.rows or outcome.device.kind in left:
                 yield from _finished(outcome, [], {})
                 waiting -= 1
@@ -168,9 +168,9 @@ class Fleet:
     def _compile(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[tuple[str, str], dict[KernelId, float]]:
-        """Let every kernel compile for each form of call on one of the devices of each host.
+        """Compile every kernel for each form of call, on one device of each host and type.
 
-        Returns milliseconds of first calls, by the host and the call that each was made on.
+        Returns milliseconds of first calls, by host and call.
         """
         waiting = {
             place: compilations(
@@ -186,7 +186,7 @@ class Fleet:
         work = partial(self._first_calls, settings=settings)
         for slot, job, future in self._spread(take, work, report):
             schedule.prefer(job.workload, slot.device.name)
-            with contextlib.suppress(WorkerError):  # the replay meets it again, and can do more
+            with contextlib.suppress(WorkerError):  # the replay will handle the same error
                 made = found.setdefault((slot.device.host, job.workload.label), {})
                 made.update(future.result())
         return found
@@ -197,7 +197,7 @@ class Fleet:
         work: Callable[[DeviceSlot, W], T],
         report: Progress,
     ) -> Iterator[tuple[DeviceSlot, W, Future[T]]]:
-        """Keep every device at work, on one thing at a time, until there is nothing left."""
+        """Keep every device at work, with one job at a time, until no job is left."""
         idle = list(self._slots)
         busy: dict[Future[T], tuple[DeviceSlot, W]] = {}
         while True:
@@ -221,10 +221,10 @@ class Fleet:
     def _replay_call(
         self, slot: DeviceSlot, workload: Workload, assigned: Assignment, settings: Settings
     ) -> CallOutcome:
-        """Runs in a thread of its own."""
-        said = partial(self._say, slot)
+        """Replay a call on a device, in a thread of its own."""
+        on_stage = partial(self._say, slot)
         try:
-            rows = list(slot.workers.replay(Schedule([workload]), assigned, settings, said))
+            rows = list(slot.workers.replay(Schedule([workload]), assigned, settings, on_stage))
             if any(not row.machine.device for row in rows):  # a worker died before it could say
                 (machine,) = slot.workers.machines(settings.device)
                 rows = [
@@ -242,10 +242,9 @@ class Fleet:
     def _first_calls(
         self, slot: DeviceSlot, job: Compilation, settings: Settings
     ) -> Mapping[KernelId, float]:
-        """Runs in a thread of its own."""
+        """Make first calls on a device, in a thread of its own."""
         named = replace(job.workload, name=f"first calls, {job.workload.name}")
-        said = partial(self._say, slot)
-        return slot.workers.first_calls(named, job.assigned, settings, said)
+        return slot.workers.first_calls(named, job.assigned, settings, partial(self._say, slot))
 
     def _say(self, slot: DeviceSlot, workload: Workload, stage: str) -> None:
         if stage != DONE:
@@ -255,13 +254,13 @@ class Fleet:
 def _finished(
     outcome: CallOutcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
 ) -> list[Row]:
-    """The rows of a call, which say where it ran, and where it was tried before.
+    """Add to the rows of a call where it ran and where it failed before.
 
     Args:
-        first_ms: of kernels that compiled for this very call.
+        first_ms: milliseconds of first calls of kernels that compiled on this call.
 
     Raises:
-        WorkerError: there are none.
+        WorkerError: the call has no rows.
     """
     if not outcome.rows:
         raise WorkerError(outcome.trouble + CONTINUES * outcome.is_device_lost)
@@ -283,16 +282,16 @@ def _finished(
 
 
 def _place(slot: DeviceSlot) -> tuple[str, str]:
-    """Where compilers keep what other devices can use: a host, for its devices of one type."""
+    """Return the host and type of a device; such devices share what compilers keep."""
     return slot.device.host, slot.device.kind
 
 
 @contextlib.contextmanager
 def running_fleet(slots: Sequence[DeviceSlot], stopped: threading.Event) -> Iterator[Fleet]:
-    """The devices at work; what they are doing is ended with the `with` block.
+    """Run devices for the `with` block; their work is stopped at its end.
 
     Args:
-        stopped: what ends it; set with the block.
+        stopped: set at the end of the block, to stop the work.
     """
     with ThreadPoolExecutor(len(slots), "device") as pool:
         try:
@@ -309,14 +308,14 @@ def fleet(
     stopped: threading.Event,
     early: Sequence[First] = (),
 ) -> Iterator[Fleet]:
-    """Workers and a judge for each device; all end with the `with` block, within a second or two.
+    """Start workers and a judge for each device; all end with the `with` block.
 
     Args:
         interpreters: other Python environments by name.
-        timeout: seconds without a sign of life after which a worker is ended.
-        stopped: set to end what they are doing.
-        early: those that were started before the devices were known, and have used none; what is
-            at another place than a device's is ended.
+        timeout: seconds without a message after which a worker is ended.
+        stopped: set to stop their work, within a second or two.
+        early: processes that were started before the devices were known; those at another place
+            than a device's are ended.
 
     Raises:
         DeviceError: another replay measures on one of the devices.
@@ -329,8 +328,8 @@ def fleet(
                 first.close()
         slots = []
         for device, place in zip(devices, places, strict=True):
-            there = (first for first in early if first.worker.place == place)
-            first = next(there, None) or stack.enter_context(first_processes(timeout, place))
+            started = (first for first in early if first.worker.place == place)
+            first = next(started, None) or stack.enter_context(first_processes(timeout, place))
             first.prepare(None)
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)

@@ -1,4 +1,4 @@
-"""The workers of one device of a cluster, in a process of the node that has it."""
+"""The workers of one device of a cluster, in a process on the device's node."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 Names = Mapping[str, Sequence[str]]
-"""Kernels by environment."""
+"""Names of kernels by environment."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Introduction:
-    """What a node says of a device and of itself."""
+    """Description of a device and its node."""
 
     machine: Machine
     uuid: str
     index: str
-    """Of the GPU, as the node counts; empty for a processor."""
+    """Index of the GPU on the node; empty for a CPU."""
     version: str
-    """Of this package."""
+    """Version of this package."""
 
 
 class Node:
-    """Workers of one device, asked by a process of another machine.
+    """Workers of one device, which a process on another machine uses.
 
-    The processor cores of a node are shared out among the devices that are used of it.
+    The CPU cores of a node are divided among its devices in use.
 
     Args:
-        share: which of how many this one is.
-        directory: where the command was called, if that is here too: names of files refer to it.
+        share: index of this device and number of devices in use on the node.
+        directory: directory of the command, which file names refer to, if it exists on this node.
         interpreters: other Python environments by name; paths on this node.
-        timeout: seconds without a sign of life after which a worker is ended.
+        timeout: seconds without a message after which a worker is ended.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Node:
         self._stack = contextlib.ExitStack()
 
     def start(self, device: str) -> Introduction:
-        """Start the workers, and see that each can compute.
+        """Start the workers, and check that each can compute.
 
         Args:
-            device: `cuda`, of which this process sees one, or `cpu`.
+            device: `cuda` for the only GPU that this process sees, or `cpu`.
 
         Raises:
             WorkerError: the device or an environment does not work.
@@ -114,25 +114,25 @@ class Node:
 
     def assign(self, kernels: Sequence[str], device: str) -> Names:
         assigned = self._workers.assign(list(map(find, kernels)), torch.device(device))
-        return {name: [kernel.name for kernel in those] for name, those in assigned.items()}
+        return {name: [kernel.name for kernel in able] for name, able in assigned.items()}
 
     def work_on(self, device: str) -> bool:
         return self._workers.work_on(torch.device(device))
 
     def expect(self, files: Sequence[FileFacts]) -> tuple[Path, list[FileFacts]]:
-        """Where the files of a call will be read, and those that are to be sent there first.
+        """Return the directory for the files of a call, and the files to send to it first.
 
         Raises:
-            DatasetError: they cannot be written.
+            DatasetError: the cache cannot be written.
         """
         directory = directory_here(files)
         return directory, lacking(files, directory)
 
     def receive(self, facts: FileFacts, content: bytes, directory: Path) -> None:
-        """Write one of them.
+        """Write a file that was sent.
 
         Raises:
-            DatasetError: it cannot be written.
+            DatasetError: the file cannot be written.
         """
         receive(facts, content, directory)
 
@@ -142,7 +142,7 @@ class Node:
         """Yield the stages of a call as they are reached, and then its rows.
 
         Args:
-            source: that of a workload whose files are on this node.
+            source: JSON of a source whose files are on this node.
 
         Raises:
             WorkerError: an environment does not work.
@@ -155,7 +155,7 @@ class Node:
             found = self._workers.replay(schedule, kernels, wanted, lambda _, stage: say(stage))
             return list(found)
 
-        yield from _told(work)
+        yield from _stages_and_result(work)
 
     def first_calls(
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
@@ -172,14 +172,14 @@ class Node:
             wanted = Settings.from_json(settings)
             return self._workers.first_calls(workload, kernels, wanted, lambda _, stage: say(stage))
 
-        yield from _told(work)
+        yield from _stages_and_result(work)
 
 
-def _told(work: Callable[[Callable[[str], None]], T]) -> Iterator[str | T]:
-    """Yield what work says on the way, and then what comes of it."""
-    said: SimpleQueue[str | Future[T]] = SimpleQueue()
+def _stages_and_result(work: Callable[[Callable[[str], None]], T]) -> Iterator[str | T]:
+    """Yield the stages that `work` reports, and then its result."""
+    events: SimpleQueue[str | Future[T]] = SimpleQueue()
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(work, said.put).add_done_callback(said.put)
-        while isinstance(each := said.get(), str):
-            yield each
-        yield each.result()
+        pool.submit(work, events.put).add_done_callback(events.put)
+        while isinstance(event := events.get(), str):
+            yield event
+        yield event.result()

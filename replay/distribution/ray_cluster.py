@@ -1,7 +1,7 @@
 """The devices of a Ray cluster, as places to measure on: `replay --ray`.
 
-Ray brings the processes of `replay.distribution.node` to the nodes, one for each device, and what
-is said between them and this one; which call goes where is the fleet's business, as on one host.
+Ray starts the processes of `replay.distribution.node` on the nodes, one for each device, and
+carries messages between them and this process. The fleet distributes the calls, as on one host.
 """
 
 from __future__ import annotations
@@ -46,57 +46,52 @@ logger = logging.getLogger(__name__)
 
 CONNECTING_SECONDS = 5.0
 JOINING_SECONDS = 90.0
-"""How long Ray may take to connect; it looks for a node of the cluster here for 60 seconds."""
+"""Time that Ray gets to connect; it looks for a local node of the cluster for 60 seconds."""
 STARTING_SECONDS = 300.0
-"""How long a node may take until its workers have imported PyTorch, from a cold network disk."""
+"""Time that a node gets until its workers have imported PyTorch, from a cold network disk."""
 LOOK_SECONDS = 0.5
-"""How often it is looked whether nobody waits for an answer any more."""
+"""Interval between checks whether the replay was stopped."""
 ANSWERING_SECONDS = 120.0
-"""How long a node may take to say whether a device works still."""
+"""Time that a node gets to answer whether a device still works."""
 
 LAST_PORT = 0xFFFF
-
-HTTP2_SETTINGS = b"\x04"
-"""The type of the first frame that a server of HTTP/2 sends (RFC 9113, section 3.4)."""
-HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + HTTP2_SETTINGS + bytes(5)
-"""What its client sends first. Ray speaks gRPC, which is HTTP/2."""
 
 QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
-    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # what it tells drivers of nodes that die, on their stdout
+    "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # messages about nodes that die, on stdout
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
-"""Nothing is sent to Ray's makers, and Ray prints nothing."""
+"""Environment variables that keep Ray from printing and from reporting its use."""
 SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-"""For `ray.init`."""
+"""Arguments of `ray.init` that silence it."""
 
 WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Workers that Ray kills cannot end what their kernels started, as they do once nobody asks."""
+"""Keeps Ray from killing workers, which otherwise could not end what their kernels started."""
 
 
 class ClusterError(Error):
-    """A cluster that cannot be used; the message names the remedy."""
+    """Cluster that cannot be used; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class NodeDevice:
-    """A device of a node, before anything runs there."""
+    """Device of a node, before anything runs on it."""
 
     node_id: str
     host: str
     share: tuple[int, int]
-    """Which of how many devices of the node."""
+    """Index of the device and number of devices of the node."""
     cpus: float
-    """What is reserved with it."""
+    """CPUs that are reserved with it."""
 
 
 class Cluster:
-    """A Ray cluster that this process is connected to.
+    """Ray cluster that this process is connected to.
 
-    It is used for GPUs, of which each is measured alone, if any node has one; else each node
-    measures on its processor.
+    If any node has a GPU, all GPUs are used, one call at a time on each. Otherwise each node
+    measures on its CPU.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -111,7 +106,7 @@ class Cluster:
             count = _gpus(node) if self.device.type == "cuda" else 1
             cpus = node["Resources"].get("CPU", 0.0)
             if self.device.type == "cpu" and not cpus:
-                continue  # a head node that is there to be asked
+                continue  # a head node that runs no work
             for number in range(count):
                 self.places.append(NodeDevice(node_id, host, (number, count), cpus // count))
 
@@ -119,17 +114,17 @@ class Cluster:
     def fleet(
         self, interpreters: dict[str, str], timeout: float, stopped: threading.Event
     ) -> Iterator[Fleet]:
-        """Workers on every device; all end with the `with` block.
+        """Start workers on every device; all end with the `with` block.
 
-        A device on which they do not work is left out, which a line on stderr says.
+        A device on which they do not work is left out, and a line on stderr reports it.
 
         Args:
             interpreters: other Python environments by name; paths on the nodes.
-            timeout: seconds without a sign of life after which a worker is ended.
-            stopped: set to end what they are doing.
+            timeout: seconds without a message after which a worker is ended.
+            stopped: set to stop their work.
 
         Raises:
-            ClusterError: they work on no device.
+            ClusterError: the workers work on no device.
         """
         with contextlib.ExitStack() as stack:
             slots = self._slots(interpreters, timeout, stopped, stack)
@@ -171,38 +166,38 @@ class Cluster:
         deadline: float,
         others: Sequence[DeviceSlot],
     ) -> DeviceSlot:
-        """A device whose workers have started.
+        """Wait until the workers of a device have started, and check their versions.
 
         Raises:
-            WorkerError: they do not work, or not as those of other nodes do.
+            WorkerError: they do not work, or other nodes have other versions.
         """
-        told: Introduction = workers.get(answer, deadline)
-        if told.version != __version__:
+        node: Introduction = workers.get(answer, deadline)
+        if node.version != __version__:
             raise WorkerError(
-                f"{place.host} has version {told.version} of attention-replay, and this is "
+                f"{place.host} has version {node.version} of attention-replay, and this is "
                 f"{__version__}: install the same"
             )
-        workers.machine = told.machine
+        workers.machine = node.machine
         for other in others:
             (machine,) = other.workers.machines(self.device)
-            if unlike := _unlike(told.machine, machine):
+            if unlike := _unlike(node.machine, machine):
                 raise WorkerError(
                     f"{place.host} has {unlike[0]}, and {other.device.host} has {unlike[1]}: "
                     "install the same on all nodes"
                 )
-        name = f"GPU {told.index} of {place.host}" if told.index else place.host
-        device = Device(name, told.machine.device, told.uuid, host=place.host)
+        name = f"GPU {node.index} of {place.host}" if node.index else place.host
+        device = Device(name, node.machine.device, node.uuid, host=place.host)
         return DeviceSlot(device, workers)
 
 
 class RemoteWorkers:
-    """The workers of one device, asked through Ray.
+    """Workers of one device, behind Ray.
 
     Args:
         actor: Ray's handle of a `Node`.
-        host: the node, for people.
-        sending: held while a file is sent to the node.
-        stopped: set by any thread when nobody waits any more.
+        host: name of the node, for people.
+        sending: lock that is held while a file is sent to the node.
+        stopped: set by any thread to stop the replay.
     """
 
     at_a_time = 1
@@ -226,34 +221,35 @@ class RemoteWorkers:
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
         assigned = self.get(self._actor.assign.remote(_names(kernels), str(device)))
         by_name = {kernel.name: kernel for kernel in kernels}
-        return {name: [by_name[each] for each in those] for name, those in assigned.items()}
+        return {name: [by_name[kernel] for kernel in able] for name, able in assigned.items()}
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
-        """Rows of the calls, each of which is sent to the node first if it is not there.
+        """Yield rows of the calls, whose files are sent to the node first if needed.
 
         Raises:
-            WorkerError: the node is gone, or something failed there that is no kernel's.
-            Stopped: nobody waits any more.
+            WorkerError: the node is gone, or something but a kernel failed on it.
+            Stopped: the replay was stopped.
         """
         for workload in schedule:
-            yield from self._told(self._actor.replay, workload, assigned, settings, report)
+            yield from self._work_on_call(self._actor.replay, workload, assigned, settings, report)
 
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Milliseconds of the first call of each kernel that runs.
+        """Call each kernel once; return the milliseconds of these first calls.
 
         Raises:
-            WorkerError, Stopped: as `replay`.
+            WorkerError, Stopped: see `replay`.
         """
-        method = self._actor.first_calls
-        found: dict[KernelId, float] = self._told(method, workload, assigned, settings, report)
+        found: dict[KernelId, float] = self._work_on_call(
+            self._actor.first_calls, workload, assigned, settings, report
+        )
         return found
 
     def work_on(self, device: torch.device) -> bool:
-        """Whether a new worker can compute anything there; none where the node is gone."""
+        """Return whether a new worker can compute anything on the device."""
         try:
             deadline = time.monotonic() + ANSWERING_SECONDS
             return bool(self.get(self._actor.work_on.remote(str(device)), deadline))
@@ -267,15 +263,15 @@ class RemoteWorkers:
         ray.kill(self._actor)
 
     def get(self, answer: Any, deadline: float = math.inf) -> Any:
-        """What the node answers.
+        """Return the node's answer.
 
         Args:
-            answer: Ray's reference to it.
+            answer: Ray's reference to the answer.
             deadline: seconds, by the clock of `time.monotonic`.
 
         Raises:
-            WorkerError: it does not answer, or says that something failed.
-            Stopped: nobody waits any more.
+            WorkerError: the node does not answer, or reports a failure.
+            Stopped: the replay was stopped.
         """
         import ray
         from ray.exceptions import RayError, RayTaskError
@@ -301,7 +297,7 @@ class RemoteWorkers:
                     f"{self._host} does not answer: it is busy with other work, or gone"
                 )
 
-    def _told(
+    def _work_on_call(
         self,
         method: Any,
         workload: Workload,
@@ -309,7 +305,7 @@ class RemoteWorkers:
         settings: Settings,
         report: Progress,
     ) -> Any:
-        """Have the node work on a call, and report the stages that it says."""
+        """Have the node work on a call, and report its stages."""
         if self._stopped.is_set():
             raise Stopped
         source = self._sent(workload.source).to_json()
@@ -326,7 +322,7 @@ class RemoteWorkers:
         """Return the source of a call on the node; files that are not there are sent to it."""
         files = []
         for path in source.files():
-            with contextlib.suppress(OSError):  # the node will say that it cannot be read
+            with contextlib.suppress(OSError):  # the node will report an unreadable file
                 files.append(FileFacts.of(path))
         if not files:
             return source
@@ -340,11 +336,11 @@ class RemoteWorkers:
 
 @contextlib.contextmanager
 def connected(address: str) -> Iterator[Cluster]:
-    """A Ray cluster, for the `with` block.
+    """Connect to a Ray cluster for the `with` block.
 
     Args:
-        address: where its head node answers; `auto` for the one that this machine is a node of,
-            `local` to start one here.
+        address: address of its head node; `auto` for the cluster that this machine belongs to, or
+            `local` to start one on this machine.
 
     Raises:
         MissingPackage: Ray is not installed.
@@ -352,7 +348,7 @@ def connected(address: str) -> Iterator[Cluster]:
     """
     with contextlib.ExitStack() as stack:
         is_ours = address == "local"
-        stack.enter_context(_variables({**QUIET, **_of_our_own()} if is_ours else QUIET))
+        stack.enter_context(_variables({**QUIET, **_private_cluster()} if is_ours else QUIET))
         try:
             import ray
         except ModuleNotFoundError as error:
@@ -377,10 +373,10 @@ def connected(address: str) -> Iterator[Cluster]:
 
 
 def _join(address: str, connect: Callable[[], object]) -> None:
-    """Have Ray connect, which may hang for longer than Ray's limits, and where Ctrl-C is unheard.
+    """Let Ray connect in a thread, because it may hang beyond its own limits and ignore Ctrl-C.
 
     Raises:
-        ClusterError: it takes too long.
+        ClusterError: connecting takes too long.
     """
     done: Future[None] = Future()
 
@@ -391,7 +387,7 @@ def _join(address: str, connect: Callable[[], object]) -> None:
         except BaseException as error:
             done.set_exception(error)
 
-    # A daemon, for which the interpreter does not wait when it exits.
+    # A daemon thread, because the interpreter does not wait for it at exit.
     threading.Thread(target=run, name="connecting", daemon=True).start()
     if not wait([done], JOINING_SECONDS).done:
         raise ClusterError(
@@ -403,17 +399,17 @@ def _join(address: str, connect: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
-    """Die of SIGTERM after what is in this block is tidied up, as Ray's handlers do not.
+    """End by SIGTERM only after the block has cleaned up, which Ray's handlers do not ensure.
 
-    Yields what is to be called once Ray has set its own.
+    Yields a function to call once Ray has set its own handlers.
     """
     before, has_come = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL, False
 
     def end(number: int, frame: object) -> None:
         nonlocal has_come
         has_come = True
-        signal.signal(signal.SIGTERM, before)  # a second one waits for nothing
-        raise KeyboardInterrupt  # of all exceptions, as Ray expects this one where it waits
+        signal.signal(signal.SIGTERM, before)  # a second signal ends the process at once
+        raise KeyboardInterrupt  # the exception that Ray expects while it waits
 
     def restore() -> None:
         signal.signal(signal.SIGTERM, end if before == signal.SIG_DFL else before)
@@ -421,7 +417,7 @@ def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
     try:
         yield restore
     except SystemExit as stopped:
-        has_come |= stopped.code == signal.SIGTERM  # as Ray's handler has it
+        has_come |= stopped.code == signal.SIGTERM  # set by Ray's handler
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -431,7 +427,7 @@ def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set what Ray reads of the environment when it is imported, and what it starts inherits."""
+    """Set environment variables that Ray and its processes read, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -444,10 +440,10 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _of_our_own() -> dict[str, str]:
-    """What makes a new cluster answer on 127.0.0.1 alone, and only who knows its token."""
+def _private_cluster() -> dict[str, str]:
+    """Return variables for a new cluster that answers only on 127.0.0.1 and requires a token."""
     return {
-        # Despite its name Ray looks at it everywhere.
+        # Despite its name, Ray reads it on every system.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -455,37 +451,27 @@ def _of_our_own() -> dict[str, str]:
 
 
 def _check(address: str) -> None:
-    """See that Ray may answer, for which it would wait for minutes.
+    """Check that something answers at an address, because Ray would wait for minutes.
 
     Raises:
-        ClusterError: nothing does, or it is no address.
-        ConnectionError: Ray knows of no cluster on this machine.
+        ClusterError: nothing answers, or the address is invalid.
+        ConnectionError: Ray knows no cluster on this machine.
     """
     if address != "auto":
         _host_and_port(address, address)
     used = _used(address)
     host, port = _host_and_port(used, address)
     try:
-        with socket.create_connection((host, port), CONNECTING_SECONDS) as connection:
-            if os.environ.get("RAY_USE_TLS", "0") in ("0", "false"):
-                connection.sendall(HTTP2_GREETING)
-                is_ray = connection.recv(4)[3:] == HTTP2_SETTINGS
-            else:
-                is_ray = True
+        socket.create_connection((host, port), CONNECTING_SECONDS).close()
     except OSError as error:
         raise ClusterError(f"--ray {address}: {_unanswered(address, used, error)}") from error
-    if not is_ray:
-        raise ClusterError(
-            f"--ray {address}: what answers there is not Ray: give the port that `ray start "
-            "--head` printed, usually 6379"
-        )
 
 
 def _host_and_port(used: str, address: str) -> tuple[str, int]:
-    """Those of what Ray uses for an address.
+    """Split an address that Ray uses into host and port.
 
     Raises:
-        ClusterError: they are none.
+        ClusterError: the address is invalid.
     """
     found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]+)", used)
     if found is None:
@@ -497,37 +483,37 @@ def _host_and_port(used: str, address: str) -> tuple[str, int]:
     port = int(digits) if len(digits) < 6 else 0
     if not 0 < port <= LAST_PORT:
         raise ClusterError(
-            f"--ray {address}: {digits} is no port, which is 1 to {LAST_PORT}: give the one that "
+            f"--ray {address}: invalid port {digits} (must be 1-{LAST_PORT}): give the port that "
             "`ray start --head` printed, usually 6379"
         )
     return host, port
 
 
 def _used(address: str) -> str:
-    """Where Ray goes for an address: for 127.0.0.1 usually to another address of this machine."""
+    """Return the address that Ray uses: for 127.0.0.1, usually another one of this machine."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
-    except ImportError:  # not for others to use, so that it may go
+    except ImportError:  # a private function, which may disappear
         return address
     return canonicalize_bootstrap_address(address) or address
 
 
 def _unanswered(address: str, used: str, error: OSError) -> str:
-    """That nothing answers where Ray goes, and the remedy."""
+    """Return the message, with its remedy, that nothing answers at the address Ray uses."""
     if used == address:
         return (
             f"nothing answers there ({error}): check the address that `ray start --head` printed, "
             "and the firewall"
         )
     return (
-        f"Ray goes to {used} for that, and nothing answers there ({error}): give the address that "
-        "`ray start --head` printed, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 for a cluster that "
-        "answers on 127.0.0.1 alone"
+        f"Ray uses {used} for this address, and nothing answers there ({error}): give the address "
+        "that `ray start --head` printed, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 for a "
+        "cluster that answers on 127.0.0.1 alone"
     )
 
 
 def _why_not(error: Exception) -> str:
-    """Why Ray does not connect or start, and the remedy."""
+    """Return why Ray does not connect or start, and the remedy."""
     text, cause = str(error), error.__cause__ or error.__context__
     while cause is not None:
         text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
@@ -545,7 +531,7 @@ def _why_not(error: Exception) -> str:
             "no cluster runs on this machine: start one with `ray start`, or leave out the address"
         )
     if "node_ip_address.json" in text or "No node info found" in text or "raylet" in text.lower():
-        return "this machine is no node of the cluster: run the command on one of its nodes"
+        return "this machine is not a node of the cluster: run the command on one of its nodes"
     return f"Ray says: {text.strip().partition(chr(10))[0]}"
 
 
@@ -556,17 +542,17 @@ def _gpus(node: Mapping[str, Any]) -> int:
 def _actor(
     place: NodeDevice, device: torch.device, interpreters: dict[str, str], timeout: float
 ) -> Any:
-    """A process on the node that alone has the device."""
+    """Start the process on a node that has a device to itself."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    there = ray.remote(Node).options(
+    remote_node = ray.remote(Node).options(
         num_gpus=1 if device.type == "cuda" else 0,
         num_cpus=place.cpus,
         scheduling_strategy=NodeAffinitySchedulingStrategy(place.node_id, soft=False),
         runtime_env={"env_vars": WORKERS_END_THEMSELVES},
     )
-    return there.remote(place.share, os.getcwd(), interpreters, timeout)
+    return remote_node.remote(place.share, os.getcwd(), interpreters, timeout)
 
 
 def _names(kernels: Sequence[Kernel]) -> list[str]:
@@ -574,7 +560,7 @@ def _names(kernels: Sequence[Kernel]) -> list[str]:
 
 
 def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
-    """What makes two machines of one type of device measure unlike, of each; None for nothing."""
+    """Return a version that differs between machines with one type of device, or None."""
     if machine.device != other.device:
         return None
     for name in ("python", "torch", "cuda", "cudnn", "triton", "threads"):
@@ -585,7 +571,7 @@ def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
 
 
 def _in_a_sentence(host: str, error: Exception) -> str:
-    """What Ray says of a call that failed."""
+    """Return a sentence about a failed call, from Ray's error."""
     text = str(error)
     logger.info("%s: %s", host, text.strip())
     if missing := re.search(r"No module named '([^']+)'", text):

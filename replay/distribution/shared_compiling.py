@@ -1,7 +1,6 @@
-"""What kernels compile before anything is timed, shared out over devices.
+"""The compilation of kernels before anything is timed, divided among devices.
 
-Compilers keep their results on disk, so that what was compiled for one device is there for all of
-its type.
+Compilers keep their results on disk, so one device compiles for all of its type.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from replay.workers.execution import Assignment
 from replay.workloads.workload import Workload
 
 PIECES_PER_DEVICE = 2
-"""At least, as some kernels compile for minutes and others not at all."""
+"""Least number of pieces per device, as some kernels compile for minutes and others not at all."""
 
 
 class Compilation(NamedTuple):
@@ -28,9 +27,9 @@ class Compilation(NamedTuple):
 def compilations(
     calls: Sequence[Workload], assigned: Assignment, devices: int
 ) -> list[Compilation]:
-    """Every kernel on the first call of each form.
+    """Return jobs that call every kernel on the first call of each form.
 
-    The kernels of a form stay together where there are forms enough for all devices.
+    The kernels of a form stay together if there are enough forms for all devices.
     """
     firsts: dict[tuple[object, ...], Workload] = {}
     for workload in calls:

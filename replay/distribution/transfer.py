@@ -1,4 +1,4 @@
-"""Recorded calls on the way to another machine: a file is sent where it is not, and kept there."""
+"""The transfer of recorded calls to another machine, which keeps the files that it received."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pathlib import Path
 from capture.storage import cache
 
 EDGE_BYTES = 1 << 16
-"""At either end of a file, by which one is known: its header is there, and loading it verifies its
-checksum."""
+"""Bytes at each end of a file that identify it. They include its header, and loading the file
+verifies its checksum."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file is known by on every machine."""
+    """Identity of a file on every machine."""
 
     path: Path
-    """Where it is on the machine that has it."""
+    """Path on the machine that has it."""
     nbytes: int
     digest: str
-    """Of both ends."""
+    """Digest of both ends."""
 
     @classmethod
     def of(cls, path: Path) -> FileFacts:
-        """Read them.
+        """Read the size and both ends of a file.
 
         Raises:
             OSError: the file cannot be read.
@@ -39,7 +39,7 @@ class FileFacts:
         return cls(path, nbytes, found.hexdigest())
 
     def is_at(self, path: Path) -> bool:
-        """Whether this file is there too."""
+        """Return whether the same file is at `path`."""
         try:
             return FileFacts.of(path) == FileFacts(path, self.nbytes, self.digest)
         except OSError:
@@ -47,7 +47,7 @@ class FileFacts:
 
 
 def directory_here(files: Sequence[FileFacts]) -> Path:
-    """Where the files of a workload are here, or will be: where they were, or in the cache.
+    """Return the directory of a workload's files on this machine: their own, or one of the cache.
 
     Raises:
         DatasetError: the cache cannot be written to.
@@ -60,7 +60,7 @@ def directory_here(files: Sequence[FileFacts]) -> Path:
 
 
 def lacking(files: Sequence[FileFacts], directory: Path) -> list[FileFacts]:
-    """Those that are not in a directory of `directory_here`."""
+    """Return the files that are missing in a directory of `directory_here`."""
     return [facts for facts in files if not facts.is_at(directory / facts.path.name)]
 
 
@@ -68,7 +68,7 @@ def receive(facts: FileFacts, content: bytes, directory: Path) -> None:
     """Write a file into a directory of `directory_here`.
 
     Raises:
-        DatasetError: there is no room for it, or it cannot be written.
+        DatasetError: the disk has no room, or the file cannot be written.
     """
     cache.require_room(directory, facts.nbytes, facts.path.name)
     with cache.placed(directory / facts.path.name) as temporary, cache.writing(directory):

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -337,7 +336,6 @@ def test_ctrl_c_ends_it_where_ray_waits(replays: Replays, recorded: Path) -> Non
         server.settimeout(200)
         asked, _ = server.accept()
         with asked:
-            asked.sendall(bytes(3) + ray_cluster.HTTP2_SETTINGS + bytes(5))
             waiting, _ = server.accept()
             with waiting:
                 time.sleep(1)
@@ -361,45 +359,17 @@ def test_without_ray_it_says_how_to_install_it(
         ("127.0.0.1:9", "nothing answers there .*: check the address that `ray start --head`"),
         ("ray://127.0.0.1:10001", "write HOST:PORT as `ray start --head` prints it"),
         ("somewhere", "write HOST:PORT"),
-        ("127.0.0.1:99999", "99999 is no port, which is 1 to 65535: give the one that `ray start"),
-        ("127.0.0.1:0", "0 is no port"),
+        (
+            "127.0.0.1:99999",
+            r"invalid port 99999 \(must be 1-65535\): give the port that `ray start",
+        ),
+        ("127.0.0.1:0", "invalid port 0"),
     ],
 )
 @pytest.mark.usefixtures("a_ray")
 def test_an_address_where_no_cluster_is(address: str, reason: str) -> None:
     with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
         pass
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason"),
-    [
-        (b"HTTP/1.1 400 Bad Request\r\n", "what answers there is not Ray: give the port that"),
-        (b"", "what answers there is not Ray"),
-        (None, "nothing answers there .timed out.: check the address"),
-    ],
-)
-@pytest.mark.usefixtures("a_ray")
-def test_an_address_where_something_else_is(
-    answer: bytes | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(ray_cluster, "CONNECTING_SECONDS", 5.0 if answer is not None else 0.1)
-    with ThreadPoolExecutor(1) as pool, socket.create_server(("127.0.0.1", 0)) as server:
-
-        def serve() -> None:
-            connection, _ = server.accept()
-            with connection:
-                while answer is None and connection.recv(1 << 10):
-                    pass  # until the other side gives up
-                if answer is not None:
-                    connection.recv(1 << 10)
-                    connection.sendall(answer)
-
-        served = pool.submit(serve)
-        address = f"127.0.0.1:{server.getsockname()[1]}"
-        with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
-            pass
-        served.result()
 
 
 @with_ray
@@ -410,7 +380,9 @@ def test_an_address_that_ray_takes_for_another(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        expected = f"Ray goes to 127.0.0.2:{port} for that, and nothing answers there .*: give the"
+        expected = (
+            f"Ray uses 127.0.0.2:{port} for this address, and nothing answers there .*: give the"
+        )
         with pytest.raises(ClusterError, match=expected), connected(f"127.0.0.1:{port}"):
             pass
 
