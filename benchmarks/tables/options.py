@@ -19,8 +19,8 @@ MAINS: dict[str, Callable[[Sequence[str]], None]] = {
     "replay": replay.cli.main.main,
 }
 VERBS: dict[str, Sequence[str]] = {
-    "capture": [verb for verb in capture.cli.main.VERBS if verb != "record"],  # the default
-    "replay": list(getattr(replay.cli.main, "VERBS", ())),
+    "capture": list(capture.cli.main.VERBS),
+    "replay": list(replay.cli.main.VERBS),
 }
 
 
