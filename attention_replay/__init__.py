@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from capture.recording.recording import Recording
     from capture.storage.dataset import Dataset, load
     from replay.api.measured_rows import Rows
-    from replay.bench.runner import replay
+    from replay.api.plan_model import plan
+    from replay.api.replay_calls import replay
+    from replay.api.verify_model import verify
     from replay.diagnosis.around_run import doctor
     from replay.kernels.registry import Kernel, register_kernel
     from replay.patch.use_kernel import use_kernel, use_plan
@@ -44,11 +46,13 @@ __all__ = [
     "__version__",
     "doctor",
     "load",
+    "plan",
     "record",
     "register_kernel",
     "replay",
     "use_kernel",
     "use_plan",
+    "verify",
 ]
 
 _HOMES = {
@@ -61,11 +65,13 @@ _HOMES = {
     "Rows": "replay.api.measured_rows",
     "doctor": "replay.diagnosis.around_run",
     "load": "capture.storage.dataset",
+    "plan": "replay.api.plan_model",
     "record": "capture.recording.record",
     "register_kernel": "replay.kernels.registry",
-    "replay": "replay.bench.runner",
+    "replay": "replay.api.replay_calls",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
+    "verify": "replay.api.verify_model",
 }
 """Module of each public name that takes time to import."""
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import results
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.rows.row import Row, Speedup
@@ -111,7 +111,7 @@ def main() -> None:
     load = []
     for pair in range(arguments.pairs):
         call = random_workload(f"pair-{pair}", "random", SPECS[device.type], pair)
-        rows = list(replay([call], kernels, replace(settings, seed=pair)))
+        rows = list(replay_here([call], kernels, replace(settings, seed=pair)))
         for row in rows:
             if row.status != "ok":
                 print(f"pair {pair} left out: {row.kernel}: {row.status}: {row.reason}", flush=True)

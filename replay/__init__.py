@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from replay.api.measured_rows import Rows
-    from replay.bench.runner import replay
+    from replay.api.replay_calls import replay
     from replay.diagnosis.around_run import doctor
     from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import Kernel, register_kernel
@@ -29,7 +29,7 @@ _HOMES = {
     "doctor": "replay.diagnosis.around_run",
     "mask_of_tokens": "replay.kernels.chosen_keys",
     "register_kernel": "replay.kernels.registry",
-    "replay": "replay.bench.runner",
+    "replay": "replay.api.replay_calls",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
 }

@@ -60,7 +60,7 @@ class Loaded(NamedTuple):
     """None unless it is wanted."""
 
 
-def replay(
+def replay_here(
     workloads: Iterable[Workload],
     kernels: Sequence[Kernel],
     settings: Settings,

@@ -29,6 +29,7 @@ from replay.cli.files import (
 from replay.cli.requests import metrics_of
 from replay.cli.stdout import reserved_stdout
 from replay.distribution.time_limit import in_words
+from replay.rows.row_files import save_jsonl, write_csv, write_jsonl
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,8 +153,6 @@ def _written(
             ended_by = error
         outcome = session.outcome(is_early_end=ended_by is not None)
         if outcome.rows or ended_by is None:
-            from replay.rows.row_files import write_csv
-
             with noted(unwritten), opened(csv_file, stdout) as file:
                 if file is not None:
                     write_csv(outcome.rows, file)
@@ -180,8 +179,6 @@ def _follow(
     not_followed: list[str],
 ) -> None:
     """Measure all rows and write each as it comes; a file that fails does not end the replay."""
-    from replay.rows.row_files import write_jsonl
-
     with contextlib.closing(session.rows()) as produced:
         with noted(not_followed, NotWritten), opened(json_file, stdout, append=append) as file:
             if file is not None:
@@ -199,8 +196,6 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
         path: of the JSON file; None without one.
         not_followed: why they could not be written as they came.
     """
-    from replay.rows.row_files import save_jsonl
-
     if path is None or not rows:
         return not_followed
     if path.exists() and not path.is_file():

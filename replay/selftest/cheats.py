@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from replay.bench.runner import DEFAULT_BASELINE, replay
+from replay.bench.runner import DEFAULT_BASELINE, replay_here
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
@@ -235,4 +235,4 @@ def outcome(name: str, attention: Attention, device: torch.device) -> Row:
     )
     call = random_workload("selftest", "selftest", CALL, seed=0)
     alone = WorkerOptions(excluded=(DEFAULT_BASELINE,))
-    return next(replay([call], [Kernel(name, attention)], settings, options=alone))
+    return next(replay_here([call], [Kernel(name, attention)], settings, options=alone))

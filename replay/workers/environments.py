@@ -454,7 +454,7 @@ def replay_in_workers(
     environments: dict[str, Environment],
     on_progress: Callable[[Workload, str], None] | None = None,
 ) -> Iterator[Row]:
-    """Yield rows like `replay.bench.runner.replay`, with a worker for each environment.
+    """Yield rows like `replay.bench.runner.replay_here`, with a worker for each environment.
 
     Every environment runs the baseline too, so that speed-ups are paired within one process.
     """

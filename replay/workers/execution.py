@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from attention_replay.errors import Error
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.failures import ContextLost, classify
 from replay.kernels.registry import Kernel
@@ -92,7 +92,7 @@ class InProcess:
             report(workload, stage)
 
         try:
-            yield from replay(schedule, assigned[HERE], settings, noted)
+            yield from replay_here(schedule, assigned[HERE], settings, noted)
         except ContextLost as error:
             raise InProcessError(
                 f"{under_way}: {error}; this process can run nothing more: without --in-process "

@@ -15,7 +15,7 @@ import torch
 
 from capture.errors import DatasetError
 from replay.bench.first_calls import first_calls
-from replay.bench.runner import Loaded, replay
+from replay.bench.runner import Loaded, replay_here
 from replay.bench.settings import Settings, WorkerOptions
 from replay.isolation.process_state import ProcessState
 from replay.kernels.failures import CannotJudge, classify
@@ -136,7 +136,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
             judge_factory = RemoteJudge.factory(
                 say, _busy_at_first(hear, kernels, process_state), outbox
             )
-        for row in replay(
+        for row in replay_here(
             [wanted], kernels, settings, report, tell, options, judge_factory, process_state
         ):
             say(row=row)

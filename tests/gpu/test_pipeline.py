@@ -75,7 +75,7 @@ def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
 
 
 def test_an_unwritten_output_is_seen() -> None:
-    from replay.bench.runner import replay as run
+    from replay.bench.runner import replay_here as run
     from replay.bench.settings import Settings
     from replay.kernels import registry
     from replay.workloads.random_calls import Spec

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import attention_replay as ar
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings, SettingsError
 from replay.kernels.registry import KernelNameError, select
 from replay.workloads.recorded import from_directory
@@ -58,7 +58,7 @@ def test_wrong_arguments_of_a_replay_are_named(recorded: Path) -> None:
         wrong.append(("PyTorch finds no CUDA device for cuda", (workloads, kernels, on_gpu)))
     for sentence, given in wrong:
         with pytest.raises(SettingsError, match=sentence):
-            list(replay(*given))
+            list(replay_here(*given))
 
 
 def test_doctor_without_a_kernel_is_refused(tmp_path: Path) -> None:

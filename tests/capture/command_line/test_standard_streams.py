@@ -17,7 +17,7 @@ from capture.command_line.standard_streams import make_usable
 from replay.cli.main import main
 
 REPOSITORY = Path(capture.__file__).resolve().parents[1]
-REPLAY = "replay --random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --device cpu"
+REPLAY = "replay random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --device cpu"
 
 
 def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.accuracy.sparse import kept_share, restricted
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import Kernel
@@ -79,7 +79,7 @@ def sparse(query: Tensor, key: Tensor, value: Tensor, *rest: object, **options: 
 
 
 def row_of(kernel: Kernel, call: AttentionCall, quick: Settings) -> Row:
-    found = replay([made_workload("call", lambda device: call)], [kernel], quick)
+    found = replay_here([made_workload("call", lambda device: call)], [kernel], quick)
     return next(row for row in found if row.kernel == kernel.name)
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.row import Row
@@ -38,4 +38,4 @@ def raising(error: BaseException) -> Callable[..., Tensor]:
 def rows_of(
     call: AttentionCall, workload: MakeWorkload, settings: Settings, *chosen: Kernel
 ) -> dict[str, Row]:
-    return {row.kernel: row for row in replay([workload(call)], chosen, settings)}
+    return {row.kernel: row for row in replay_here([workload(call)], chosen, settings)}

@@ -14,7 +14,7 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import Mask, Roof, Row
@@ -182,7 +182,7 @@ def test_a_model_whose_backend_must_not_run_is_compared_with_the_default(
 ) -> None:
     call = make_call(origin={"backend": "torch-math"})
     options = WorkerOptions(excluded=("torch-math",))
-    found = replay([workload(call)], [kernels("mine", sdpa)], quick, options=options)
+    found = replay_here([workload(call)], [kernels("mine", sdpa)], quick, options=options)
     rows = {row.kernel: row for row in found}
     assert list(rows) == ["mine", "torch-default"]
     assert rows["mine"].speedup is not None
@@ -214,7 +214,7 @@ def test_a_broken_file_is_one_row_and_the_others_run(
         made_workload("c", huge),
         workload(make_call(), "d"),
     ]
-    produced: Iterator[Row] = replay(workloads, [catalogue()["torch-math"]], quick)
+    produced: Iterator[Row] = replay_here(workloads, [catalogue()["torch-math"]], quick)
     rows = [(row.call.name, row.kernel, row.status) for row in produced]
     assert rows == [
         ("a", "torch-math", "ok"),
@@ -239,7 +239,7 @@ def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
     call = CALLS["window"]
     workload = made_workload("call", lambda device: call)
     kernels = [find(name) for name in ("torch-flash", "torch-masked", "eager")]
-    rows = {row.kernel: row for row in replay([workload], kernels, settings())}
+    rows = {row.kernel: row for row in replay_here([workload], kernels, settings())}
     assert rows["torch-flash"].status == "unsupported"
     assert rows["torch-flash"].reason == "has no sliding window"
     assert rows["eager"].status == rows["torch-masked"].status == "ok"
@@ -256,7 +256,7 @@ def test_a_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) 
         PackedCall.of(each).write(tmp_path / f"model-{number}.safetensors")
     kernels = [find(name) for name in ("torch-flash", "flex", "torch-masked", "eager")]
     workloads, _ = from_directory(tmp_path)
-    rows = list(replay(workloads, kernels, settings()))
+    rows = list(replay_here(workloads, kernels, settings()))
     assert [row.status for row in rows] == ["unsupported", "unsupported", "ok", "ok"] * 2
     assert {row.reason for row in rows[:2]} == {"has no page table"}
     assert {row.call.beyond for row in rows} == {"pages of 16"}
@@ -273,7 +273,7 @@ def test_a_kernel_that_reads_another_page_is_found_out() -> None:
 
     call = paged_call([40, 40], 16)
     kernel = Kernel("shifted", shifted, features=frozenset({"paged"}))
-    rows = replay([made_workload("call", lambda device: call)], [kernel], settings())
+    rows = replay_here([made_workload("call", lambda device: call)], [kernel], settings())
     assert {row.kernel: row.status for row in rows}["shifted"] == "inaccurate"
 
 
@@ -321,7 +321,7 @@ def test_a_call_without_queries_is_named_and_the_others_are_replayed(
     workload: MakeWorkload, quick: Settings
 ) -> None:
     calls = [random_call(q_len=0), random_call(q_len=0, kv_len=0), random_call()]
-    found = list(replay([workload(call) for call in calls], [find("eager")], quick))
+    found = list(replay_here([workload(call) for call in calls], [find("eager")], quick))
     assert [(row.kernel, row.status) for row in found] == [
         ("", "error"),
         ("", "error"),

@@ -28,16 +28,16 @@ def calls(path: Path) -> set[str]:
 @pytest.fixture
 def two_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """`two_calls(error)`: a replay raises once two calls are replayed."""
-    from replay.workers.execution import replay
+    from replay.workers.execution import replay_here
 
     def arrange(error: BaseException) -> None:
         def some(*given: Any, **options: Any) -> Iterator[Any]:
-            for row in replay(*given, **options):
+            for row in replay_here(*given, **options):
                 if row.call.name == "model-000002":
                     raise error
                 yield row
 
-        monkeypatch.setattr("replay.workers.execution.replay", some)
+        monkeypatch.setattr("replay.workers.execution.replay_here", some)
 
     return arrange
 
@@ -72,15 +72,15 @@ def test_what_was_measured_before_control_c_is_shown_and_kept(
 def test_rows_of_a_call_that_is_not_complete_are_not_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from replay.workers.execution import replay
+    from replay.workers.execution import replay_here
 
     def some(*given: Any, **options: Any) -> Iterator[Any]:
-        for number, row in enumerate(replay(*given, **options)):
+        for number, row in enumerate(replay_here(*given, **options)):
             if number == 3:  # of the second call, the baseline lacks its row
                 raise KeyboardInterrupt
             yield row
 
-    monkeypatch.setattr("replay.workers.execution.replay", some)
+    monkeypatch.setattr("replay.workers.execution.replay_here", some)
     rows = tmp_path / "rows.jsonl"
     given = ("--dir", str(recorded), *QUICK, "torch-math,torch-flash", "--json", str(rows))
     code, out, err = run_cli(*given)
@@ -135,7 +135,7 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     def full(*_: Any) -> None:
         raise NotWritten("cannot write rows.jsonl: No space left on device: make room")
 
-    monkeypatch.setattr("replay.rows.row_files.write_jsonl", full)
+    monkeypatch.setattr("replay.cli.replayed.write_jsonl", full)
     rows = tmp_path / "rows.jsonl"
     code, _, err = run_cli(*arguments(recorded, "--json", str(rows)))
     assert code == 0

@@ -16,7 +16,7 @@ import torch
 from capture.call.attention_call import AttentionCall
 from capture.text.printable import printable
 from replay.accuracy.errors import compare
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
 from replay.rows.fields import FIELDS, leaf
@@ -66,7 +66,7 @@ def test_a_replays_rows_have_no_other_leaves(
     empty = {"speedup", "core_time_ms", "layer_host_ms", "gpu_before", "gpu_during"}
     empty |= {"call.mask", "energy"}
     empty.add("accuracy.chosen")
-    for produced in replay([workload(call)], [broken], settings):
+    for produced in replay_here([workload(call)], [broken], settings):
         assert set(leaves(row_to_json(produced))) <= known | empty
         assert produced.roof is not None
         assert (produced.roof_share is None) == (produced.tflops is None)

@@ -12,7 +12,7 @@ import torch
 from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
-from replay.bench.runner import replay
+from replay.bench.runner import replay_here
 from replay.workloads.recorded import from_directory
 from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload, from_calls, stored
@@ -55,7 +55,7 @@ def test_a_damaged_file_costs_one_row(damaged: Path) -> None:
     workloads, _ = from_directory(damaged)
     assert len(workloads) == 3
     for each in (workloads, [through_json(each) for each in workloads]):
-        rows = list(replay(each, [kernel("fast")], settings()))
+        rows = list(replay_here(each, [kernel("fast")], settings()))
         assert len([row for row in rows if row.kernel == "fast"]) == 1
         reasons = [row.reason for row in rows if not row.kernel]
         assert len(reasons) == 2

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from replay.api.chosen_device import device_of
-from replay.cli.files import UsageError
+from replay.api.chosen_device import ChoiceError, device_of
 
 
 def test_garbage_is_collected_again_in_the_command() -> None:
@@ -22,5 +21,5 @@ def test_garbage_is_collected_again_in_the_command() -> None:
 
 
 def test_there_is_one_processor() -> None:
-    with pytest.raises(UsageError, match="there is one"):
+    with pytest.raises(ChoiceError, match="there is one"):
         device_of("cpu:1")
