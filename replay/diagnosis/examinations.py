@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -84,7 +84,9 @@ def diagnose(
         found: receives every result as soon as it is known, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
-    examiner: _Examiner = _InThisProcess(settings) if in_process else _Processes(settings, timeout)
+    examiner: _InThisProcess | _Processes = (
+        _InThisProcess(settings) if in_process else _Processes(settings, timeout)
+    )
     try:
         for kernel in kernels:
             for workload in workloads:
@@ -102,7 +104,9 @@ def diagnose(
         examiner.close()
 
 
-def _name_another(found: Diagnoses, workload: Workload, examiner: _Examiner) -> None:
+def _name_another(
+    found: Diagnoses, workload: Workload, examiner: _InThisProcess | _Processes
+) -> None:
     """Write the replacement into each diagnosis of a call."""
     name = workload.name
     wrong = {each.kernel for each in found.found if each.call == name}
@@ -120,19 +124,6 @@ def _instead(kernel: str, remedy: str) -> str:
     return "; or ".join(filter(None, (named, remedy)))
 
 
-class _Examiner(Protocol):
-    """Place where kernels are examined."""
-
-    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Add to `found` what is wrong with a kernel on a call."""
-
-    def healthy(self, names: Sequence[str], workload: Workload) -> str:
-        """Return the first of some kernels that is right on a call, or an empty string."""
-
-    def close(self) -> None:
-        """End the processes of a kernel; the next one is examined in new ones."""
-
-
 class _InThisProcess:
     """Examiner that runs everything in this process."""
 
@@ -142,6 +133,7 @@ class _InThisProcess:
             self._process_state = ProcessState()
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        """Add to `found` what is wrong with a kernel on a call."""
         with torch.no_grad():
             try:
                 call = workload.load_to_judge(self._settings.device)
@@ -155,13 +147,14 @@ class _InThisProcess:
         found.add(workload.name, kernel.name, diagnosis, examined.refused)
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        """Return the first of some kernels that is right on a call, or an empty string."""
         with torch.no_grad():
             return healthy(
                 names, workload.load(self._settings.device), self._settings, self._process_state
             )
 
     def close(self) -> None:
-        pass
+        """Do nothing: no process of its own runs kernels."""
 
 
 class _Answer(NamedTuple):
@@ -189,6 +182,7 @@ class _Processes:
         self._calls = 0  # number of calls that the process has examined
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
+        """Add to `found` what is wrong with a kernel on a call."""
         calls = self._calls
         answer = self._answer(self._process, kernel.name, workload)
         self._calls = 0 if answer.died else calls + 1

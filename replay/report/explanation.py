@@ -76,7 +76,7 @@ def _sentences(
         )
     if abs(found.preparation) > NEGLIGIBLE * before:
         yield (
-            "Layout changes and quantisation of its inputs before the core "
+            "Preparing its inputs before the core (layout changes, quantisation) "
             f"{_costs(found.preparation)}."
         )
     if predicted.waiting_share:

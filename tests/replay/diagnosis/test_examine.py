@@ -236,7 +236,7 @@ def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype)
     evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
-    said = "times log2 e:" if factor == 1 / math.log(2) else f", {FACTORS[factor]} times it"
+    said = "times log2 e:" if factor == 1 / math.log(2) else f"which is {FACTORS[factor]} times as large"
     assert said in evidence.sentence
     kernel = faulty.with_mask(lambda mask: torch.where(mask == 0, mask, mask * factor))
     evidence = examined(kernel, call(attn_mask=SLOPED, dtype=dtype)).evidence
@@ -251,7 +251,7 @@ def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: floa
     evidence = examined(faulty.scaled_by(factor), call(scale=given)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
-    assert f"the scale {given * factor:.3g} where {given} is right" in evidence.sentence
+    assert f"the scale {given * factor:.3g} instead of {given}" in evidence.sentence
 
 
 def test_equal_weights_are_not_mistaken_for_a_small_scale() -> None:

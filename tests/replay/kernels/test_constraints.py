@@ -124,7 +124,7 @@ CASES: list[tuple[Constraint, dict[str, Any], str | None]] = [
         constraints.padding_mask_only,
         {"attn_mask": ANY_MASK},
         "takes a padding mask only: the same for all heads and queries, "
-        "masking keys before or after the rest",
+        "and masking keys before or after the others",
     ),
     (constraints.needs_mask, {"attn_mask": ANY_MASK}, None),
     (constraints.needs_mask, {}, "for padded batches: this call has no attn_mask"),

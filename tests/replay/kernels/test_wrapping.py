@@ -124,7 +124,7 @@ FEATURES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "causal": (
         {"is_causal": True},
-        "takes no is_causal|causal with .* bottom right, SDPA's .*"
+        "takes no is_causal|causal with .* bottom right, SDPA top left"
         "|attn_mask and is_causal together",
     ),
     "mask and causal": (

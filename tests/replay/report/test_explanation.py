@@ -72,8 +72,8 @@ def test_every_loss_is_named_and_they_add_up() -> None:
         "fast in flux, a denoising step: Attention takes 500 ms of 1 s (50 %). Alone, the "
         "kernel's core is 2.00× as fast as the model's own attention, which would bring that to "
         "750 ms (1.33×). It refuses calls that take 100 ms, which costs 50 ms: 32 calls a run "
-        "(head_dim 72), 8 calls a run (takes no mask). What it does to its inputs before the core"
-        " (layout copies, quantisation) costs 50 ms. That predicts 850 ms (1.18×); measured: 920 "
+        "(head_dim 72), 8 calls a run (takes no mask). Preparing its inputs before the core "
+        "(layout changes, quantisation) costs 50 ms. That predicts 850 ms (1.18×); measured: 920 "
         "ms (1.09×). Attention saves 50 ms less in the model than in the replay. Another 20 ms (2"
         " % of the time) is unexplained."
     )

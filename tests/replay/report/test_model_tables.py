@@ -175,7 +175,7 @@ def test_a_kernel_that_changes_what_a_model_may_keep() -> None:
     fast = checked("fast", 1.25)
     fast.changed_inputs = ["key"]
     text = " ".join(printed(80, checked("the model's own", 1), fast))
-    assert "fast: changes its key in place: a model that reads it again" in text
+    assert "fast: changes its key in place: a model that reads the key again" in text
 
 
 def test_delays_left_out_are_reported() -> None:

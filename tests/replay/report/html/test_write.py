@@ -217,7 +217,7 @@ def test_a_page_is_for_one_type_of_device(tmp_path: Path) -> None:
         for device in ("H100", "H200")
         for row in pages.rows(1, 1)
     ]
-    with pytest.raises(ReportError, match="the rows are of H100 and H200, and a page is for one"):
+    with pytest.raises(ReportError, match="the rows are of H100 and H200, but a page is for one"):
         write_html(rows, tmp_path / "out.html")
     assert not list(tmp_path.iterdir())
 
