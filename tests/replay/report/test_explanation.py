@@ -103,7 +103,7 @@ def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
         "fast in flux, a decoded token: Attention takes 4 ms of 20 ms (20 %). Alone, the kernel "
         "is 2.00× as fast as the model's own attention, which would bring that to 18 ms (1.11×). "
         "The GPU waits for the host 60 % of the time and launching its layers takes 0.6 ms more, "
-        "so that the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
+        "so the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
         "21 ms (0.95×). Another 0.5 ms (2.5 % of the time) is unexplained."
     )
 
