@@ -236,8 +236,8 @@ def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype)
     evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
-    said = "times log2 e:" if factor == 1 / math.log(2) else f"which is {FACTORS[factor]} times as large"
-    assert said in evidence.sentence
+    times = f"which is {FACTORS[factor]} times as large"
+    assert ("times log2 e:" if factor == 1 / math.log(2) else times) in evidence.sentence
     kernel = faulty.with_mask(lambda mask: torch.where(mask == 0, mask, mask * factor))
     evidence = examined(kernel, call(attn_mask=SLOPED, dtype=dtype)).evidence
     assert evidence is not None
