@@ -1,1 +1,1 @@
-"""."""
+"""Prefill in Gluon for Hopper GPUs."""

@@ -1,11 +1,10 @@
 """Softmax's weights of a block of scores on Hopper, relative to a reference that rarely moves.
 
-Softmax divides by the sum of its weights, so that any number may be subtracted from a row's
-scores. Usually it is the largest score so far, and no exponential begins before each thread has
-compared its scores of the block and four threads have exchanged what they found. Here exponentials
-begin at once, and what was subtracted in the block before is subtracted again. Only where weights
-get too large for their type, which their sums tell, a warp looks for the largest score and begins
-anew.
+Softmax divides by the sum of its weights, so any number may be subtracted from a row's scores.
+Usually it is the largest score so far. Then no exponential begins before each thread has compared
+its scores of the block and four threads have exchanged their maxima. Here exponentials begin at
+once, with the number that was subtracted in the block before. Their sums show whether weights get
+too large for their type. Only then does a warp look for the largest score and begin again.
 
 Each warp decides that by itself. Gluon has no branch for a single warp, so this is PTX.
 """
@@ -21,24 +20,25 @@ from attention_kernels.hopper.scores import first_of_own, for_all_of_own
 
 @gluon.jit
 def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.constexpr):
-    """2^(scores · scale - reference), of those scores that count as they are.
+    """Return 2^(scores · scale - reference) of scores that are not hidden.
 
     Args:
-        scores: (ROWS, N) float32, in the layout of a product; none is hidden.
-        scale: of them, in base 2, not negative.
-        reference: (ROWS, 4) as `own_sums` has it, -inf where a row has seen no score.
+        scores: (ROWS, N) float32, in the layout of a product.
+        scale: factor of the scores, in base 2, not negative.
+        reference: (ROWS, 4) in the layout of `own_sums`, -inf where a row has seen no score.
         dtype: float16 or bfloat16.
-        LOG2_LIMIT: what sums of one thread's weights of a row may be; `dtype` must have it.
+        LOG2_LIMIT: logarithm of the largest sum of one thread's weights of a row that `dtype`
+            holds.
 
     Returns:
-        The weights (ROWS, N), of which two neighbours share a register; their `own_sums`; the new
-        reference, which has moved to the row's largest score where a sum was above the limit; and
-        2^(old reference - new).
+        The weights (ROWS, N), two neighbours in a register; their `own_sums`; the new reference,
+        which has moved to the row's largest score where a sum was above the limit; and 2^(old
+        reference - new).
     """
     LAYOUT: gl.constexpr = scores.type.layout
     OWN: gl.constexpr = reference.type.layout
     scale = gl.full(scores.shape, 0.0, gl.float32, LAYOUT) + scale
-    COUNT: gl.constexpr = scores.shape[1] // 2  # that a thread has, of two rows
+    COUNT: gl.constexpr = scores.shape[1] // 2  # scores of a thread, in two rows
     PTX: gl.constexpr = _instructions(COUNT, dtype == gl.bfloat16, 2.0**LOG2_LIMIT)
     CONSTRAINTS: gl.constexpr = _constraints(COUNT)
     weights, sums, reference, shrink = gl.inline_asm_elementwise(
@@ -63,15 +63,19 @@ def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.c
 
 @constexpr_function
 def _constraints(count):
-    """Weights, sums, references and shrinks; scores, scales and references."""
+    """Return the operands' constraints: weights, sums, references and shrinks; scores, scales,
+    references."""
     return ",".join(["=&r"] * (count // 2) + ["=&f"] * (3 * count) + ["f"] * (3 * count))
 
 
 @constexpr_function
 def _instructions(count, is_bfloat16, limit):
-    """What a thread does with its `count` scores: two of one row, two of the other, and so on. What
-    there is one of for a row stands in the place of its first score; the other places of results
-    are never written, nor read."""
+    """Return the instructions of a thread for its `count` scores: two of one row, two of the other,
+    and so on.
+
+    Where a row has one result, it stands in the place of the row's first score. Its other places
+    are neither written nor read.
+    """
     rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
     starts = [count // 2 + k * count for k in range(6)]  # behind the weights
     sums, moved, shrink, scores, scale, reference = (
@@ -106,7 +110,7 @@ def _instructions(count, is_bfloat16, limit):
                     f"shfl.sync.bfly.b32 other, {each}, {lane}, 31, 0xffffffff;",
                     f"max.f32 {each}, {each}, other;",
                 ]
-        # No other row's numbers matter, be it of the same warp.
+        # Numbers of other rows do not matter, even of the same warp.
         move += [
             f"mul.f32 largest, largest, {scale[0]};",
             f"max.f32 largest, largest, {reference[first]};",

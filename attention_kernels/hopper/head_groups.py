@@ -1,12 +1,12 @@
-"""How many heads the programs of the Hopper kernels work on at a time (`persistent.place_of`).
+"""Number of heads that the programs of the Hopper kernels work on at a time, a head group.
 
 Programs that work on the same head read its keys and values together, so that few of them come from
-memory: with few heads at a time, that is most. Where tiles differ in length, as below a diagonal,
-the number also decides whether programs end together. A head_group's tiles are numbered from the
-longest to the shortest, so where one head_group ends in the middle of a turn, some programs get the
-shortest tiles of that one and others the longest of the next. With 32 heads of 8,192 keys, a
-diagonal and 132 programs, the busiest has 1.66 times the average in head_groups of 4 heads and
-1.006 times in head_groups of 11.
+memory: fewest with few heads at a time. Where tiles differ in length, as below a diagonal, the size
+of a group also decides whether programs end together. A group's tiles are numbered from the longest
+to the shortest. Where one group ends in the middle of a turn, some programs get the shortest tiles
+of that group and others the longest of the next. With 32 heads of 8,192 keys, a diagonal and 132
+programs, the busiest program has 1.66 times the average in groups of 4 heads and 1.006 times in
+groups of 11.
 """
 
 from __future__ import annotations
@@ -19,57 +19,58 @@ import torch
 from torch import Tensor
 
 CACHED_BYTES = 12 * 2**20
-"""Of a head_group's keys and values that stay in the L2, so that they come from memory once."""
+"""Most bytes of a group's keys and values that stay in the L2 cache, so that they come from memory
+once."""
 UNCACHED_BYTES = 64 * 2**20
-"""From which on they come from memory for each program, or for those that read them together."""
+"""Least bytes that come from memory for each program, or for each set of programs that read
+together."""
 ALONE = 0.25
-"""How much longer a call takes where they do and no two programs read the same; where n do, an n-th
-of it. A fit to 40 and 23 % with one, 5 to 10 with 2 to 3, and 0 to 9 with 4 (H100)."""
+"""Share by which a call takes longer then, if no two programs read the same; where n do, an n-th of
+it. It is a fit to 40 and 23 % with one, 5 to 10 with 2 to 3, and 0 to 9 with 4 (H100)."""
 TILE_BLOCKS = 2
 """Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
 LEAST = 2
-"""Key heads of a head_group of tiles that are numbered by length: with one, calls of 512 and 1,024
-keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; why is not known)."""
+"""Least key heads of a group whose tiles are numbered by length. With one head, calls of 512 and
+1,024 keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; the reason is not
+known)."""
 NEARLY = 1.01
-"""How much longer than the best a smaller head_group may take. Small ones are better where memory
-is
-busy: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in head_groups of 8 as of 2,
-which are as even.
-"""
+"""Most time of a smaller group, relative to the best. Small groups are better where memory is busy:
+256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in groups of 8 as of 2, which are as
+even."""
 EACH_TRIED = 12
-"""Key heads up to which each number is tried; a try takes a CPU some 50 µs, once for each shape of
-a call."""
+"""Most key heads up to which each number is tried. A try takes a CPU some 50 µs, once for each
+shape of a call."""
 STEP = 1.15
-"""From one number to the next that is tried, beyond."""
+"""Factor from one number to the next that is tried, beyond that."""
 
 
 class VisibleKeys(NamedTuple):
-    """What queries see: number i the keys from i + diagonal - left to i + diagonal + right."""
+    """Keys that queries see: query i sees i + diagonal - left to i + diagonal + right."""
 
     q_len: int
     kv_len: int
     diagonal: int
     left: int | None
-    """None: all before the diagonal, or after it."""
+    """Keys before the diagonal; None for all."""
     right: int | None
-    """Where there is one, tiles are numbered by their length."""
+    """Keys after it; None for all. With a number, tiles are numbered by their length."""
     queries: int
-    """Of a tile."""
+    """Number of queries of a tile."""
     keys: int
-    """Of a block."""
+    """Number of keys of a block."""
 
 
 def head_group_size(
     visible: VisibleKeys, head_bytes: int, bundles: int, heads: int, programs: int
 ) -> int:
-    """How many bundles of query heads are worked on at a time.
+    """Return the number of bundles of query heads that are worked on at a time.
 
     Args:
-        visible: of the longest sequence, where they have lengths of their own.
-        head_bytes: of a key head's keys and values.
-        bundles: there are of query heads.
-        heads: bundles that share a key head.
-        programs: that share the tiles.
+        visible: keys that queries see, in the longest sequence where lengths differ.
+        head_bytes: bytes of a key head's keys and values.
+        bundles: number of bundles of query heads.
+        heads: number of bundles that share a key head.
+        programs: number of programs that share the tiles.
     """
     if visible.right is None:
         return heads
@@ -88,7 +89,7 @@ def head_group_size(
 
 
 def _tried(key_heads: int) -> Iterator[int]:
-    """Sizes of head_groups of so many, the smallest first."""
+    """Yield sizes of groups of so many heads, the smallest first."""
     size = LEAST
     while size < key_heads:
         yield size
@@ -97,13 +98,14 @@ def _tried(key_heads: int) -> Iterator[int]:
 
 
 def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
-    """How much longer a call takes for what of so many heads at a time is not in the L2; a fit."""
+    """Return the share by which a call takes longer for keys that are not in the L2 cache, from a
+    fit."""
     beyond = (key_heads * head_bytes - CACHED_BYTES) / (UNCACHED_BYTES - CACHED_BYTES)
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 
 def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> float:
-    """How long the program takes that has most to do.
+    """Return the time of the program that has most to do.
 
     Args:
         times: of the tiles of a bundle, by their blocks of queries.
@@ -120,14 +122,15 @@ def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> f
     by_turn = tiles.new_zeros(turns * programs)
     by_turn[: len(tiles)] = tiles
     by_turn = by_turn.view(turns, programs)
-    by_turn[1::2] = by_turn[1::2].flip(1)  # as `tile_number` has it
+    by_turn[1::2] = by_turn[1::2].flip(1)  # in the order of `tile_number`
     return float(by_turn.sum(0).max())
 
 
 def blocks_seen(visible: VisibleKeys) -> Tensor:
-    """How many blocks of keys each block of queries sees a part of, (blocks,) int64."""
+    """Return how many blocks of keys each block of queries sees a part of, (blocks,) int64."""
     q_len, kv_len, diagonal, left, right, queries, keys = visible
-    first_query = torch.arange(0, q_len, queries, device="cpu")  # whatever the default is
+    # Named, since another device may be the default.
+    first_query = torch.arange(0, q_len, queries, device="cpu")
     last_query = first_query + queries - 1
     first, last = torch.zeros_like(first_query), torch.full_like(last_query, kv_len - 1)
     if left is not None:
@@ -138,10 +141,12 @@ def blocks_seen(visible: VisibleKeys) -> Tensor:
 
 
 def most_cut(visible: VisibleKeys, *, has_lengths: bool) -> int | None:
-    """How many blocks of keys of a tile the right side cuts, at most; None: the last alone.
+    """Return the most blocks of keys of a tile that the right side cuts; None if it cuts only the
+    last.
 
     Args:
-        has_lengths: batch elements have lengths of their own; `visible` is of the longest.
+        has_lengths: whether batch elements have lengths of their own; `visible` is then of the
+            longest.
     """
     q_len, kv_len, diagonal, _, right, queries, keys = visible
     if right is None:

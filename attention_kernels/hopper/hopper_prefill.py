@@ -1,4 +1,4 @@
-"""Prefill for Hopper GPUs (compute capability 9.0): how `prefill_hopper_kernel.py` is launched."""
+"""Prefill for Hopper GPUs (compute capability 9.0): planning and launching of the kernel."""
 
 from __future__ import annotations
 
@@ -80,22 +80,22 @@ def hopper_prefill(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Scaled dot-product attention on a Hopper GPU.
+    """Return scaled dot-product attention on a Hopper GPU.
 
-    Tensors are read where they lie if TMA can: adjacent elements of a head, every other stride and
-    the address a multiple of 16 bytes. Others are copied first.
+    Tensors are read in place if TMA can address them: elements of a head are adjacent, every other
+    stride and the address are multiples of 16 bytes. Others are copied first.
 
     Args:
         query: (B, Hq, Sq, D) float16 or bfloat16; D at most 256 and a multiple of 8.
         key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
-        value: (B, Hkv, Sk, Dv), Dv as D.
+        value: (B, Hkv, Sk, Dv), Dv with the same limits as D.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). TMA reads
-            it, or a copy where its rows are no multiples of 16 bytes or all queries share one.
-        is_causal: query i sees keys 0 … i (top left, as SDPA has it), or as `options` says; with
+            it, or a copy where its rows are not multiples of 16 bytes or all queries share one.
+        is_causal: query i sees keys 0 to i (top left, as in SDPA), or as `options` says; with
             `attn_mask` both apply.
-        scale: of the scores, not negative; None is 1/√D.
-        options: bottom right, window and soft cap. Keys outside a window are not read, but for the
-            rest of a block.
+        scale: factor of the scores, not negative; None for 1/√D.
+        options: bottom right, window and soft cap. Keys outside a window are not read, except for
+            the rest of a block.
         sinks: (Hq,), a logit of each head that takes weight and has no value.
         return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
             included.
@@ -105,15 +105,15 @@ def hopper_prefill(
         sees no key; with `return_lse` also the (B, Hq, Sq) float32 logarithms.
 
     Raises:
-        ValueError: D or Dv is too large or no multiple of 8, the scale is negative, the shapes do
-            not fit together, or the tensors' types differ or have not 16 bits.
+        ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
+            do not fit together, the tensors' types differ, or they do not have 16 bits.
     """
     for dim in (query.shape[3], value.shape[3]):
         if not 8 <= dim <= LARGEST_HEAD_DIM or dim % 8:
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    if scale == 0:  # -inf, what is hidden, times 0 would be NaN
+    if scale == 0:  # a hidden score, -inf, times 0 would be NaN
         query, scale = query * 0.0, 1.0
     output, lse = forward_hopper(
         query,
@@ -144,15 +144,16 @@ def forward_hopper(
     attn_mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`hopper_prefill` of padded and packed batches too: the output, and the log-sum-exp if asked.
+    """Return the output and the log-sum-exp or None, of padded and packed batches too.
 
     Args:
         query, key, value: BHSD; those of packed batches have one batch element.
-        lengths: which rows count; None for all. Not beside a mask.
-        visited: what `attn_mask` leaves, of `visited_tiles`; only the mask says then who sees what.
+        lengths: rows that count; None for all. Not together with a mask.
+        visited: the blocks that `attn_mask` leaves to `visited_tiles`. The mask alone says then
+            which keys a query sees.
 
     Raises:
-        ValueError: the shapes do not fit together, or the types differ or have not 16 bits.
+        ValueError: the shapes do not fit together, the types differ, or they do not have 16 bits.
     """
     if not (query.numel() and key.numel()):
         output = query.new_zeros((*query.shape[:3], value.shape[3]))
@@ -200,7 +201,7 @@ def forward_hopper(
 
 
 def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Whether `forward_hopper` can be for such tensors, on such a device."""
+    """Return whether `forward_hopper` takes such tensors, on their device."""
     dims = query.shape[3], value.shape[3]
     return (
         has_gluon_kernels(query.device)
@@ -211,7 +212,7 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
 
 
 def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
-    """Queries of a tile and keys of a block, for `visited_strides`."""
+    """Return the queries of a tile and the keys of a block, for `find_visited_blocks`."""
     size = loadable_type(attn_mask.dtype).itemsize
     plan = schedule_of_visited_blocks(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
@@ -229,13 +230,13 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
 
 
 class _PlannedPrefill(NamedTuple):
-    """What calls of one shape share."""
+    """Plan that calls of one shape share."""
 
     call: PlannedCall
-    """Its operands are query, key, value, output, query and key again, for the second piece of
-    their head_dim, and the mask."""
+    """Planned call. Its operands are query, key, value, output, query and key again for the second
+    piece of their head dimension, and the mask."""
     has_rest: bool
-    """Whether there is a second piece."""
+    """True where there is a second piece."""
     is_packed: bool
 
 
@@ -254,14 +255,14 @@ def _planned(
     others: tuple[Any, ...],
     sinks: Sizes | None,
 ) -> _PlannedPrefill:
-    """The launch of all calls that pass the same arguments, of the same types.
+    """Plan all calls that pass the same arguments, of the same types.
 
     Args:
         devices: of query, key and value.
         lengths: their kind, how many, the most queries, and the tensors' types and devices.
         mask: its shape, strides and type.
-        visited_strides: strides of what the mask leaves, in tiles.
-        others: what is None or not, its type and device, and matters for nothing else.
+        visited_strides: strides of the blocks that the mask leaves, in tiles.
+        others: types and devices of tensors that matter for nothing else, or None.
         sinks: their shape.
 
     Raises:
@@ -372,9 +373,9 @@ def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
 def _descriptor(
     shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
-    """What TMA loads and stores tiles of; elements outside are read as 0 and not written.
+    """Return a descriptor of tiles that TMA loads and stores, without memory, for `at`.
 
-    It is of a tensor without memory, for `at`.
+    Elements outside the tensor are read as 0 and not written.
     """
     steps = [
         columns if length == 1 else stride

@@ -3,18 +3,18 @@
     Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: "FlashAttention-3: Fast and Accurate Attention
     with Asynchrony and Low-precision". docs/kernel-notes.md has a drawing.
 
-- One warp loads blocks of query, key and value, and warp groups ("consumers") of 64 queries each
-  wait for them (`hopper_pipeline.py`).
+- One warp loads blocks of query, key and value. Warp groups ("consumers") of 64 queries each wait
+  for them (`pipeline.py`).
 - A consumer starts QKᵀ of the next block of keys and PV of this one together, and computes the next
   one's softmax while PV is still running (`_step`).
 - Consumers take turns at starting their products, so that one's softmax runs beside another's.
 - The grid is persistent (`persistent.py`): the loads of a program's next tile begin while this one
   is finished.
 - Consumers may have different heads of one group, which share the keys, instead of different
-  queries of one head: a causal tile of fewer queries has fewer keys that some of them must not see.
+  queries of one head. A causal tile of fewer queries has fewer keys that some of them do not see.
 
-Blocks of keys that need a mask are visited before a loop without any (`hopper_spans.py`). A
-head_dim that is no power of two is two pieces, with a product each: 192 is 128 + 64.
+Blocks of keys that need a mask are visited before a loop without masks (`key_ranges.py`). A head
+dimension that is not a power of two is two pieces, with a product each: 192 is 128 + 64.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ from attention_kernels.tiles.online_softmax import LOG2_E
 
 
 class PrefillRings(NamedTuple):
-    """Blocks on their way from the producer to the consumers."""
+    """Buffers for blocks on their way from the producer to the consumers."""
 
     query: Any
     """One buffer for each consumer, (1, 1, ROWS, D)."""
@@ -87,17 +87,17 @@ class PrefillRings(NamedTuple):
     """STAGES of (1, 1, KEYS, D)."""
     value: Any
     query_rest: Any
-    """Buffers for the second piece of the head_dim, as many as for the first, or None."""
+    """Buffers for the second piece of the head dimension, as many as for the first, or None."""
     key_rest: Any
     mask: Any
-    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, of which each is two
-    bytes of a bool mask; None where a call has none."""
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, two bytes of a bool
+    mask in each number; None where a call has no such mask."""
     bias: Any
-    """The same of a mask of numbers, (1, 1, ROWS, KEYS)."""
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS), of a mask of numbers, or None."""
 
 
-# Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to: every
-# new sequence length would cost a user seconds.
+# Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to.
+# Every new sequence length would cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
@@ -162,18 +162,18 @@ def prefill_kernel(
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A persistent program: its shared memory, and who does what.
+    """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
-    What a call lacks is None, and no argument of the compiled program: the second piece of the
-    head_dim, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), what a
-    `ProgramShare` has, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and `cap`.
-    The mask's `mask_batch` and `mask_head` are 1, or 0 where all share its only one. Of a packed
-    call, which has one batch element in memory, `q_len` is the longest sequence's, `rows` are all
-    queries, and `output` is stored through pointers, since a tile may end amid another sequence's
-    rows. BY_LENGTH: tiles differ in length, and are worked on from the longest.
+    Arguments that a call lacks are None, and no arguments of the compiled program: the second piece
+    of the head dimension, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), the
+    fields of a `ProgramShare`, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and
+    `cap`. `mask_batch` and `mask_head` are 1, or 0 where all share one mask. A packed call has one
+    batch element in memory: `q_len` is the longest sequence's, `rows` are all queries, and `output`
+    is stored through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles
+    differ in length, and are worked on from the longest.
     """
     dtype: gl.constexpr = q_desc.dtype
-    query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
     key_shape: gl.constexpr = [STAGES] + k_desc.block_type.shape  # noqa: RUF005
     value_shape: gl.constexpr = [STAGES] + v_desc.block_type.shape  # noqa: RUF005
     output_shape: gl.constexpr = [CONSUMERS] + o_desc.block_type.shape  # noqa: RUF005
@@ -206,7 +206,7 @@ def prefill_kernel(
         mask,
         bias,
     )
-    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
+    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first turn is the first consumer's
     visited = None
     if visited is not None:
         visited = (visited, visit_counts, visit_batch, visit_head)
@@ -261,7 +261,7 @@ def prefill_kernel(
 
 @gluon.jit
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """The loading warp: all blocks of all tiles, as soon as there is room."""
+    """Load all blocks of all tiles, each as soon as there is room, as the loading warp."""
     descriptors, rings, work, bounds, of_group, mask_steps = arguments
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
@@ -303,7 +303,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 stage, phase = count % STAGES, count // STAGES
                 at = [memory_batch, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
-                if i == 0:  # not before: consumers give queries back last of all
+                if i == 0:  # not before: consumers release queries last
                     for who in gl.static_range(CONSUMERS):
                         row = element.q_start + first + who // HEADS * ROWS
                         own = [memory_batch, q_head + who % HEADS, row, 0]
@@ -326,7 +326,7 @@ def _attend(
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Consumer number WHO: 64 queries of every tile."""
+    """Compute 64 queries of every tile, as consumer number WHO."""
     rings, outputs, work, bounds, extras = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -370,8 +370,11 @@ def _attend_tile(
     HEADS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A consumer's queries of a turn's tile. Returns how many blocks of keys there have been, and
-    how many with a block of the mask: `count` and `masks` are those of the tiles before."""
+    """Compute a consumer's queries of a turn's tile.
+
+    Return how many blocks of keys there have been, and how many with a block of the mask. `count`
+    and `masks` are those of the tiles before.
+    """
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
@@ -380,7 +383,7 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     first = first_of_tile + WHO // HEADS * ROWS
-    # Where a diagonal cuts several blocks of a tile, the last ones are for its last queries only.
+    # Where a diagonal cuts several blocks of a tile, the last blocks are for its last queries only.
     MAY_SKIP: gl.constexpr = (
         QUERIES > KEYS
         and bounds.most_cut is not None
@@ -407,7 +410,7 @@ def _attend_tile(
         key = visited_key(0, visited, bounds, KEYS)
     wait_for(rings.query, WHO, done)
 
-    # The block that is visited first, which has no PV before it.
+    # The block that is visited first has no PV before it.
     stage = count % STAGES
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
@@ -421,7 +424,7 @@ def _attend_tile(
         scores, nothing, rings, masks, first, key, element, bounds, extras, WHO, True
     )
     if bounds.k_lengths is not None or bounds.q_offsets is not None:
-        # Behind the last key lie somebody else's values, or none that count.
+        # Values behind the last key belong to another sequence, or do not count.
         left_over = element.kv_len - key
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
@@ -485,7 +488,7 @@ def _step(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """The scores and softmax of block number `count`, and PV of the block before it."""
+    """Compute scores and softmax of block number `count`, and PV of the block before it."""
     packed, output, reference, total = state
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -500,7 +503,8 @@ def _step(
     values = matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
     pass_turn(WHO, CONSUMERS)
-    # What PV reads has its registers until it is done. Where a consumer has few, it waits for that.
+    # Operands of PV keep their registers until it is done. A consumer with few registers waits for
+    # that.
     WAITS: gl.constexpr = CONSUMERS > 2
     if WAITS:
         scores, output, packed = warpgroup_mma_wait(0, deps=[scores, output, packed])
@@ -508,7 +512,7 @@ def _step(
     else:
         scores = warpgroup_mma_wait(1, deps=[scores])
     _release_keys(rings, stage, CONSUMERS)
-    # Of wider values the output alone takes half of the registers.
+    # With wider values, the output alone takes half of the registers.
     FITS: gl.constexpr = values.shape[1] <= 128
     IS_WHOLE: gl.constexpr = (
         FITS
@@ -532,8 +536,8 @@ def _step(
 
 @gluon.jit
 def _skip(rings, count, WHO: gl.constexpr):
-    """Give back a block that a consumer's queries do not see, once it is there: before, others may
-    not have given back the one that was in its place."""
+    """Release a block that a consumer's queries do not see, once it is loaded. Before that, other
+    consumers may not have released the block that was in its place."""
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage, phase = count % STAGES, count // STAGES
@@ -547,15 +551,15 @@ def _skip(rings, count, WHO: gl.constexpr):
 
 @gluon.jit
 def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
-    """Give back keys whose scores are there."""
+    """Release keys whose scores are computed."""
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    if rings.mask is None and rings.bias is None:  # else they meet when they give back a mask's
+    if rings.mask is None and rings.bias is None:  # else they meet when they release a mask's
         meet()
 
 
 @gluon.jit
 def _start(rings, stage, WHO: gl.constexpr):
-    """Start QKᵀ of the block of keys in a buffer, one product for each piece of the head_dim."""
+    """Start QKᵀ of the keys in a buffer, one product for each piece of the head dimension."""
     query, key = rings.query, rings.key
     scores = start_scores(matrix(query.buffers.index(WHO)), matrix(key.buffers.index(stage)))
     if rings.query_rest is not None:

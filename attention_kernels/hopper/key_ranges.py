@@ -1,8 +1,8 @@
-"""Which queries and keys are a batch element's, and which blocks of keys its queries see.
+"""Queries and keys of a batch element, and the blocks of keys that its queries see.
 
 Query i sees keys from `i + lowest` to `i + highest`: a causal mask has a highest, a window both.
-Blocks begin at multiples of their length from the element's first key. Those that the diagonal, a
-side of the window or the last key cuts need a mask, and are numbered before those that do not:
+Blocks begin at multiples of their length from the element's first key. Blocks that the diagonal, a
+side of the window or the last key cuts need a mask, and are numbered before the others:
 
     first        whole_first          whole_end        end
       ├─ masked ─────┼──── no mask ───────┼── masked ────┤
@@ -20,35 +20,34 @@ from attention_kernels.hopper.scores import matrix
 
 
 class CallBounds(NamedTuple):
-    """What a call says of all its batch elements; what it lacks is None."""
+    """Bounds of a call, for all its batch elements; None for bounds that it lacks."""
 
     q_len: Any
     kv_len: Any
     diagonal: Any
-    """How far the key beside a query is from it; None: the last query is beside the last key."""
+    """Distance from a query to the key beside it; None: the last query is beside the last key."""
     left: Any
     """Keys before the diagonal that a query sees."""
     right: Any
     """Keys after it; 0 where a call is causal."""
     most_cut: Any = None
-    """Blocks of a tile that the right side cuts, at most; None: the last alone."""
+    """Most blocks of a tile that the right side cuts; None if it cuts only the last."""
     q_offsets: Any = None
     """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
     k_starts: Any = None
-    """Where each element's keys begin: (B + 1,) of a packed call, (B,) of a padded one, or None for
-    the first."""
+    """First key of each element: (B + 1,) of a packed call, (B,) of a padded one, or None for 0."""
     k_lengths: Any = None
-    """(B,), how many keys count from there on; None: all."""
+    """(B,), how many keys count from there on; None for all."""
     visited: Any = None
-    """What a mask leaves, of tiles of as many queries: `VisitedBlocks.blocks` and `.counts`, and
-    their strides in tiles, from one batch element and one head to the next."""
+    """Blocks that a mask leaves to tiles of as many queries: `VisitedBlocks.blocks` and `.counts`,
+    and their strides in tiles, from one batch element and one head to the next."""
 
 
 class ElementBounds(NamedTuple):
-    """A batch element."""
+    """Bounds of a batch element."""
 
     q_start: Any
-    """Its first row among the queries in memory."""
+    """First row of the element among the queries in memory."""
     q_len: Any
     k_start: Any
     kv_len: Any
@@ -60,7 +59,7 @@ class ElementBounds(NamedTuple):
 
 @gluon.jit
 def element_bounds_of(batch, bounds):
-    """Keys count from the element's first, queries too."""
+    """Return the bounds of a batch element, whose keys and queries count from its first."""
     q_start = 0
     q_len = bounds.q_len
     k_start = 0
@@ -78,7 +77,7 @@ def element_bounds_of(batch, bounds):
         if bounds.k_starts is not None:
             k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
             if diagonal is not None:
-                diagonal -= k_start  # which counts from the padded tensor's first key
+                diagonal -= k_start  # it counts from the padded tensor's first key
     if diagonal is None:
         diagonal = kv_len - q_len
     lowest = 0
@@ -92,7 +91,7 @@ def element_bounds_of(batch, bounds):
 
 @gluon.jit
 def tile_exists(first_query, element, bounds):
-    """Whether there is such a tile: a packed sequence may be shorter than the longest."""
+    """Return whether there is such a tile: a packed sequence may be shorter than the longest."""
     exists = True
     if bounds.q_offsets is not None:
         exists = first_query < element.q_len
@@ -101,7 +100,7 @@ def tile_exists(first_query, element, bounds):
 
 @gluon.jit
 def memory_batch_of(batch, bounds):
-    """Which batch element of the tensors has this one's rows: packed ones are all in the first."""
+    """Return the batch index of an element's rows in memory: 0 for all packed ones."""
     memory_batch = batch
     if bounds.q_offsets is not None:
         memory_batch = batch * 0
@@ -110,10 +109,10 @@ def memory_batch_of(batch, bounds):
 
 @gluon.jit
 def key_blocks_of(first_row, element, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """What some of ROWS queries from `first_row` on see, as numbers of blocks: where it begins,
-    where what all of them see whole begins and ends, and where it ends.
+    """Return the blocks that ROWS queries from `first_row` on see, as numbers: the first, the first
+    and the end of the blocks that all queries see whole, and the end.
 
-    There is always a last block, and a mask for it, even if nobody sees a key. It has keys where
+    There is always a last block, and a mask for it, even if no query sees a key. It has keys where
     there are any.
     """
     first = 0
@@ -139,7 +138,7 @@ def key_blocks_of(first_row, element, bounds, ROWS: gl.constexpr, KEYS: gl.const
 
 @gluon.jit
 def masked_of(blocks, bounds):
-    """How many of `key_blocks_of` need a mask, one at least: they are numbered first."""
+    """Return how many of `key_blocks_of` need a mask, at least one. They are numbered first."""
     first, whole_first, whole_end, end = blocks
     masked = 1
     if bounds.most_cut is not None:
@@ -151,8 +150,11 @@ def masked_of(blocks, bounds):
 
 @gluon.jit
 def block_at(number, blocks, bounds):
-    """Which of `key_blocks_of` has a number. Those that the right side cuts come first, then those
-    that a window's left side cuts, and then those without a mask, always from the last on."""
+    """Return the block that has a number among `key_blocks_of`.
+
+    Blocks that the right side cuts come first, then blocks that a window's left side cuts, and then
+    blocks without a mask, each from the last on.
+    """
     first, whole_first, whole_end, end = blocks
     block = end - 1 - number
     if bounds.left is not None:
@@ -165,7 +167,8 @@ def block_at(number, blocks, bounds):
 
 @gluon.jit
 def sees(scores, first_query, first_key, element, bounds):
-    """Whether queries from `first_query` on see keys from `first_key` on; of the scores' shape."""
+    """Return whether queries from `first_query` on see keys from `first_key` on, in the scores'
+    shape."""
     seen = _before_end(scores, first_query, first_key, element, bounds)
     if bounds.left is not None:
         seen = seen & _behind_begin(scores, first_query, first_key, element)
@@ -174,9 +177,11 @@ def sees(scores, first_query, first_key, element, bounds):
 
 @gluon.jit
 def hide_unseen(scores, first_query, first_key, element, bounds):
-    """-inf where queries from `first_query` on do not see keys from `first_key` on.
+    """Replace scores by -inf where queries from `first_query` on do not see keys from `first_key`
+    on.
 
-    Large blocks are looked at on that side only where a window cuts them: few are cut on both.
+    Few blocks are cut on both sides. So each side of a large block is compared only where it cuts
+    it.
     """
     if bounds.left is None or scores.shape[1] < 128:
         seen = sees(scores, first_query, first_key, element, bounds)
@@ -196,7 +201,7 @@ def hide_unseen(scores, first_query, first_key, element, bounds):
 
 @gluon.jit
 def _before_end(scores, first_query, first_key, element, bounds):
-    """Whether keys are before the last that counts and the window's right side."""
+    """Return whether keys are before the end of the keys and the window's right side."""
     own, queries, threads = _places_of(scores)
     queries, end = gl.broadcast(queries, element.kv_len - first_key - 2 * threads)
     if bounds.right is not None:
@@ -210,7 +215,7 @@ def _before_end(scores, first_query, first_key, element, bounds):
 
 @gluon.jit
 def _behind_begin(scores, first_query, first_key, element):
-    """Whether keys are behind the beginning of the window."""
+    """Return whether keys are behind the beginning of the window."""
     own, queries, threads = _places_of(scores)
     begin = queries + (first_query + element.lowest - first_key) - 2 * threads
     seen = own >= begin[:, None, :, None]
@@ -220,11 +225,11 @@ def _behind_begin(scores, first_query, first_key, element):
 
 @gluon.jit
 def _places_of(scores):
-    """Places of scores as (rows, eights, threads, pairs): the keys' but for the thread's part, the
-    queries', and the threads.
+    """Return places of scores as (rows, eights, threads, pairs): of keys without the thread's part,
+    of queries, and of threads.
 
-    Four threads share a row, and have two of every eight scores. What differs between the scores of
-    a thread is written as numbers of its own, which are known when it is compiled.
+    Four threads share a row, and have two of every eight scores. Places within a thread are numbers
+    of their own, which are known when the kernel is compiled.
     """
     EIGHTS: gl.constexpr = scores.shape[1] // 8
     PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
@@ -239,8 +244,10 @@ def _places_of(scores):
 
 @gluon.jit
 def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.constexpr):
-    """Store a block of output in shared memory, of a packed sequence's queries from `first` on, as
-    far as the sequence goes; `pointer` is that of the head."""
+    """Store a block of output from shared memory, for a packed sequence's queries from `first` on.
+
+    Rows behind the sequence's end are not stored. `pointer` is that of the head.
+    """
     DV: gl.constexpr = block.shape[3]
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     stored = matrix(block).load(STORED)
@@ -253,8 +260,8 @@ def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.cons
 
 @gluon.jit
 def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
-    """A tile's blocks of keys: where the list of those without the mask begins, and of those with
-    it, and how many there are of each."""
+    """Return a tile's lists of blocks: pointers to those without the mask and to those with it, and
+    how many there are of each."""
     blocks, counts, stride_batch, stride_head = bounds.visited
     width = (bounds.kv_len + KEYS - 1) // KEYS
     place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
@@ -264,9 +271,12 @@ def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
 
 @gluon.jit
 def visited_key(i, visited, bounds, KEYS: gl.constexpr):
-    """The first key of block number i: those that need the mask come first. Where nothing is seen
-    there is one all the same, behind the last key. It is a multiple of KEYS like the others: from
-    byte 130 of a mask's rows, TMA was an illegal instruction (H200)."""
+    """Return the first key of block number i; blocks that need the mask come first.
+
+    Where no key is seen there is one block all the same, behind the last key. It begins at a
+    multiple of KEYS like the others: from byte 130 of a mask's rows, TMA failed with an illegal
+    instruction (H200).
+    """
     plain, masked, plain_count, masked_count = visited
     pointer = masked + i
     if i >= masked_count:

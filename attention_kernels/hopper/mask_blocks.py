@@ -1,4 +1,4 @@
-"""A mask beside the keys of a Hopper program: TMA brings a block of it for each consumer."""
+"""Blocks of a mask beside the keys of a Hopper program: TMA loads one for each consumer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention_kernels.hopper.scores import ROWS, matrix
 def fill_mask(
     ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Every consumer's part of the mask's block number `count`; `place` is the first's."""
+    """Load every consumer's part of the mask's block number `count`; `place` is the first's."""
     batch, head, row, key = place
     if mask_desc.dtype == gl.uint16:  # two bytes of a bool mask
         key = key // 2
@@ -26,13 +26,13 @@ def fill_mask(
 
 @gluon.jit
 def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.constexpr):
-    """A consumer's part of the mask's block number `count`, which leaves room for another."""
+    """Return a consumer's part of the mask's block number `count`, and release its buffer."""
     STAGES: gl.constexpr = ring.buffers.shape[0] // CONSUMERS
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)
     mask = matrix(ring.buffers.index(index)).load(LAYOUT)
     # Loads may still wait for shared memory, which another consumer's products keep busy, when
-    # later instructions have been issued. Only a fence keeps TMA from overtaking them.
+    # later instructions have been issued. Only a fence keeps TMA from overwriting it before.
     fence_async_shared()
     release(ring, index)
     return mask
@@ -40,8 +40,10 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
-    """-inf where a bool mask hides a score. A thread's scores are neighbours two by two, and so it
-    loads their bytes."""
+    """Replace scores by -inf where a bool mask hides them.
+
+    A thread's scores are neighbours two by two, so it loads their two bytes at once.
+    """
     left, right = gl.split(scores.reshape((scores.shape[0], scores.shape[1] // 2, 2)))
     PAIRS: gl.constexpr = left.type.layout
     mask = mask_of(ring, count, CONSUMERS, WHO, PAIRS)

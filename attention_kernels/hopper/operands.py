@@ -12,7 +12,7 @@ from attention_kernels.launch.shape_checks import Sizes
 
 
 def are_loadable(*tensors: Tensor) -> bool:
-    """Whether TMA can address them."""
+    """Return whether TMA can address the tensors."""
     together = 0
     for tensor in tensors:
         together |= tensor.data_ptr()
@@ -22,7 +22,10 @@ def are_loadable(*tensors: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bool:
-    """Of tensors' shapes and strides; the stride of a dimension of 1 is free."""
+    """Return whether TMA can address tensors of such shapes and strides.
+
+    The stride of a dimension of size 1 does not matter.
+    """
     return all(
         strides[3] == 1
         and all(
@@ -34,8 +37,11 @@ def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bo
 
 
 def loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
-    """(B or 1, Hq or 1, Sq, Sk) as TMA can address it, of a mask that broadcasts to `shape`; of a
-    bool mask bytes two by two, (…, Sk / 2) uint16. What a copy has behind the last key is False."""
+    """Return a mask that broadcasts to `shape` as (B or 1, Hq or 1, Sq, Sk), as TMA can address it.
+
+    A bool mask has two bytes in each number, (…, Sk / 2) uint16. A copy has False behind the last
+    key.
+    """
     mask = attn_mask.to(loadable_type(attn_mask.dtype)).expand(shape)
     for dim in (0, 1):
         if mask.stride(dim) == 0:
@@ -50,14 +56,14 @@ def loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
 
 
 def loadable_type(dtype: torch.dtype) -> torch.dtype:
-    """What a mask of that type is loaded as."""
+    """Return the type that a mask is loaded as."""
     kept = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
     return dtype if dtype in kept else torch.float32
 
 
 @functools.cache
 def block_layout(block: Sizes, dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Of a block in shared memory."""
+    """Return the layout of a block in shared memory."""
     elements = {
         torch.int8: gl.int8,
         torch.float8_e4m3fn: gl.float8e4nv,

@@ -1,4 +1,4 @@
-"""What a consumer of a Hopper kernel does with its tile's output: divide it, and store it."""
+"""A consumer's output of a tile in a Hopper kernel: it is divided and stored."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 
 class Outputs(NamedTuple):
-    """Where outputs go; what a call lacks is None."""
+    """Places of outputs; None for places that a call lacks."""
 
     buffers: Any
-    """One for each consumer, (1, 1, ROWS, columns): all of the output's, or it goes in parts."""
+    """One buffer for each consumer, (1, 1, ROWS, columns): for the whole output, or for a part at a
+    time."""
     descriptor: Any
-    """Where TMA stores them; not of a packed call, where a tile may end amid another sequence."""
+    """Descriptor through which TMA stores. A packed call has none, since a tile may end amid
+    another sequence."""
     pointer: Any
-    """To a packed call's outputs."""
+    """Pointer to a packed call's outputs."""
     stride_head: Any
     stride_token: Any
     lse: Any = None
@@ -46,16 +48,16 @@ def finish(
     """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store it.
 
     Args:
-        reference: (ROWS,), what weights are relative to, in base 2.
-        total: (ROWS,), their sums.
+        reference: (ROWS,), the numbers in base 2 that weights are relative to.
+        total: (ROWS,), sums of the weights.
         sink: of the head in base 2, or one for each row; None for none.
         place: the batch element, how many query heads it has, the head and the first query.
-        LOG2_UNIT: a weight of 1 has been counted as 2 to this.
+        LOG2_UNIT: logarithm of the number that a weight of 1 has been counted as.
     """
     shrink = 1.0
     if sink is not None:
         shrink, reference, total = add_sink(sink, reference, total, LOG2_UNIT)
-    factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see nothing
+    factor = gl.where(total == 0.0, 0.0, shrink / total)  # a query may see no key
     output *= gl.convert_layout(factor, gl.SliceLayout(1, output.type.layout))[:, None]
     _store(output, outputs, place, element, WHO, V_HEAD_DIM)
     if outputs.lse is not None:
@@ -68,7 +70,7 @@ def finish(
 
 @gluon.jit
 def sink_of(sinks, q_head):
-    """A head's sink, in base 2; None where a call has none."""
+    """Return a head's sink, in base 2; None where a call has none."""
     sink = None
     if sinks is not None:
         sink = gl.load(sinks + q_head).to(gl.float32) * LOG2_E
@@ -85,7 +87,7 @@ def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.co
     if pointer is not None:
         pointer += q_head.to(gl.int64) * outputs.stride_head
     for i in gl.static_range(len(parts)):
-        tma.store_wait(0)  # that of the part or tile before, which still reads this memory
+        tma.store_wait(0)  # the part or tile before still reads this memory
         matrix(buffer).store(parts[i].to(buffer.dtype))
         fence_async_shared()
         if pointer is None:
@@ -97,7 +99,8 @@ def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.co
 
 @gluon.jit
 def _column_parts(output, COLUMNS: gl.constexpr):
-    """An output (ROWS, Dv) as one, two or four of (ROWS, COLUMNS), whose registers it shares."""
+    """Split an output (ROWS, Dv) into one, two or four of (ROWS, COLUMNS), whose registers it
+    shares."""
     if output.shape[1] == COLUMNS:
         parts = (output,)
     elif output.shape[1] == 2 * COLUMNS:

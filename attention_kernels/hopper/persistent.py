@@ -1,9 +1,9 @@
-"""Which tiles a persistent program of the Hopper kernels works through, and in what order.
+"""Tiles that a persistent program of the Hopper kernels works through, and their order.
 
 A program stays on its multiprocessor and takes one tile (a block of queries of one head) after the
-other, or a piece of one that it shares with others (`stream_k.py`). Which is arithmetic on the
-program's number: nothing is asked of other programs and nothing is drawn, so that the loading warp
-and the computing ones of a program agree without a word.
+other, or a piece of one that it shares with others (`stream_k.py`). Its tiles follow from the
+program's number by arithmetic. So the loading warp and the consumers of a program agree without
+communication.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Work(NamedTuple):
     q_heads: Any
     tiles: Any
     turns: Any
-    """In which every program has a tile."""
+    """Number of turns in which every program has a tile."""
     blocks: Any
-    """Of queries, in a head."""
+    """Number of blocks of queries in a head."""
     bundles: Any
-    """Of query heads that a tile has side by side, in the batch."""
+    """Number of bundles in the batch: query heads that a tile has side by side."""
     head_group: Any
-    """Bundles worked on at a time (`head_groups.head_group_size`)."""
+    """Number of bundles that are worked on at a time (`head_groups.head_group_size`)."""
     reciprocals: Any
-    """Those of `q_heads`, of a head_group's tiles, of `head_group`, and of the last head_group's
+    """Reciprocals of `q_heads`, of a head group's tiles, of `head_group`, and of the last group's
     bundles."""
     share: Any = None
     """A `stream_k.ProgramShare`, where the tiles of the last turn are shared."""
@@ -42,7 +42,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def turns_of_program(work, BY_LENGTH: gl.constexpr):
-    """How many turns the program that asks has."""
+    """Return how many turns this program has."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         turns = turns_of(work.tiles, work.turns, program, programs, BY_LENGTH)
@@ -53,7 +53,7 @@ def turns_of_program(work, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """A turn's tile: batch element, first of HEADS query heads, and block of queries."""
+    """Return a turn's tile: batch element, first of HEADS query heads, and block of queries."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         number = tile_number(turn, program, programs, BY_LENGTH)
@@ -77,7 +77,7 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Whether there is something to do in a turn, whose tile's first query is given."""
+    """Return whether there is work in a turn, whose tile's first query is given."""
     has_some = tile_exists(first, element, bounds)
     if work.share is not None:
         begin, _, _, end = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
@@ -87,7 +87,7 @@ def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl
 
 @gluon.jit
 def blocks_of_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """`key_blocks_of` a turn's tile, or of the program's piece of it."""
+    """Return `key_blocks_of` a turn's tile, or of the program's piece of it."""
     begin, whole_first, whole_end, end = key_blocks_of(first, element, bounds, QUERIES, KEYS)
     if work.share is not None:
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -106,12 +106,12 @@ def blocks_of_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KE
 
 @gluon.jit
 def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
-    """The tile of a program in a turn; there may be none, if it is the last turn.
+    """Return the tile of a program in a turn. In the last turn it may not exist.
 
-    BY_LENGTH, as where a call is causal or has a window, tiles are numbered by falling length, so
-    programs take them in their order in even turns and against it in odd ones, as children pick
-    teams: else the same program would have the longer one in every turn. Tiles of the same length
-    are taken in order, which is better for the L2.
+    BY_LENGTH: where a call is causal or has a window, tiles are numbered by falling length.
+    Programs take them in order in even turns and in reverse in odd ones, as children pick teams.
+    Otherwise the same program would have the longer tile in every turn. Tiles of one length are
+    taken in order, which is better for the L2 cache.
     """
     number = turn * programs + program
     if BY_LENGTH:
@@ -121,7 +121,7 @@ def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
-    """How many tiles a program has: one in each turn that all have, and maybe one more."""
+    """Return how many tiles a program has: one in each turn that all have, and perhaps one more."""
     last = tile_number(turns, program, programs, BY_LENGTH)
     return turns + gl.where(last < tiles, 1, 0)
 
@@ -129,8 +129,8 @@ def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
 def work_of(
     q_heads: int, group: int, blocks: int, bundles: int, head_group: int, programs: int
 ) -> dict[str, int]:
-    """`Work` as a kernel's arguments, and `of_group`, the reciprocal of how many query heads share
-    a key head."""
+    """Return `Work` as a kernel's arguments, and `of_group`, the reciprocal of the query heads a
+    key head."""
     return {
         "q_heads": q_heads,
         "tiles": blocks * bundles,
@@ -157,10 +157,10 @@ def place_of(
     of_last,
     BY_LENGTH: gl.constexpr,
 ):
-    """Which head, counted over the batch, and which block of queries a tile is.
+    """Return a tile's head, counted over the batch, and its block of queries.
 
-    Heads come in head_groups whose keys and values stay in the L2 cache. Within a head_group all
-    heads' longest blocks come first, so that no long one is left for the end.
+    Heads come in groups whose keys and values stay in the L2 cache. Within a group the longest
+    blocks of all heads come first, so that no long one is left for the end.
     """
     number = quotient(tile, of_head_groups)
     first = number * head_group
@@ -178,8 +178,8 @@ def place_of(
 
 
 SHORT = 2048
-"""Keys up to which beginning and ending a tile takes a large part of its time, so that many small
-consumers, of which some go on meanwhile, are better than few large ones."""
+"""Most keys for which beginning and ending a tile takes a large part of its time. Many small
+consumers are better than few large ones then, since some go on meanwhile."""
 
 
 @functools.cache

@@ -1,23 +1,23 @@
-"""How the warps of a Hopper program work together, in Gluon: one loads, groups of four compute.
+"""Cooperation of the warps of a Hopper program, in Gluon: one loads, groups of four compute.
 
 The loading warp (the producer) copies blocks into shared memory with the tensor memory accelerator
 (TMA), and the warp groups (the consumers) multiply from there. Blocks lie in rings of a few
 buffers, so that neither side waits for the other as long as there is something to do. Each buffer
 has two barriers:
 
-- `full`: the producer says how many bytes will come, and consumers that wait go on when TMA has
-  written them;
-- `empty`: each consumer arrives when its products have read the buffer, and when all have, the
-  producer fills it again.
+- `full`: the producer announces a number of bytes, and waiting consumers go on when TMA has written
+  them;
+- `empty`: each consumer arrives when its products have read the buffer, and when all have arrived,
+  the producer fills it again.
 
-A barrier in shared memory has phases, and who waits says for the end of which one, by its lowest
-bit. Block number `count`, counted from the program's start, is in buffer `count % STAGES`, in that
-buffer's phase `count // STAGES`. The phase before the first counts as ended: all buffers begin
-free.
+A barrier in shared memory has phases. A waiting warp names the phase whose end it waits for by its
+lowest bit. Block number `count`, counted from the program's start, is in buffer `count % STAGES`,
+in that buffer's phase `count // STAGES`. The phase before the first counts as ended: all buffers
+begin free.
 
-Only TMA needs its barrier in shared memory. Before an arrival at one of these, Gluon makes all
+Only TMA needs its barrier in shared memory. Before an arrival at such a barrier, Gluon makes all
 warps of a group wait for each other. A named barrier (PTX `bar`) is one of 16 numbers, at which
-each warp arrives by itself, in one instruction: turns are named, and so is what is `empty` where
+each warp arrives by itself, in one instruction. Turns use named barriers, and so does `empty` where
 the numbers suffice.
 """
 
@@ -29,7 +29,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# Renamed between the Triton versions that we support.
+# The names differ between the Triton versions that are supported.
 _new_names = hasattr(tma, "async_store")
 tma_load = tma.async_load if _new_names else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
@@ -38,13 +38,13 @@ _all_warps_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 WARP_GROUP = gl.constexpr(128)
 """Threads of a warp group."""
 LOADER_REGISTERS = gl.constexpr(24)
-"""Registers per thread of the loading warp: the fewest there are, so that consumers have more."""
+"""Registers per thread of the loading warp: the fewest possible, so that consumers have more."""
 
 FIRST_NUMBER = gl.constexpr(6)
-"""Of our named barriers; those below may be Triton's: 0, 1, and one for every partition."""
+"""First of our named barriers. Triton may use those below: 0, 1, and one for every partition."""
 CONSUMERS_NAMED = gl.constexpr(2)
-"""How many share rings with named barriers. With more there are not always enough numbers, and
-three, which have 160 registers, were slower with them."""
+"""Number of consumers whose shared rings have named barriers. With more there are not always enough
+numbers, and three, which have 160 registers, were slower with them."""
 KEY, VALUE = gl.constexpr(0), gl.constexpr(1)
 """The rings that consumers share."""
 
@@ -55,19 +55,19 @@ class Ring(NamedTuple):
     buffers: Any
     full: Any
     empty: Any
-    """Nothing where they are named."""
+    """Barriers; unused where they are named."""
 
 
 @gluon.jit
 def make_ring(buffers):
-    """The ring of some buffers (STAGES, …), each of which one consumer reads."""
+    """Return the ring of buffers (STAGES, …), each read by one consumer."""
     STAGES: gl.constexpr = buffers.shape[0]
     return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
 
 
 @gluon.jit
 def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
-    """The ring of some buffers (STAGES, …), each of which all consumers read."""
+    """Return the ring of buffers (STAGES, …), each read by all consumers."""
     STAGES: gl.constexpr = buffers.shape[0]
     gl.static_assert(
         CONSUMERS != CONSUMERS_NAMED or FIRST_NUMBER + CONSUMERS + 2 * STAGES <= 16,
@@ -79,17 +79,17 @@ def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def buffer_of(count, STAGES: gl.constexpr):
-    """The index and the phase of the buffer for block number `count`, which is not negative."""
+    """Return the index and the phase of the buffer for block number `count` of 0 or more."""
     count = gl.to_tensor(count).to(gl.uint32)
     return (count % STAGES).to(gl.int32), (count // STAGES).to(gl.int32)
 
 
 @gluon.jit
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers whose phases end with ARRIVALS arrivals each.
+    """Return COUNT barriers whose phases end with ARRIVALS arrivals each.
 
-    To be used until the program ends: the compiler gives the memory of barriers that nobody waits
-    for to other values, which PTX does not define before `mbarrier.inval`.
+    They must be used until the program ends. The compiler gives the memory of unused barriers to
+    other values, which PTX does not define before `mbarrier.inval`.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -99,10 +99,10 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def fill(ring, desc, place, index, phase, rest=None):
-    """The producer loads what is at `place` of a descriptor's tensor, once the buffer is free.
+    """Load the block at `place` of a descriptor's tensor, once the buffer is free, as the producer.
 
-    `rest` are the descriptor and the buffers for a second piece of the head_dim, which is loaded
-    with the first.
+    `rest` are the descriptor and the buffers for a second piece of the head dimension, which is
+    loaded with the first.
     """
     mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
     _copy(ring, desc, place, index, rest)
@@ -119,7 +119,7 @@ def fill_shared(
     CONSUMERS: gl.constexpr,
     rest=None,
 ):
-    """`fill` of the ring of KEY or VALUE."""
+    """Call `fill` for the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
         if phase > 0:
             _barrier("bar.sync", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
@@ -143,20 +143,20 @@ def _copy(ring, desc, place, index, rest):
 
 @gluon.jit
 def wait_for(ring, index, phase):
-    """A consumer waits until the buffer is full."""
+    """Wait until the buffer is full, as a consumer."""
     mbarrier.wait(ring.full.index(index), phase & 1)
 
 
 @gluon.jit
 def release(ring, index):
-    """A consumer has read the buffer: by products that it has waited for, or by loads before a
-    `fence_async_shared`."""
+    """Release a buffer, as a consumer that has read it: by products that it has waited for, or by
+    loads before a `fence_async_shared`."""
     mbarrier.arrive(ring.empty.index(index), count=1)
 
 
 @gluon.jit
 def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """`release` in the ring of KEY or VALUE."""
+    """Call `release` for the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:
         _barrier("bar.arrive", _number(ring, index, WHICH, CONSUMERS), _everyone(CONSUMERS))
     else:
@@ -165,18 +165,19 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def meet():
-    """The warps of a consumer wait for each other, which they do at little cost once they have all
-    waited for the same product.
+    """Make the warps of a consumer wait for each other. It costs little once all have waited for
+    the same product.
 
-    Before a wait for a buffer Triton has them meet, unless they have since the wait before. At the
-    end of a softmax some are behind, and only after such a meeting can they ask for the buffer.
+    Before a wait for a buffer Triton makes them meet, unless they have met since the wait before.
+    At the end of a softmax some warps are behind, and only after such a meeting can the others ask
+    for the buffer.
     """
     _all_warps_meet()
 
 
 @gluon.jit
 def clear(buffer, count):
-    """Make zeros of a buffer's rows, (N, D), from number `count` on. Every consumer does, so that
+    """Set a buffer's rows (N, D) to zeros from number `count` on. Every consumer does so, so that
     none waits for another."""
     DV: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
@@ -190,19 +191,19 @@ def clear(buffer, count):
 
 @gluon.jit
 def wait_for_turn(WHO: gl.constexpr):
-    """Consumer number WHO waits for its turn."""
+    """Wait for the turn of consumer number WHO."""
     _barrier("bar.sync", gl.to_tensor(FIRST_NUMBER + WHO), gl.to_tensor(2 * WARP_GROUP))
 
 
 @gluon.jit
 def wait_for_turn_after(sums, WHO: gl.constexpr):
-    """`wait_for_turn` once `sums` are computed, two float32 of each thread."""
+    """Call `wait_for_turn` once `sums` are computed, two float32 of each thread."""
     _wait_after(sums, WHO, 2 * WARP_GROUP)
 
 
 @gluon.jit
 def meet_after(sums, WHO: gl.constexpr):
-    """The warps of consumer number WHO, who takes no turns, meet once `sums` are computed."""
+    """Make the warps of consumer number WHO, who takes no turns, meet once `sums` are computed."""
     _wait_after(sums, WHO, WARP_GROUP)
 
 
@@ -210,9 +211,9 @@ def meet_after(sums, WHO: gl.constexpr):
 def _wait_after(sums, WHO: gl.constexpr, THREADS: gl.constexpr):
     """Wait for so many threads at consumer number WHO's named barrier once `sums` are computed.
 
-    What is only needed after a wait, the compiler (`ptxas`) also computes after it, while others
-    wait. Barriers stop no arithmetic. So the barrier's number depends on the sums: it
-    would be the next one if any were negative, which the compiler cannot rule out.
+    The compiler (`ptxas`) moves arithmetic whose results are needed after a wait behind the wait,
+    while other threads wait. Barriers do not stop it. So the barrier's number depends on the sums:
+    it would be the next one if any were negative, which the compiler cannot rule out.
     """
     gl.inline_asm_elementwise(
         """{
@@ -237,7 +238,7 @@ def _wait_after(sums, WHO: gl.constexpr, THREADS: gl.constexpr):
 
 @gluon.jit
 def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
-    """It is the next consumer's turn."""
+    """Give the turn to the next consumer."""
     _barrier(
         "bar.arrive",
         gl.to_tensor(FIRST_NUMBER + (WHO + 1) % CONSUMERS),
@@ -247,19 +248,20 @@ def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _number(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Of a buffer's named barrier, behind those of turns."""
+    """Return the number of a buffer's named barrier, behind those of turns."""
     return FIRST_NUMBER + CONSUMERS + WHICH * ring.buffers.shape[0] + index
 
 
 @gluon.jit
 def _everyone(CONSUMERS: gl.constexpr):
-    """Threads that meet where a buffer is free: those of all consumers and of the loading warp."""
+    """Return the threads that meet where a buffer is free: those of all consumers and of the
+    loading warp."""
     return gl.to_tensor(CONSUMERS * WARP_GROUP + 32)
 
 
 @gluon.jit
 def _barrier(OPERATION: gl.constexpr, number, threads):
-    """Arrive at a named barrier; `bar.sync` waits for so many threads, `bar.arrive` goes on."""
+    """Arrive at a named barrier: `bar.sync` waits for so many threads, `bar.arrive` goes on."""
     PTX: gl.constexpr = OPERATION + " $1, $2; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(
         PTX, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1

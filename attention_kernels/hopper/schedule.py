@@ -1,4 +1,4 @@
-"""How `prefill_hopper_kernel.py` cuts up a call, and what then fits in shared memory."""
+"""Sizes of a program's work in `hopper_prefill_kernel.py`, and the buffers that then fit."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from attention_kernels.tiles.head_dim_pieces import pieces
 
 LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
-"""That a program can have."""
+"""Most shared memory of a program."""
 BARRIER_BYTES = 512
 WIDE_FLOP = 6e6
 """Multiplications and additions in a µs of a program's tile beyond head_dim 64 (H100)."""
 WIDE_TILE = 2.8
-"""µs that its beginning and end take."""
+"""µs that the beginning and the end of such a tile take."""
 OUTPUT_COLUMNS = 64
-"""In a part of the output, where it does not fit whole: 128 bytes of a row, a unit of TMA's."""
+"""Columns of a part of the output, where it does not fit whole: 128 bytes of a row, a unit of
+TMA's."""
 
 
 class Schedule(NamedTuple):
-    """How a call is cut up, as measured (docs/kernel-notes.md)."""
+    """Sizes of a program's work, as measured (docs/kernel-notes.md)."""
 
     consumers: int
     """Warp groups that compute, 2 to 4."""
     heads: int
     """Query heads of one group that a tile has side by side; divides the consumers."""
     keys: int
-    """Keys of a block."""
+    """Number of keys in a block."""
     stages: int
     """Blocks of keys, and of values, that fit in shared memory."""
     registers: int
@@ -43,38 +44,39 @@ class Costs(NamedTuple):
     """µs of a schedule on an H100, beside its `tile_times`."""
 
     call: float
-    """Of any call."""
+    """µs of any call."""
     masked: float
-    """More, of a block that needs a mask."""
+    """Additional µs of a block that needs a mask."""
 
 
 FOUR = Schedule(4, 4, 64, 6, 112, TileTimes(0.83, 2.1))
 THREE = Schedule(3, 1, 128, 3, 160, TileTimes(1.24, 0.8))
 TWO = Schedule(2, 2, 128, 3, 240, TileTimes(1.05, 1.9))
 NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
-"""For head dimensions to 64, with the most heads side by side. Many small consumers go on while
-some begin or end, and few leave less of a last turn idle. The numbers are fitted to the 25 calls of
-`benchmarks.narrow_heads`: a prediction is wrong by 6 % (root mean square), and by 16 % at most."""
+"""Schedules and costs for head dimensions to 64, with the most heads side by side. Many small
+consumers go on while some begin or end, and few leave less of a last turn idle. The numbers are
+fitted to the 25 calls of `benchmarks.narrow_heads`: predictions are wrong by 6 % (root mean
+square), and by at most 16 %."""
 MASK = 0.6
-"""µs more that a block takes whose mask is read."""
+"""Additional µs of a block whose mask is read."""
 
 
 class WholeCall(NamedTuple):
-    """A call all of whose lengths the host knows."""
+    """A call whose lengths are all known to the host."""
 
     visible: VisibleKeys
-    """Of any tiles."""
+    """Keys that queries see, with tiles of any size."""
     heads: int
-    """Of the query, in the batch."""
+    """Query heads in the batch."""
     programs: int
 
 
 class Dims(NamedTuple):
-    """A head dimension as it is computed with; what is beyond the tensors' own is read as zeros."""
+    """Head dimensions of the computation. Columns beyond the tensors' own are read as zeros."""
 
     main: int
     rest: int
-    """The second piece of query and key, or 0."""
+    """Size of the second piece of query and key, or 0."""
     value: int
 
 
@@ -84,16 +86,16 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
 
 
 class SharedRoom(NamedTuple):
-    """What shared memory leaves."""
+    """Buffers for which shared memory leaves room."""
 
     output_columns: int
-    """Of the output, that each consumer has room for: all, or it goes out in parts of these."""
+    """Columns of the output that each consumer has room for: all, or those of a part."""
     mask_stages: int
-    """Blocks of the mask that each consumer has room for; 0 if not even one."""
+    """Blocks of the mask that each consumer has room for; 0 if there is no room for one."""
 
 
 def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
-    """Where the output and the mask fit.
+    """Return how much of the output and the mask fits.
 
     Args:
         mask_size: bytes of a number of the mask.
@@ -112,8 +114,12 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
 def schedule(
     dims: Dims, group: int, seen: int, mask_size: int = 0, call: WholeCall | None = None
 ) -> Schedule:
-    """For `group` query heads a key head, queries that see up to `seen` keys, and a mask whose
-    numbers have `mask_size` bytes; with a `call` the fastest of those for its head dimensions."""
+    """Return the schedule for `group` query heads a key head, and queries that see up to `seen`
+    keys.
+
+    The numbers of a mask have `mask_size` bytes. With a `call`, return the fastest schedule for its
+    head dimensions.
+    """
     plan = _without_mask(dims, group, seen)
     if max(dims) <= 64 and call is not None:
         times = times_of(group, call, has_mask=mask_size > 0)
@@ -122,11 +128,11 @@ def schedule(
 
 
 def times_of(group: int, call: WholeCall, *, has_mask: bool = False) -> dict[Schedule, float]:
-    """µs that a call is going to take with each schedule of `NARROW`, on an H100."""
+    """Return the µs that a call is predicted to take with each schedule of `NARROW`, on an H100."""
     times = {}
     for plan, costs in NARROW:
         if plan is THREE and has_mask:
-            continue  # which leaves room for half as many keys
+            continue  # it would have room for half as many keys
         here = plan._replace(heads=math.gcd(group, plan.heads))
         times[here] = _time_of(here, costs, call, has_mask)
     return times
@@ -152,7 +158,8 @@ def _time_of(plan: Schedule, costs: Costs, call: WholeCall, has_mask: bool) -> f
 
 
 def schedule_of_visited_blocks(dims: Dims, mask_size: int) -> Schedule:
-    """For a mask that has been looked through: a tile is 128 queries of one head."""
+    """Return the schedule for a mask that has been looked through: a tile is 128 queries of one
+    head."""
     plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 

@@ -8,18 +8,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 ROWS = gl.constexpr(64)
-"""Queries of a consumer: what one warp group's matrix instruction (`wgmma`) takes."""
+"""Queries of a consumer: the rows of one warp group's matrix instruction (`wgmma`)."""
 
 
 @gluon.jit
 def matrix(block):
-    """(rows, D) of a block of four dimensions, as descriptors have them."""
+    """Return (rows, D) of a block of four dimensions, as descriptors have them."""
     return block.reshape((block.shape[2], block.shape[3]))
 
 
 @gluon.jit
 def start_scores(query, keys):
-    """Start QKᵀ, (ROWS, N): int32 of INT8, else float32. To be waited for before it is read.
+    """Start QKᵀ, (ROWS, N): int32 of INT8, else float32. It must be waited for before it is read.
 
     Args:
         query: (ROWS, D) in shared memory.
@@ -36,15 +36,15 @@ def start_scores(query, keys):
 
 @gluon.jit
 def add_scores(scores, query, keys):
-    """Start QKᵀ of another piece of the head_dim, added to `scores`."""
+    """Start QKᵀ of another piece of the head dimension, added to `scores`."""
     return warpgroup_mma(query, keys.permute((1, 0)), scores, is_async=True)
 
 
 @gluon.jit
 def own_sums(weights):
-    """Sums of weights (ROWS, N), in the layout of scores, over what each thread holds: (ROWS, 4).
+    """Return sums of weights (ROWS, N) over the weights that each thread holds: (ROWS, 4).
 
-    Four threads share a row. That they add up their sums can wait until the last block.
+    Four threads share a row. Adding up their sums can wait until the last block.
     """
     N: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(weights.reshape((ROWS, N // 8, 4, 2)), 3), 1)
@@ -52,7 +52,8 @@ def own_sums(weights):
 
 @gluon.jit
 def own(each, OWN: gl.constexpr):
-    """(ROWS,), which a row's four threads have, as (ROWS, 4) in the layout OWN of `own_sums`."""
+    """Return (ROWS,), which a row's four threads have, as (ROWS, 4) in the layout OWN of
+    `own_sums`."""
     each = gl.convert_layout(each, gl.SliceLayout(1, OWN), assert_trivial=True)[:, None]
     each, _ = gl.broadcast(each, gl.zeros([ROWS, 4], gl.float32, OWN))
     return each
@@ -60,7 +61,8 @@ def own(each, OWN: gl.constexpr):
 
 @gluon.jit
 def for_all_of_own(each, like):
-    """Each thread's own (ROWS, 4) for all that it has of a row of a product `like` (ROWS, N)."""
+    """Return each thread's own (ROWS, 4) for all that it has of a row of a product `like` (ROWS,
+    N)."""
     LAYOUT: gl.constexpr = like.type.layout
     PARTS: gl.constexpr = like.reshape((ROWS, like.shape[1] // 8, 4, 2)).type.layout
     THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
@@ -71,8 +73,8 @@ def for_all_of_own(each, like):
 
 @gluon.jit
 def first_of_own(each, OWN: gl.constexpr):
-    """(ROWS, 4) in the layout OWN of `own_sums`: the first that each thread has of a row of `each`
-    (ROWS, N), in the layout of a product."""
+    """Return the first number that each thread has of a row of a product (ROWS, N), as (ROWS, 4) in
+    the layout OWN of `own_sums`."""
     parts = each.reshape((ROWS, each.shape[1] // 8, 4, 2)).permute((0, 2, 1, 3))
     parts = parts.reshape((ROWS, 4, each.shape[1] // 4))
     for _ in gl.static_range(_log2(parts.shape[2])):
@@ -88,8 +90,11 @@ def _log2(number):
 
 @gluon.jit
 def add_sink(sink, maximum, total, LOG2_UNIT: gl.constexpr):
-    """The factor for what was summed before, the new maximum and the new sum, as in
-    `online_softmax.add_sink`; a weight of 1 has been counted as 2^LOG2_UNIT."""
+    """Return the factor of earlier sums, the new maximum and the new sum, as
+    `online_softmax.add_sink` does.
+
+    A weight of 1 has been counted as 2^LOG2_UNIT.
+    """
     new_maximum = gl.maximum(maximum, sink)
     origin = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     rescale = gl.exp2(maximum - origin)

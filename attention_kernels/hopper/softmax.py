@@ -1,4 +1,4 @@
-"""Softmax of a block in `prefill_hopper_kernel.py`: soft cap, mask, and weights for PV."""
+"""Softmax of a block in `hopper_prefill_kernel.py`: soft cap, mask, and weights for PV."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from attention_kernels.hopper.special_functions import TANH, approximately
 from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 SLACK = gl.constexpr(15.0)
-"""How far above its reference, in base 2, a score may be: float16 goes up to 2^16."""
+"""Most by which a score may be above its reference, in base 2: float16 goes up to 2^16."""
 
 
 class SoftmaxExtras(NamedTuple):
-    """What softmax does beyond scale and mask; None where a call asks for nothing."""
+    """Operands of softmax beside scores and mask; None for operands that a call lacks."""
 
     scale: Any
-    """Of the scores, in base 2, but where a mask is added to them; or with a cap what tanh is taken
-    of."""
+    """Scale of the scores, in base 2 unless a mask is added to them. With a cap, that of tanh's
+    argument."""
     cap: Any
-    """In base 2, but where a mask is added."""
+    """Cap in base 2, unless a mask is added."""
     sinks: Any
     """(Hq,)."""
 
@@ -44,12 +44,13 @@ def weigh(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """A block's weights, packed, their `own_sums`, the new reference that they are relative to, and
-    the factor for what was summed before; the last two (ROWS, 4) as the sums.
+    """Return a block's weights, packed, their `own_sums`, the new reference that they are relative
+    to, and the factor of earlier sums.
 
-    The reference is the row's largest score so far or less, by SLACK at most: in base 2, or where a
-    mask is added, in base e, since masks have the lowest number there is, which times log₂ e would
-    be -inf. A row that has not seen a key yet has -inf, which subtracted from -inf would be NaN.
+    The last two are (ROWS, 4) like the sums. The reference is the row's largest score so far or at
+    most SLACK less. It is in base 2, or where a mask is added, in base e: masks have the lowest
+    number of their type, which times log₂ e would be -inf. A row that has not seen a key yet has
+    -inf, which subtracted from -inf would be NaN.
     """
     OWN: gl.constexpr = reference.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
@@ -57,7 +58,7 @@ def weigh(
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     scale = extras.scale
     if extras.cap is not None:
-        # Of three special functions a score, which a soft cap waits for, this leaves two.
+        # A soft cap waits for three special functions a score. This leaves two.
         scores = approximately(TANH, scores * extras.scale)
         scale = extras.cap
     # Where the mask has been looked through, other blocks are whole.
@@ -91,7 +92,7 @@ def weigh(
 
 @gluon.jit
 def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
-    """`weigh` of a block that all queries see whole and no mask is read for."""
+    """Return what `weigh` does, for a block that all queries see whole and that has no mask."""
     scale = extras.scale
     if extras.cap is not None:
         scores = approximately(TANH, scores * extras.scale)
@@ -101,10 +102,10 @@ def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
 
 @gluon.jit
 def pack(weights, dtype: gl.constexpr):
-    """Neighbours in one register, (ROWS, KEYS / 2) int32.
+    """Pack neighbours into one register, (ROWS, KEYS / 2) int32.
 
-    Values of 16 bits that are carried from one block to the next have a register each, and would be
-    put together each time.
+    Values of 16 bits that are carried from one block to the next take a register each, and would be
+    packed each time.
     """
     TO: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
@@ -116,7 +117,7 @@ def pack(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, output, dtype: gl.constexpr):
-    """As PV takes them, (ROWS, KEYS)."""
+    """Return packed weights as PV takes them, (ROWS, KEYS)."""
     left, right = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;",
         "=h,=h,r",

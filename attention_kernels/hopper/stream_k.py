@@ -1,12 +1,12 @@
-"""How the programs of a Hopper kernel share the keys of tiles of which there is not one for each.
+"""Sharing of the last tiles of a Hopper kernel among programs, where there is not one for each.
 
     Osama, Merrill, Cecka, Garland, Owens: "Stream-K: Work-centric Parallel Decomposition for Dense
     Matrix-Matrix Multiplication on the GPU", 2023.
 
-864 tiles are 6.5 turns of 132 programs: in a seventh whole one, half of the GPU would be idle. So
+864 tiles are 6.5 turns of 132 programs: in a seventh whole turn, half of the GPU would be idle. So
 the keys of that turn's tiles lie in a row, block after block, and each program takes as many of
-them: a piece of one tile, or of two. It leaves in memory what its piece gives, and whoever is the
-last to leave a piece of a tile adds them up. Nobody waits for anybody.
+them: a piece of one tile, or of two. It leaves the sums of its piece in memory. The last program to
+leave a piece of a tile adds the pieces up. No program waits for another.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from attention_kernels.hopper.pipeline import meet
 from attention_kernels.hopper.scores import ROWS
 
 PIECES = gl.constexpr(2)
-"""That a program has at most."""
+"""Most pieces that a program has."""
 LEAVE = 3.5
-"""µs that leaving a piece takes. These are fits to some twenty calls (H100, head_dim 128)."""
+"""µs that leaving a piece takes. These numbers are fits to some twenty calls (H100, head_dim 128).
+"""
 AT_ONCE = 2.8
-"""How much more it takes in calls of one turn, where all programs leave pieces at the same time."""
+"""Additional µs in calls of one turn, where all programs leave pieces at the same time."""
 ADD = 2.6
 """µs that adding a piece to the others takes."""
 WORTH = 0.95
@@ -37,44 +38,45 @@ class TileTimes(NamedTuple):
     """µs that a program takes on an H100."""
 
     block: float
-    """For a block of keys."""
+    """µs for a block of keys."""
     tile: float
-    """For a tile, beside its blocks."""
+    """µs for a tile, beside its blocks."""
 
 
 class StreamCut(NamedTuple):
-    """How shared tiles are cut, in blocks of keys."""
+    """Sizes that shared tiles are cut into, in blocks of keys."""
 
     row: int
-    """Of a tile, in the row of all; it may have fewer itself."""
+    """Blocks of a tile's place in the row of all; the tile may have fewer."""
     each: int
-    """Of a program."""
+    """Blocks of each program."""
 
 
 class ProgramShare(NamedTuple):
-    """Numbers by which a program finds its pieces, and where it leaves what they give."""
+    """Numbers by which a program finds its pieces, and the memory where it leaves their sums."""
 
     row: Any
-    """As in `StreamCut`."""
+    """Blocks of a tile, as in `StreamCut`."""
     each: Any
     parts: Any
     """Float32: for each program, piece and consumer (ROWS, Dv) outputs, ROWS references and ROWS
     sums."""
     arrivals: Any
-    """Int32, how many pieces of each shared tile and consumer are there; zeros before and after."""
+    """Int32, how many pieces of each shared tile and consumer have arrived; zeros before and after.
+    """
 
 
 def cut_for(
     visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes, slower: float = 1.0
 ) -> StreamCut | None:
-    """How the tiles of a last turn are shared, if a call takes less time then.
+    """Return how the tiles of a last turn are shared, if that takes less time, else None.
 
     Tiles of different lengths are shared only where they are so few that each has several programs
     of its own.
 
     Args:
         bundles: of query heads; each has a tile for every block of queries.
-        slower: how much longer a block takes in a program that knows of pieces.
+        slower: factor of a block's time in a program that has pieces.
     """
     blocks = blocks_seen(visible)
     whole, rest = divmod(len(blocks) * bundles, programs)
@@ -87,7 +89,7 @@ def cut_for(
 def last_turn(
     visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes
 ) -> tuple[float, StreamCut | None]:
-    """How long what is left after whole turns takes, in µs, and how its tiles are shared then.
+    """Return the µs of the tiles that are left after whole turns, and how they are shared then.
 
     Args:
         bundles: as for `cut_for`.
@@ -108,7 +110,7 @@ def last_turn(
 def _cuts(
     shared: int, blocks: int, are_equal: bool, programs: int, tile_times: TileTimes
 ) -> Iterator[tuple[float, StreamCut]]:
-    """Ways to cut so many tiles of up to so many blocks, and how many µs each takes."""
+    """Yield ways to cut so many tiles of up to so many blocks, and the µs that each takes."""
     for pieces in range(2, min(programs // shared, blocks) + 1):
         each = -(-blocks // pieces)
         used = -(-blocks // each)
@@ -122,7 +124,7 @@ def _cuts(
 
 
 def arguments_of(cut: StreamCut | None) -> dict[str, int | None]:
-    """What a kernel is told of it; without one, also that no memory is given."""
+    """Return a kernel's arguments for a cut; without one, also None for the memory."""
     if cut is None:
         return dict.fromkeys(("parts_ptr", "arrivals_ptr", "share_row", "share_each"))
     return {"share_row": cut.row, "share_each": cut.each}
@@ -131,24 +133,24 @@ def arguments_of(cut: StreamCut | None) -> dict[str, int | None]:
 def memory_for(
     cut: StreamCut | None, programs: int, consumers: int, v_head_dim: int
 ) -> tuple[int, int] | None:
-    """How many numbers `ProgramShare.parts` and `ProgramShare.arrivals` have; None where nothing is
+    """Return the sizes of `ProgramShare.parts` and `.arrivals` in numbers; None where nothing is
     shared."""
     if cut is None:
         return None
-    counters = programs * consumers  # of no more tiles than programs
+    counters = programs * consumers  # there are at most as many tiles as programs
     return counters * PIECES.value * ROWS.value * (v_head_dim + 2), counters
 
 
 @gluon.jit
 def turns_with_pieces(turns):
-    """How many turns a program has behind those of whole tiles; there may be no piece in the
-    last."""
+    """Return how many turns a program has, with those of pieces; the last may have no piece."""
     return turns + PIECES
 
 
 @gluon.jit
 def tile_of_piece(turn, turns, share, program, programs):
-    """The number of the tile that a program's turn is for; the first `turns` are whole tiles."""
+    """Return the number of the tile that a program's turn is for; the first `turns` are whole
+    tiles."""
     number = turn * programs + program
     if turn >= turns:
         number = turns * programs + _shared_of(turn - turns, share, program)
@@ -157,9 +159,12 @@ def tile_of_piece(turn, turns, share, program, programs):
 
 @gluon.jit
 def blocks_of_piece(piece, tiles, share, begin, end, program):
-    """Those of a tile's blocks of keys, which are `begin` to `end`, that a program's piece is of,
-    where so many tiles are shared: all, of a whole tile, whose number of a piece is negative. Where
-    there are none the second number is not the greater."""
+    """Return the blocks of a tile, of `begin` to `end`, that a program's piece has, with so many
+    shared tiles.
+
+    A whole tile, whose number of a piece is negative, has all. Where there are none, the second
+    number is not greater than the first.
+    """
     if piece >= 0:
         shared = _shared_of(piece, share, program)
         own = program * share.each - shared * share.row  # may have begun in the tile before
@@ -171,14 +176,14 @@ def blocks_of_piece(piece, tiles, share, begin, end, program):
 
 @gluon.jit
 def programs_of_tile(shared, blocks, share):
-    """The first program that has a piece of a shared tile of so many blocks, and the last."""
+    """Return the first and the last program that has a piece of a shared tile of so many blocks."""
     first = shared * share.row
     return first // share.each, (first + blocks - 1) // share.each
 
 
 @gluon.jit
 def _shared_of(piece, share, program):
-    """Which of the shared tiles a program's piece is of."""
+    """Return the shared tile that a program's piece belongs to."""
     return program * share.each // share.row + piece
 
 
@@ -186,11 +191,12 @@ def _shared_of(piece, share, program):
 def gather(
     output, reference, total, piece, share, blocks, WHO: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """What a consumer's piece gave, (ROWS, Dv), (ROWS,) and (ROWS,), with all other pieces of the
-    tile, which has so many blocks of keys; and whether they are there. If not, somebody else is
-    going to add them up. The number of a piece that is a whole tile is negative.
+    """Add all pieces of a tile of so many blocks to a consumer's, (ROWS, Dv), (ROWS,) and (ROWS,),
+    if they have arrived.
 
-    Outputs and sums are relative to 2^reference.
+    Return the sums and whether all were there. If not, another program is going to add them up. The
+    number of a piece that is a whole tile is negative. Outputs and sums are relative to
+    2^reference.
     """
     is_whole = True
     if piece >= 0:
@@ -231,11 +237,11 @@ def _add_up(
     WHO: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """All pieces of a tile, which the first program to the last have left. One's own is read again:
-    in this order, whoever adds them up gets the same bits.
+    """Add up all pieces of a tile, which the programs from the first to the last have left.
 
-    The numbers given are not used, but their registers are: with others for the sums, the compiler
-    (`ptxas`) had 40 more instructions in the loop over the keys.
+    The program's own piece is read again: in this order, any program that adds them up gets the
+    same bits. The numbers passed in are not used, but their registers are. With others for the
+    sums, the compiler (`ptxas`) had 40 more instructions in the loop over the keys.
     """
     ROW: gl.constexpr = reference.type.layout
     OF_ROW: gl.constexpr = gl.SliceLayout(1, output.type.layout)
@@ -260,7 +266,7 @@ def _add_up(
 
 @gluon.jit
 def _place(program, piece, output, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Pointers to a piece's outputs, references and sums."""
+    """Return pointers to a piece's outputs, references and sums."""
     ROWS: gl.constexpr = output.shape[0]
     DV: gl.constexpr = output.shape[1]
     LAYOUT: gl.constexpr = output.type.layout

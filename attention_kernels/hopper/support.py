@@ -1,4 +1,4 @@
-"""Whether our kernels for Hopper GPUs, which are in Gluon, can run on a device."""
+"""Support of a device for the kernels in Gluon."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 @functools.cache
 def has_gluon_kernels(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU (compute capability 9.0), and this Triton's Gluon new enough."""
+    """Return whether a device is a Hopper GPU (compute capability 9.0) and Triton's Gluon is new
+    enough."""
     if device.type == "cpu" or torch.cuda.get_device_capability(device) != (9, 0):
         return False
     try:

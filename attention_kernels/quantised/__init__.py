@@ -1,1 +1,1 @@
-"""."""
+"""Prefill with 8-bit operands."""

@@ -1,31 +1,31 @@
-"""Key and value in 8 bits, laid out for the kernels of `quantised_prefill.py`.
+"""Quantisation of key and value to 8 bits, in the layout of the kernels of `quantised_prefill.py`.
 
 Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default a mean of the head's
-keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024), to take away the offset
-that the keys of many models share, which would use up the 8 bits. Whatever is subtracted from all
-keys adds the same number to all scores of a query, which softmax does not see, so the mean need not
-be that of all keys, for which the key would have to be read once more: it is that of `SAMPLE` keys
-spread over the sequence, and an eighth of a standard deviation from it is what may be left. A soft
-cap and a sink do see it: for them the mean is kept.
+keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024). It takes away the offset
+that the keys of many models share, which would use up the 8 bits. A number that is subtracted from
+all keys adds the same number to all scores of a query, which softmax ignores. So the mean need not
+be that of all keys, for which the key would have to be read once more. It is that of `SAMPLE` keys
+spread over the sequence, and an eighth of a standard deviation may be left. A soft cap and a sink
+depend on the mean, so it is kept for them.
 
-Value: FP8, one scale for every `GROUP` keys of a head, transposed because 8-bit tensor-core
-operands must be adjacent along the summed dimension, here the keys. Within every 16 of them keys
-are stored in the order of `KEY_ORDER`. That is the order in which a thread of a warp that has
-computed scores holds them when it hands probabilities to the second product, so that none has to
-change threads.
+Value: FP8, one scale for every `GROUP` keys of a head. It is transposed, because 8-bit operands of
+the tensor cores must be adjacent along the summed dimension, here the keys. Within every 16 keys
+the order is `KEY_ORDER`: a thread that has computed scores holds them in that order when it passes
+probabilities to the second product. So no number has to change threads.
 
-The query is quantised by the attention kernel itself, a scale for each row: it is read only once.
+The query is quantised by the attention kernel itself, a scale for each row, since it is read only
+once.
 
-All of it is one launch. Rows beyond the last key are zeros, their scores are masked.
+All of this is one launch. Rows beyond the last key are zeros, and their scores are masked.
 
-Batch elements with lengths of their own (`Lengths`) begin with a group of their own each, so that
-no scale and no mean is shared. A padded one begins where it would anyway, with its first key that
-counts. Sequence n of a packed batch, whose first key is number s, begins with group
-s // `GROUP` + n: whatever the lengths are, which the host does not know, the next one is behind it.
+Batch elements with lengths of their own (`Lengths`) each begin with a new group, so that they share
+no scale and no mean. A padded element begins at its first key that counts. Sequence n of a packed
+batch, whose first key is number s, begins with group s // `GROUP` + n. For any lengths, which the
+host does not know, the next sequence begins behind it.
 
-NaN and infinity: in an INT8 group of keys they make the scale NaN, hence every score of that group,
-in FP8 they become NaN where they stand. In a key of the sample they make the mean so as well, and
-all scores of that head.
+A NaN or an infinity in an INT8 group of keys makes the scale NaN, and every score of that group. In
+FP8 it becomes NaN in its place. In a sampled key it makes the mean NaN too, and all scores of that
+head.
 """
 
 from __future__ import annotations
@@ -56,17 +56,18 @@ GROUP = 128
 """Keys that share a scale."""
 
 KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1) for i in (0, 1))
-"""Position p of 16 stored values holds that of key KEY_ORDER[p].
+"""Key whose value is stored at each position of 16.
 
 Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
-accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3."""
+accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3.
+"""
 
 
 @dataclass(frozen=True)
 class QuantisedKeyValue:
-    """What the attention kernels of `quantised_prefill.py` read.
+    """Key and value as the attention kernels of `quantised_prefill.py` read them.
 
-    N = Sk rounded up to `GROUP`; of a packed batch the most that its sequences can take.
+    N = Sk rounded up to `GROUP`; in a packed batch, the most that its sequences can take.
     """
 
     key: Tensor
@@ -74,21 +75,21 @@ class QuantisedKeyValue:
     key_scale: Tensor
     """(B, Hkv, N / GROUP) float32: key ≈ quantised · scale (+ mean)."""
     value: Tensor
-    """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) as it came."""
+    """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) unchanged."""
     value_scale: Tensor | None
     """(B, Hkv, N / GROUP) float32; None with a value in 16 bits."""
     kv_len: int
     v_head_dim: int
     is_smooth: bool
-    """Whether a mean was subtracted from the key."""
+    """True where a mean was subtracted from the key."""
     key_mean: Tensor | None = None
     """(B, Hkv, D') float32, that mean, where it is kept; of each sequence of a packed batch."""
     lengths: Lengths | None = None
-    """Which keys belong to which batch element; None: all to their own."""
+    """Keys that belong to each batch element; None where all belong to their own."""
 
     @functools.cached_property
     def layouts(self) -> Hashable:
-        """All that a plan may depend on, but how the value lies in memory."""
+        """Return all that a plan may depend on, except the value's layout."""
         return (
             *map(layout, (self.key, self.value_scale, self.key_mean)),
             self.kv_len,
@@ -98,7 +99,7 @@ class QuantisedKeyValue:
 
 
 def padded_dim(head_dim: int) -> int:
-    """The size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
+    """Return the size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
@@ -119,7 +120,7 @@ def _quantise_key(
     KEEP_MEAN: tl.constexpr,
     MAY_BE_EMPTY: tl.constexpr,
 ):
-    """One group of keys; the pointers are those of its head, `output_ptr` that of the group."""
+    """Quantise one group of keys; pointers are those of its head, `output_ptr` that of the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
     columns = tl.arange(0, BLOCK_D)
     is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
@@ -159,7 +160,7 @@ def _quantise_value(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """One group of values, transposed and in `KEY_ORDER`; the pointers are those of its head."""
+    """Quantise one group of values, transposed and in `KEY_ORDER`; pointers are those of its head."""
     # KEY_ORDER: bit 1 of a position is the pair's, bits 2 and 3 are the lane's.
     position = tl.arange(0, GROUP)
     order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2
@@ -179,13 +180,14 @@ def _quantise_value(
 
 @triton.jit
 def first_group(k_start, sequence, GROUP: tl.constexpr):
-    """Where the keys of a packed batch's sequence begin."""
+    """Return the first group of a packed batch's sequence."""
     return k_start // GROUP + sequence
 
 
 @triton.jit
 def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
-    """The sequence of a packed batch that a group is for: the last to begin there or before."""
+    """Return the sequence of a packed batch that a group is for: the last that begins there or
+    before."""
     before = 0
     for some in range(0, sequences, 128):
         each = some + tl.arange(0, 128)
@@ -226,10 +228,10 @@ def _quantise(
     KEEP_MEAN: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
 ):
-    """One group of keys, or (in programs with a third index of 1) one group of values.
+    """Quantise one group of keys, or one group of values in programs whose third index is 1.
 
-    `sequences` is how many a packed batch has, `k_starts_ptr` and `k_lengths_ptr` are those of
-    `Lengths`; None where a batch has none.
+    `sequences` is the number of a packed batch's. `k_starts_ptr` and `k_lengths_ptr` are those of
+    `Lengths`. They are None where a batch has none.
     """
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
@@ -251,7 +253,7 @@ def _quantise(
         if k_lengths_ptr is not None:
             length = tl.load(k_lengths_ptr + element).to(tl.int32)
             kv_len = tl.minimum(kv_len, length)
-        # Groups that hold no keys are not read, but the first of an element without any.
+        # Groups without keys are not read, except the first of an element without any.
         if (group < 0) | ((group > 0) & (group * GROUP >= kv_len)):
             return
         key_ptr += tl.cast(k_start, tl.int64) * key_stride_s
@@ -300,12 +302,13 @@ def quantise_key_value(
     keep_mean: bool = False,
     lengths: Lengths | None = None,
 ) -> QuantisedKeyValue:
-    """Key in `key_dtype` (int8 or float8_e4m3fn) and, if wanted, value in float8_e4m3fn.
+    """Quantise the key to `key_dtype` (int8 or float8_e4m3fn) and, with `fp8_value`, the value to
+    float8_e4m3fn.
 
-    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides, float16 or bfloat16, Sk at
-    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key;
-    `keep_mean` keeps it, for soft caps and sinks. Of a batch with `lengths`, keys and values that
-    do not count are not read.
+    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) have any strides, float16 or bfloat16, Sk at
+    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key.
+    `keep_mean` keeps it, for soft caps and sinks. With `lengths`, keys and values that do not count
+    are not read.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -339,7 +342,7 @@ def quantise_key_value(
 
 
 def groups_for(kv_len: int, lengths: Lengths | None) -> int:
-    """That hold `kv_len` keys of a head, whatever the lengths of their sequences."""
+    """Return how many groups hold `kv_len` keys of a head, for any lengths of their sequences."""
     if lengths is not None and lengths.kind == "packed":
         return kv_len // GROUP + lengths.batches
     return -(-kv_len // GROUP)
@@ -354,7 +357,7 @@ def launch_of(
     keep_mean: bool,
     lengths: Lengths | None = None,
 ) -> Launch:
-    """What `quantise_key_value` launches; arguments as its own."""
+    """Return the launch of `quantise_key_value`; arguments are those of it."""
     return _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
@@ -380,7 +383,7 @@ def _planned(
     keep_mean: bool,
     lengths: tuple[Any, ...] | None,
 ) -> Launch:
-    """The launch for keys and values of one shape, type and device, to be quantised in one way.
+    """Return the launch for keys and values of one shape, type and device.
 
     Args:
         lengths: their kind, how many, and the layouts of `k_starts` and `k_lengths`.

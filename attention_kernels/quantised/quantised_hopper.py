@@ -1,4 +1,4 @@
-"""Prefill with 8-bit operands on Hopper: how `quantised_hopper_kernel.py` is launched."""
+"""Prefill with 8-bit operands on Hopper: planning of `quantised_hopper_kernel.py`."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from attention_kernels.tiles.online_softmax import LN_2
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 SLOWER = 1.035
-"""How much longer a block takes where programs share tiles: as measured with 8,190 keys at head_dim
-128 and 17,776 at 64 (H100); why is not known."""
+"""Factor of a block's time where programs share tiles, as measured with 8,190 keys at head_dim 128
+and 17,776 at 64 (H100). The reason is not known."""
 
 
 class HopperTile(NamedTuple):
-    """What a program works on at a time, and with what."""
+    """Sizes of a program's work."""
 
     consumers: int
     heads: int
@@ -40,14 +40,16 @@ class HopperTile(NamedTuple):
     registers: int
     """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
     in_turn: bool
-    """Whether consumers give the tensor cores to each other in a fixed order."""
+    """True where consumers give the tensor cores to each other in a fixed order."""
     tile_times: TileTimes
-    """In FP8."""
+    """Times in FP8."""
 
 
 def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
-    """The tile for a padded head dimension, `group` query heads a key head, and queries that see up
-    to `seen` keys, as measured on an H200 (docs/kernel-notes.md)."""
+    """Return the tile for a padded head dimension, as measured on an H200 (docs/kernel-notes.md).
+
+    There are `group` query heads a key head, and queries see up to `seen` keys.
+    """
     if head_dim > 64:
         return HopperTile(2, 1, 128, 2, 240, True, TileTimes(1.1, 2.5))
     if seen <= SHORT:
@@ -56,12 +58,12 @@ def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
 
 
 def tile_of_visited_blocks(head_dim: int) -> HopperTile:
-    """The tile for a mask that has been looked through: 128 queries of one head."""
+    """Return the tile for a mask that has been looked through: 128 queries of one head."""
     return HopperTile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, TileTimes(1.1, 2.5))
 
 
 def visited_tiles(head_dim: int) -> tuple[int, int]:
-    """Queries of such a tile and keys of a block, for `visits`."""
+    """Return the queries of such a tile and the keys of a block, for `find_visited_blocks`."""
     tile = tile_of_visited_blocks(head_dim)
     return tile.consumers * ROWS.value, tile.keys
 
@@ -84,11 +86,12 @@ def plan(
     visited: VisitedBlocks | None = None,
     tile: HopperTile | None = None,
 ) -> PlannedCall:
-    """All of a call but its tensors' addresses.
+    """Plan a call: everything except its tensors' addresses.
 
     `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
     `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
-    `mask` is of `loadable_mask`, and `visited` what it leaves in tiles of `tile_of_visited_blocks`.
+    `mask` is from `loadable_mask`, and `visited` has the blocks that it leaves to tiles of
+    `tile_of_visited_blocks`.
     """
     batch, q_heads, _, _ = query.shape
     q_len = numbers["q_len"]

@@ -1,15 +1,16 @@
 """The kernel of `quantised_prefill.py` for Hopper (sm_90), in Gluon: same operands and arithmetic.
 
-Roles as in FlashAttention 3 and `prefill_hopper_kernel.py`: one warp of a program keeps loading
+Roles are as in FlashAttention 3 and `hopper_prefill_kernel.py`: one warp of a program keeps loading
 blocks of keys and values, and two to four warp groups, 64 queries each, consume them
-(`hopper_pipeline.py`). A consumer quantises its own queries (`quantised_hopper_operands.py`). It
-starts PV of one block and QKᵀ of the next together, and computes while they run what is left of the
-one before (`_step`); while it takes exponentials (`quantised_hopper_softmax.py`), the tensor cores
-serve the other consumers. A program stays on its multiprocessor and works through a list of tiles
+(`pipeline.py`). A consumer quantises its own queries (`quantised_hopper_operands.py`). It starts PV
+of one block and QKᵀ of the next together, and while they run it completes the block before
+(`_step`). While it takes exponentials (`quantised_hopper_softmax.py`), the tensor cores serve the
+other consumers. A program stays on its multiprocessor and works through a list of tiles
 (`persistent.py`), so that the next tile's first keys are there when one is done.
 
-Keys are visited from the first to the last, and of those that a mask cuts, a window's left side has
-the first (`hopper_spans.py`). A given mask leaves lists of blocks: those that it cuts come last.
+Keys are visited from the first to the last. Among the blocks that need a mask, blocks
+that a window's left side cuts come first (`key_ranges.py`). A given mask leaves lists of blocks,
+the ones that it cuts last.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ MASK_STAGES = gl.constexpr(2)
 
 
 class QuantisedRings(NamedTuple):
-    """Blocks on their way from the producer to the consumers."""
+    """Buffers for blocks on their way from the producer to the consumers."""
 
     query: Any
     """One buffer for each consumer, (1, 1, ROWS, D) in 16 bits."""
@@ -95,19 +96,19 @@ class QuantisedRings(NamedTuple):
     value: Any
     """STAGES of (1, 1, KEYS, Dv), or in FP8, where they are transposed, of (Dv, KEYS)."""
     mask: Any
-    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, of which each is two
-    bytes of a bool mask; None where a call has none."""
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, two bytes of a bool
+    mask in each number; None where a call has none."""
 
 
 class QuantisedExtras(NamedTuple):
-    """What scores are made of beside operands; None where a call asks for nothing."""
+    """Operands of scores beside query and key; None for operands that a call lacks."""
 
     factor: Any
-    """Softmax's scale · log2 e, or with a cap what is tanh's argument per product."""
+    """Softmax's scale · log2 e, or with a cap the factor from product to tanh's argument."""
     cap: Any
-    """Times log2 e."""
+    """Cap times log2 e."""
     key_mean: Any
-    """(B, Hkv, D), what was subtracted from the keys, where a cap or a sink must know."""
+    """(B, Hkv, D), the mean that was subtracted from the keys, where a cap or a sink needs it."""
     sinks: Any
     """(Hq,)."""
 
@@ -174,21 +175,20 @@ def quantised_hopper_kernel(
     REGISTERS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A persistent program: its shared memory, and who does what.
+    """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
-    `groups` are the scales of a key head. What a call lacks is None, and no argument of the
-    compiled program: `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right`, `cap`, sinks,
-    the mean of the keys, lengths, what a `ProgramShare` has, and the mask with what it leaves
-    (`VisitedBlocks`), of which `mask_batch` and `mask_head` are 1, or 0 where all share its only
-    one. `output` is a descriptor, or of a packed call, where a tile may end amid another sequence's
-    rows, a pointer.
-    BY_LENGTH: tiles differ in length, and are worked on from the longest. Not IN_TURN, each
-    consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
+    `groups` are the scales of a key head. Arguments that a call lacks are None, and no arguments of
+    the compiled program: `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right`, `cap`,
+    sinks, the mean of the keys, lengths, the fields of a `ProgramShare`, and the mask with its
+    `VisitedBlocks`. `mask_batch` and `mask_head` are 1, or 0 where all share one mask. `output` is
+    a descriptor. For a packed call, where a tile may end amid another sequence's rows, it is a
+    pointer. BY_LENGTH: tiles differ in length, and are worked on from the longest. Without IN_TURN,
+    each consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
     """
     D: gl.constexpr = key_desc.block_type.shape[1]
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)
     queries = gl.allocate_shared_memory(key_desc.dtype, [CONSUMERS, ROWS, D], QUERY)
-    k_shape: gl.constexpr = [STAGES] + key_desc.block_type.shape  # noqa: RUF005 (none in Gluon)
+    k_shape: gl.constexpr = [STAGES] + key_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
     v_shape: gl.constexpr = [STAGES] + value_desc.block_type.shape  # noqa: RUF005
     k_buffers = gl.allocate_shared_memory(key_desc.dtype, k_shape, key_desc.layout)
     v_buffers = gl.allocate_shared_memory(value_desc.dtype, v_shape, value_desc.layout)
@@ -210,7 +210,7 @@ def quantised_hopper_kernel(
         mask,
     )
     if IN_TURN:
-        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer's is the first
+        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first turn is the first consumer's
     visited = None
     if visited_ptr is not None:
         visited = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
@@ -273,7 +273,7 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """The loading warp: all blocks of all tiles, as soon as there is room."""
+    """Load all blocks of all tiles, each as soon as there is room, as the loading warp."""
     descriptors, rings, work, bounds, of_group, groups, mask_steps = arguments
     query_desc, key_desc, value_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
@@ -336,7 +336,7 @@ def _attend(
     IN_TENSOR_CORES: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Consumer number WHO: 64 queries of every tile."""
+    """Compute 64 queries of every tile, as consumer number WHO."""
     _, rings, _, _, work, bounds, _ = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -375,8 +375,11 @@ def _attend_tile(
     IN_TENSOR_CORES: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """A consumer's queries of one tile. Returns how many blocks of keys there have been, and how
-    many with a block of the mask: `count` and `masks` are those of the tiles before."""
+    """Compute a consumer's queries of one tile.
+
+    Return how many blocks of keys there have been, and how many with a block of the mask. `count`
+    and `masks` are those of the tiles before.
+    """
     queries, rings, scales, outputs, work, bounds, extras = arguments
     key_scale_ptr, value_scale_ptr, of_group, groups = scales
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -385,13 +388,14 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
     DV: gl.constexpr = outputs.buffers.shape[4]
-    # What `start_scores` gives; an instruction of INT8 or FP8 takes 32 of the head_dim.
+    # The layout that `start_scores` returns; an instruction of INT8 or FP8 takes 32 of the head
+    # dimension.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, DV, 32 if FP8_VALUE else 16]
     )
     wait_for(rings.query, WHO, done)
-    # What it takes to find the tile hides behind what the query takes.
+    # Finding the tile hides behind loading the query.
     batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
     q_head += WHO % HEADS
     element = element_bounds_of(batch, bounds)
@@ -491,7 +495,7 @@ def _attend_tile(
     LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
     if is_whole:
         sink = sink_of(extras.sinks, q_head)
-        if sink is not None and shift is not None:  # what the keys' mean would add to the scores
+        if sink is not None and shift is not None:  # which the keys' mean would add to scores
             sink = sink - gl.convert_layout(shift, total.type.layout)
         at = (batch, work.q_heads, q_head, first)
         finish(output, maximum, total, sink, outputs, at, element, WHO, V_HEAD_DIM, LOG2_UNIT)
@@ -518,9 +522,10 @@ def _step(
     IN_TENSOR_CORES: gl.constexpr,
     IS_LAST: gl.constexpr,
 ):
-    """Block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the next.
+    """Compute block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the
+    next.
 
-    Leaves the scores and the scales of the next block, unless it is a tile's last. `block` is its
+    Leave the scores and the scales of the next block, unless this is a tile's last. `block` is its
     number among those of the batch element's keys, `next_block` that of the next.
     """
     scores, output, maximum, total, of_keys, of_values = state
@@ -544,7 +549,7 @@ def _step(
     next_stage, next_phase = buffer_of(count + 1, STAGES)
     HAS_LENGTHS: gl.constexpr = bounds.k_lengths is not None or bounds.q_offsets is not None
     if IS_LAST and HAS_LENGTHS and not FP8_VALUE:
-        # Behind the last key lie somebody else's values, or none that count.
+        # Values behind the last key belong to another sequence, or do not count.
         left_over = element.kv_len - block * KEYS
         if left_over < KEYS:
             wait_for(rings.value, stage, phase)

@@ -1,5 +1,5 @@
 """Operands of `quantised_hopper_kernel.py` in 8 bits: queries, which a consumer quantises itself,
-and where keys and values are kept with their scales."""
+and the places of stored keys and values and of their scales."""
 
 from __future__ import annotations
 
@@ -34,29 +34,29 @@ class QueryRows(NamedTuple):
     query: Any
     """(ROWS, D) in 8 bits, in shared memory."""
     scale: Any
-    """(ROWS,), and with softmax's own."""
+    """(ROWS,), scales that include softmax's own."""
     shift: Any
-    """(ROWS,), what the mean of the keys would add to scores, or None."""
+    """(ROWS,), the term that the mean of the keys would add to scores, or None."""
     first: Any
 
 
 class StoredKeys(NamedTuple):
-    """Where a tile's keys and values are kept in 8 bits."""
+    """Place of a tile's keys and values in 8 bits."""
 
     head: Any
-    """Of keys, counted over the tensors' batch."""
+    """Key head, counted over the tensors' batch."""
     group: Any
-    """The first of its batch element among the head's."""
+    """First group of the batch element among the head's."""
 
 
 @gluon.jit
 def times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
-    """What the mean that was subtracted from the keys would add to a row's scores, (ROWS,).
+    """Return the term that the subtracted mean of the keys would add to a row's scores, (ROWS,).
 
     Args:
         block: (1, 1, ROWS, D) queries in shared memory, in 16 bits.
-        mean_ptr: of the head's mean, (D,).
-        factor: what products of query and key are multiplied with.
+        mean_ptr: pointer to the head's mean, (D,).
+        factor: factor of products of query and key.
         SCORES: the layout of scores.
     """
     LAYOUT: gl.constexpr = _four_threads_a_row(D)
@@ -68,9 +68,11 @@ def times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def quantise_query(block, factor, buffer, SCORES: gl.constexpr):
-    """A consumer's queries times `factor`, from `block` as above, into `buffer` (ROWS, D) in shared
-    memory; their scales (ROWS,). Where a row is not finite, a number of it is NaN in FP8, and its
-    scale in INT8."""
+    """Quantise a consumer's queries times `factor`, from `block` as above, into `buffer` (ROWS, D)
+    in shared memory, and return their scales (ROWS,).
+
+    Where a row is not finite, one of its numbers is NaN in FP8, and its scale in INT8.
+    """
     D: gl.constexpr = buffer.shape[1]
     query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
     largest = gl.reduce(gl.abs(query), 1, _larger_or_nan) * gl.abs(factor)
@@ -94,10 +96,10 @@ def _larger_or_nan(left, right):
 
 @constexpr_function
 def _four_threads_a_row(D):
-    """The layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
+    """Return the layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
 
     Its columns are such that eight threads, which read 16 bytes each at a time, find them in
-    different banks of shared memory as TMA lays out 16 bits.
+    different banks of shared memory, in TMA's layout of 16 bits.
     """
     columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
     quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
@@ -108,8 +110,8 @@ def _four_threads_a_row(D):
 
 @gluon.jit
 def stored_keys_of(batch, q_head, element, work, bounds, of_group):
-    """Where the keys of a query head are kept; `of_group` is the `reciprocal` of how
-    many share them."""
+    """Return the place of a query head's keys; `of_group` is the `reciprocal` of the heads that
+    share them."""
     first = 0
     if bounds.q_offsets is None:
         at = quotient(batch * work.q_heads + q_head, of_group)
@@ -121,16 +123,16 @@ def stored_keys_of(batch, q_head, element, work, bounds, of_group):
 
 @gluon.jit
 def scales_of(scales, block, bounds, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
-    """A block's scales of keys and of values; values of 16 bits have none.
+    """Return a block's scales of keys and of values; values of 16 bits have none.
 
     Args:
-        scales: pointers to the first of the batch element's.
+        scales: pointers to the first scales of the batch element.
         block: its number among those of the batch element's keys.
     """
     key_scale_ptr, value_scale_ptr = scales
     group = block * KEYS // SCALE_GROUP
     if bounds.visited is not None:
-        # Where nothing is seen, what is visited may be behind the last.
+        # Where no key is seen, the visited block may be behind the last.
         group = gl.minimum(group, (bounds.kv_len - 1) // SCALE_GROUP)
     of_keys = gl.load(key_scale_ptr + group)
     of_values = gl.load(value_scale_ptr + group) if FP8_VALUE else of_keys

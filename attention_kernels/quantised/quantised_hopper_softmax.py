@@ -31,17 +31,17 @@ def weigh(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """The weights of one block (ROWS, KEYS), as PV in the layout OUTPUT wants them, the new maximum
-    (ROWS,) and sums (ROWS, 4) of `own_sums`, and the factor (ROWS,) for what was summed before.
+    """Return the weights of one block (ROWS, KEYS) in the layout OUTPUT for PV, the new maximum
+    (ROWS,) and sums (ROWS, 4) of `own_sums`, and the factor (ROWS,) of earlier sums.
 
-    FP8 weights have the scale of the block's values in them. The maximum is of what they are powers
-    of 2 of, which has that scale in it too; the sums have not.
+    FP8 weights include the scale of the block's values, and so does the maximum of their exponents.
+    The sums do not include it.
 
     Args:
         scores: (ROWS, KEYS), products of 8-bit numbers.
-        scale: (ROWS,), not negative: times it, they are scores in base 2, or with a cap what is in
-            the tanh.
-        rows: the `QueryRows` that they are of.
+        scale: (ROWS,), not negative: scores times it are in base 2, or with a cap the tanh's
+            argument.
+        rows: the `QueryRows` of the scores.
         exponent: log₂ of `of_values` in FP8, else 0.
         of_values: the scale of the block's values.
         masks: how many blocks of the mask there have been.
@@ -57,8 +57,8 @@ def weigh(
         scores *= scale[:, None]
         if rows.shift is not None:
             scores += rows.shift[:, None]
-        # Of three special functions a score, which a soft cap waits for, this leaves two. That it
-        # is right to 11 bits only is little beside scores of 8 bits.
+        # A soft cap waits for three special functions a score. This leaves two. Its 11 exact bits
+        # are enough beside scores of 8 bits.
         scores = approximately(TANH, scores)
     if IS_MASKED:
         if rings.mask is not None:
@@ -66,14 +66,14 @@ def weigh(
         else:
             scores = hide_unseen(scores, rows.first, block * KEYS, element, bounds)
     largest = gl.max(scores, 1)
-    # A group of INT8 keys with a NaN has it in its scale. That times -inf is NaN, but a row that
-    # sees none of the group has nothing of its NaN.
+    # A group of INT8 keys with a NaN has NaN as its scale. NaN times -inf is NaN, but a row that
+    # sees no key of the group must not get it.
     SPREADS_NAN: gl.constexpr = IS_MASKED and cap is None and rows.query.dtype == gl.int8
     not_finite = 0.0
     if SPREADS_NAN:
         not_finite = gl.where(largest > float("-inf"), scale * 0.0, 0.0)
         scale = gl.where(scale == scale, scale, 1.0)
-    # No scale is negative, so that the largest product is the largest score.
+    # Scales are not negative, so the largest product is the largest score.
     largest = largest * (scale if cap is None else cap)
     new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum

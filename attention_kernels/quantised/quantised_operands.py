@@ -11,7 +11,7 @@ from attention_kernels.quantised.quantise import QuantisedKeyValue
 
 
 def describable(tensor: Tensor) -> Tensor:
-    """A query or value, or a copy where a tensor descriptor cannot describe it."""
+    """Return a query or value, or a copy where a tensor descriptor cannot describe it."""
     if is_describable(tensor):
         return tensor
     step = 16 // tensor.element_size()
@@ -20,10 +20,10 @@ def describable(tensor: Tensor) -> Tensor:
 
 
 def is_describable(tensor: Tensor) -> bool:
-    """Whether a tensor descriptor can describe it where it lies.
+    """Return whether a tensor descriptor can describe a tensor in place.
 
-    The last stride must be 1, the others positive multiples of 16 bytes, and so must the address
-    be.
+    The last stride must be 1. The others must be positive multiples of 16 bytes, and so must the
+    address.
     """
     fits = _are_describable(tensor.shape, tensor.stride(), tensor.element_size())
     return fits and tensor.data_ptr() % 16 == 0
@@ -38,7 +38,8 @@ def _are_describable(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """Strides for a tensor descriptor: a dimension of size 1 may have any, and not all will do."""
+    """Return strides for a tensor descriptor, which does not accept every stride of a dimension of
+    size 1."""
     strides = [
         stride if size > 1 else 64
         for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
@@ -53,10 +54,10 @@ def numbers_of(
     cap: float | None,
     in_tensor_cores: bool,
 ) -> dict[str, Any]:
-    """What a call's tensors say, as arguments by the kernels' names for them.
+    """Return the numbers of a call's tensors as arguments, by the kernels' names for them.
 
     Args:
-        factor, cap: as `online_softmax.base_2` has them.
+        factor, cap: as `online_softmax.base_2` returns them.
         in_tensor_cores: whether FP8 products are summed there from the first block to the last.
     """
     _, q_heads, q_len, _ = query.shape

@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
-What is quantised, and how, is in `quantise.py`, what is computed in `quantised_prefill_kernel.py`,
-or on Hopper up to a head_dim of 128, in `quantised_hopper_kernel.py`.
+`quantise.py` says which operands are quantised and how. `quantised_prefill_kernel.py` computes
+attention with them, and on Hopper up to a head_dim of 128 `quantised_hopper_kernel.py`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_b
 
 
 class PortableTile(NamedTuple):
-    """What a program works on at a time, and with what."""
+    """Sizes of a program's work."""
 
     queries: int
     keys: int
@@ -47,8 +47,10 @@ class PortableTile(NamedTuple):
 
 
 def tile_for(head_dim: int, q_len: int, has_tma: bool) -> PortableTile:
-    """The tile for a padded head dimension. Without TMA, loads take registers too: more keys at a
-    time would not fit (nothing of that was run)."""
+    """Return the tile for a padded head dimension.
+
+    Without TMA, loads take registers too, so that more keys at a time would not fit (not measured).
+    """
     if q_len <= 64:
         return PortableTile(64, 64, 4, 3)
     if head_dim <= 128:
@@ -68,19 +70,25 @@ def attend_to_quantised(
     attn_mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> Tensor:
-    """Attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
+    """Return attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
-    Returns (B, Hq, Sq, Dv) in the query's dtype. Causal is aligned top left, or as `options` says.
-    `scale` defaults to 1/sqrt(D). Query heads share key heads in groups when there are more of
-    them. A query that sees no key gets zeros. `in_tensor_cores` sums FP8 products there, which is
-    faster and less exact, from the first key to the last. `attn_mask` is bool (True = attend) and
-    broadcasts to (B, Hq, Sq, Sk); what it hides in whole blocks is not read. `visited` is what
-    `visited_blocks_of` says of it; None asks.
+    The result is (B, Hq, Sq, Dv) in the query's dtype; a query that sees no key gets zeros. Query
+    heads share key heads in groups where there are more of them.
+
+    Args:
+        is_causal: aligned top left, or as `options` says.
+        scale: factor of the scores; None for 1/√D.
+        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        in_tensor_cores: sum FP8 products in the tensor cores from the first key to the last, which
+            is faster and less exact.
+        attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Blocks that it hides are not
+            read.
+        visited: result of `visited_blocks_of` for the mask; None to find the blocks now.
 
     Raises:
-        ValueError: there is a soft cap or a sink (`sinks`, (Hq,)), and the mean that was subtracted
-            from the keys was not kept; a mask lies beside lengths, a diagonal or a window, or is
-            not bool; or the shapes do not fit together.
+        ValueError: there is a soft cap or a sink, and the mean that was subtracted from the keys
+            was not kept; a mask lies beside lengths, a diagonal or a window, or is not bool; or the
+            shapes do not fit together.
     """
     sees_mean = options.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
@@ -133,8 +141,10 @@ def attend_to_quantised(
 def visited_blocks_of(
     query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor
 ) -> VisitedBlocks:
-    """What a bool mask leaves, so that it can be found once for calls with the same mask; tensors
-    are those of `attend_to_quantised`."""
+    """Return the blocks that a bool mask leaves, to be found once for calls with the same mask.
+
+    The tensors are those of `attend_to_quantised`.
+    """
     largest_dim = max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))
     if _is_for_hopper(query, largest_dim):
         from attention_kernels.quantised import quantised_hopper
@@ -150,7 +160,7 @@ def _is_for_hopper(query: Tensor, largest_dim: int) -> bool:
 
 
 def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Tensor:
-    """A bool mask as the kernel for these tensors reads it."""
+    """Return a bool mask as the kernel for these tensors reads it."""
     if attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask in {attn_mask.dtype}: needs bool")
     shape = (*query.shape[:3], quantised.kv_len)
@@ -175,7 +185,7 @@ def _planned(
     mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> PlannedCall:
-    """`_plan`, once for all calls of one shape."""
+    """Call `_plan` once for all calls of one shape."""
     shape = (
         query.device,
         layout(query),
@@ -211,7 +221,8 @@ _calls: PlanCache[PlannedCall] = PlanCache()
 
 
 def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
-    """(B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes them."""
+    """Return (B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes
+    them."""
     step = 8 if has_gluon_kernels(query.device) else 1
     if v_head_dim % step == 0:
         return query.new_empty((*query.shape[:3], v_head_dim))
@@ -232,8 +243,11 @@ def _plan(
     mask: Tensor | None,
     visited: VisitedBlocks | None,
 ) -> PlannedCall:
-    """All of a call but its tensors' addresses; `value`, and `query` on Hopper, are as a tensor
-    descriptor takes them, `mask` is of `_mask_of`, `sinks` is a shape."""
+    """Plan a call: everything except its tensors' addresses.
+
+    `value`, and `query` on Hopper, are as a tensor descriptor takes them, `mask` is from
+    `_mask_of`, `sinks` is a shape.
+    """
     batch, q_heads, q_rows, head_dim = query.shape
     lengths = quantised.lengths
     key = (*quantised.key.shape[:2], quantised.kv_len)
@@ -314,19 +328,22 @@ def quantised_prefill(
     attn_mask: Tensor | None = None,
     lengths: Lengths | None = None,
 ) -> Tensor:
-    """softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
+    """Return softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
 
-    `query` (B, Hq, Sq, D), `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) of any strides,
-    float16 or bfloat16, Hq a multiple of Hkv, D and Dv at most 256. Returns (B, Hq, Sq, Dv) in
-    their dtype. `score_dtype` (int8 or float8_e4m3fn) is what QKᵀ is computed in, `fp8_value`
-    whether PV is in FP8 or in the call's dtype. `smooth_k` subtracts a mean of the keys from all;
-    the key itself is not changed. `in_tensor_cores` and `attn_mask` are as for
-    `attend_to_quantised`. `options` is bottom right, window and soft cap, `sinks` (Hq,), `lengths`
-    which rows count; a packed batch has one batch element, and a padded one is answered as
-    `padded_prefill` does it. FP8 needs compute capability 8.9.
+    The result is (B, Hq, Sq, Dv) in the query's dtype. FP8 needs compute capability 8.9.
+
+    Args:
+        query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of any strides,
+            float16 or bfloat16. Hq is a multiple of Hkv, D and Dv are at most 256.
+        score_dtype: int8 or float8_e4m3fn, in which QKᵀ is computed.
+        fp8_value: whether PV is in FP8 instead of the call's dtype.
+        smooth_k: subtract a mean of the keys from all; the key itself is not changed.
+        lengths: rows that count. A packed batch has one batch element; a padded one is answered as
+            by `padded_prefill`.
+        is_causal, scale, in_tensor_cores, options, sinks, attn_mask: as for `attend_to_quantised`.
 
     Raises:
-        ValueError: as `attend_to_quantised`, of masks and shapes.
+        ValueError: as `attend_to_quantised` does, for masks and shapes.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
@@ -385,25 +402,27 @@ def quantised_prefill(
 
 
 class _Repetition(NamedTuple):
-    """Another call like one that was made step by step, at half the cost to the host.
+    """A call that repeats one made step by step, at half the cost to the host.
 
-    What is quantised lies in one piece of memory, and is no tensor.
+    Quantised operands lie in one piece of memory, without tensors.
     """
 
     quantise: Launch
     attend: PlannedCall
     places: tuple[int, ...]
-    """Bytes from there to the key, its scales, and if it is quantised, the value and its scales."""
+    """Bytes from its beginning to the key, its scales, and if it is quantised, the value and its
+    scales."""
     room: int
     """Bytes of all."""
     output: tuple[tuple[int, ...], tuple[int, ...]]
-    """Its sizes and strides."""
+    """Sizes and strides of the output."""
 
     @classmethod
     def of(
         cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
     ) -> _Repetition | None:
-        """None where its launches cannot be repeated with addresses alone."""
+        """Return the repetition, or None where its launches cannot be repeated with addresses
+        alone."""
         if not (quantise.is_compiled and attend.launch.is_compiled):
             return None
         parts = [quantised.key, quantised.key_scale]

@@ -1,23 +1,24 @@
 """Attention with 8-bit operands, in Triton, for any GPU that has them.
 
-The algorithm is FlashAttention's (Dao 2023): blocks of keys in turn, a running maximum and sum for
-every row. What is quantised, and how, is in `quantise.py`. Scales enter in one multiplication that
-is there anyway: that of scores by softmax's scale · log2 e, which is in the query's scale.
+The algorithm is FlashAttention's (Dao 2023): blocks of keys in turn, with a running maximum and sum
+for every row. `quantise.py` says which operands are quantised and how. Scales enter in a
+multiplication that is needed anyway: that of scores by softmax's scale · log2 e, which is part of
+the query's scale.
 
 FP8 probabilities use the whole range of e4m3: exp2(score - maximum) · 448. A block's value scale is
-a factor of its probabilities rather than of its output, in the form of an addend to the exponent:
-with the scale's logarithm counted into the running maximum they still end at 448. The sum that the
-output is divided by takes it out again, one multiplication a row.
+a factor of its probabilities instead of its output, in the form of an addend to the exponent. Since
+the running maximum includes the scale's logarithm, they still end at 448. The sum that the output
+is divided by removes it again, with one multiplication a row.
 
-The tensor cores add FP8 products with 14 bits or so, and lose more the more the accumulator holds
+The tensor cores add FP8 products with some 14 bits, and lose more the more the accumulator holds
 (DeepSeek-V3 report, 2024). So each block's product starts at zero and is added in float32, unless
-IN_TENSOR_CORES asks for what FlashAttention 3 and cuDNN do: one accumulator for all blocks.
+IN_TENSOR_CORES asks for one accumulator for all blocks, as in FlashAttention 3 and cuDNN.
 
-Softmax does not see the mean that was subtracted from the keys, but a soft cap and a sink do: there
-the query's product with it is added to a row's scores, or taken from its sink.
+Softmax does not depend on the mean that was subtracted from the keys, but a soft cap and a sink do.
+For them the query's product with it is added to a row's scores, or subtracted from its sink.
 
-NaN anywhere in a query makes that row NaN, NaN in a key every row that sees its group, NaN in an
-FP8 value that column of every such row. Infinity counts as NaN, except in a value of 16 bits.
+A NaN in a query makes its row NaN. A NaN in a key makes every row NaN that sees its group, a NaN in
+an FP8 value that column of every such row. Infinity counts as NaN, except in a value of 16 bits.
 """
 
 from __future__ import annotations
@@ -96,18 +97,18 @@ def quantised_prefill_kernel(
     FP8_VALUE: tl.constexpr,
     IN_TENSOR_CORES: tl.constexpr,
 ):
-    """One block of queries of one head.
+    """Compute one block of queries of one head.
 
     `factor` is softmax's scale · log2 e, or with a soft cap that of the exponent in tanh
-    (`online_softmax.base_2`). `sinks_ptr`, `cap`, `left` and `right` are None where a call has
-    none, `key_mean_ptr` where neither sink nor cap asks for it, the mask and what was found in it
-    (`VisitedBlocks`) where there is none, offsets, starts and lengths as in `Lengths`. Of a packed
-    batch `q_len` is the longest sequence's and `q_rows` are all queries, else None.
+    (`online_softmax.base_2`). Arguments that a call lacks are None: `sinks_ptr`, `cap`, `left` and
+    `right`; `key_mean_ptr` where neither sink nor cap needs it; the mask and its `VisitedBlocks`;
+    offsets, starts and lengths as in `Lengths`. In a packed batch `q_len` is the longest sequence's
+    and `q_rows` are all queries, else None.
     """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks
     if IS_CAUSAL:
-        # The longest rows first, so that the last programs to end are short ones.
+        # The longest rows come first, so that the last programs to end are short ones.
         q_block = q_blocks - 1 - q_block
     batch, q_head = head // q_heads, head % q_heads
     kv_head = q_head // (q_heads // kv_heads)
@@ -210,8 +211,8 @@ def _lengths_of(
     k_lengths_ptr,
     IS_BOTTOM_RIGHT: tl.constexpr,
 ):
-    """A batch element's first query in memory, how many it has, its first key, how many count, and
-    how far the key beside a query is from it, both counted from the first."""
+    """Return a batch element's first query in memory, how many it has, its first key, how many
+    count, and the distance from a query to the key beside it, both counted from the first."""
     q_start = 0
     k_start = 0
     diagonal = 0
@@ -272,11 +273,11 @@ def _attend_blocks(
     FP8_VALUE: tl.constexpr,
     IN_TENSOR_CORES: tl.constexpr,
 ):
-    """Keys [first, last), in blocks, or that range of `blocks`, of which each entry is a first key,
-    into the running output, maximum and sum.
+    """Add keys [first, last) in blocks, or that range of `blocks`, whose entries are first keys, to
+    the running output, maximum and sum.
 
-    `diagonals` are the keys beside the rows, `shift` is what a soft cap must know of the scores.
-    IS_PART: past the last key there may be somebody else's values.
+    `diagonals` are the keys beside the rows, `shift` is the term that a soft cap adds to the
+    scores. IS_PART: values past the last key may belong to another sequence.
     """
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
@@ -307,7 +308,7 @@ def _attend_blocks(
                 scores = tl.where(seen, scores, float("-inf"))
             largest = tl.max(scores, axis=1)
         else:
-            # No scale is negative, so that the largest product is the largest score.
+            # Scales are not negative, so the largest product is the largest score.
             largest = tl.max(scores, axis=1) * scale
         if FP8_VALUE:
             value_scale = tl.load(value_scale_ptr + group)
@@ -352,7 +353,7 @@ def _attend_blocks(
 
 @triton.jit
 def _quantise_query(query, IS_INT8: tl.constexpr):
-    """(M, D) float32 in 8 bits and (M,) scales; a scale is NaN where its row is not finite."""
+    """Return (M, D) float32 in 8 bits and (M,) scales; a scale is NaN where its row is not finite."""
     is_finite = tl.abs(query) < float("inf")
     not_finite = tl.sum(query * 0.0, axis=1)
     query = tl.where(is_finite, query, 0.0)
