@@ -120,7 +120,7 @@ def _quantise_key(
     KEEP_MEAN: tl.constexpr,
     MAY_BE_EMPTY: tl.constexpr,
 ):
-    """Quantise one group of keys; pointers are those of its head, `output_ptr` that of the group."""
+    """Quantise one group of keys. Pointers are to its head, `output_ptr` is to the group."""
     rows = group * GROUP + tl.arange(0, GROUP)
     columns = tl.arange(0, BLOCK_D)
     is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
@@ -160,7 +160,7 @@ def _quantise_value(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Quantise one group of values, transposed and in `KEY_ORDER`; pointers are those of its head."""
+    """Quantise one group of values, transposed and in `KEY_ORDER`. Pointers are to its head."""
     # KEY_ORDER: bit 1 of a position is the pair's, bits 2 and 3 are the lane's.
     position = tl.arange(0, GROUP)
     order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2

@@ -353,7 +353,7 @@ def _attend_blocks(
 
 @triton.jit
 def _quantise_query(query, IS_INT8: tl.constexpr):
-    """Return (M, D) float32 in 8 bits and (M,) scales; a scale is NaN where its row is not finite."""
+    """Return (M, D) float32 in 8 bits and (M,) scales, NaN where a row is not finite."""
     is_finite = tl.abs(query) < float("inf")
     not_finite = tl.sum(query * 0.0, axis=1)
     query = tl.where(is_finite, query, 0.0)
