@@ -16,15 +16,8 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    half_precision,
-    head_dim_multiple_of,
-    max_head_dim,
-    min_length,
-    no_dropout,
-    no_mask,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.libraries import Library
 from replay.kernels.registry import ScaledCore, register
 from replay.kernels.wrapping import adapt
@@ -174,12 +167,12 @@ register(
         LIBRARY,
         _attend,
         (
-            no_dropout,
-            half_precision,
-            no_mask,
-            min_length(2),
-            head_dim_multiple_of(16),
-            max_head_dim(256),
+            limits.no_dropout,
+            limits.half_precision,
+            limits.no_mask,
+            limits.min_length(2),
+            limits.head_dim_multiple_of(16),
+            limits.max_head_dim(256),
         ),
         "cuDNN's FP8 attention, a scale for each tensor",
         prepare=_prepare,

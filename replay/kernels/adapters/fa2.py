@@ -15,22 +15,8 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    decode_or_key_lengths,
-    half_precision,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    multiple_of_8,
-    needs_lengths,
-    no_dropout,
-    no_mask,
-    padding_mask_only,
-    page_size_multiple_of,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, varlen_arguments
 from replay.kernels.layout import (
     Packed,
@@ -56,7 +42,13 @@ LIBRARY = Library(
 PAGE_SIZE = 256
 """Number of keys that divides every page size."""
 
-_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256), multiple_of_8)
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.same_value_dim,
+    limits.max_head_dim(256),
+    limits.multiple_of_8,
+)
 
 
 def _run(call: Arguments) -> Tensor:
@@ -109,7 +101,7 @@ register(
         "fa2",
         LIBRARY,
         _attend,
-        (*_limits, no_mask, causal_only_square),
+        (*_limits, limits.no_mask, limits.causal_only_square),
         "FlashAttention 2",
         prepare=_prepare,
         features=KNOWN,
@@ -122,12 +114,12 @@ register(
         at_once(_prepare_varlen),
         (
             *_limits,
-            mask_or_causal,
-            mask_alone,
-            needs_lengths,
-            padding_mask_only,
-            causal_only_square,
-            page_size_multiple_of(PAGE_SIZE),
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.needs_lengths,
+            limits.padding_mask_only,
+            limits.causal_only_square,
+            limits.page_size_multiple_of(PAGE_SIZE),
         ),
         "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare_varlen,
@@ -141,12 +133,12 @@ register(
         _attend_cached,
         (
             *_limits,
-            decode_or_key_lengths,
-            mask_or_causal,
-            mask_alone,
-            causal_only_square,
-            padding_mask_only,
-            page_size_multiple_of(PAGE_SIZE),
+            limits.decode_or_key_lengths,
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.causal_only_square,
+            limits.padding_mask_only,
+            limits.page_size_multiple_of(PAGE_SIZE),
         ),
         "FlashAttention 2's decode over a key/value cache",
         prepare=_prepare_cached,

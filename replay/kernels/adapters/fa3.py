@@ -19,23 +19,8 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    decode_or_key_lengths,
-    half_precision,
-    head_dim_multiple_of,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    multiple_of_8,
-    needs_lengths,
-    no_dropout,
-    no_mask,
-    packed_in_pages_only,
-    padding_mask_only,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, bshd, in_layout, on_bshd, on_packed
 from replay.kernels.libraries import Library
@@ -55,7 +40,12 @@ LIBRARY = Library(
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 
-_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(256))
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.same_value_dim,
+    limits.max_head_dim(256),
+)
 
 
 def _run(call: Arguments, **descale: Tensor) -> Tensor:
@@ -115,7 +105,7 @@ register(
         "fa3",
         LIBRARY,
         _attend,
-        (*_limits, no_mask, multiple_of_8, causal_only_square),
+        (*_limits, limits.no_mask, limits.multiple_of_8, limits.causal_only_square),
         "FlashAttention 3 (Hopper)",
         prepare=_prepare,
         features=KNOWN,
@@ -126,7 +116,7 @@ register(
         "fa3-fp8",
         LIBRARY,
         _attend_fp8,
-        (*_limits, no_mask, head_dim_multiple_of(16), causal_only_square),
+        (*_limits, limits.no_mask, limits.head_dim_multiple_of(16), limits.causal_only_square),
         "FlashAttention 3 in float8, a scale for each batch element and key head",
         prepare=_prepare_fp8,
         accuracy_class="quantised",
@@ -141,12 +131,12 @@ register(
         at_once(_prepare_varlen),
         (
             *_limits,
-            multiple_of_8,
-            mask_or_causal,
-            mask_alone,
-            needs_lengths,
-            padding_mask_only,
-            causal_only_square,
+            limits.multiple_of_8,
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.needs_lengths,
+            limits.padding_mask_only,
+            limits.causal_only_square,
         ),
         "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
         prepare=_prepare_varlen,
@@ -161,11 +151,11 @@ register(
         _attend_cached,
         (
             *_limits,
-            no_mask,
-            multiple_of_8,
-            packed_in_pages_only,
-            decode_or_key_lengths,
-            causal_only_square,
+            limits.no_mask,
+            limits.multiple_of_8,
+            limits.packed_in_pages_only,
+            limits.decode_or_key_lengths,
+            limits.causal_only_square,
         ),
         "FlashAttention 3's decode over a key/value cache",
         prepare=_prepare_cached,

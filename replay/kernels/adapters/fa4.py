@@ -22,19 +22,8 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    half_precision,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    multiple_of_8,
-    needs_lengths,
-    no_dropout,
-    no_mask,
-    padding_mask_only,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, on_bshd, on_packed
 from replay.kernels.libraries import Library
@@ -84,8 +73,8 @@ def _head_dims(call: AttentionCall) -> str | None:
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] in (10, 11):
         if (call.shape.head_dim, call.shape.v_head_dim) in BLACKWELL_HEAD_DIMS:
             return None
-        return max_head_dim(128)(call)
-    return max_head_dim(256)(call)
+        return limits.max_head_dim(128)(call)
+    return limits.max_head_dim(256)(call)
 
 
 def _bfloat16_sinks(call: AnyCall) -> str | None:
@@ -118,14 +107,20 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
     return output_of(_load().flash_attn_varlen_func(**arguments, **_sinks(call)))
 
 
-_limits = (no_dropout, half_precision, multiple_of_8, _head_dims, _bfloat16_sinks)
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.multiple_of_8,
+    _head_dims,
+    _bfloat16_sinks,
+)
 _attend, _prepare = on_bshd(_run)
 register(
     adapt(
         "fa4",
         LIBRARY,
         _attend,
-        (*_limits, no_mask, causal_only_square),
+        (*_limits, limits.no_mask, limits.causal_only_square),
         "FlashAttention 4 (CuTe DSL)",
         prepare=_prepare,
         unavailable=partial(_unavailable, LIBRARY),
@@ -141,11 +136,11 @@ register(
         at_once(_prepare_varlen),
         (
             *_limits,
-            mask_or_causal,
-            mask_alone,
-            needs_lengths,
-            padding_mask_only,
-            causal_only_square,
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.needs_lengths,
+            limits.padding_mask_only,
+            limits.causal_only_square,
             _pages_on_data_centre_gpus,
         ),
         "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",

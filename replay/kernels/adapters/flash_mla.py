@@ -12,16 +12,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    half_precision,
-    head_dims,
-    needs_pages,
-    no_dropout,
-    page_size_of,
-    value_in_key,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import bshd
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -76,14 +68,14 @@ register(
         LIBRARY,
         at_once(_prepare),
         (
-            no_dropout,
-            half_precision,
-            head_dims(576, V_HEAD_DIM),
-            needs_pages,
-            page_size_of(64),
-            value_in_key,
+            limits.no_dropout,
+            limits.half_precision,
+            limits.head_dims(576, V_HEAD_DIM),
+            limits.needs_pages,
+            limits.page_size_of(64),
+            limits.value_in_key,
             _v_head_dim,
-            causal_only_square,
+            limits.causal_only_square,
         ),
         "FlashMLA's decode with absorbed latent attention (Hopper)",
         prepare=_prepare,

@@ -26,21 +26,8 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    bool_mask_only,
-    causal_only_square,
-    decode_only,
-    half_precision,
-    head_dims,
-    left_window_only,
-    mask_alone,
-    mask_or_causal,
-    mask_shared_by_heads,
-    no_dropout,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_stride
 from replay.kernels.libraries import Library
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
@@ -61,7 +48,12 @@ LIBRARY = Library(
 WORKSPACE_BYTES = 128 * 2**20
 """Size that FlashInfer recommends."""
 
-_limits = (no_dropout, half_precision, same_value_dim, head_dims(64, 128, 256))
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.same_value_dim,
+    limits.head_dims(64, 128, 256),
+)
 
 
 _KNOWN = ("bottom-right", "window", "softcap")
@@ -236,11 +228,11 @@ def _prepare_decode(call: AttentionCall, page_size: int) -> Callable[[], Tensor]
 
 
 for _backend, _library, _mask in (
-    ("fa2", LIBRARY, (bool_mask_only, mask_shared_by_heads)),
+    ("fa2", LIBRARY, (limits.bool_mask_only, limits.mask_shared_by_heads)),
     (
         "fa3",
         replace(LIBRARY, runs_on=lambda capability: capability == (9, 0), needs="9.0"),
-        (no_mask,),
+        (limits.no_mask,),
     ),
 ):
     register(
@@ -250,11 +242,11 @@ for _backend, _library, _mask in (
             partial(_prefill, backend=_backend),
             (
                 *_limits,
-                mask_or_causal,
+                limits.mask_or_causal,
                 *_mask,
-                mask_alone,
-                causal_only_square,
-                left_window_only,
+                limits.mask_alone,
+                limits.causal_only_square,
+                limits.left_window_only,
                 _queries_within_keys,
             ),
             f"FlashInfer's {_backend.upper()} prefill",
@@ -271,7 +263,13 @@ def _decode_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "flashinfer-decode",
         LIBRARY,
         partial(_decode, page_size=page_size),
-        (*_limits, decode_only, no_mask, causal_only_square, left_window_only),
+        (
+            *_limits,
+            limits.decode_only,
+            limits.no_mask,
+            limits.causal_only_square,
+            limits.left_window_only,
+        ),
         f"FlashInfer's decode over a cache of pages of {page_size} keys",
         prepare=partial(_prepare_decode, page_size=page_size),
         options=_decode_kernel,

@@ -19,17 +19,9 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
+from replay.kernels import constraints as limits
 from replay.kernels import flash_attention
-from replay.kernels.constraints import (
-    Constraint,
-    causal_only_square,
-    half_precision,
-    max_head_dim,
-    multiple_of_8,
-    no_dropout,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels.constraints import Constraint
 from replay.kernels.layout import on_bhsd, on_bshd
 from replay.kernels.libraries import Capability, Library
 from replay.kernels.registry import register
@@ -38,7 +30,13 @@ from replay.rows.errors_of_output import AccuracyClass
 
 PATIENCE_SECONDS = 2.0
 
-_limits = (no_dropout, half_precision, no_mask, causal_only_square, same_value_dim)
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.no_mask,
+    limits.causal_only_square,
+    limits.same_value_dim,
+)
 
 
 @dataclass(frozen=True)
@@ -130,14 +128,14 @@ KNOWN = (
         "flash_attn_func",
         is_flash=True,
         about="FlashAttention 2 from the Hugging Face Hub",
-        limits=(max_head_dim(256), multiple_of_8),
+        limits=(limits.max_head_dim(256), limits.multiple_of_8),
     ),
     HubKernel(
         "kernels-community/flash-attn3",
         "flash_attn_func",
         is_flash=True,
         about="FlashAttention 3 from the Hugging Face Hub",
-        limits=(max_head_dim(256), multiple_of_8),
+        limits=(limits.max_head_dim(256), limits.multiple_of_8),
         runs_on=lambda capability: capability == (9, 0),
         needs="9.0",
     ),
@@ -146,7 +144,7 @@ KNOWN = (
         "sageattn",
         is_flash=False,
         about="SageAttention 2 from the Hugging Face Hub",
-        limits=(max_head_dim(128),),
+        limits=(limits.max_head_dim(128),),
         accuracy_class="quantised",
     ),
 )

@@ -22,14 +22,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    causal_only_square,
-    half_precision,
-    head_dims,
-    no_dropout,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd, unit_stride
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -84,12 +77,12 @@ def _prepare(call: AttentionCall, smooth_k: bool) -> Callable[[], Tensor]:
 
 
 _limits = (
-    no_dropout,
-    half_precision,
-    no_mask,
-    causal_only_square,
-    same_value_dim,
-    head_dims(64, 96, 128),
+    limits.no_dropout,
+    limits.half_precision,
+    limits.no_mask,
+    limits.causal_only_square,
+    limits.same_value_dim,
+    limits.head_dims(64, 96, 128),
 )
 
 

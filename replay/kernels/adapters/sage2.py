@@ -27,21 +27,9 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
+from replay.kernels import constraints as limits
 from replay.kernels.adapters import sage2_core
-from replay.kernels.constraints import (
-    AnyCall,
-    Constraint,
-    bool_mask_only,
-    causal_only_square,
-    half_precision,
-    mask_or_causal,
-    max_head_dim,
-    needs_mask,
-    no_dropout,
-    no_mask,
-    padding_mask_only,
-    same_value_dim,
-)
+from replay.kernels.constraints import AnyCall, Constraint
 from replay.kernels.layout import Packed, in_layout, on_bhsd, unit_stride
 from replay.kernels.libraries import Capability, Library
 from replay.kernels.registry import register
@@ -54,7 +42,12 @@ LIBRARY = Library(
     series=2,
 )
 
-_limits = (no_dropout, half_precision, same_value_dim, max_head_dim(128))
+_limits = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.same_value_dim,
+    limits.max_head_dim(128),
+)
 
 Options = dict[str, Any]
 Variants = dict[str, Options]
@@ -73,7 +66,7 @@ class Function:
     variants: Variants = field(default_factory=dict)
     built: str = ""
     """Flag of `sageattention.core` that tells whether the compiled part exists."""
-    mask: Constraint = no_mask
+    mask: Constraint = limits.no_mask
     core: Callable[..., Callable[[], Tensor]] | None = None
     """Function of (call, **options) that returns what `Kernel.prepare` returns."""
 
@@ -166,7 +159,7 @@ FUNCTIONS = (
         lambda capability: capability >= (8, 0),
         "8.0 or higher",
         _triton_variants(),
-        mask=bool_mask_only,
+        mask=limits.bool_mask_only,
         core=sage2_core.fp16_triton,
     ),
     Function(
@@ -233,7 +226,7 @@ def _register_functions() -> None:
                     f"{function.kernel}[{named}]" if named else function.kernel,
                     function.library,
                     on_bhsd(partial(function.run, options=options)),
-                    (*_limits, mask_or_causal, function.mask, causal_only_square),
+                    (*_limits, limits.mask_or_causal, function.mask, limits.causal_only_square),
                     function.about,
                     prepare=function.prepare(options),
                     accuracy_class="quantised",
@@ -251,7 +244,7 @@ def _register_varlen() -> None:
                 f"sage2-varlen[{named}]" if named else "sage2-varlen",
                 replace(LIBRARY, functions=("sageattn_varlen",)),
                 at_once(prepare),
-                (*_limits, mask_or_causal, needs_mask, padding_mask_only),
+                (*_limits, limits.mask_or_causal, limits.needs_mask, limits.padding_mask_only),
                 "SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
                 prepare=prepare,
                 accuracy_class="quantised",

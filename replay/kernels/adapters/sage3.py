@@ -12,16 +12,7 @@ from functools import partial
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    causal_only_square,
-    default_scale,
-    half_precision,
-    head_dims,
-    no_dropout,
-    no_gqa,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -39,19 +30,19 @@ LIBRARY = Library(
 
 
 _limits = (
-    no_dropout,
-    half_precision,
-    no_mask,
-    default_scale,
-    causal_only_square,
-    no_gqa,
-    same_value_dim,
-    head_dims(64, 128),
+    limits.no_dropout,
+    limits.half_precision,
+    limits.no_mask,
+    limits.default_scale,
+    limits.causal_only_square,
+    limits.no_gqa,
+    limits.same_value_dim,
+    limits.head_dims(64, 128),
 )
 
 
 def _run(call: Arguments, per_block_mean: bool) -> Tensor:
-    # `default_scale` has checked that the scale is the default.
+    # `limits.default_scale` has checked that the scale is the default.
     return LIBRARY.load().sageattn3_blackwell(
         call.query, call.key, call.value, is_causal=call.is_causal, per_block_mean=per_block_mean
     )

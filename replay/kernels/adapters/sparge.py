@@ -16,16 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    half_precision,
-    head_dims,
-    min_length,
-    no_causal,
-    no_dropout,
-    no_gqa,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -42,14 +33,14 @@ DEFAULT_TOPK = 0.5
 
 
 _limits = (
-    no_dropout,
-    half_precision,
-    no_mask,
-    no_causal,
-    no_gqa,
-    same_value_dim,
-    head_dims(64, 128),
-    min_length(128),
+    limits.no_dropout,
+    limits.half_precision,
+    limits.no_mask,
+    limits.no_causal,
+    limits.no_gqa,
+    limits.same_value_dim,
+    limits.head_dims(64, 128),
+    limits.min_length(128),
 )
 
 

@@ -21,18 +21,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from capture.hooks.interceptor import TORCH_SDPA
+from replay.kernels import constraints as limits
 from replay.kernels.adapters import fa3, fa4
-from replay.kernels.constraints import (
-    adjacent_elements,
-    all_of,
-    causal_only_square,
-    half_precision,
-    max_head_dim,
-    multiple_of_8,
-    no_dropout,
-    no_mask,
-    same_value_dim,
-)
+from replay.kernels.constraints import all_of
 from replay.kernels.libraries import Library, version
 from replay.kernels.registry import Attention, Kernel, register
 
@@ -102,14 +93,14 @@ for _implementation, _library in {
             _kernel,
             unavailable=_unavailable(_kernel, _library),
             unsupported=all_of(
-                no_dropout,
-                half_precision,
-                no_mask,
-                causal_only_square,
-                same_value_dim,
-                max_head_dim(256),
-                multiple_of_8,
-                adjacent_elements,
+                limits.no_dropout,
+                limits.half_precision,
+                limits.no_mask,
+                limits.causal_only_square,
+                limits.same_value_dim,
+                limits.max_head_dim(256),
+                limits.multiple_of_8,
+                limits.adjacent_elements,
             ),
             about=f"PyTorch's SDPA with {_implementation} activated as its flash backend",
             library=_library.package,

@@ -13,19 +13,8 @@ import inspect
 import torch
 from torch import Tensor
 
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    half_precision,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    multiple_of_8,
-    needs_lengths,
-    no_dropout,
-    padding_mask_only,
-    same_value_dim,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import Packed, on_packed
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -94,16 +83,16 @@ register(
         LIBRARY,
         at_once(_prepare),
         (
-            no_dropout,
-            half_precision,
-            same_value_dim,
-            max_head_dim(256),
-            multiple_of_8,
-            mask_or_causal,
-            mask_alone,
-            needs_lengths,
-            padding_mask_only,
-            causal_only_square,
+            limits.no_dropout,
+            limits.half_precision,
+            limits.same_value_dim,
+            limits.max_head_dim(256),
+            limits.multiple_of_8,
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.needs_lengths,
+            limits.padding_mask_only,
+            limits.causal_only_square,
             _has_parameters,
         ),
         "PyTorch's varlen_attn on packed sequences, and on padded batches, packed by their mask",

@@ -24,15 +24,8 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    causal_only_square,
-    half_precision,
-    max_head_dim,
-    multiple_of_8,
-    no_dropout,
-    no_mask,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import contiguous_bshd, in_layout
 from replay.kernels.libraries import Library, version
 from replay.kernels.registry import register
@@ -161,12 +154,12 @@ for _backend, _about in {
             LIBRARY,
             at_once(_own_prepare),
             (
-                no_dropout,
-                half_precision,
-                no_mask,
-                causal_only_square,
-                multiple_of_8,
-                max_head_dim(256),
+                limits.no_dropout,
+                limits.half_precision,
+                limits.no_mask,
+                limits.causal_only_square,
+                limits.multiple_of_8,
+                limits.max_head_dim(256),
             ),
             _about,
             prepare=_own_prepare,

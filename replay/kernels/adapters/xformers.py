@@ -21,19 +21,8 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    all_of,
-    half_precision,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    multiple_of_8,
-    no_dropout,
-    same_value_dim,
-    up_to_float32,
-    window_only_square,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall, all_of
 from replay.kernels.layout import bshd, contiguous_bshd, in_layout
 from replay.kernels.libraries import Library
 from replay.kernels.registry import register
@@ -49,7 +38,7 @@ LIBRARY = Library(
 )
 
 
-_flash_only = all_of(half_precision, same_value_dim, max_head_dim(256))
+_flash_only = all_of(limits.half_precision, limits.same_value_dim, limits.max_head_dim(256))
 
 
 def _unavailable(device: torch.device) -> str | None:
@@ -178,13 +167,13 @@ register(
         LIBRARY,
         _attend,
         (
-            no_dropout,
-            up_to_float32,
-            mask_or_causal,
-            multiple_of_8,
+            limits.no_dropout,
+            limits.up_to_float32,
+            limits.mask_or_causal,
+            limits.multiple_of_8,
             _aligned_mask,
-            mask_alone,
-            window_only_square,
+            limits.mask_alone,
+            limits.window_only_square,
             _causal_packed_window,
             _window_of_flash,
             _enough_keys,
