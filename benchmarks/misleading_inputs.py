@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import results
 from benchmarks.full_size import run
-from replay.report.versus_random import FIGURES, misled
+from replay.report.versus_random import FIGURES, counterparts
 from replay.rows.row import Row
 from replay.rows.row_files import read_jsonl
 from replay.workloads.synthetic_counterparts import KINDS
@@ -77,11 +77,11 @@ def main() -> None:
 
 def summary(rows: list[Row], size: str) -> Iterator[dict[str, Any]]:
     """Yield a line for each kernel on each kind of call: medians over the calls."""
-    for group, kernels in misled(rows):
+    for group, kernels in counterparts(rows):
         machine = asdict(group.rows[kernels[0].kernel][0].machine)
         first = group.calls[0]
         for each in kernels:
-            figures = {"recorded": each.recorded, **each.twins}
+            figures = {"recorded": each.recorded, **each.synthetic}
             yield {
                 "size": size,
                 "model": first.model,
