@@ -1,1 +1,1 @@
-"""How far an output is from the reference, and whether that is too far."""
+"""Errors of an output against the reference, and the verdict whether they are too large."""

@@ -1,4 +1,4 @@
-"""How far an output is from a reference; `replay.accuracy.tolerance` says whether that is too far.
+"""Errors of an output against a reference; `replay.accuracy.verdict` judges them.
 
 Figures follow the definitions of the field and are never rounded. Sums are in float64 and are
 collected per row, one row being the Dv numbers of one (batch, head, query), because an average over
@@ -7,9 +7,9 @@ a large output hides a broken head or row.
 Non-finite values are never dropped silently:
 - where output and reference are both NaN, or the same infinity, they agree: the call itself makes
   that value, and the element counts as zero on both sides;
-- any other non-finite element makes the figures it enters NaN or infinite, as IEEE arithmetic has
-  it, and is counted in `mismatched_nonfinite`;
-- `nan_count` and `inf_count` count the output's, agreed or not.
+- any other non-finite element makes its figures NaN or infinite, by IEEE arithmetic, and is counted
+  in `mismatched_nonfinite`;
+- `nan_count` and `inf_count` count elements of the output, whether they agree or not.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
 
 QUERY_BINS = 64
-"""Ranges of queries that a head's errors are told apart by."""
+"""Ranges of queries that a head's errors are divided into."""
 
 
 def compare(output: Tensor, reference: Tensor) -> Errors:
@@ -42,12 +42,11 @@ def compare(output: Tensor, reference: Tensor) -> Errors:
 
 @dataclass(frozen=True)
 class RowErrors:
-    """What an output and a reference have in common, row by row."""
+    """Sums over an output and a reference, row by row."""
 
     sums: Tensor
-    """(7, B, H, S) in float64: of output · reference, output², reference², |reference|, error²,
-    |error| and error · reference. A head's figures and those of the whole output follow from
-    them."""
+    """(7, B, H, S) in float64: sums of output · reference, output², reference², |reference|,
+    error², |error| and error · reference. Figures of heads and of the whole output follow."""
     elements: int
     max_abs: float
     nan_count: int
@@ -75,7 +74,7 @@ class RowErrors:
         return _relative_l1s(self.sums.sum(dim=3))
 
     def errors(self) -> Errors:
-        """The figures of a row of the tables."""
+        """Compute the figures of a row."""
         row_cosines = cosines(*self.sums[:3])
         head_sums, head_errors = self.sums.sum(dim=3), self.head_errors
         sums = head_sums.sum(dim=(1, 2))
@@ -103,7 +102,7 @@ class RowErrors:
         )
 
     def where(self) -> Where:
-        """Relative L1 of each head in at most `QUERY_BINS` ranges of queries."""
+        """Compute the relative L1 of each head in at most `QUERY_BINS` ranges of queries."""
         length = self.sums.shape[3]
         bins = min(QUERY_BINS, length)
         places = torch.arange(length, device=self.sums.device) * bins // length
@@ -118,7 +117,7 @@ class RowErrors:
             head=(batch, head),
             queries=(first, after - 1),
             relative_l1=tuple(
-                tuple(float(f"{each:.3g}") for each in by_head)
+                tuple(float(f"{value:.3g}") for value in by_head)
                 for by_head in found.flatten(0, 1).tolist()
             ),
         )
@@ -133,7 +132,7 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
     for rows, part, expected in chunks(output, reference):
         error = part - expected
         largest = float(norm(error, ord=math.inf))
-        if not math.isfinite(largest):  # something is not finite, which alone is worth more passes
+        if not math.isfinite(largest):  # only non-finite elements are worth more passes
             nan_count += int(part.isnan().sum())
             inf_count += int(part.isinf().sum())
             part, expected, odd = _without_agreed_nonfinite(part, expected)
@@ -148,12 +147,12 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
         sums[5, :, :, rows] = norm(error, ord=1, dim=-1)
         sums[6, :, :, rows] = error.mul_(expected).sum(-1)
         largest_errors.append(largest)
-    max_abs = float(torch.tensor(largest_errors, dtype=torch.float64).amax())  # NaN if any is
+    max_abs = float(torch.tensor(largest_errors, dtype=torch.float64).amax())  # keeps NaN
     return RowErrors(sums, output.numel(), max_abs, nan_count, inf_count, mismatched)
 
 
 def summary(tensor: Tensor) -> Summary:
-    """Range, mean and population standard deviation of `tensor`, summed in float64.
+    """Return range, mean and population standard deviation of `tensor`, summed in float64.
 
     Raises:
         ValueError: the tensor is empty.
@@ -180,7 +179,7 @@ def check_comparable(output: Tensor, reference: Tensor) -> None:
 
 
 def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Ranges of queries, and both tensors there in float64 on the output's device."""
+    """Yield ranges of queries, with both tensors' rows in float64 on the output's device."""
     batch, heads, length, width = output.shape
     step = max(1, CHUNK_ELEMENTS // (batch * heads * width))
     for first in range(0, length, step):
@@ -193,7 +192,7 @@ def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, T
 
 
 def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Both with agreed non-finite elements as zeros, and the number of mismatched ones."""
+    """Return both with agreed non-finite elements as zeros, and the number of mismatched ones."""
     both_finite = part.isfinite() & expected.isfinite()
     if both_finite.all():
         return part, expected, 0
@@ -203,7 +202,7 @@ def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, T
 
 
 def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Tensor:
-    """Cosines from the sums of output · reference, output² and reference²; 1 for zero and zero."""
+    """Return cosines from sums of output · reference, output² and reference²; 1 if both are 0."""
     norms = output_square.sqrt() * reference_square.sqrt()
     both_zero = (output_square == 0) & (reference_square == 0)
     one_zero = (output_square == 0) ^ (reference_square == 0)
@@ -212,19 +211,19 @@ def cosines(dot: Tensor, output_square: Tensor, reference_square: Tensor) -> Ten
 
 
 def _relative_l1s(sums: Tensor) -> Tensor:
-    """Relative L1 from the sums (7, …) of `RowErrors`: 0 for zero against zero."""
+    """Return relative L1 from the sums (7, …) of `RowErrors`: 0 for zero against zero."""
     magnitude, error = sums[3], sums[5]
     return (error / magnitude).masked_fill((error == 0) & (magnitude == 0), 0.0)
 
 
 def _position_of_lowest(values: Tensor) -> tuple[int, ...]:
-    """Index of the lowest value, NaN counting as lower than any."""
+    """Return the index of the lowest value; NaN counts as the lowest."""
     flat = int(values.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf).argmin())
     return unravelled(flat, values.shape)
 
 
 def unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """The index of the element that is so far into a tensor of that shape.
+    """Return the index of the element at a flat position in a tensor of a shape.
 
     `torch.unravel_index` imports SymPy first, which takes half a second.
     """
@@ -236,9 +235,9 @@ def unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
 
 
 def _percentiles(values: Tensor, percents: tuple[float, ...]) -> list[float]:
-    """Percentiles by linear interpolation; NaN if any value is.
+    """Return percentiles by linear interpolation; NaN if any value is NaN.
 
-    `torch.quantile` does the same for at most 2²⁴ values.
+    `torch.quantile` is limited to 2²⁴ values.
     """
     ordered = values.flatten().sort().values
     if ordered[-1].isnan():

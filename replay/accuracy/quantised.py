@@ -1,14 +1,14 @@
-"""How far honest 8-bit attention is from the reference on one call: the yardstick of its class.
+"""The error of honest 8-bit attention on one call: the yardstick of quantised kernels.
 
-Two plain ways to compute a call in 8 bits, coarser than those of published kernels, are carried out
-with the reference's own blocks. What a kernel of the class errs by in a head or a row is compared
-with the worse of the two there:
+A call is computed in two plain 8-bit ways, coarser than those of published kernels, with the
+reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger
+error of the two:
 
 - in INT8: query and key with a scale per 128 rows, nothing subtracted from the keys, value with a
   scale per channel, probabilities with one per row. SageAttention 1 and 2 (Zhang et al. 2024) have
   finer scales, and more bits for value and probabilities;
-- in FP8 (e4m3), with a scale per key head, as FlashAttention-3 (Shah et al. 2024) and Transformer
-  Engine have it.
+- in FP8 (e4m3), with a scale per key head, as in FlashAttention-3 (Shah et al. 2024) and
+  Transformer Engine.
 """
 
 from __future__ import annotations
@@ -29,46 +29,46 @@ from replay.accuracy.thresholds import QuantisedThresholds
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_ROUNDOFF = 2.0**-4
-"""Half the distance of neighbouring e4m3 numbers, of the smaller one."""
+"""Half the distance of neighbouring e4m3 numbers, relative to the smaller one."""
 INT8_MAX = 127.0
 GROUP = 128
 """Rows of a query or key that share a scale in INT8."""
 MINIMUM_ROWS = 32
-"""A mean of fewer rows has no standard error to speak of."""
+"""Least rows whose mean has a reliable standard error."""
 STANDARD_ERRORS = 4.0
 SHARED_ERRORS = 2.0
-"""How often each part of a relative L1's margin counts; see `_ratio`."""
+"""Factors of the two parts of a relative L1's margin; see `_ratio`."""
 SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
-"""Of `FP8_ROUNDOFF`, the least that relative L1 is limited to: values that happen to be FP8 numbers
-leave the yardstick without an error, and no kernel has to be so lucky."""
+"""Lowest limit of relative L1, in units of `FP8_ROUNDOFF`, because values that happen to be FP8
+numbers give the yardstick no error."""
 ROW_ROUNDOFFS = 2.0
-"""Of `FP8_ROUNDOFF`, what any row may err by beside the yardstick's multiple."""
+"""Error that any row may have in addition to the yardstick's, in units of `FP8_ROUNDOFF`."""
 
 
 @dataclass(frozen=True)
 class QuantisedNoise:
-    """The errors of n ways to compute a call in 8 bits."""
+    """Errors of n ways to compute a call in 8 bits."""
 
     whole: Tensor
     """(2, n): relative L1 of the whole output and its margin, infinite for few rows."""
     heads: Tensor
-    """(2, n, B, Hq): the same of each head."""
+    """(2, n, B, Hq): relative L1 and margin of each head."""
     rows: Tensor
     """(n, B, Hq, 1): the error of a head's worst row in units of `size`, with a margin."""
     size: Tensor
     """(B, Hq, Sq): √(‖o‖² + Σⱼ pⱼ²‖vⱼ‖²) of each row."""
 
     def whole_limit(self, thresholds: QuantisedThresholds) -> float:
-        """The largest relative L1 of the whole output."""
+        """Return the largest allowed relative L1 of the whole output."""
         return float(_limit(self.whole, thresholds))
 
     def head_limits(self, thresholds: QuantisedThresholds) -> Tensor:
-        """(B, Hq): the largest relative L1 of each head, no less than that of the whole output."""
+        """Return the largest allowed relative L1 of each head: (B, Hq), at least the whole's."""
         return _limit(self.heads, thresholds).clamp_min(self.whole_limit(thresholds))
 
     def row_limits(self, thresholds: QuantisedThresholds) -> Tensor:
-        """(B, Hq, Sq): the largest ‖output - reference‖ of each row."""
+        """Return the largest allowed ‖output - reference‖ of each row: (B, Hq, Sq)."""
         factors = ROW_ROUNDOFFS * FP8_ROUNDOFF + thresholds.row_factor * self.rows.amax(dim=0)
         return self.size * factors
 
@@ -78,13 +78,13 @@ class QuantisedNoise:
         reference, size = reference.to(torch.float64), size.to(torch.float64)
         signal = reference.abs().sum(-1)
         absolute, lengths = (
-            torch.stack(each)
-            for each in zip(*(_errors(call, reference, way) for way in WAYS), strict=True)
+            torch.stack(errors)
+            for errors in zip(*(_errors(call, reference, way) for way in WAYS), strict=True)
         )
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
         of_all = worst.amax(dim=(1, 2), keepdim=True)
         batch, heads, length, width = reference.shape
-        # The worst of a sample: the fewer its rows, the more a kernel may exceed it.
+        # The worst row is that of a sample: the fewer rows, the more a kernel may exceed it.
         if length < MINIMUM_ROWS:
             worst = of_all.expand_as(worst) * (1 + (batch * heads * length) ** -0.5)
         else:
@@ -94,24 +94,24 @@ class QuantisedNoise:
 
 
 def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
-    """A round trip through INT8 with the scale that makes `largest` 127."""
+    """Round to INT8 with the scale that makes `largest` 127, and back."""
     scale = _scale(largest, INT8_MAX)
     return (tensor / scale).round_().mul_(scale)
 
 
 def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
-    """A round trip through e4m3 with the scale that makes `largest` its largest number."""
+    """Round to e4m3 with the scale that makes `largest` its largest number, and back."""
     scale = _scale(largest, FP8_MAX)
     return (tensor / scale).to(FP8).to(tensor.dtype).mul_(scale)
 
 
 def _scale(largest: Tensor, most: float) -> Tensor:
-    """What to divide by, so that `largest` becomes `most`."""
+    """Return the divisor that makes `largest` equal to `most`."""
     return largest.clamp_min(torch.finfo(torch.float32).tiny) / most
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
-    """INT8 with a scale per `GROUP` rows of a head."""
+    """Round to INT8 with a scale per `GROUP` rows of a head, and back."""
     length = tensor.shape[2]
     groups = pad(tensor, (0, 0, 0, -length % GROUP)).unflatten(2, (-1, GROUP))
     rounded = to_int8(groups, groups.abs().amax(dim=(3, 4), keepdim=True))
@@ -119,12 +119,12 @@ def _in_groups(tensor: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """How a call of one key head is rounded: each function takes float32 through 8 bits."""
+    """Rounding of a call of one key head; each function rounds float32 to 8 bits and back."""
 
     query_and_key: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
     rounded: Callable[[Tensor], Tensor]
-    """Probabilities (G, rows, keys), of which the largest of a row is `most`; may change them."""
+    """Rounds probabilities (G, rows, keys) whose largest in a row is `most`; may change them."""
     most: float
 
 
@@ -145,11 +145,11 @@ WAYS = (
 
 
 def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, Tensor]:
-    """Σ|error| and ‖error‖ of each row (B, Hq, Sq) of the call computed in 8 bits."""
+    """Compute the call in 8 bits; return Σ|error| and ‖error‖ of each row (B, Hq, Sq)."""
     call = call.without_pages()
     absolute = torch.zeros(reference.shape[:3], dtype=torch.float64, device=reference.device)
     lengths = torch.zeros_like(absolute)
-    if not call.shape.kv_len:  # zeros, in any number of bits
+    if not call.shape.kv_len:  # the output is zero in any number of bits
         return absolute, lengths
     group = call.shape.q_heads // call.shape.kv_heads
     for batch in range(call.shape.batch):
@@ -163,8 +163,8 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
                     "value": way.value(part.value),
                 }
             )
-            # TF32 rounds by 2⁻¹¹ what 8 bits have rounded by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest. The
-            # worst row of a head, an extreme, may differ by a tenth; verdicts did not (tests).
+            # TF32 rounds by 2⁻¹¹; 8 bits have rounded by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest. The
+            # worst row of a head may change by a tenth; verdicts did not change (tests).
             for block in weights(part, torch.float32, allow_tf32=True):
                 scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
                 levels = way.rounded(block.weights.div_(scale))
@@ -176,7 +176,7 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
 
 
 def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int) -> AttentionCall:
-    """The query heads of one key head of one batch, as a call of their own in float32."""
+    """Return the query heads of one key head of one batch as a call in float32."""
     mask = call.attn_mask
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -184,12 +184,12 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
         mask = mask if mask.shape[1] == 1 else mask[:, heads]
     used, packed = call.seqused_k, call.cu_seqlens_q is not None
     key, value = (
-        each[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32)
-        for each in (call.key, call.value)
+        tensor[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32)
+        for tensor in (call.key, call.value)
     )
-    if used is not None and not packed:  # what follows could be NaN, and would be in every scale
+    if used is not None and not packed:  # unused keys could be NaN and would enter every scale
         is_key = torch.arange(key.shape[2], device=key.device)[:, None] < used[batch]
-        key, value = (each.where(is_key, 0.0) for each in (key, value))
+        key, value = (tensor.where(is_key, 0.0) for tensor in (key, value))
     return replace(
         call,
         query=call.query[batch : batch + 1, heads].to(torch.float32),
@@ -203,10 +203,10 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
 
 
 def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
-    """Σabsolute / Σsignal over the last dimension, and its margin, stacked.
+    """Return Σabsolute / Σsignal over the last dimension, and its margin, stacked.
 
     The margin has two parts: the standard error of a ratio estimator (Cochran 1977, "Sampling
-    Techniques", chapter 6), as if rows were independent; and what rows share, the errors of each
+    Techniques", chapter 6), as if rows were independent; and the errors that rows share, those of a
     value's `numbers`: the length of n normal numbers varies by 1/√2n.
     """
     count, total = signal.shape[-1], signal.sum(-1)
@@ -220,12 +220,12 @@ def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
 
 
 def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
-    """From relative L1 and margin (2, n, …): the larger of the n ways' limits."""
+    """Return the largest of the n ways' limits, from relative L1 and margin (2, n, …)."""
     found, margin = figures
     limits = thresholds.noise_factor * found + margin
     return _or(limits, math.inf).amax(dim=0).clamp_min(SMALLEST_SHARE * FP8_ROUNDOFF)
 
 
 def _or(tensor: Tensor, instead: float) -> Tensor:
-    """The tensor with `instead` where it is not finite."""
+    """Replace non-finite elements by `instead`."""
     return tensor.masked_fill(~tensor.isfinite(), instead)

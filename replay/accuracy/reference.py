@@ -2,18 +2,18 @@
 
     output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
-computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never exists;
-of short calls several heads at a time. Kernels are judged by this file and therefore share nothing
-with it: they do not import it, and it does not import them.
+It is computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never
+exists; short calls are computed several heads at a time. Kernels are judged by this file, so
+neither imports the other.
 
 Semantics are those of torch's math backend: `is_causal` is aligned top left; a bool mask means True
 = attend; a float mask is added to the scores; a query whose keys are all masked gets zeros; a
 non-finite key or value reaches every query whose score row contains it, masked or not (-inf + inf
 and 0 · NaN are both NaN). Dropout is ignored: a reference must be the same each time. A mask
-together with `is_causal` means both, as torch's CPU flash backend has it.
+together with `is_causal` means both, as in torch's CPU flash backend.
 
 Beyond SDPA (`capture.call.attention_variant`): a key outside the window, in another packed
-sequence or past the keys that count contributes nothing, whatever its values; a sink's weight is
+sequence or after the last valid key contributes nothing, whatever its values; a sink's weight is
 dropped after the softmax; keys in pages are gathered first.
 `tests/replay/accuracy/test_variants.py` compares each with its library's own definition.
 """
@@ -32,27 +32,27 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
 
 CPU_BLOCK = 2**20
-"""Scores held at a time on a CPU: 8 MiB in float64, which its cache may hold, and about three times
-that at the peak."""
+"""Scores held at a time on a CPU: 8 MiB in float64, which fit its cache, and three times that at
+the peak."""
 CPU_KEYS = 2**18
-"""Elements of the keys of several heads on a CPU: of larger copies, memory that the allocator gets
-anew each time takes longer than the products do."""
+"""Elements of the keys of several heads on a CPU. Larger copies get new memory from the system each
+time, which takes longer than the products."""
 GPU_BLOCK = 2**24
-"""On a GPU: 128 MiB, and three times that at the peak."""
+"""Scores held at a time on a GPU: 128 MiB, and three times that at the peak."""
 LARGE_GPU_BLOCK = 2**26
 LARGE_GPU_BYTES = 40 * 2**30
-"""Of memory, from which on a GPU holds more: of 17,776 tokens, an H200 took 0.7 of the time."""
+"""Memory of a GPU that uses the larger block; with 17,776 tokens an H200 took 0.7 of the time."""
 
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
 """CUDA compute capabilities whose float64 rate is half of float32's.
 
-On the others it is 1/32 or 1/64. From the table "Throughput of Native Arithmetic Instructions" in
+On others it is 1/32 or 1/64, by the table "Throughput of Native Arithmetic Instructions" in
 NVIDIA's CUDA C++ Programming Guide.
 """
 
 
 def scores_at_a_time(device: torch.device) -> int:
-    """How many scores exist at once, unless a query position has more."""
+    """Return the number of scores that exist at once, unless one query position has more."""
     if device.type != "cuda":
         return CPU_BLOCK
     is_large = torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
@@ -62,7 +62,7 @@ def scores_at_a_time(device: torch.device) -> int:
 def reference_dtype(
     device: torch.device | str, call_dtype: torch.dtype = torch.bfloat16
 ) -> torch.dtype:
-    """The dtype of the reference output on `device`: float64 where that is fast, else float32.
+    """Return the dtype of the reference on `device`: float64 if that is fast, otherwise float32.
 
     Calls of 32 bits or more get float64 on any CUDA device: a reference of their own precision
     would measure nothing.
@@ -77,16 +77,16 @@ def reference_dtype(
 
 
 def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[Tensor, ...]:
-    """The formula computed step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
+    """Compute the formula step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
 
-    Scores, probabilities and output are each rounded to that dtype. Before the scores, Q√scale and
-    K√scale are, as in torch's math backend when it may reduce in 16 bits
+    Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, as in torch's
+    math backend when it may reduce in 16 bits
     (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`; by default it computes in float32
-    inside). In 16 bits a second output follows, of unscaled scores that are rounded before and
-    after they are scaled, as a model's eager attention does. Neither error bounds the other; the
-    larger is what the exactness rule allows twice (`replay.accuracy.tolerance`).
+    inside). In 16 bits a second output follows, from scores that are rounded before and after they
+    are scaled, as in a model's eager attention. Neither error bounds the other; the exactness rule
+    allows twice the larger one (`replay.accuracy.tolerance`).
 
-    Where unscaled scores overflow, the second output's rows are NaN.
+    Rows of the second output whose unscaled scores overflow are NaN.
     """
     outputs = [attention(call, call.dtype, block_elements)]
     if call.dtype.itemsize == 2:
@@ -101,11 +101,11 @@ def attention(
     *,
     scale_scores: bool = False,
 ) -> Tensor:
-    """What `call` should have returned: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
+    """Compute the right output of `call`: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
 
-    Every step rounds to `dtype`. At most `block_elements` scores exist at a time (None:
-    `scores_at_a_time`), or those of one query position in the heads that share a key head, where
-    these are more.
+    Every step rounds to `dtype`. At most `block_elements` scores exist at a time (by default
+    `scores_at_a_time`), or the scores of one query position in the heads that share a key head if
+    they are more.
 
     Args:
         scale_scores: see `weights`.
@@ -124,8 +124,10 @@ def attention_and_spread(
     dtype: torch.dtype = torch.float64,
     block_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and √Σⱼ pⱼ²‖vⱼ‖² of each row, (B, Hq, Sq): how far independent relative errors
-    of its terms pⱼ·vⱼ, as rounding them makes, carry the row.
+    """Compute `attention`, and the spread √Σⱼ pⱼ²‖vⱼ‖² of each row: (B, Hq, Sq).
+
+    The spread is the effect on a row of independent relative errors in its terms pⱼ·vⱼ, such as
+    rounding makes.
     """
     output = _empty_output(call, dtype)
     spread = torch.zeros(output.shape[:3], dtype=dtype, device=call.device)
@@ -138,15 +140,15 @@ def attention_and_spread(
 
 
 class WeightBlock(NamedTuple):
-    """Probabilities of some rows of H query heads that share one key/value head, or of several."""
+    """Probabilities of some rows of H query heads that share one or several key/value heads."""
 
     batch: int
     heads: slice
     rows: slice
     weights: Tensor
-    """(H, rows, keys); the reader may change them."""
+    """(H, rows, keys); the caller may change them."""
     value: Tensor
-    """(H or 1, keys, Dv), of the keys that these rows may attend to."""
+    """(H or 1, keys, Dv): values of the keys that these rows may attend to."""
 
 
 def weights(
@@ -157,13 +159,13 @@ def weights(
     scale_scores: bool = False,
     allow_tf32: bool = False,
 ) -> Iterator[WeightBlock]:
-    """softmax(scale · QKᵀ + mask) a block of rows at a time, and the values it is applied to.
+    """Yield softmax(scale · QKᵀ + mask) a block of rows at a time, with the matching values.
 
     Args:
         scale_scores: compute scale · (QKᵀ), not (Q√scale)(K√scale)ᵀ; rows in which QKᵀ overflows
             are NaN.
-        allow_tf32: let a GPU round float32 operands of products to 11 bits (TF32), of the reader's
-            products with a block as well.
+        allow_tf32: let a GPU round float32 operands of products to 11 bits (TF32), also in the
+            caller's products with a block.
 
     Raises:
         ValueError: the query heads are not a multiple of the key/value heads.
@@ -180,8 +182,8 @@ def weights(
     span = call.key_ranges if call.is_causal or call.features else None
     most = scores_at_a_time(call.device) if block_elements is None else block_elements
     at_once = 1
-    if shape.q_heads == shape.kv_heads:  # else keys would have to be copied
-        # Of short calls several heads at a time: as many as there is room for with their keys.
+    if shape.q_heads == shape.kv_heads:  # otherwise keys would have to be copied
+        # Short calls: as many heads at a time as fit with their keys.
         widest = max(shape.head_dim, shape.v_head_dim, 1)
         keys = min(CPU_KEYS, most) if call.device.type == "cpu" else most
         at_once = max(1, min(most // max(shape.q_len, 1), keys // widest) // shape.kv_len)
@@ -207,7 +209,7 @@ def _weights_of_heads(
     block_elements: int,
     scale_scores: bool,
 ) -> Iterator[WeightBlock]:
-    """The blocks of the query heads that share these key/value heads.
+    """Yield the blocks of the query heads that share these key/value heads.
 
     Args:
         span: the keys that each query sees; None for all.
@@ -218,13 +220,12 @@ def _weights_of_heads(
     count = heads.stop - heads.start
     # The scale is split between Q and K, as torch does, so that float16 scores do not overflow.
     root = math.sqrt(abs(call.softmax_scale))
-    key, value = (each[batch, kv_heads].to(dtype) for each in (call.key, call.value))
+    key, value = (tensor[batch, kv_heads].to(dtype) for tensor in (call.key, call.value))
     key = key if scale_scores else key * root
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
     sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
-    # SDPA's causal mask is added to scores: a key past it contributes a NaN if it is NaN or
-    # infinite, and nothing otherwise.
+    # SDPA's causal mask is added to scores: a masked key that is NaN or infinite makes a NaN.
     added = call.is_causal and not call.features
     reaches = added and not bool(key.isfinite().all() and value.isfinite().all())
 
@@ -233,7 +234,7 @@ def _weights_of_heads(
         rows = slice(begin, min(begin + rows_per_block, q_len))
         keys, block_value = slice(0, kv_len), value
         if span is not None:
-            firsts, ends = (each[rows] for each in span.of(batch))
+            firsts, ends = (edges[rows] for edges in span.of(batch))
             if not reaches:
                 seen = _union(firsts, ends)
                 keys = slice(0, 1) if seen is None else seen
@@ -264,9 +265,9 @@ def _weights_of_heads(
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """`left @ right`, summed in float32 or better and rounded once to their dtype.
+    """Compute `left @ right`, summed in float32 or better and rounded once to their dtype.
 
-    Of float16, PyTorch's own product does the same on a CPU, and takes twenty times as long there.
+    PyTorch's own product of float16 does the same on a CPU, and takes twenty times as long.
     """
     if left.dtype == torch.float16 and left.device.type == "cpu":
         return (left.float() @ right.float()).to(left.dtype)
@@ -274,7 +275,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _union(firsts: Tensor, ends: Tensor) -> slice | None:
-    """The keys from the first to the last that any of some queries sees; None where none is."""
+    """Return the keys from the first to the last that any query sees; None if none sees any."""
     some = ends > firsts
     if not bool(some.any()):
         return None
@@ -284,7 +285,7 @@ def _union(firsts: Tensor, ends: Tensor) -> slice | None:
 def _mask_block(
     attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
 ) -> Tensor:
-    """The part of a mask that broadcasts to (H, rows, keys), as numbers to add to the scores."""
+    """Return the part of a mask for (H, rows, keys), as numbers to add to the scores."""
     mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     wanted = (slice(batch, batch + 1), heads, rows, keys)
     block = mask[
@@ -299,7 +300,7 @@ def _mask_block(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
-    """Softmax over the keys, and a head's sink; zeros, not NaN, where every key is masked.
+    """Compute the softmax over the keys and a head's sink; zeros where every key is masked.
 
     Args:
         scores: (H, rows, keys).
@@ -317,8 +318,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
 
 @contextmanager
 def _float32_products(allow_tf32: bool) -> Iterator[None]:
-    """Keep TF32 and bfloat16 out of float32 matrix products, whatever the caller allows, or have
-    TF32 on a GPU."""
+    """Use full precision in float32 matrix products, or TF32 on a GPU, whatever the caller set."""
     if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch before 2.9
         legacy = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")

@@ -1,8 +1,8 @@
-"""Which keys a sparse kernel attended to, and what that makes of a call.
+"""Calls restricted to the keys that a sparse kernel chose.
 
-A sparse kernel is right when it returns attention to the keys it chose, and useful when that
-is near to attention to all of them. The first is judged, on the call that `restricted` makes; the
-second is recorded.
+A sparse kernel is right if it returns attention to the keys it chose, and useful if that is close
+to attention to all keys. The first is judged on the call that `restricted` makes; the second is
+only recorded.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from replay.timing.flops import valid_pairs
 
 
 def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
-    """The call with all other keys masked, and zeros where no query reads.
+    """Return the call with all other keys masked, and zeros in keys that no query reads.
 
     Args:
         chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
@@ -54,6 +54,6 @@ def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
 
 
 def kept_share(call: AttentionCall, kept: AttentionCall) -> float:
-    """The share of the call's (query, key) pairs that `kept`, its restriction, leaves."""
+    """Return the share of the call's (query, key) pairs that its restriction `kept` has."""
     pairs = valid_pairs(call)
     return valid_pairs(kept) / pairs if pairs else 1.0

@@ -1,7 +1,7 @@
-"""The constants by which outputs are judged, and the file that changes them.
+"""The constants that outputs are judged by, and the file that changes them.
 
-Everything else a verdict depends on is derived from the call's own data. `replay --tolerances
-FILE.toml` names those that differ from the defaults, in a table per class of kernel:
+Everything else in a verdict is derived from the call's data. `replay --tolerances FILE.toml` names
+constants that differ from the defaults, in a table per class of kernel:
 
     [quantised]
     minimum_cosine = 0.98
@@ -23,33 +23,33 @@ from replay.rows.errors_of_output import AccuracyClass
 
 
 class ThresholdsError(Error):
-    """A file of thresholds that cannot be used."""
+    """File of thresholds that cannot be used."""
 
 
 @dataclass(frozen=True)
 class ExactThresholds:
-    """Of kernels that compute in the call's 16 or 32 bits."""
+    """Thresholds of kernels that compute in the call's 16 or 32 bits."""
 
     same_dtype_factor: Annotated[float, "× the same-dtype error, of the output and of rows"] = 2.0
     """FlashAttention's own tests use this factor."""
     rounding_factor: Annotated[float, "× the rounding noise of a row"] = 4.0
-    """Honest kernels show at most 1.1 (16 bits) and 1.7 (32 bits) in tens of thousands of random
-    calls."""
+    """In tens of thousands of random calls, honest kernels reach at most 1.1 (16 bits) and 1.7 (32
+    bits)."""
 
 
 @dataclass(frozen=True)
 class QuantisedThresholds:
-    """Of kernels that compute in 8 bits or fewer."""
+    """Thresholds of kernels that compute in 8 bits or fewer."""
 
     minimum_cosine: Annotated[float, "of the whole output"] = 0.99
-    """Working 8-bit kernels on real inputs stay above 0.99 and broken ones (lost heads, overflow,
+    """On real inputs, working 8-bit kernels stay above 0.99; broken ones (lost heads, overflow,
     unwritten memory) fall far below."""
     maximum_relative_l1: Annotated[float, "of the whole output"] = 0.1
-    """An error of a tenth of the signal, which cosine does not see when it is a wrong factor."""
+    """A tenth of the signal. It also reveals a wrong factor, which does not change the cosine."""
     noise_factor: Annotated[
         float, "× the relative L1 of plain 8-bit attention, of the whole output and of each head"
     ] = 1.35
-    """Losing 64 of 8,192 keys of random values is 1.5 times."""
+    """A loss of 64 of 8,192 random keys increases the error 1.5 times."""
     row_factor: Annotated[float, "× the error of plain 8-bit attention in its head's worst row"] = (
         3.0
     )
@@ -57,21 +57,21 @@ class QuantisedThresholds:
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Of every class of kernel."""
+    """Thresholds of every class of kernel."""
 
     exact: ExactThresholds = ExactThresholds()
     quantised: QuantisedThresholds = QuantisedThresholds()
     sparse: ExactThresholds = ExactThresholds()
-    """Applied to attention to the keys that the kernel chose."""
+    """Thresholds for attention to the keys that the kernel chose."""
 
     def of(self, accuracy_class: AccuracyClass) -> ExactThresholds | QuantisedThresholds:
-        """Those of one class."""
+        """Return the thresholds of one class."""
         if accuracy_class == "quantised":
             return self.quantised
         return self.sparse if accuracy_class == "sparse" else self.exact
 
     def changes(self) -> str:
-        """What differs from the defaults: `quantised.minimum_cosine=0.98`."""
+        """Return what differs from the defaults, e.g. `quantised.minimum_cosine=0.98`."""
         usual = asdict(Thresholds())
         return " ".join(
             f"{table}.{name}={value:g}"
@@ -82,14 +82,14 @@ class Thresholds:
 
     @classmethod
     def from_tables(cls, tables: dict[str, Any], source: object = "tolerances") -> Thresholds:
-        """The defaults, with what `tables` says in their place.
+        """Return the defaults, replaced by the values in `tables`.
 
         Raises:
-            ThresholdsError: a table or key that does not exist, or a value that makes no sense.
+            ThresholdsError: a table or key does not exist, or a value is invalid.
         """
         made = cls()
         for table, values in tables.items():
-            _check_name(source, "table", table, [each.name for each in fields(cls)])
+            _check_name(source, "table", table, [field.name for field in fields(cls)])
             if not isinstance(values, dict):
                 raise ThresholdsError(f"{source}: {table} is a table: write [{table}] on its line")
             usual = getattr(made, table)
@@ -106,7 +106,7 @@ class Thresholds:
 
     @classmethod
     def read(cls, path: Path) -> Thresholds:
-        """The defaults, with what a TOML file says in their place.
+        """Return the defaults, replaced by the values in a TOML file.
 
         Raises:
             ThresholdsError: the file cannot be read or used.

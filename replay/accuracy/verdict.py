@@ -1,8 +1,7 @@
-"""Whether a kernel's output is right: tensors in, a verdict out.
+"""The verdict on a kernel's output.
 
-Nothing here runs a kernel or knows the process it ran in, so that outputs can be judged elsewhere.
-Quantised kernels are judged by a rule of their own and never mixed with exact ones; sparse ones are
-judged as exact on the keys they chose.
+Nothing in this module runs a kernel, so outputs can be judged in another process. Quantised kernels
+are judged by their own rule. Sparse ones are judged as exact on the keys they chose.
 """
 
 from __future__ import annotations
@@ -31,22 +30,22 @@ from replay.rows.errors_of_output import AccuracyClass, Errors, Where
 
 @dataclass(frozen=True)
 class Expected:
-    """What an output must be, and how near."""
+    """Right output of a call, and the tolerance around it."""
 
     reference: Tensor
     """(B, Hq, Sq, Dv) in float64 or float32."""
     tolerance: Tolerance
     kept: float | None = None
-    """Of a sparse kernel, the share of (query, key) pairs that it attends to."""
+    """Share of (query, key) pairs that a sparse kernel attends to."""
     call: AttentionCall | None = field(default=None, repr=False, compare=False)
-    """What the noise of 8-bit attention is computed from once a quantised kernel is judged, so its
-    tensors must still be what they were. Without it only that kernel's whole output is judged."""
+    """Call for the noise of 8-bit attention, computed when a quantised kernel is judged; tensors
+    must not change before. Without it only that kernel's whole output is judged."""
     spread: Tensor | None = field(default=None, repr=False, compare=False)
-    """(B, Hq, Sq), of `replay.accuracy.reference.attention_and_spread`."""
+    """(B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`."""
 
     @classmethod
     def of(cls, call: AttentionCall, chosen: Tensor | None = None) -> Expected:
-        """What attention to a call's keys gives, or to those of them that a kernel chose.
+        """Compute the right output of a call, or of a call restricted to chosen keys.
 
         Args:
             chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
@@ -63,19 +62,19 @@ class Expected:
 
     @classmethod
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
-        """What `of` gives of each head of a call alone, on the CPU; no two heads share a key head.
+        """Compute `of` for each head of a call alone, on the CPU; no two heads share a key head.
 
-        For a few rows: a GPU would be waited for many times over for what a CPU has at hand.
+        For a few rows, because many small results would each have to wait for a GPU.
         """
         computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
-        output, spread = (each.cpu() for each in computed)
-        eager = [each.cpu() for each in same_dtype(call)]
+        output, spread = (tensor.cpu() for tensor in computed)
+        eager = [tensor.cpu() for tensor in same_dtype(call)]
         allowed = tolerances_of_heads(call, eager, output, spread)
-        return [cls(output[:, n : n + 1], each) for n, each in enumerate(allowed)]
+        return [cls(output[:, n : n + 1], limits) for n, limits in enumerate(allowed)]
 
     @cached_property
     def quantised(self) -> QuantisedNoise | None:
-        """The noise of 8-bit attention; None where there is nothing to compute it from."""
+        """Noise of 8-bit attention; None without the call to compute it from."""
         if self.call is None or self.spread is None:
             return None
         lengths = torch.linalg.vector_norm(self.reference, dim=-1)
@@ -84,7 +83,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class OutputVerdict:
-    """Whether an output is right, why, how far from the reference it is, and where."""
+    """Verdict on an output, with its reasons and errors."""
 
     passed: bool
     sentence: str
@@ -93,7 +92,7 @@ class OutputVerdict:
 
     @cached_property
     def where(self) -> Where:
-        """The heads and queries where the errors are."""
+        """Heads and queries with the errors."""
         return self.rows.where()
 
 
@@ -103,27 +102,27 @@ def judge(
     accuracy_class: AccuracyClass,
     thresholds: Thresholds = Thresholds(),  # noqa: B008 - it is immutable
 ) -> OutputVerdict:
-    """Whether `output`, of the reference's shape, is right for its class of kernel.
+    """Judge an `output` of the reference's shape by its class of kernel.
 
     `exact` (the kernel computes in the call's 16 or 32 bits): max|O - reference| ≤
     2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. In 16 bits
-    there are two O_same_dtype, scaled before QKᵀ and after it, and the larger error counts
+    there are two O_same_dtype, scaled before and after QKᵀ, and the larger error counts
     (`replay.accuracy.reference.same_dtype`). The rule hides a lost row among larger ones, so every
     row must also have ‖o - reference‖ ≤ (4 + 2e) · noise: the row's own rounding noise
     (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype error, in the same units, of
-    the worst row of its head. What the rows of a head err by in common is limited further, since
-    rounding errs by chance (`RowTolerance.bias_limits`).
+    the worst row of its head. The common error of a head's rows has a lower limit, because rounding
+    errors are random (`RowTolerance.bias_limits`).
 
-    `sparse` (it attends to keys it chose): the same rule for what attention to those keys
-    gives. How far that is from attention to all keys is recorded, for the user to judge.
+    `sparse` (the kernel chooses keys): the same rule for attention to the chosen keys. The
+    difference from attention to all keys is recorded, for the user to judge.
 
-    `quantised`: cosine and relative L1 of the whole output, which separate usable from broken; and
-    relative L1 of the whole and of each head, and the error of each row, beside those that honest
-    8-bit attention has on this call (`replay.accuracy.quantised`). What is good enough for a model
-    is for its user to decide on the recorded figures.
+    `quantised`: limits of cosine and relative L1 of the whole output, which separate usable from
+    broken; and the errors of the whole output, each head and each row, compared with those of
+    honest 8-bit attention on this call (`replay.accuracy.quantised`). Users decide by the recorded
+    figures whether that is good enough for a model.
 
     Raises:
-        ValueError: the output has another shape than the reference.
+        ValueError: the output's shape differs from the reference's.
     """
     found = row_errors(output, expected.reference)
     errors = found.errors()
@@ -170,7 +169,7 @@ def _judge_rows(
     place, length, limit = _worst(found.lengths, limits)
     passed = not length > limit
     batch, head, query = place
-    eager, noise = (float(each) for each in (allowed.eager[batch, head, 0], allowed.noise[place]))
+    eager, noise = float(allowed.eager[batch, head, 0]), float(allowed.noise[place])
     return passed, (
         f"worst row (batch {batch}, head {head}, query {query}): error {length:.2g} "
         f"{_within(passed)} {limit:.2g} = ({factors.rounding_factor:g} + "
@@ -179,7 +178,7 @@ def _judge_rows(
 
 
 def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> str:
-    """What the rows of a head err by in common, where that is more than rounding; else empty."""
+    """Return the common error of a head's rows if rounding cannot explain it; otherwise nothing."""
     lengths = found.reference_lengths
     limits = allowed.bias_limits(lengths, factors)
     known = (allowed.noise.to(lengths.device) * lengths).isfinite() & found.along.isfinite()
@@ -226,7 +225,10 @@ def _judge_quantised(
 
 
 def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float]:
-    """Where an error is largest beside its limit, that error, and the limit; NaN is no limit."""
+    """Return the place of the error that is largest relative to its limit, the error, the limit.
+
+    A limit of NaN means no limit.
+    """
     limits = limits.to(errors.device)
     shares = (errors / limits).nan_to_num(nan=-math.inf, posinf=math.inf)
     shares = shares.masked_fill((errors == 0) | limits.isnan(), 0.0)

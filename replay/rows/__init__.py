@@ -1,1 +1,1 @@
-"""What a replay produces: one row per kernel and call."""
+"""The rows that a replay produces, one per kernel and call."""

@@ -1,4 +1,4 @@
-"""What a row says about an output: how far it is from others, and where it is wrong."""
+"""Errors of an output, as they are in a row."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Annotated, Literal
 from replay.rows.meaning import Column, Meaning, digits, floored, nonzero
 
 AccuracyClass = Literal["exact", "quantised", "sparse"]
-"""By which rule an output is judged."""
+"""Rule that an output is judged by."""
 
 
 @dataclass(frozen=True)
 class Errors:
-    """How far an output is from a reference, both (B, H, S, Dv).
+    """Errors of an output against a reference, both (B, H, S, Dv).
 
-    A zero row against a zero row has cosine 1, against any other 0; `relative_l1` is 0 where both
-    are zero and infinite where only the reference is. A NaN row counts as the worst row, and makes
-    the three row cosines NaN.
+    The cosine of two zero rows is 1, of one zero row 0. `relative_l1` is 0 if both are zero, and
+    infinite if only the reference is. A NaN row counts as the worst row and makes the three row
+    cosines NaN.
     """
 
     cosine: Annotated[float, "cosine similarity of the flattened outputs"]
@@ -42,14 +42,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Where:
-    """Where an output is wrong: relative L1 of every head in up to 64 ranges of queries."""
+    """Places of errors: relative L1 of every head in up to 64 ranges of queries."""
 
     worst: Annotated[float, "the largest relative L1 of a head in one of 64 ranges of queries"]
     typical: Annotated[float, "median of the same over heads and ranges"]
     head: Annotated[tuple[int, int], "batch and head of the largest"]
     queries: Annotated[tuple[int, int], "first and last query of the largest"]
     relative_l1: tuple[tuple[float, ...], ...]
-    """Of each head of each batch in turn, by range; three digits, and in JSON alone."""
+    """Values for each head of each batch, by range, with three digits; only in JSON."""
 
     def __post_init__(self) -> None:
         if len({len(line) for line in self.relative_l1}) > 1:
@@ -68,7 +68,7 @@ _ERROR_COLUMNS = (
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Errors against each output there is to compare with."""
+    """Errors against each available output."""
 
     reference: Annotated[
         Errors,
@@ -90,7 +90,7 @@ class Accuracy:
     ] = None
 
     def against(self, which: str) -> Errors | None:
-        """The errors against `reference`, `captured`, or else the kernel of that name."""
+        """Return the errors against `reference`, `captured`, or the kernel of another name."""
         if which == "reference":
             return self.reference
         return self.captured if which == "captured" else self.kernel

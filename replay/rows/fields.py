@@ -1,8 +1,8 @@
-"""The one list of a row's fields, made from the type `replay.rows.row.Row`.
+"""The list of a row's fields, made from the type `replay.rows.row.Row`.
 
-A row as JSON is a tree (`replay.rows.row_files.row_to_json`); `FIELDS` names its leaves by
-dotted path, with unit and meaning, `COLUMNS` says which of them tables show. Imports no torch,
-since `--help` lists `METRICS`.
+A row as JSON is a tree (`replay.rows.row_files.row_to_json`). `FIELDS` names its leaves by dotted
+path, with unit and meaning; `COLUMNS` has the columns of tables. Imports no torch, because
+`--help` lists `METRICS`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from replay.rows.meaning import Column, Meaning
 from replay.rows.row import Row
 
 SCHEMA = 2
-"""The version of a row's fields, in every row. Version 1, up to 0.1, had none of its own; its
-`accuracy.gold` is now `accuracy.reference`."""
+"""Version of a row's fields, in every row."""
 
 
 class Field(NamedTuple):
-    """A leaf of a row."""
+    """Leaf of a row."""
 
     path: str
     unit: str
@@ -49,7 +48,7 @@ def _columns(kind: type, path: str = "") -> Iterator[tuple[str, Column]]:
 
 
 def _described(kind: type) -> Iterator[tuple[str, Any, Meaning]]:
-    """Name, type and meaning of every field that has one."""
+    """Yield name, type and meaning of every field that has a meaning."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is Annotated:
             annotated, meaning, *_ = get_args(hint)
@@ -57,7 +56,7 @@ def _described(kind: type) -> Iterator[tuple[str, Any, Meaning]]:
 
 
 def _nested(hint: Any) -> type | None:
-    """The type with fields of its own that a hint is of, if it is of one."""
+    """Return the type in a hint that has fields of its own, if there is one."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     for option in options:
         if isinstance(option, type) and (is_dataclass(option) or hasattr(option, "_fields")):
@@ -69,21 +68,21 @@ FIELDS: list[Field] = [
     Field("schema", "", "version of this list of fields"),
     *_leaves(Row, "", Meaning("{}")),
 ]
-"""Every field of a row, in the order of CSV columns. JSON also has `time_ms.samples`,
-`core_time_ms.samples` and `layer_host_ms.samples`, the raw times of every round, and
-`accuracy.where.relative_l1`, the errors of every head by range of queries."""
+"""Fields of a row, in the order of CSV columns. JSON also has the raw times of every round
+(`time_ms.samples`, `core_time_ms.samples`, `layer_host_ms.samples`) and the errors of every head by
+range of queries (`accuracy.where.relative_l1`)."""
 
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")
 )
-"""Every column of the tables by the path of its field; verdicts come last."""
+"""Columns of the tables by the path of their field; verdicts come last."""
 
 METRICS = (*dict.fromkeys(column.metric for column in COLUMNS.values()), "all")
-"""What `--metric` chooses columns by."""
+"""Values of `--metric`."""
 
 
 def leaf(row: dict[str, Any], path: str) -> Any:
-    """The value at a dotted path of `row_to_json`'s tree; None where a branch is missing."""
+    """Return the value at a dotted path of `row_to_json`'s tree; None if it is missing."""
     value: Any = row
     for part in path.split("."):
         if not isinstance(value, dict):

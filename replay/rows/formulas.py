@@ -1,4 +1,4 @@
-"""Keeps spreadsheets from evaluating text."""
+"""Text that spreadsheets do not evaluate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as a data frame of pandas or polars, neither of which is required."""
+"""Rows as a data frame of pandas or polars; both are optional."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LIBRARIES: tuple[Library, ...] = ("pandas", "polars")
 
 
 class UnknownLibrary(Error):
-    """There are data frames of pandas and of polars."""
+    """Name of a library other than pandas and polars."""
 
 
 def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
-    """A data frame with a line per row and a column per field, named by its dotted path.
+    """Make a data frame with a line per row and a column per field, named by its dotted path.
 
     The columns are those of CSV (docs/fields.md): `kernel`, `call.shape.head_dim`, `time_ms.p50`,
-    `speedup.ratio`, `accuracy.reference.cosine` … A field that no row has is an empty column.
+    `speedup.ratio`, `accuracy.reference.cosine` … A field that is in no row is an empty column.
 
     Args:
         library: `pandas` or `polars`; by default pandas if it is installed, else polars.
@@ -37,11 +37,11 @@ def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
         >>> frame.groupby("kernel")["speedup.ratio"].median()
 
     Raises:
-        MissingPackage: the library, or either of them, is not installed.
-        UnknownLibrary: the library is another.
+        MissingPackage: the library is not installed.
+        UnknownLibrary: the library has another name.
     """
     if library is not None and library not in LIBRARIES:
-        raise UnknownLibrary(f"no data frames of {library!r}: choose from {', '.join(LIBRARIES)}")
+        raise UnknownLibrary(f"unknown library {library!r}: choose from {', '.join(LIBRARIES)}")
     trees = [row_to_json(row) for row in rows]
     columns = {field.path: [leaf(tree, field.path) for tree in trees] for field in FIELDS}
     wanted = LIBRARIES if library is None else (library,)
@@ -56,5 +56,5 @@ def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
         return pandas.DataFrame(columns)
     import polars
 
-    # Types are inferred from all rows: the first may be of a kernel that did not run.
+    # Types are inferred from all rows, because the first kernel may not have run.
     return polars.DataFrame(columns, strict=False, infer_schema_length=None)

@@ -1,6 +1,6 @@
-"""What the fields of a row mean, written beside each field as `Annotated[type, Meaning(...)]`.
+"""The meanings of a row's fields, written with each field as `Annotated[type, Meaning(...)]`.
 
-CSV's columns, the tables, `--metric` and the docs' lists all come from it (`replay.rows.fields`).
+CSV columns, tables, `--metric` and the lists in the docs are made from them (`replay.rows.fields`).
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 COSINE_NOISE = 1e-12
-"""What a cosine against a float32 or float64 reference is uncertain by."""
+"""Uncertainty of a cosine against a float32 or float64 reference."""
 
 FEW_ROUNDS = 10
-"""Fewer than these stand in the tables."""
+"""Number of rounds from which tables do not show it."""
 
 OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
-"""How one cell of a table combines several calls."""
+"""Rule by which one cell of a table combines several calls."""
 
 OVER_CALLS: dict[OverCalls, str] = {
     "median": "the median of the calls",
@@ -27,38 +27,38 @@ OVER_CALLS: dict[OverCalls, str] = {
     "counts": "of every call",
     "same": "the same for every call",
 }
-"""The same for readers."""
+"""Descriptions of these rules for readers."""
 
 
 class Column(NamedTuple):
-    """A column of the tables."""
+    """Column of the tables."""
 
     table: Literal["speed", "accuracy", "work", "machine"]
     metric: str
-    """The `--metric` that shows it."""
+    """Value of `--metric` that shows it."""
     heading: str
     form: Callable[[float], str] = str
     over_calls: OverCalls = "median"
     of: str = ""
-    """Which leaf of a field that has several."""
+    """Name of a leaf, for a field that has several."""
 
 
 class Meaning(NamedTuple):
-    """What a field says."""
+    """Meaning of a field."""
 
     text: str
-    """In one line. Around a field that has fields of its own, `{}` stands for theirs."""
+    """Text in one line. In a field with fields of its own, `{}` stands for their texts."""
     unit: str = ""
     columns: tuple[Column, ...] = ()
 
 
 def digits(spec: str, factor: float = 1.0) -> Callable[[float], str]:
-    """A column's form: `format(value * factor, spec)`."""
+    """Return a column's form: `format(value * factor, spec)`."""
     return lambda value: format(value * factor, spec)
 
 
 def floored(places: int) -> Callable[[float], str]:
-    """A cosine's form: only an exact 1, but for float64's own noise, reads 1.000000."""
+    """Return a cosine's form: only 1, within float64's noise, is shown as 1.000000."""
 
     def form(value: float) -> str:
         if not math.isfinite(value):
@@ -69,10 +69,10 @@ def floored(places: int) -> Callable[[float], str]:
 
 
 def nonzero(value: float) -> str:
-    """A count's form: a dash for none."""
+    """Format a count, with a dash for zero."""
     return str(value) if value else "-"
 
 
 def few(value: float) -> str:
-    """The form of a number of rounds: a dash where there are enough to look away from it."""
+    """Format a number of rounds, with a dash if it is large enough."""
     return str(value) if value < FEW_ROUNDS else "-"

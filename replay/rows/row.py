@@ -1,4 +1,4 @@
-"""One kernel on one call: everything a row says, as types that import nothing of the replay."""
+"""The row of one kernel on one call, as types that import nothing else of `replay`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from replay.rows.errors_of_output import Accuracy, AccuracyClass, Summary
 from replay.rows.meaning import Column, Meaning, digits, few
 
 HERE = "this"
-"""The Python environment that replays."""
+"""Name of the Python environment of the parent process."""
 
 CACHING = ("prefill", "decode")
-"""Phases of a language model, whose key and value lie in a cache."""
+"""Phases of a language model, in which key and value are in a cache."""
 
 Status = Literal[
     "ok",
@@ -39,34 +39,34 @@ SpeedReason = Literal[
 ]
 
 UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
-"""Of a call that could not be read."""
+"""Shape of a call that could not be read."""
 
 
 class KernelId(NamedTuple):
-    """A kernel in a Python environment: what one line of a table is about."""
+    """Kernel in a Python environment, the subject of one line of a table."""
 
     name: str
     environment: str = HERE
 
     def __str__(self) -> str:
-        """The name, followed by `@` and the environment if that is not the one that replays."""
+        """Format as the name, followed by `@` and the environment unless that is `this`."""
         return self.name if self.environment == HERE else f"{self.name}@{self.environment}"
 
 
 class Mask(NamedTuple):
-    """An attn_mask, described."""
+    """Description of an attn_mask."""
 
     kind: Annotated[Literal["bool", "float"], "bool (True = attend) or float (added to the scores)"]
     sizes: Annotated[tuple[int, ...], "its shape"]
 
     def __str__(self) -> str:
-        """`bool 1×1×64×64`."""
+        """Format as `bool 1×1×64×64`."""
         return f"{self.kind} {'×'.join(map(str, self.sizes))}"
 
 
 @dataclass(frozen=True)
 class CallFacts:
-    """What a row says about its call."""
+    """Facts in a row about its call."""
 
     name: Annotated[str, "the recorded call's file, or the random shape's number"]
     model: Annotated[str, "the model or suite it comes from"] = ""
@@ -103,12 +103,12 @@ class TimeSummary:
     iqr: Annotated[float, "interquartile range (p75 - p25) of"]
     n: Annotated[int, Meaning("number of samples of", "samples")]
     samples: tuple[float, ...]
-    """By round; in JSON alone."""
+    """Samples by round; only in JSON."""
 
 
 @dataclass(frozen=True)
 class Speedup:
-    """How many times faster the candidate is than the baseline, with a 95 % interval.
+    """Speed of the candidate relative to the baseline, with a 95 % interval.
 
     `replay.timing.statistics.speed_verdict` has the table of verdicts and reasons.
     """
@@ -131,24 +131,24 @@ class Speedup:
 
     @property
     def is_tie(self) -> bool:
-        """Whether the rounds name no winner."""
+        """True if neither kernel is faster."""
         return self.verdict in ("same", "ambiguous")
 
     def holds(self, ratio: float) -> bool:
-        """Whether a ratio lies in the interval; where there is none, none does."""
+        """Return whether a ratio is in the interval; False without an interval."""
         return self.low is not None and self.high is not None and self.low <= ratio <= self.high
 
 
 @dataclass(frozen=True)
 class SpeedupOver(Speedup):
-    """A speed-up and the kernel it is over."""
+    """Speed-up with the name of its baseline."""
 
     vs: Annotated[str, "the baseline kernel"]
 
 
 @dataclass(frozen=True)
 class GpuState:
-    """One reading; a figure that the GPU does not give is None."""
+    """Reading of a GPU's state; a figure that it does not give is None."""
 
     sm_clock_mhz: Annotated[int | None, Meaning("SM clock", "MHz")]
     power_w: Annotated[float | None, Meaning("power draw", "W")]
@@ -161,7 +161,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class Energy:
-    """What calls of one kernel take back to back, with nothing between them."""
+    """Energy of calls of one kernel back to back."""
 
     mj: Annotated[float, Meaning("energy of a call, what an idle GPU draws included,", "mJ")]
     tflops_per_w: Annotated[float, Meaning("TFLOPS / mean power draw", "TFLOPS/W")]
@@ -171,13 +171,13 @@ class Energy:
 
 @dataclass(frozen=True)
 class Roof:
-    """What the machine was measured to do at most."""
+    """Measured peaks of the machine."""
 
     tflops: Annotated[float, Meaning("of a large matrix product in the call's dtype", "TFLOPS")]
     gb_per_s: Annotated[float, Meaning("of a large copy in memory", "GB/s")]
 
     def at(self, flop_per_byte: float) -> float:
-        """TFLOPS that a call of this arithmetic intensity can have at most."""
+        """Return the most TFLOPS that a call of this arithmetic intensity can reach."""
         return min(self.tflops, self.gb_per_s * flop_per_byte / 1e3)
 
 
@@ -187,18 +187,18 @@ class Program:
 
     name: str
     registers: int
-    """Per thread."""
+    """Registers per thread."""
     spills: int
-    """Registers per thread that did not fit and live in local memory."""
+    """Registers per thread that are spilled to local memory."""
     shared_bytes: int
     """Shared memory per block."""
     warps: int
-    """Per block."""
+    """Warps per block."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a row was measured on; empty where it does not apply."""
+    """Machine that a row was measured on; fields that do not apply are empty."""
 
     device: Annotated[str, "name of the GPU or processor"] = ""
     python: Annotated[str, "Python's version"] = ""
@@ -213,7 +213,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Row:
-    """One kernel on one call. `kernel` is empty where the call itself could not be replayed."""
+    """Result of one kernel on one call; `kernel` is empty if the call could not be replayed."""
 
     kernel: Annotated[str, "the kernel's name"]
     call: Annotated[CallFacts, "{}"]
@@ -432,10 +432,10 @@ class Row:
 
     @property
     def overwrites(self) -> list[str]:
-        """Inputs that it changes and that later calls are taken to read again, so that it must not
-        stand in a model however right its outputs are.
+        """Inputs that the kernel changes and that later calls probably read again.
 
-        A mask is mostly made once for all layers; a language model's key and value are its cache.
+        Such a kernel must not run in a model, even if its outputs are right. Most models make a
+        mask once for all layers, and a language model's key and value are its cache.
         """
         kept = {"attn_mask", "key", "value"} if self.call.phase in CACHING else {"attn_mask"}
         return sorted(kept.intersection(self.changed_inputs))
@@ -445,7 +445,7 @@ class Row:
         return self.status in ("ok", "not-timed")
 
     def shares_rounds(self, other: Row) -> bool:
-        """Whether sample i of both is from the same round."""
+        """Return whether sample i of both rows is from the same round."""
         return (self.call.name, self.environment, self.process) == (
             other.call.name,
             other.environment,

@@ -36,40 +36,40 @@ from replay.rows.row import Row
 T = TypeVar("T")
 
 BEGINNING = '{"schema": '
-"""Of every line that `write_jsonl` writes."""
+"""Beginning of every line that `write_jsonl` writes."""
 
 
 class RowsError(Error):
-    """A file of rows cannot be used; the message names the remedy."""
+    """File of rows that cannot be used; the message names the remedy."""
 
 
 class Writable(Protocol):
-    """What text is written to."""
+    """Output for text."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...
 
 
 class StoredRows(NamedTuple):
-    """What a file of rows holds."""
+    """Content of a file of rows."""
 
     rows: list[Row]
     is_cut_off: bool
-    """Whether the writer was interrupted in the middle of another row."""
+    """True if the writer was interrupted in the middle of another row."""
 
 
 def row_to_json(row: Row) -> dict[str, Any]:
-    """The row as a tree of plain JSON; NaN and infinities become null, `nan_count` tells them."""
+    """Return the row as a tree of plain JSON; NaN and infinities become null."""
     tree: dict[str, Any] = plain({"schema": SCHEMA, **asdict(row)})
     return tree
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
-    """The row that `row_to_json` was given, with NaN where it had to write null.
+    """Return the row that `row_to_json` was given, with NaN in place of null.
 
     Raises:
-        OtherSchema: it is of another version.
-        ValueError, KeyError, TypeError, AttributeError: it is no row.
+        OtherSchema: the row has another version.
+        ValueError, KeyError, TypeError, AttributeError: the data is not a row.
     """
     schema = data.get("schema", 1)
     if schema != SCHEMA and {"kernel", "call"} <= data.keys():
@@ -82,15 +82,15 @@ def row_from_json(data: dict[str, Any]) -> Row:
 
 
 class OtherSchema(Exception):
-    """Rows whose fields are those of another version."""
+    """Rows of another version of the fields."""
 
 
 def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
-    """A dataclass or named tuple from the tree that `dataclasses.asdict` made of it.
+    """Make a dataclass or named tuple from the tree that `dataclasses.asdict` made of it.
 
     Raises:
-        KeyError: a field that it does not have.
-        ValueError, TypeError, AttributeError: a value is not of its field's type.
+        KeyError: a field is unknown.
+        ValueError, TypeError, AttributeError: a value has another type than its field.
     """
     hints = _hints(cast("type", kind))
     return kind(**{name: _value(hints[name], value, name) for name, value in data.items()})
@@ -103,7 +103,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _value(hint: Any, value: Any, name: str) -> Any:
     if hint is float:
-        if value is None or type(value) is float:  # also one that is not finite, from a worker
+        if value is None or type(value) is float:  # workers also send values that are not finite
             return math.nan if value is None else value
         return float(typed(int, value, name))
     if hint in (str, int, bool):
@@ -114,13 +114,13 @@ def _value(hint: Any, value: Any, name: str) -> Any:
     if kind is Literal and value not in options:
         raise ValueError(f"{name} is {shown(value)}")
     if kind is dict:
-        return {key: _value(options[1], each, name) for key, each in value.items()}
+        return {key: _value(options[1], part, name) for key, part in value.items()}
     if kind in (tuple, list):
         if not isinstance(value, tuple | list):
             raise ValueError(f"{name} is {shown(value)}")
         if kind is list or options[-1] is Ellipsis:
-            return kind(_value(options[0], each, name) for each in value)
-        return tuple(_value(*each, name) for each in zip(options, value, strict=True))
+            return kind(_value(options[0], part, name) for part in value)
+        return tuple(_value(*pair, name) for pair in zip(options, value, strict=True))
     names = getattr(hint, "_fields", None)
     if names is not None and not isinstance(value, dict):
         value = dict(zip(names, value, strict=True))
@@ -138,17 +138,17 @@ def _one_of(options: tuple[Any, ...], value: Any, name: str) -> Any:
 
 
 def write_jsonl(rows: Iterable[Row], file: Writable) -> None:
-    """One JSON object a line."""
+    """Write one JSON object per line."""
     for row in rows:
         file.write(json.dumps(row_to_json(row)) + "\n")
         file.flush()
 
 
 def save_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """Make these rows the file's, in one step.
+    """Replace a file by these rows, in one step.
 
     Raises:
-        RowsError: it cannot be written.
+        RowsError: the file cannot be written.
     """
     try:
         with replacing(path) as file:
@@ -158,14 +158,14 @@ def save_jsonl(rows: Iterable[Row], path: Path) -> None:
 
 
 def read_jsonl(path: Path) -> StoredRows:
-    """The rows of a file that `write_jsonl` wrote.
+    """Read a file that `write_jsonl` wrote.
 
     Raises:
-        FileNotFoundError: there is none.
-        RowsError: it cannot be read, or holds something other than rows of this version.
+        FileNotFoundError: the file does not exist.
+        RowsError: the file cannot be read, or has other content than rows of this version.
     """
     try:
-        # Not `splitlines`, which also splits at characters that JSON may contain.
+        # `splitlines` would also split at characters that JSON may contain.
         *lines, last = given_text(path).split("\n")
     except FileNotFoundError:
         raise
@@ -193,7 +193,7 @@ def read_jsonl(path: Path) -> StoredRows:
 
 
 def write_csv(rows: Iterable[Row], file: Writable) -> None:
-    """A column per field of `FIELDS`; lists joined with spaces, text printable and no formula."""
+    """Write a column per field of `FIELDS`; lists are joined with spaces, formulas quoted."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)
     for row in rows:
@@ -211,7 +211,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def plain(value: Any) -> Any:
-    """A tree that `json.dump` takes: named tuples by name, null for what is no finite number."""
+    """Return a tree for `json.dump`: named tuples as objects, null for non-finite numbers."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if hasattr(value, "_asdict"):

@@ -1,1 +1,1 @@
-"""How long kernels take, and on what machine."""
+"""Times and energy of kernels, and the machine that they ran on."""

@@ -1,4 +1,4 @@
-"""The processor cores that there are, and those that this process may use. Imports no torch."""
+"""The processor cores of the machine, and the ones that this process may use. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def physical_cores(topology: Path = TOPOLOGY) -> int | None:
-    """Count cores, not their hardware threads; None where the system does not tell."""
+    """Count cores without their hardware threads; None if the system does not tell."""
     siblings = set()
     for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
         try:
             siblings.add(listed.read_text())
-        except OSError:  # a core that was switched off meanwhile
+        except OSError:  # the core was switched off meanwhile
             continue
     return len(siblings) or None
 
 
 def core_siblings(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[list[int]]:
-    """Logical CPUs by their cores, neighbours beside each other.
+    """Group logical CPUs by core, with neighbouring cores beside each other.
 
-    Where the system does not tell, each counts as a core.
+    If the system does not tell, each CPU counts as a core.
     """
     cores: dict[str, list[int]] = {}
     for cpu in sorted(cpus):

@@ -1,12 +1,11 @@
-"""The energy of a call, and the time it settles at, from a block of calls back to back.
+"""The energy of a call, and its sustained time, from a block of calls back to back.
 
-NVML counts the energy that a whole GPU draws, and moves the count every 20 to 100 ms. So calls
-follow each other for a second without a gap, and what is read between two movements of the counter
-is divided by the calls between them. Nothing is subtracted: what an idle GPU draws is in it.
+NVML counts the energy of the whole GPU, and updates the count every 20 to 100 ms. So calls follow
+each other for a second without a gap, and the energy between two updates is divided by the calls
+between them. The energy of an idle GPU is included.
 
-In the same block the GPU gets as warm and as slow as under a steady load. The first calls after a
-pause run at the clock that a single burst gets, the last ones at the clock that power allows for
-long.
+During the block the GPU becomes as warm and as slow as under a steady load. The first calls after a
+pause run at the clock of a short burst, the last ones at the clock that power allows for long.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from replay.timing.gpu_state import NoReading, energy_counter
 Function = Callable[[], object]
 
 PAUSE_SECONDS = 0.1
-"""Before a block, so that its first calls meet a GPU at rest."""
+"""Pause before a block, so that the GPU is at rest when it begins."""
 SETTLING_SECONDS = 0.25
-"""Of a block, before the counter is read: clocks need some 40 ms to follow the power drawn."""
+"""Time of a block before the counter is read: clocks need about 40 ms to adapt to the power."""
 BLOCK_SECONDS = 1.0
-"""Between the first and the last reading of the counter, ten of its movements or more."""
+"""Time between the first and last reading of the counter: at least ten of its updates."""
 CHUNK_MS = 5.0
-"""Work between two looks at the counter. One more lies queued, so that the GPU never waits."""
+"""Work between two readings. One more chunk is queued, so that the GPU never waits."""
 BURST_MS = 20.0
 SUSTAINED_SHARE = 0.25
-"""Of a block: its end."""
+"""Share of a block, at its end, whose calls give the sustained time."""
 STANDSTILL_SECONDS = 5.0
-"""A counter that does not move for so long, while the GPU works, is none."""
+"""Time without an update, while the GPU works, after which the counter is given up."""
 
 DIFFERENT = 0.03
-"""Burst and sustained times further apart than this share are told apart."""
+"""Least relative difference between burst and sustained times that is reported."""
 
 
 @dataclass(frozen=True)
 class EnergyBlock:
-    """What a block of calls showed."""
+    """Energy and times of a block of calls."""
 
     mj: float
     """Energy of a call."""
@@ -55,7 +54,7 @@ class EnergyBlock:
 
     @property
     def settles(self) -> bool:
-        """Whether a call takes another time for long than in a burst."""
+        """True if the sustained time of a call differs from its time in a burst."""
         return abs(self.sustained_ms / self.burst_ms - 1) > DIFFERENT
 
 
@@ -68,11 +67,11 @@ def measure_energy(
     """Run a block of calls of a function that takes about `call_ms`.
 
     Args:
-        keep: given what one call in some milliseconds returned, on average, right after that call;
-            it must not wait for the GPU.
+        keep: receives the output of one call per chunk on average, right after the call; it must
+            not wait for the GPU.
 
     Raises:
-        NoReading: the device has no energy counter, or one that stands still.
+        NoReading: the device has no energy counter, or its counter does not change.
     """
     read = energy_counter(device)
     calls = max(int(CHUNK_MS / call_ms), 1)
@@ -91,12 +90,12 @@ def block(
     read: Callable[[], int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> EnergyBlock:
-    """Watch chunks of calls, until the counter was read for long enough.
+    """Follow chunks of calls until the counter was read for long enough.
 
     Args:
-        chunks: milliseconds of each, as soon as it is over; endless.
-        calls: how many a chunk has.
-        read: the counter, in millijoules.
+        chunks: endless milliseconds of chunks, each as soon as it is done.
+        calls: number of calls in a chunk.
+        read: function that reads the counter, in millijoules.
     """
     times: list[float] = []
     began = moved = clock()
@@ -126,7 +125,7 @@ def block(
 
 
 def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> Iterator[float]:
-    """Run chunks of calls for ever, one ahead of the one that is waited for."""
+    """Run chunks of calls without end; wait for each while the next is queued."""
     under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
     while True:
         start = torch.cuda.Event(enable_timing=True)
@@ -134,7 +133,7 @@ def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> I
         start.record()
         for _ in range(calls):
             result = function()
-            if secrets.randbelow(calls) == 0:  # not known before the call
+            if secrets.randbelow(calls) == 0:  # drawn after the call, so that no call can know it
                 keep(result)
         end.record()
         under_way.append((start, end))

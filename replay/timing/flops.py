@@ -1,7 +1,7 @@
-"""What one attention call must at least do: floating-point operations and bytes, exactly.
+"""The work of an attention call: its floating-point operations and bytes, as exact integers.
 
-The figures depend on shapes, masks and stored sizes only, never on a kernel, so that the TFLOPS and
-GB/s of all kernels of a call share one numerator. They are integers: nothing is rounded.
+The figures depend only on shapes, masks and stored sizes, never on a kernel, so the TFLOPS and GB/s
+of all kernels of a call share one numerator.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ ROWS_AT_A_TIME = 256
 
 
 def valid_pairs(call: AttentionCall) -> int:
-    """(query, key) pairs that take part in the softmax, over batch and query heads.
+    """Count the (query, key) pairs that take part in the softmax, over batch and query heads.
 
-    Causal masks, windows and packed sequences leave each query a span of keys
-    (`capture.call.attention_variant.key_ranges`). A bool mask counts its True entries, a float mask
-    those that are not -inf. With both, a pair must be allowed by both: torch's math backend refuses
-    a mask with `is_causal`, its CPU flash backend computes it.
+    Causal masks, windows and packed sequences leave each query a range of keys
+    (`capture.call.attention_variant.key_ranges`). A bool mask counts its True entries, a float
+    mask the entries that are not -inf. With both, a pair must be allowed by both, as in torch's
+    CPU flash backend; its math backend refuses a mask with `is_causal`.
     """
     shape = call.shape
     heads = shape.batch * shape.q_heads
     if not heads * shape.q_len * shape.kv_len:
-        return 0  # a mask for no keys has no entries, or one that broadcasts to none
+        return 0  # without keys, a mask has no entries or one that broadcasts to none
     restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
         if restricts:
@@ -43,7 +43,7 @@ def valid_pairs(call: AttentionCall) -> int:
 
 
 def flops(call: AttentionCall) -> int:
-    """Multiplications and additions of QKᵀ and PV over the valid pairs: 2·pairs·(D + Dv).
+    """Count the multiplications and additions of QKᵀ and PV over valid pairs: 2·pairs·(D + Dv).
 
     The softmax itself is not counted, which is the convention of the attention papers.
     """
@@ -51,11 +51,11 @@ def flops(call: AttentionCall) -> int:
 
 
 def bytes_moved(call: AttentionCall) -> int:
-    """Bytes of query, key, value and mask, each read once, and of the output, written once.
+    """Count the bytes of query, key, value and mask, read once, and of the output, written once.
 
-    Each counts at its own stored element size; an expanded (stride 0) dimension is stored once, and
-    so is a value that is part of the key. Of keys in pages, each page counts once. The output has
-    the query's dtype, as SDPA's has, also where a kernel quantises inside.
+    Each tensor counts with its stored element size. Expanded (stride 0) dimensions, a value that is
+    part of the key, and pages of a cache count once. The output has the query's dtype, even if a
+    kernel quantises inside.
     """
     shape = call.shape
     output_elements = shape.batch * shape.q_heads * shape.q_len * shape.v_head_dim
@@ -69,21 +69,21 @@ def bytes_moved(call: AttentionCall) -> int:
 
 
 def arithmetic_intensity(call: AttentionCall) -> float:
-    """Floating-point operations per byte moved: compare with the machine's balance (roofline).
+    """Return the floating-point operations per byte moved; 0 for a call without operations.
 
-    0 of a call that moves no byte.
+    Compare it with the machine's balance (roofline).
     """
     operations = flops(call)
     return operations / bytes_moved(call) if operations else 0.0
 
 
 def tflops(call: AttentionCall, milliseconds: float) -> float:
-    """10¹² floating-point operations per second for a call that took `milliseconds`."""
+    """Return 10¹² floating-point operations per second for a call that took `milliseconds`."""
     return flops(call) / milliseconds / 1e9
 
 
 def gb_per_s(call: AttentionCall, milliseconds: float) -> float:
-    """10⁹ bytes per second for a call that took `milliseconds`."""
+    """Return 10⁹ bytes per second for a call that took `milliseconds`."""
     return bytes_moved(call) / milliseconds / 1e6
 
 
@@ -94,7 +94,7 @@ def _causal_pairs(q_len: int, kv_len: int) -> int:
 
 def _pairs_in_mask(call: AttentionCall, attn_mask: Tensor) -> int:
     shape = call.shape
-    # Expanded dimensions are counted once and multiplied, as are those that only broadcast.
+    # Expanded dimensions are counted once and multiplied, like dimensions that only broadcast.
     mask = narrow_expanded(attn_mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     per_head = shape.batch * shape.q_heads // (mask.shape[0] * mask.shape[1])

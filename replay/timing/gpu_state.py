@@ -1,7 +1,7 @@
-"""What state the GPU was in: the clock, power and temperature that a timing depends on.
+"""The state of the GPU: clocks, power and temperature, which times depend on.
 
-Read through NVML (package `nvidia-ml-py`), which is optional: without it, or on a device it does
-not know, there is no state rather than an error.
+It is read through NVML (package `nvidia-ml-py`), which is optional. Without it, or on a device that
+it does not know, there is no state and no error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ THROTTLE_REASONS = {
 
 
 def read_gpu_state(device: torch.device | str) -> GpuState | None:
-    """The state of a CUDA device now; None on other devices or where NVML is unavailable."""
+    """Read the state of a CUDA device; None on other devices or without NVML."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -57,10 +57,10 @@ def read_gpu_state(device: torch.device | str) -> GpuState | None:
 
 
 def energy_counter(device: torch.device | str) -> Callable[[], int]:
-    """Millijoules that the GPU has drawn since its driver was loaded, whenever it is called.
+    """Return a function that reads the millijoules that the GPU has used since its driver started.
 
     Raises:
-        NoReading: there is no counter; the message says why.
+        NoReading: the GPU has no counter; the message says why.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -78,7 +78,7 @@ def energy_counter(device: torch.device | str) -> Callable[[], int]:
 
 
 def why_no_state(device: torch.device) -> str:
-    """Say why a GPU's clocks and power are not known; empty where they are, and on a CPU."""
+    """Return why a GPU's clocks and power are unknown; empty if they are known, and on a CPU."""
     if device.type != "cuda":
         return ""
     try:
@@ -89,14 +89,14 @@ def why_no_state(device: torch.device) -> str:
 
 
 class NoReading(Exception):
-    """NVML does not tell."""
+    """Figure that NVML does not tell."""
 
 
 def _handle(device: torch.device) -> tuple[Any, Any]:
-    """NVML, and what it knows a device by.
+    """Return NVML's module and its handle of a device.
 
     Raises:
-        NoReading: there is none.
+        NoReading: NVML is missing or does not know the device.
     """
     nvml = _nvml()
     if isinstance(nvml, str):
@@ -110,21 +110,21 @@ def _handle(device: torch.device) -> tuple[Any, Any]:
 
 
 def gpu_is_lost(device: torch.device) -> bool:
-    """Whether CUDA refuses all further work, as it does after an illegal memory access."""
+    """Return whether CUDA refuses all further work, as after an illegal memory access."""
     if device.type != "cuda":
         return False
     try:
         torch.zeros(1, device=device).add_(1)
         torch.cuda.synchronize(device)
     except torch.OutOfMemoryError:
-        return False  # it works, and has no byte left
+        return False  # the device works, but its memory is full
     except RuntimeError:
         return True
     return False
 
 
 def throttle_reasons(bits: int) -> tuple[str, ...]:
-    """The names of the reasons in NVML's bit mask, unknown bits in hexadecimal."""
+    """Return the names of the reasons in NVML's bit mask, with unknown bits in hexadecimal."""
     unknown = bits & ~sum(THROTTLE_REASONS)
     known = tuple(name for bit, name in THROTTLE_REASONS.items() if bits & bit)
     return (*known, hex(unknown)) if unknown else known
@@ -132,7 +132,7 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 @functools.cache
 def _nvml() -> Any:
-    """NVML's module, or why there is none."""
+    """Return NVML's module, or the reason why it cannot be used."""
     try:
         nvml = importlib.import_module("pynvml")
     except Exception as error:  # built for another Python, or another package of that name

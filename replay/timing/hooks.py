@@ -1,4 +1,4 @@
-"""Code that a kernel could leave behind, to run once it returned and its time is taken."""
+"""Hooks and modes that a kernel could leave behind to run code after its time was taken."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LeftBehind(Exception):
-    """A call returned with a hook or a mode in place that was not there before."""
+    """Hook or mode that a call left in place."""
 
 
 def python_hooks() -> tuple[Any, Any]:
-    """What Python calls at each call and return; asking is such a call."""
+    """Return the functions that Python calls at each call and return, this one included."""
     return sys.getprofile(), sys.gettrace()
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """What PyTorch calls before each of its functions, the innermost last."""
+    """Return the modes that PyTorch calls before each of its functions, the innermost last."""
     size: int = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(each) for each in range(size)]
+    return [torch._C._get_function_stack_at(place) for place in range(size)]
 
 
 def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
-    """Leave just these."""
+    """Replace the stack by these modes."""
     while torch._C._len_torch_function_stack():
         torch._C._pop_torch_function_stack()
     for mode in modes:
@@ -35,13 +35,13 @@ def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """What PyTorch calls before each of its operators, the innermost last."""
+    """Return the modes that PyTorch calls before each of its operators, the innermost last."""
     size: int = torch._C._len_torch_dispatch_stack()
-    return [torch._C._get_dispatch_stack_at(each) for each in range(size)]
+    return [torch._C._get_dispatch_stack_at(place) for place in range(size)]
 
 
 def set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
-    """Leave just these."""
+    """Replace the stack by these modes."""
     while torch._C._len_torch_dispatch_stack():
         torch._C._pop_torch_dispatch_stack(None)
     for mode in modes:
@@ -49,21 +49,21 @@ def set_dispatch_modes(modes: Sequence[TorchDispatchMode]) -> None:
 
 
 class Watch:
-    """What was in place before a call."""
+    """Hooks and modes in place before a call."""
 
     def __init__(self) -> None:
         self._modes = _numbers_of_modes()
         self._hooks = python_hooks()
 
     def compare(self, hooks: tuple[Any, Any]) -> None:
-        """See whether the call left something behind.
+        """Check that the call left nothing behind.
 
         Args:
-            hooks: `python_hooks()`, asked while the call's time was still taken, so that what a
-                hook does then is in it.
+            hooks: `python_hooks()`, called while the time was still taken, which includes the work
+                of a hook.
 
         Raises:
-            LeftBehind: it did.
+            LeftBehind: the call left a hook or mode in place.
         """
         if hooks != self._hooks:
             raise LeftBehind("a hook that runs after it returned")

@@ -1,9 +1,9 @@
-"""What a model's host does between two attention calls, so that launches are timed as in a model.
+"""The host's work between two attention calls of a model, to time launches as in a model.
 
-A function that is called over and over is launched from the processor's innermost caches. In a
-model the rest of a layer runs in between, some forty launches from other code, and the same call
-then takes the host half as long again. It goes the other way as well: a launcher that runs much
-Python leaves the rest of the layer with cold caches (`docs/whole-model.md`).
+A function that is called repeatedly is launched from the processor's innermost caches. In a model
+the rest of a layer runs in between, about forty launches from other code, and the host then needs
+half as long again for the same call. Conversely, a launcher that runs much Python leaves cold
+caches to the rest of the layer (`docs/whole-model.md`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class Norm(nn.Module):
-    """RMSNorm in bfloat16 as model libraries write it out: eight launches and not one."""
+    """RMSNorm in bfloat16 as model libraries write it, with eight launches instead of one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -33,8 +33,10 @@ class Norm(nn.Module):
 
 
 class Projection(nn.Module):
-    """`nn.Linear` without a bias, whose own weights are drawn: from the caller's random numbers,
-    or without values, for which PyTorch imports half a second of modules."""
+    """Linear layer with constant weights.
+
+    `nn.Linear` would draw from the caller's random numbers, or import modules for half a second.
+    """
 
     def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
         super().__init__()
@@ -49,11 +51,11 @@ def _weight(*size: int, device: torch.device) -> nn.Parameter:
 
 
 class RestOfLayer(nn.Module):
-    """A decoder layer as of Llama without its attention, on one token so small that a GPU is done
-    with each part before the next is launched.
+    """Decoder layer like Llama's, without attention.
 
-    Norms, projections, rotary positions, the key/value cache, the gated feed-forward network: the
-    operations are those of a model, the weights are all the same.
+    Its token is so small that a GPU finishes each operation before the next is launched. The
+    operations are a model's (norms, projections, rotary positions, key/value cache, gated
+    feed-forward network), with equal weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -72,12 +74,12 @@ class RestOfLayer(nn.Module):
     def forward(self) -> Tensor:
         normed = self.norms[0](self.token)
         query, key, value = (
-            each(normed).view(1, 1, HEADS, HEAD_DIM).transpose(1, 2)
-            for each in self.projections[:3]
+            project(normed).view(1, 1, HEADS, HEAD_DIM).transpose(1, 2)
+            for project in self.projections[:3]
         )
         cosine, sine = self.cosine.unsqueeze(1), self.sine.unsqueeze(1)
-        query, key = (_rotated(each, cosine, sine) for each in (query, key))
-        key, value = (torch.cat((self.past, each), dim=2) for each in (key, value))
+        query, key = (_rotated(heads, cosine, sine) for heads in (query, key))
+        key, value = (torch.cat((self.past, new), dim=2) for new in (key, value))
         attended = (query + key[:, :, -1:] + value[:, :, -1:]).transpose(1, 2).reshape(1, 1, WIDTH)
         middle = self.token + self.projections[3](attended)
         normed = self.norms[1](middle)

@@ -1,9 +1,9 @@
-"""What a kernel's samples may not show, looked for in calls in a row, by the host's clock.
+"""Calls in a row, timed by the host's clock, which reveal what a kernel's samples may hide.
 
-A sample ends with the stream that its call was made on, and its time is that between two events. So
-work on other streams is not in it, and who reaches the events decides what they say. Here the GPU
-waits until the host has enqueued some calls, with a mark before and behind them: a number copied to
-memory that the host watches. No event is asked, and the device is waited for at the end.
+The time of a sample lies between two events on the call's own stream. So it excludes work on other
+streams, and a kernel could falsify the events. This module uses no events. The GPU waits until the
+host has enqueued several calls, with a mark before and after them: a number that is copied to
+memory which the host watches. At the end the host waits for the whole device.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ from torch import Tensor
 from replay.timing.timer import CYCLES_PER_MS, MAXIMUM_WAIT_MS, Function
 
 LONGEST_HEAD_START_MS = 100.0
-"""Of the host before the GPU."""
+"""Longest head start of the host over the GPU."""
 TRIES = 3
 CALLS = 20
-"""In a row at most, so that what each leaves behind adds up."""
+"""Most calls in a row, whose remaining work adds up."""
 ENOUGH_MS = 5.0
-"""Of calls in a row: what goes unnoticed whatever they take is then a hundredth of them."""
+"""Duration of calls in a row, a hundred times `UNNOTICED_MS`."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
-"""What may be left without being noticed: asking takes as long, and varies as much."""
+"""Remaining work that is ignored, because the measurement varies as much."""
 
 
 class InARow(NamedTuple):
-    """Of each call, in milliseconds."""
+    """Milliseconds of each call in a row."""
 
     left_ms: float
-    """Of work that it leaves on other streams."""
+    """Work that the call leaves on other streams."""
     gpu_ms: float | None
-    """Until its own stream is done; None where the host was not ahead: the kernel waits inside, or
-    the host is busy."""
+    """Time until its own stream is done; None if the host was not ahead of the GPU, because the
+    kernel waits inside or the host is busy."""
 
 
 def look(function: Function, device: torch.device, call_ms: float, host_ms: float) -> InARow:
-    """Look at one call, and at some in a row; nothing is left, and nothing known, on a CPU.
+    """Measure one call, and several in a row. On a CPU nothing can be left, and nothing is known.
 
-    After calls their stream is waited for, and then the device. The second takes long where work
-    was left, and otherwise no longer than after an equally long wait on the stream alone. What
-    short calls leave adds up in a row, while what long ones leave is done in part beside the next.
+    The host waits for the calls' stream and then for the device. The second wait is long if work is
+    left on other streams. Work that short calls leave adds up in a row; work that long calls leave
+    partly overlaps the next call, so one call is measured alone, too.
 
     Args:
-        call_ms: what a call took when it was timed.
-        host_ms: what the host took to enqueue it.
+        call_ms: time of a call in its samples.
+        host_ms: time in which the host enqueues it.
     """
     if device.type != "cuda":
         return InARow(0.0, None)
@@ -58,7 +58,7 @@ def look(function: Function, device: torch.device, call_ms: float, host_ms: floa
     row = _look_at(number, function, device, host_ms)
     if alone.gpu_ms is None or row.gpu_ms is None:
         return row
-    # Other processes that use the GPU get their turns amid a row; marks are long beside one call.
+    # Other processes may use the GPU during the row; the marks' cost may dominate a single call.
     return row._replace(gpu_ms=min(alone.gpu_ms, row.gpu_ms))
 
 
@@ -67,8 +67,8 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
         for _ in range(number):
             function()
 
-    # The host must be done with all calls before the GPU begins; else what they leave is over
-    # before the stream is.
+    # The host must enqueue all calls before the GPU begins; otherwise work that they leave could
+    # end before the stream does.
     ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
     tries = []
     for _ in range(TRIES):
@@ -77,13 +77,13 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
         if seen.host_was_ahead and seen.left_ms <= unnoticed_ms:
             return InARow(0.0, seen.stream_ms / number)
         tries.append((seen.host_was_ahead, seen.left_ms, unnoticed_ms, seen.stream_ms))
-        if not seen.host_was_ahead:  # it is busy, or the kernel synchronises
+        if not seen.host_was_ahead:  # the host is busy, or the kernel synchronises
             ahead_ms = min(2 * ahead_ms, LONGEST_HEAD_START_MS)
-    ahead = [each for each in tries if each[0]]
+    ahead = [values for values in tries if values[0]]
     columns = zip(*(ahead or tries), strict=True)
-    _, left_ms, unnoticed_ms, stream_ms = (min(each) for each in columns)
+    _, left_ms, unnoticed_ms, stream_ms = map(min, columns)
     beyond_ms = left_ms
-    if left_ms > unnoticed_ms:  # else nothing is left, however long an idle device is waited for
+    if left_ms > unnoticed_ms:  # then subtract the wait for an idle device
         beyond_ms -= min(_waits(lambda: None, device, ahead_ms).left_ms for _ in range(TRIES))
     return InARow(
         beyond_ms / number if beyond_ms > unnoticed_ms else 0.0,
@@ -93,11 +93,11 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
 
 class _Waits(NamedTuple):
     stream_ms: float
-    """From the mark before the calls to that behind them, at most."""
+    """Longest time from the mark before the calls to the mark after them."""
     left_ms: float
-    """How much longer the device took."""
+    """Further time until the device was done."""
     host_was_ahead: bool
-    """Whether all was enqueued before the first mark."""
+    """True if everything was enqueued before the first mark."""
 
 
 def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
@@ -110,8 +110,8 @@ def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
     done.copy_(one, non_blocking=True)
     unset = time.perf_counter()
     was_ahead = not begun.item()
-    # A host that is held up sees a mark late. So the calls take no longer than this, whoever makes
-    # it late, and another try can show that they take less.
+    # A delayed host sees a mark late. So this is an upper limit of the calls' time, which another
+    # try may lower.
     began = _watched(begun, device, unset).unset
     ended = _watched(done, device, began).seen
     torch.cuda.synchronize(device)
@@ -121,16 +121,16 @@ def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
 
 class _Watched(NamedTuple):
     unset: float
-    """When a mark was last not there."""
+    """Time of the last look without the mark."""
     seen: float
-    """When it first was."""
+    """Time of the first look with the mark."""
 
 
 def _watched(mark: Tensor, device: torch.device, unset: float) -> _Watched:
-    """Watch for a mark; a GPU that refuses all work raises, since no mark would come."""
+    """Wait for a mark; raise if the GPU refuses all work, because no mark would come."""
     stream = torch.cuda.current_stream(device)
     while True:
-        asked = time.perf_counter()
+        looked = time.perf_counter()
         if mark.item() or stream.query():
             return _Watched(unset, time.perf_counter())
-        unset = asked
+        unset = looked

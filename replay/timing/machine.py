@@ -1,4 +1,4 @@
-"""Where a replay ran, for the record beside every figure; and how much of it fits there."""
+"""The machine that a replay runs on: versions, memory and speed."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from replay.timing.cores import physical_cores, usable_cpus
 
 
 def usual_device() -> str:
-    """Where a replay runs that is not told: on the GPU where there is one."""
+    """Return the default device: the GPU if there is one."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def describe(device: torch.device) -> Machine:
-    """Device and versions."""
+    """Describe the device and the versions of its software."""
     try:
         triton = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -42,7 +42,7 @@ def describe(device: torch.device) -> Machine:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's or the processor's name."""
+    """Return the name of the GPU or processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -54,7 +54,7 @@ def device_name(device: torch.device) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory free on the device now; on a CPU without /proc, all of it."""
+    """Return the free memory of the device; on a CPU without /proc, all of its memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free
@@ -64,16 +64,15 @@ def available_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # macOS says only how much there is.
+    # macOS tells only the total.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_flops_per_second() -> float:
-    """float32 matrix products on this processor: one thread's fastest in a tenth of a second, times
-    the threads.
+    """Measure float32 matrix products on this processor: one thread's rate times the threads.
 
-    Several threads wait for one another: with something else at work on one of two processors, a
-    product takes ten times as long as that of one thread.
+    Several threads would wait for each other: while another program uses one of two processors, a
+    product of two threads takes ten times as long as that of one.
     """
     return torch.get_num_threads() * _flops_per_second_of_a_thread()
 

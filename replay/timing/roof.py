@@ -1,8 +1,8 @@
-"""What this machine can do at most, measured: the two limits of a roofline (Williams et al. 2009).
+"""The measured peaks of a machine: the two limits of a roofline (Williams et al. 2009).
 
-The fastest of several large matrix products, and of several copies between buffers that no cache
-holds. A kernel that computes in fewer bits than its inputs have may lie above the first; one whose
-tensors a cache holds, above the second.
+They are the fastest of several large matrix products, and of several copies between buffers that no
+cache can hold. A kernel that computes in fewer bits than its inputs have may exceed the first
+limit, and a kernel whose tensors are in a cache the second.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ import torch
 from replay.rows.row import Roof
 
 SECONDS = 0.1
-"""How long each of them is tried for, after one call that warms up."""
+"""Duration of each measurement, after a call to warm up."""
 SIDES = {"cuda": (8192,), "cpu": (256, 1024)}
-"""Of square matrices. A CPU without instructions for a dtype stops at the first."""
+"""Sides of square matrices. A CPU without instructions for a dtype stops at the first."""
 SLOW = 0.025
-"""Seconds of one call after which no larger matrix is tried."""
+"""Duration of a call, in seconds, after which no larger matrix is tried."""
 COPIED_BYTES = {"cuda": 2**29, "cpu": 2**27}
 
 
 def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof | None:
-    """Matrix products in `dtype`, and copies, on a device that nothing else is at work on.
+    """Measure matrix products in `dtype`, and copies, on an idle device.
 
     Returns:
-        None where PyTorch has no matrix product of that dtype there, or no memory is left for it: a
-        call has its rows without.
+        None if PyTorch has no matrix product of that dtype, or no memory is left for it.
     """
     try:
         return Roof(_tflops(dtype, device), _gb_per_s(device))
@@ -58,7 +57,7 @@ def _gb_per_s(device: torch.device) -> float:
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest call."""
+    """Return the seconds of the fastest call."""
     clock = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     clock(work)
     found, deadline = clock(work), time.monotonic() + SECONDS

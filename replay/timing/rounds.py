@@ -1,4 +1,4 @@
-"""How long kernels take, compared fairly: interleaved in shuffled rounds, so samples are paired."""
+"""The times of kernels, interleaved in shuffled rounds, so that samples are paired."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from replay.timing.statistics import median_interval
 from replay.timing.timer import Cache, Candidate, Function, Timer, timer_for
 
 K = TypeVar("K", bound=Hashable)
-"""What candidates are known by."""
+"""Key of a candidate."""
 
 MORE_ROUNDS = 1.5
-"""From one look at the noise to the next."""
+"""Factor from one check of the noise to the next."""
 MINIMUM_WARM_UP_MS = 20.0
 MAXIMUM_WARM_UP_MS = 2000.0
-"""Neither counts the first call, which may compile for minutes. A GPU's clock needs some time of
-work to rise, however short the calls."""
+"""Limits of the warm-up without the first call, which may compile for minutes. Even with short
+calls a GPU's clock needs some time of work to rise."""
 MAXIMUM_WARM_UP_CALLS = 1000
 STEADY_CALLS = 3
 STEADY_GAIN = 0.02
@@ -36,41 +36,41 @@ C = TypeVar("C", bound=Hashable, contravariant=True)
 
 
 class SampleObserver(Protocol[C]):
-    """Who prepares the inputs of each timed call and looks at what it returned."""
+    """Observer that prepares the inputs of each timed call and receives its output."""
 
     def before(self, key: C) -> None:
-        """Called right before each timed call."""
+        """Prepare the inputs, right before each timed call."""
 
     def fingerprint(self, key: C, result: object) -> None:
-        """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
+        """Receive the output of each timed call on a GPU, as soon as the call is enqueued."""
 
     def keep(self, key: C, result: object) -> None:
-        """Given what some timed calls of each sample returned, of which the last counts."""
+        """Receive outputs of some timed calls of each sample; the last one counts."""
 
     def after(self, key: C) -> None:
-        """Called after the warm-up and after each sample."""
+        """Clean up after the warm-up and after each sample."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What `measure` found for one candidate."""
+    """Samples of one candidate."""
 
     ms: tuple[float, ...]
     """Milliseconds of rounds 0…n-1: sample i of every candidate is from the same round."""
     host_ms: float | None
-    """Median wall time the host needs to enqueue one call; None on CPU, where it is the call."""
+    """Median wall time in which the host enqueues one call; None on a CPU, where it is the call."""
     layer_host_ms: tuple[float, ...]
-    """By round, the same of one call and what comes after it in a model's layer
-    (`replay.timing.host_load`); empty on CPU."""
+    """Host time by round for one call and the rest of a model's layer
+    (`replay.timing.host_load`); empty on a CPU."""
     warm_up_calls: int
     is_over_time: bool
-    """Whether its few rounds took longer than `max_seconds`."""
+    """True if its few rounds took longer than `max_seconds`."""
     error: BaseException | None
-    """What dropped the candidate, if anything did; `ms` then holds the rounds before it."""
+    """Error that dropped the candidate, if any; `ms` then has the rounds before it."""
     gpu_before: GpuState | None
-    """Before the first round, the same for all candidates."""
+    """State before the first round, the same for all candidates."""
     gpu_during: GpuState | None
-    """While the samples of the last round ran."""
+    """State during the last round."""
 
 
 def measure(
@@ -89,16 +89,18 @@ def measure(
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
-    The order within a round is shuffled from `seed`. A candidate whose warm-up says that its
-    samples would take more than `max_seconds` gets fewer rounds, the first ones, but at least
-    `MINIMUM_ROUNDS` if so many are asked for. With `max_noise` the rounds end sooner once every
-    candidate's median time is known that well (`Enough`). One that raises is dropped with its
-    exception, and the others go on. A CUDA error that makes the whole process unusable is raised;
-    `on_sample` is told who is next before every warm-up and sample, and with `synchronous` each
-    sample ends before the next begins, so that the last one named is the one that did it. So many
-    untimed `calls_before` each sample are of the same candidate. A `observer` is called, untimed,
-    right before each timed call, and is given what one of each sample returned. A candidate that
-    changes times that were taken is dropped, and they are put back.
+    The order within a round is shuffled. A candidate that raises, or that changes times that were
+    taken, is dropped, and the others go on. A CUDA error that makes the process unusable is raised.
+
+    Args:
+        calls_before: untimed calls of the same candidate before each sample.
+        seed: seed of the order within rounds.
+        max_seconds: time for the samples of a candidate; a slower one gets fewer rounds, but at
+            least `MINIMUM_ROUNDS` if `rounds` allows.
+        max_noise: end the rounds once every candidate's median time is this certain (`Enough`).
+        on_sample: called with the candidate's key before every warm-up and sample.
+        synchronous: end each sample before the next begins, so that the last key names the culprit.
+        observer: prepares each timed call and receives outputs, untimed.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
@@ -137,7 +139,7 @@ def measure(
 
 
 def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float) -> None:
-    """Call until calls no longer get faster, then settle how many rounds there is time for."""
+    """Call until calls no longer get faster, then decide the number of rounds."""
     times = candidate.warm_up_ms
     try:
         while not _is_warm(times):
@@ -156,12 +158,12 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
 
 
 class Enough:
-    """Decides after some of the rounds whether the noise is low enough to do without the others.
+    """Decision, during the rounds, whether the noise is low enough to stop.
 
-    The noise of a candidate is half the width of the interval of its median time, relative to it.
-    An interval that is narrow by chance ends the rounds just when it is likely to be wrong, so it
-    is looked at seldom, each time after half as many rounds again, and has to be narrow twice in a
-    row. Simulated, speed-ups then keep their 95 % (`tests/replay/timing/test_coverage.py`).
+    The noise of a candidate is half the relative width of the interval of its median time. An
+    interval that is narrow by chance would end the rounds when it is likely to be wrong. So it is
+    checked seldom, each time after half as many rounds again, and must be narrow twice in a row. In
+    simulations speed-ups then keep their 95 % (`tests/replay/timing/test_coverage.py`).
     """
 
     def __init__(self, max_noise: float) -> None:
@@ -170,32 +172,33 @@ class Enough:
         self.was_narrow = False
 
     def after(self, rounds: int, times: Iterable[Sequence[float]]) -> bool:
-        """Whether no more are needed, by the times so far of those that would go on."""
+        """Return whether no more rounds are needed, given the times of remaining candidates."""
         if rounds < self.next_look:
             return False
         self.next_look = math.ceil(rounds * MORE_ROUNDS)
-        intervals = [median_interval(each) for each in times]
-        is_narrow = all(each is not None and each.noise <= self.max_noise for each in intervals)
+        intervals = map(median_interval, times)
+        is_narrow = all(
+            interval is not None and interval.noise <= self.max_noise for interval in intervals
+        )
         is_enough, self.was_narrow = is_narrow and self.was_narrow, is_narrow
         return is_enough
 
 
 class TakenTimes:
-    """The times of candidates as they were taken.
-
-    Kernels run in the process that keeps them, and could change their own and those of others.
-    """
+    """Copy of the candidates' times, which kernels in this process could change."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
-        self._taken = {each: [array("d").tobytes() for _ in each.times()] for each in candidates}
+        self._taken = {
+            candidate: [array("d").tobytes() for _ in candidate.times()] for candidate in candidates
+        }
 
     def note(self) -> None:
-        """Those that are there now are right."""
+        """Copy the current times as the right ones."""
         for candidate, taken in self._taken.items():
             taken[:] = (array("d", times).tobytes() for times in candidate.times())
 
     def restore(self, sampled: Candidate) -> bool:
-        """Put back what differs, but for one new time of whom was sampled; whether anything did."""
+        """Restore times, apart from one new time of `sampled`; return whether any had changed."""
         differed = False
         for candidate, taken in self._taken.items():
             for times, before in zip(candidate.times(), taken, strict=True):
@@ -218,17 +221,16 @@ def run_rounds(
 ) -> GpuState | None:
     """Sample every candidate once a round, in shuffled order, until its rounds are used up.
 
-    Returns the GPU's state while the last round was under way; where `enough` ended the rounds
-    sooner, too.
+    Returns the GPU's state during the last round.
     """
     gpu_during = None
     shuffle, taken = random.Random(seed).shuffle, TakenTimes(candidates.values())
     total = max((candidate.rounds for candidate in candidates.values()), default=0)
     for done in range(total):
         order = [
-            (key, each)
-            for key, each in candidates.items()
-            if each.error is None and done < each.rounds
+            (key, candidate)
+            for key, candidate in candidates.items()
+            if candidate.error is None and done < candidate.rounds
         ]
         shuffle(order)
         for key, candidate in order:
@@ -251,14 +253,14 @@ def run_rounds(
         timer.collect()
         taken.note()
         if enough is not None and enough.after(
-            done + 1, [each.ms for _, each in order if each.error is None]
+            done + 1, [candidate.ms for _, candidate in order if candidate.error is None]
         ):
             break
     return gpu_during
 
 
 def _is_warm(times: list[float]) -> bool:
-    """Whether the last calls brought nothing faster than those before, or warm-up took enough."""
+    """Return whether the last calls were not faster than earlier ones, or the warm-up is long."""
     if len(times) >= MAXIMUM_WARM_UP_CALLS or sum(times[1:]) >= MAXIMUM_WARM_UP_MS:
         return True
     if len(times) <= STEADY_CALLS or sum(times[1:]) < MINIMUM_WARM_UP_MS:

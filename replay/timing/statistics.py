@@ -32,30 +32,30 @@ from replay.rows.row import SpeedReason, Speedup, SpeedVerdict, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 
 ONE_IN = 80
-"""The interval may miss the median by lying above it in one of so many cases, and by lying below it
-in as many: that is 97.5 %."""
+"""The interval may lie above the median in one of 80 cases, and below it in as many, which makes
+97.5 %."""
 
 RELEVANT = 1.03
-"""A kernel that is this many times faster is faster to whoever has to choose one."""
+"""Smallest ratio of times that matters for the choice of a kernel."""
 
 MAXIMUM_AUTOCORRELATION = 0.75
-"""More is not told from noise by few rounds, and would only make the widest intervals wider."""
+"""Largest correlation allowed for; few rounds cannot tell more from noise."""
 
 
 class MedianInterval(NamedTuple):
-    """Of a median."""
+    """Interval of a median."""
 
     low: float
     high: float
 
     @property
     def noise(self) -> float:
-        """Half its width, relative to its middle."""
+        """Half the width, relative to the middle."""
         return (self.high - self.low) / (self.high + self.low)
 
 
 def percentile(samples: Sequence[float], percent: float) -> float:
-    """The `percent`-th percentile (0…100), by linear interpolation between order statistics.
+    """Return the `percent`-th percentile (0…100), interpolated between order statistics.
 
     Raises:
         ValueError: there are no samples.
@@ -70,7 +70,7 @@ def percentile(samples: Sequence[float], percent: float) -> float:
 
 
 def summarize(samples: Sequence[float]) -> TimeSummary:
-    """The summary of `samples` (milliseconds).
+    """Summarise `samples` (milliseconds).
 
     Raises:
         ValueError: there are no samples.
@@ -86,20 +86,20 @@ def summarize(samples: Sequence[float]) -> TimeSummary:
 
 
 def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list[float]:
-    """Baseline time / candidate time of every round that both have.
+    """Return baseline time / candidate time of every round that both have.
 
-    A clock that drifts from round to round moves both times and not their ratio.
+    A clock that drifts from round to round changes both times but not their ratio.
     """
     return [before / after for before, after in zip(baseline, candidate, strict=False)]
 
 
 def speedup_of(*calls: Sequence[float]) -> Speedup:
-    """The speed-up that the paired ratios of some calls show, each call's in order of rounds.
+    """Return the speed-up of one or more calls, from each call's paired ratios in order of rounds.
 
     Raises:
         ValueError: there are no ratios.
     """
-    ratio = percentile([each for ratios in calls for each in ratios], 50)
+    ratio = percentile([ratio for ratios in calls for ratio in ratios], 50)
     interval = median_interval(*calls)
     if interval is None:
         return Speedup(ratio, None, None, "ambiguous", "too-few-rounds")
@@ -116,7 +116,7 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Spe
 
 
 def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
-    """What an interval of a ratio says, and why. The first line that fits:
+    """Return the verdict of a ratio's interval, and its reason. The first matching line counts:
 
         low, high                      verdict    reason
         both between 1/1.03 and 1.03   same       within-3-percent       1.01-1.02
@@ -125,7 +125,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
         low ≤ 1/1.03, high ≥ 1.03      ambiguous  noisy                  0.90-1.10
         otherwise                      ambiguous  interval-includes-1    0.98-1.05
 
-    A difference of 3 % or more is therefore never called the same by an interval that holds.
+    So an interval that contains the true ratio never calls a difference of 3 % or more the same.
     """
     if low > 1 / RELEVANT and high < RELEVANT:
         return "same", "within-3-percent"
@@ -138,19 +138,19 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
 
 
 def median_interval(*series: Sequence[float]) -> MedianInterval | None:
-    """The interval (module docstring) of the median of positive samples of one or more series.
+    """Return the median's interval (module docstring) of positive samples of one or more series.
 
-    Where its ranks lie beyond the smallest and largest sample, they are extrapolated by the mean
-    distance of their logarithms. None for fewer than `MINIMUM_ROUNDS` samples.
+    Ranks beyond the smallest and largest sample are extrapolated by the mean distance of their
+    logarithms. None for fewer than `MINIMUM_ROUNDS` samples.
     """
-    samples = [sample for each in series for sample in each]
+    samples = [sample for samples in series for sample in samples]
     if len(samples) < MINIMUM_ROUNDS:
         return None
     return _order_interval(samples, _autocorrelation(series))
 
 
 def independent_interval(samples: Sequence[float]) -> MedianInterval | None:
-    """The same of positive samples that are no series, none of which depends on the one before."""
+    """Return the median's interval of independent positive samples."""
     return None if len(samples) < MINIMUM_ROUNDS else _order_interval(samples, 0.0)
 
 
@@ -169,12 +169,12 @@ def _order_interval(samples: Sequence[float], correlation: float) -> MedianInter
 def ratio_interval(
     above: float, above_within: MedianInterval, below: float, below_within: MedianInterval
 ) -> MedianInterval:
-    """The interval of `above / below`, two independent positive figures, from the interval of each.
+    """Return the interval of `above / below`, two independent positive figures with intervals.
 
     The distances from figure to end, of the logarithms, are added as squares (Zou and Donner 2008,
-    the method of variance estimates recovery). Simulated, two intervals of ours make one that holds
-    its 95 % (`tests/replay/timing/test_coverage.py`); the distances themselves added up would make
-    it half as wide again.
+    method of variance estimates recovery). In simulations the result covers its 95 %
+    (`tests/replay/timing/test_coverage.py`). A plain sum of the distances would make it half as
+    wide again.
     """
     ratio = above / below
     down = math.hypot(math.log(above / above_within.low), math.log(below_within.high / below))
@@ -183,10 +183,12 @@ def ratio_interval(
 
 
 def _rank(count: int) -> int:
-    """The largest k whose k-th smallest and largest of `count` samples enclose their median with a
-    probability of 97.5 %; at least 1."""
+    """Return the largest k for an interval of 97.5 %, from k-th smallest to k-th largest sample.
+
+    The result is at least 1.
+    """
     rank, ways = 0, 1
-    at_most = ways  # of the 2**count outcomes, those with no more than `rank` samples below
+    at_most = ways  # outcomes, of 2**count, with at most `rank` samples below the median
     while at_most * ONE_IN <= 2**count:
         rank += 1
         ways = ways * (count - rank + 1) // rank
@@ -195,19 +197,19 @@ def _rank(count: int) -> int:
 
 
 def _autocorrelation(series: Sequence[Sequence[float]]) -> float:
-    """The correlation of consecutive rounds to allow for, from 0 to `MAXIMUM_AUTOCORRELATION`.
+    """Estimate the correlation of consecutive rounds, from 0 to `MAXIMUM_AUTOCORRELATION`.
 
-    That of the ranks, which outliers do not move; plus (1 + 3r) / n, by which the estimate of n
-    rounds is too small (Kendall 1954); plus 30 / n² for its scatter, found by simulation.
+    It is the correlation of ranks, which outliers do not affect; plus (1 + 3r) / n, by which the
+    estimate of n rounds is too small (Kendall 1954); plus 30 / n² for its scatter (simulated).
     """
     product = square = 0.0
     for samples in series:
         ordered = sorted(samples)
         ranks = [
-            bisect_left(ordered, each) + bisect_right(ordered, each) - len(samples)
-            for each in samples
+            bisect_left(ordered, sample) + bisect_right(ordered, sample) - len(samples)
+            for sample in samples
         ]
-        product += sum(one * after for one, after in pairwise(ranks))
+        product += sum(rank * following for rank, following in pairwise(ranks))
         square += sum(rank * rank for rank in ranks)
     count = sum(map(len, series))
     found = product / square if square else 0.0

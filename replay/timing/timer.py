@@ -1,21 +1,19 @@
-"""How one sample of a kernel's time is taken.
+"""One sample of a kernel's time.
 
 - On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
-  the kernel ends. The GPU is kept busy (by a wait, and by the reads) while the host enqueues,
-  so launch cost is not in it unless the host needs longer than that. `host_ms` reports that cost on
-  its own, amid other work as a model has it (`replay.timing.host_load`), and `layer_host_ms`
-  together with that of the work after it: a launcher written in Python leaves it cold processor
-  caches.
-  `cold` reads a buffer of at least twice the L2 cache before each sample, so neither the kernel's
-  inputs nor its output are cached. It does not write it: what is written there has yet to go to
-  memory while the kernel runs, which takes up to 9 µs (H100). A model's layer reads its weights and
-  leaves next to nothing to write (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed,
-  before.
+  the kernel ends. A wait, and the reads of a cold cache, keep the GPU busy while the host enqueues,
+  so launch cost is excluded unless the host needs longer than that. `host_ms` reports launch cost
+  separately, after other work as in a model (`replay.timing.host_load`). `layer_host_ms` includes
+  the work after the call, to which a launcher written in Python leaves cold processor caches.
+  `cold` reads a buffer of at least twice the L2 cache before each sample, so that neither inputs
+  nor output are cached. Writing it would leave dirty lines that go to memory while the kernel runs,
+  which takes up to 9 µs (H100). A model's layer reads its weights and leaves almost nothing to
+  write (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed, before.
 - On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
 
-In a model the layer before ran the same kernel; in a replay another kernel did. `calls_before` puts
-calls of the same one before each sample. That matters for launches, and on a GPU at its power
-limit, whose clock needs some 40 ms to settle at what a kernel draws (`docs/whole-model.md`).
+In a model the previous layer ran the same kernel; in a replay another kernel ran before.
+`calls_before` puts calls of the same kernel before each sample. That matters for launches, and on a
+GPU at its power limit, whose clock needs about 40 ms to adapt to a kernel (`docs/whole-model.md`).
 """
 
 from __future__ import annotations
@@ -44,33 +42,33 @@ TIMERS = {
     ("cuda", "warm"): "cuda-events",
     ("cpu", "warm"): "perf_counter",
 }
-"""What takes samples, by the kind of device and cache. `cuda-events` of a cold cache are those of
-earlier versions, which overwrote it."""
+"""Name of the timer by type of device and cache. Earlier versions used `cuda-events` with a cold
+cache that they overwrote."""
 
 LEAST_UNRELATED_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
 """About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
 MAXIMUM_WAIT_MS = 5.0
-"""Longest wait for the host. A kernel that synchronises inside cannot be hidden anyway."""
+"""Longest wait of the GPU for the host. A kernel that synchronises cannot be hidden anyway."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
-"""After which it ends: calls were much faster while they warmed up."""
+"""Time after which a sample ends, because calls became much slower than in the warm-up."""
 MAXIMUM_CPU_CALLS = 1000
 
 
 @dataclass(eq=False)
 class Candidate:
-    """The running record of one function."""
+    """Function to time, with its samples so far."""
 
     function: Function
     before: Function = lambda: None
     """Called, untimed, right before each timed call."""
     fingerprint: Callable[[object], None] = lambda result: None
-    """Given what each timed call on a GPU returned, as soon as the call is enqueued."""
+    """Receives the output of each timed call on a GPU, as soon as the call is enqueued."""
     keep: Callable[[object], None] = lambda result: None
-    """Given what some timed calls of each sample returned, right after each. The last of them
-    counts, and is any call of the sample with the same probability: no call can know."""
+    """Receives outputs of some timed calls of each sample. The last one counts; it is any call of
+    the sample with the same probability, so that no call can know."""
     after: Function = lambda: None
     """Called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
@@ -82,7 +80,7 @@ class Candidate:
     error: BaseException | None = None
 
     def times(self) -> tuple[list[float], list[float], list[float]]:
-        """By round: milliseconds of the call, of the host, and of the host with a layer's rest."""
+        """Return milliseconds by round: of the call, of the host, and of the host with a layer."""
         return self.ms, self.host_ms, self.layer_host_ms
 
     def drop(self, error: BaseException) -> None:
@@ -92,29 +90,29 @@ class Candidate:
 
 
 class Timer(Protocol):
-    """How one kind of device is timed."""
+    """Timer of one type of device."""
 
     def warm_up_ms(self, function: Function) -> float:
-        """Wall time of one call with nothing else under way, until its result is there."""
+        """Return the wall time of one call on an idle device, until its result exists."""
 
     def calibrate(self, candidate: Candidate) -> float:
-        """Settle how a warmed-up candidate is sampled; returns what a sample costs in ms."""
+        """Decide how a warmed-up candidate is sampled; return the milliseconds of a sample."""
 
     def sample(self, candidate: Candidate) -> None:
         """Run one sample, or enqueue it."""
 
     def collect(self) -> None:
-        """Wait for what is enqueued, and give every candidate its sample."""
+        """Wait for enqueued samples, and add them to their candidates."""
 
     def state(self) -> GpuState | None:
-        """The GPU's clock and power now."""
+        """Return the GPU's clocks and power now."""
 
     def is_lost(self) -> bool:
-        """Whether the device refuses all further work."""
+        """Return whether the device refuses all further work."""
 
 
 def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
-    """The device's.
+    """Return the timer of a device.
 
     Raises:
         ValueError: `cache="cold"` on the CPU, or a device that is neither CPU nor CUDA.
@@ -129,7 +127,7 @@ def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
 
 
 class _Enqueued(NamedTuple):
-    """A sample under way."""
+    """Sample under way."""
 
     candidate: Candidate
     host_ms: float
@@ -139,14 +137,14 @@ class _Enqueued(NamedTuple):
 
 
 class CudaTimer:
-    """CUDA events around each call, on the device's current stream."""
+    """Timer with CUDA events around each call, on the device's current stream."""
 
     def __init__(self, device: torch.device, cache: Cache, calls_before: int) -> None:
         self.device = device
         self.cache = cache
         self.calls_before = max(calls_before, 1) if cache == "warm" else calls_before
         self.rest_of_layer = RestOfLayer(device)
-        self.rest_of_layer()  # what libraries set up at their first call is not a kernel's doing
+        self.rest_of_layer()  # libraries set themselves up at their first call
         self.wait_cycles: dict[Candidate, int] = {}
         self.pending: list[_Enqueued] = []
         if cache == "cold":
@@ -161,7 +159,7 @@ class CudaTimer:
         self.rest_of_layer()
         host_ms = _wall_ms(candidate.function)
         torch.cuda.synchronize(self.device)
-        # Twice, since the host is slower when it enqueues on a busy GPU from cold caches.
+        # Twice, because the host enqueues more slowly on a busy GPU and with cold caches.
         wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
         self.wait_cycles[candidate] = int(wait_ms * CYCLES_PER_MS)
         return (self.calls_before + 1) * min(candidate.warm_up_ms) + wait_ms
@@ -172,7 +170,7 @@ class CudaTimer:
             end = torch.cuda.Event(enable_timing=True)
             for _ in range(self.calls_before):
                 candidate.function()
-            # Else the host would wait for room in a queue of earlier samples' launches.
+            # Otherwise the host might wait for room in the queue of launches.
             torch.cuda.synchronize(self.device)
             candidate.before()
             self.rest_of_layer()
@@ -195,10 +193,10 @@ class CudaTimer:
 
     def collect(self) -> None:
         torch.cuda.synchronize(self.device)
-        for each in self.pending:
-            each.candidate.ms.append(each.start.elapsed_time(each.end))
-            each.candidate.host_ms.append(each.host_ms)
-            each.candidate.layer_host_ms.append(each.layer_host_ms)
+        for sample in self.pending:
+            sample.candidate.ms.append(sample.start.elapsed_time(sample.end))
+            sample.candidate.host_ms.append(sample.host_ms)
+            sample.candidate.layer_host_ms.append(sample.layer_host_ms)
         self.pending.clear()
 
     def state(self) -> GpuState | None:
@@ -209,12 +207,12 @@ class CudaTimer:
 
 
 def calls_of_cpu_sample(call_ms: float) -> int:
-    """How many calls a sample on a CPU has, of so many milliseconds each."""
+    """Return the number of calls in a sample on a CPU, from the milliseconds of one."""
     return min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
 
 
 class CpuTimer:
-    """Wall time, with all of torch's threads."""
+    """Timer with wall time, with all of torch's threads."""
 
     def __init__(self, calls_before: int) -> None:
         self.calls_before = calls_before
@@ -249,19 +247,19 @@ class CpuTimer:
         candidate.ms.append(seconds / (call + 1) * 1000)
 
     def collect(self) -> None:
-        """Nothing is left under way on the CPU."""
+        """Do nothing: no sample is under way on a CPU."""
 
     def state(self) -> GpuState | None:
-        """There is no GPU to ask."""
+        """Return None, as there is no GPU."""
         return None
 
     def is_lost(self) -> bool:
-        """A processor survives what it raises."""
+        """Return False: a CPU survives every error."""
         return False
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
-    """The result of `function`, and the milliseconds until it was there, compilation included."""
+    """Return the result of `function`, and the milliseconds until it existed."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()

@@ -28,7 +28,7 @@ class Source(ABC):
     """Source of one call. Its paths are absolute, because kernels may change the directory."""
 
     is_counterpart = False
-    """Whether the call has random values in place of the recorded ones."""
+    """True if the call has random values in place of the recorded ones."""
 
     @property
     @abstractmethod
