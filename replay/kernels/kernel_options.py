@@ -15,8 +15,8 @@ MOST_KEPT = 1024
 def kernel_options(variant: AttentionVariant) -> AttentionOptions:
     """Return a variant as options of our kernels, the object `PLAIN` where it asks for nothing.
 
-    Kernels recognise that object without hashing it. Conversions are kept by identity, because to
-    hash a variant would take longer than all else that a launch does on the host.
+    Kernels recognise that object without hashing it. Conversions are kept by identity, because
+    hashing a variant would take longer than the rest of a launch on the host.
     """
     found = _converted.get(id(variant))
     if found is None:

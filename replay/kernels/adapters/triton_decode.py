@@ -1,10 +1,10 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
 A value that is the first part of the key, as in DeepSeek's absorbed latent attention, is read once
-with it. A cache that was captured in pages is read as it is. One in one piece the paged kernel
-first copies into pages in a random order, which its drop-in counts and its core does not, where the
-pages are there already. A padded batch has as many tokens in its pages as its mask leaves.
-`page_size` is an option: the kernel's name with `[page_size=64]`.
+with it. A cache that was captured in pages is read in place. The paged kernel copies any other
+cache into pages in a random order. Its drop-in time includes that copy; its core time does not. The
+pages of a padded batch have the tokens that its mask leaves. `page_size` is an option: the kernel's
+name with `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DECODE_LIMITS = (
 )
 
 LATENT, TAIL = 512, 128
-"""Where the value is the first part of the key, in absorbed MLA: the largest head dimension of the
-value, and the most that the key has beyond it. DeepSeek's are 512 and 64."""
+"""Largest head dimension of a value that is the first part of its key (absorbed MLA), and of the
+key beyond it. DeepSeek's are 512 and 64."""
 
 
 def _head_dim(call: AttentionCall) -> str | None:
@@ -103,7 +103,7 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
 
 
 def _recorded_pages(call: AnyCall) -> PagedCache | None:
-    """The pages that the call itself has, if its keys lie in pages."""
+    """Return the pages that the call itself has, if its keys lie in pages."""
     if call.page_table is None or call.seqused_k is None:
         return None
     from attention_kernels.decode.paging import PagedCache
@@ -117,12 +117,12 @@ def _recorded_pages(call: AnyCall) -> PagedCache | None:
 
 
 def _as_int32(tensor: Tensor) -> Tensor:
-    """Without asking PyTorch, at every call, for what is there already."""
+    """Return an int32 tensor, without asking PyTorch where it is one already."""
     return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _mask_alone(call: AnyCall) -> str | None:
-    """In pages a padded sequence begins at 0, so that nothing else of it is where it was."""
+    """Refuse a mask beside anything that needs a sequence's own positions: in pages it begins at 0."""
     diagonal = call.is_causal or call.variant.window != (None, None)
     if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
         return None

@@ -1,8 +1,8 @@
 """Our prefill for Hopper GPUs (`attention_kernels/hopper/hopper_prefill.py`, in Triton's Gluon).
 
-FlashAttention 3's schedule, for what Hopper's units take as it is: 16 bits and
-head dimensions that are multiples of 8. `triton-fa2` is for the rest, and for other GPUs. Gluon has
-no interpreter, so this kernel cannot be checked on the CPU.
+It has FlashAttention 3's schedule, for 16 bits and head dimensions that are multiples of 8.
+`triton-fa2` serves other calls and other GPUs. Gluon has no interpreter, so this kernel cannot be
+checked on the CPU.
 """
 
 from __future__ import annotations

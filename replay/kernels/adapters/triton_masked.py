@@ -1,6 +1,6 @@
 """Our FlashAttention-2-style kernel in Triton that skips the blocks of keys a mask hides.
 
-The core has looked through the mask before, as a model can that uses one mask in all layers.
+The core starts with the mask's blocks already found, as in a model whose layers share a mask.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Our FlashAttention-2-style kernel in Triton: any mask, stride, length and head_dim up to 256.
 
-And windows, sinks, soft caps and bottom-right diagonals. `triton-varlen` packs.
+It also takes windows, sinks, soft caps and bottom-right diagonals. `triton-varlen` takes packed
+sequences.
 """
 
 from __future__ import annotations

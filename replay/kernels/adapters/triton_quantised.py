@@ -1,11 +1,11 @@
 """Our prefill with 8-bit operands: `triton-sage`, `triton-fp8` and `triton-sage-fp8`.
 
-`triton-sage` is SageAttention 1's arithmetic (INT8 QKᵀ with K smoothing, PV in the call's own 16
-bits), `triton-fp8` has both products in FP8, `triton-sage-fp8` INT8 QKᵀ and FP8 PV. With
-`[smooth_k=off]` the key's mean stays where it is. PV in FP8 is summed in float32 from block to
+`triton-sage` has SageAttention 1's arithmetic (INT8 QKᵀ with K smoothing, PV in the call's own 16
+bits), `triton-fp8` has both products in FP8, and `triton-sage-fp8` has INT8 QKᵀ and FP8 PV. With
+`[smooth_k=off]` no mean is subtracted from the keys. PV in FP8 is summed in float32 from block to
 block, or with `[accum=tensor]` in the tensor cores, as in FlashAttention 3 and cuDNN. The drop-in
-quantises key and value with every call, the core is the attention kernel on what is quantised
-already (it quantises the query itself), with a mask that has been looked through.
+quantises key and value with every call. The core starts with quantised keys and values and a mask's
+blocks already found; it quantises the query itself.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
 
 
 def _lengths_of(call: AnyCall) -> Any:
-    """Which rows belong to which sequence, where a call says so; waits for the GPU where it does
-    not say how long the longest is."""
+    """Return the rows that belong to each sequence, where the call has lengths.
+
+    It waits for the GPU where the call does not say how long the longest sequence is.
+    """
     offsets, used = call.cu_seqlens_q, call.seqused_k
     if offsets is None and used is None:
         return None

@@ -1,7 +1,7 @@
 """Our decode over a key/value cache in 8 bits: `triton-decode-int8` and `triton-decode-fp8`.
 
-The core reads a cache that is in 8 bits already, as a server has it. The drop-in, which gets 16
-bits, quantises all of it with every call and so takes longer than decode in 16 bits. The cache of
+The core reads a cache that is in 8 bits already, as a server has it. The drop-in gets 16 bits and
+quantises all of them with every call, so it takes longer than decode in 16 bits. The cache of
 `triton-paged-decode-int8` and `triton-paged-decode-fp8` lies in pages of 128 tokens.
 """
 

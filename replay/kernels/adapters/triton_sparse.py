@@ -1,13 +1,13 @@
 """Our Triton kernels that decode with a share of the keys: in one piece, and in pages.
 
-The drop-in chooses tokens and attends to them; the core is attention to tokens that are given, as a
-model with a cheap way of choosing has it. What is chosen are the highest-scoring keys of each
-key/value head (`attention_kernels/sparse/token_choice.py`): scoring reads every key, so the drop-in
-cannot be much faster than attention to all of them, and its error is the least that any choice of
-as many keys leaves. Options: `keep`, the share of keys kept, and `page_size`,
-as in `triton-sparse-decode[keep=0.05]`.
+The drop-in chooses tokens and attends to them. The core attends to given tokens, as in a model with
+a cheap way of choosing. The choice is the highest-scoring keys of each key head
+(`attention_kernels/sparse/token_choice.py`). Scoring reads every key, so the drop-in cannot be much
+faster than attention to all of them. Its error is the least that any choice of as many keys leaves.
+Options are `keep`, the share of keys kept, and `page_size`, as in
+`triton-sparse-decode[keep=0.05]`.
 
-Not by default, since what they leave out is for their user to decide.
+They do not run by default, since their users decide which tokens may be left out.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
 
 
 def _choose(call: AnyCall, keep: float) -> Tensor:
-    """(B, Hkv, K) int64."""
+    """Return the chosen tokens, (B, Hkv, K) int64."""
     choose_tokens, _ = _kernels()
     return choose_tokens(call.query, call.key, keep, allowed=padding_keys(call), scale=call.scale)
 
@@ -62,7 +62,7 @@ def _chosen(call: AttentionCall, keep: float) -> Tensor:
 
 
 def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
-    """(B, Hkv, K) int64, from where each sequence begins in its pages."""
+    """Return the chosen tokens, (B, Hkv, K) int64, counted from each sequence's first in its pages."""
     from attention_kernels.sparse.token_choice import choose_paged_tokens
 
     return choose_paged_tokens(

@@ -1,8 +1,9 @@
 """Our Triton kernel for sequences of different lengths: it reads the keys that count, in place.
 
-Of a padded batch those that the mask leaves, of a packed one each sequence's, of a cache as many as
-`seqused_k` says. Nothing is packed. The lengths are found on the GPU, without the host waiting for
-them; the core is the call when they are known already, as for all layers of a model but the first.
+In a padded batch they are the keys that the mask leaves, in a packed one each sequence's, in a
+cache as many as `seqused_k` says. Nothing is copied. The lengths are found on the GPU, without the
+host waiting for them. The core starts with known lengths, as all layers of a model except the first
+do.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from replay.kernels.wrapping import adapt, at_once
 
 
 def _mask_and_lengths(call: AnyCall) -> str | None:
-    """A padded batch has its diagonal where the padding leaves it, not beside the last key."""
+    """Refuse a mask beside lengths: a padded batch has its diagonal where the padding leaves it."""
     if call.attn_mask is None:
         return None
     if not {"bottom-right", "packed", "key-lengths"}.intersection(call.features):
@@ -59,7 +60,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
         ranges = varlen.key_ranges(keys)
-        if options.bottom_right:  # no effect here, `_mask_and_lengths` has refused the others
+        if options.bottom_right:  # without effect here: `_mask_and_lengths` refuses other calls
             options = replace(options, bottom_right=False)
     return lambda: varlen.padded_prefill(
         call.query,
