@@ -1,4 +1,4 @@
-"""What the tests of our Triton kernels share; `tests/conftest.py` says how the kernels run."""
+"""Fixtures of the tests of our kernels; `tests/conftest.py` sets up how the kernels run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def device() -> torch.device:
 
 @pytest.fixture
 def assert_right() -> Callable[..., None]:
-    """`assert_right(output, reference, call, "exact")`: the replay's own verdict."""
+    """Return `assert_right(output, reference, call, "exact")`, which applies the replay's own
+    verdict."""
 
     def check(
         output: Tensor,
@@ -42,7 +43,7 @@ def assert_right() -> Callable[..., None]:
 
 @pytest.fixture(scope="module", params=["as small", "as large"])
 def size(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Calls of few scores are loaded as such, through pointers, or as larger ones are."""
+    """Run tests with the loads of small calls, through pointers, and with those of larger ones."""
     from attention_kernels.launch.launcher import PlanCache
     from attention_kernels.portable import forward
 

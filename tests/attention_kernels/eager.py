@@ -1,4 +1,4 @@
-"""What our Triton kernels should return: the textbook formula in float64, which none imports."""
+"""Expected results of our kernels: the textbook formula in float64, which no kernel imports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Attended(NamedTuple):
-    """Attention's output and what a kernel can return beside it."""
+    """Attention's output and the log-sum-exp."""
 
     output: Tensor
     """(B, Hq, Sq, Dv) float64."""
@@ -26,10 +26,10 @@ def scores(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """scale · QKᵀ + mask: (B, Hq, Sq, Sk) float64, -inf where a key is masked.
+    """Return scale · QKᵀ + mask, (B, Hq, Sq, Sk) float64, -inf where a key is masked.
 
-    A bool mask means True = attend, a float mask is added; `is_causal` is aligned top left. Both
-    together mean both.
+    A bool mask means True = attend, a float mask is added; `is_causal` is aligned top left. With
+    both, both apply.
     """
     group = query.shape[1] // key.shape[1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -54,7 +54,7 @@ def attend(
     is_causal: bool = False,
     scale: float | None = None,
 ) -> Attended:
-    """softmax(scale · QKᵀ + mask) · V; zeros where every key is masked."""
+    """Return softmax(scale · QKᵀ + mask) · V; zeros where every key is masked."""
     group = query.shape[1] // key.shape[1]
     score = scores(query, key, attn_mask, is_causal, scale)
     nothing = (score == -math.inf).all(dim=-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Runs the PTX of our inline assembly, for the 32 threads of a warp together, and reads programs.
+"""An interpreter of the PTX in our inline assembly, for the 32 threads of a warp together.
 
-As much of PTX as we use: straight lines, predicates, exchanges between threads, and branches that
-all threads take or none does.
+It knows the part of PTX that we use: straight lines, predicates, exchanges between threads, and
+branches that all threads take or none does. Another function searches compiled programs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ def _fused(left: Tensor, right: Tensor, addend: Tensor) -> Tensor:
 
 
 def _larger(left: Tensor, right: Tensor) -> Tensor:
-    return torch.fmax(left, right)  # as the instruction: NaN only where both are
+    return torch.fmax(left, right)  # NaN only where both are, like the instruction
 
 
 def _pair(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Two float32 in one register of a 16-bit type, the second in its lower half."""
+    """Return a function that packs two float32 into one register of a 16-bit type, the second in
+    its lower half."""
 
     def convert(high: Tensor, low: Tensor) -> Tensor:
         upper, lower = (each.to(dtype).view(torch.int16).long() & 0xFFFF for each in (high, low))
@@ -54,11 +55,11 @@ OPERATIONS: dict[str, Callable[..., Tensor]] = {
 
 
 def run(text: str, registers: dict[str, Tensor]) -> bool:
-    """Run instructions on registers, (32,) each by name. Returns whether it went past a branch that
-    it could have taken.
+    """Run instructions on registers, (32,) each by name, and return whether it went past a branch
+    that it could have taken.
 
     Raises:
-        KeyError: an operation that is not one of ours, or a register without a value.
+        KeyError: an operation that we do not use, or a register without a value.
     """
     lines = [line.strip() for line in text.replace("{ .reg", "{\n.reg").splitlines()]
     lines = [each for line in lines for each in re.split(r"(?<=;)\s+(?=\S)", line)]
@@ -102,10 +103,11 @@ def _value(operand: str, registers: dict[str, Tensor]) -> Tensor:
 
 
 def unfenced_arrivals(program: str) -> list[str]:
-    """Arrivals at a barrier in a compiled program, while loads from shared memory may be under way.
+    """Return arrivals at a barrier in a compiled program while loads from shared memory may be
+    under way.
 
-    What hears of the arrival is TMA, which then writes where they read. Neither the arrival nor
-    barriers before it keep TMA from overtaking them, only a fence.
+    TMA waits for such an arrival and then writes where the loads read. Neither the arrival nor
+    barriers before it keep TMA from overtaking the loads. Only a fence does.
     """
     under_way, found = False, []
     for line in program.splitlines():

@@ -1,4 +1,4 @@
-"""The prefill and decode kernels on what calls ask beyond SDPA, by the replay's own verdict."""
+"""The prefill and decode kernels on options beyond SDPA, by the replay's own verdict."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests import factories
 from tests.replay.kernels.pairwise import pairwise
 from tests.variant_calls import paged_call
 
-# The tanh of a large score is 1, whatever overflows on the way.
+# The tanh of a large score is 1, even if an intermediate result overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,7 +53,7 @@ def verify(name: str, call: AttentionCall) -> None:
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
 def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> None:
-    """tanh x as 1 - 2 / (e^2x + 1) has the rounding of 1, however small x is."""
+    """tanh x computed as 1 - 2 / (e^2x + 1) is rounded like 1, even for a small x."""
     variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
@@ -129,7 +129,7 @@ def test_a_sink_is_part_of_the_log_sum_exp() -> None:
 
 @pytest.mark.parametrize(("name", "q_len"), [("triton-fa2", 70), ("triton-decode", 3)])
 def test_a_large_sink_leaves_the_keys_their_digits(name: str, q_len: int) -> None:
-    """It divides the output, and that is all: weights beside it are not rounded away."""
+    """A sink only divides the output: weights beside it are not rounded away."""
     call = call_of(q_len, 140)
     call = call.with_tensors({"value": call.value * 1000})
     sinks = torch.full((2,), 12.0, device=DEVICE)
@@ -151,7 +151,7 @@ def test_queries_that_see_only_their_sink_get_zeros() -> None:
 
 @pytest.mark.usefixtures("size")
 def test_keys_outside_the_window_are_not_read() -> None:
-    """Not masked: a NaN would reach the output, since 0 · NaN is NaN."""
+    """A masked NaN would reach the output, since 0 · NaN is NaN."""
     call = call_of(700, 700, is_causal=True, variant=AttentionVariant(window=(100, None)))
     expected = find("triton-fa2").attention(**call.arguments())
     for tensor in (call.key, call.value):
@@ -260,7 +260,7 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
 )
 def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
-    """Over more than one part of the keys, and some rows a program."""
+    """The keys have more than one part, and programs some rows."""
     call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
     verify("triton-paged-decode", call)

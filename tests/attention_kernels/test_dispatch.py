@@ -1,4 +1,4 @@
-"""`attention_kernels.attention`: which kernel it picks, what it refuses, and its results."""
+"""`attention_kernels.attention`: the kernel it picks, the calls it refuses, and its results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inputs(
 
 @pytest.fixture
 def picked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the kernels that ran."""
+    """Record the names of the kernels that run."""
     names: list[str] = []
     for name in ("contiguous_decode", "masked_prefill", "prefill"):
         kernel = getattr(dispatch, name)

@@ -1,4 +1,4 @@
-"""What `attention_kernels` imports, and what it does where Triton is missing."""
+"""Imports of `attention_kernels`, and its behaviour without Triton."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _as_int32(tensor: Tensor) -> Tensor:
 
 
 def _mask_alone(call: AnyCall) -> str | None:
-    """Refuse a mask beside anything that needs a sequence's own positions: in pages it begins at 0."""
+    """Refuse a mask beside a diagonal, a window or lengths: a sequence in pages begins at 0."""
     diagonal = call.is_causal or call.variant.window != (None, None)
     if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
         return None

@@ -62,7 +62,7 @@ def _chosen(call: AttentionCall, keep: float) -> Tensor:
 
 
 def _choose_paged(call: AnyCall, cache: PagedCache, keep: float) -> Tensor:
-    """Return the chosen tokens, (B, Hkv, K) int64, counted from each sequence's first in its pages."""
+    """Return the chosen tokens, (B, Hkv, K) int64, as positions in each sequence's pages."""
     from attention_kernels.sparse.token_choice import choose_paged_tokens
 
     return choose_paged_tokens(

@@ -1,4 +1,4 @@
-"""What a launch of decode works in."""
+"""Scratch memory of a launch of decode."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from attention_kernels.decode import split_kv
 
 
 def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
-    """What calls get for their parts from now on: NaN, and zeros for counters."""
+    """Fill the memory that calls get for their parts with NaN, and their counters with zeros;
+    record both."""
     rooms: list[tuple[Tensor, Tensor]] = []
 
     def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:

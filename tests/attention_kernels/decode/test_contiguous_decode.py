@@ -1,4 +1,4 @@
-"""Decoding with keys in one piece: any shape, stride and mask, however the keys are split."""
+"""Decoding with keys in one piece: any shape, stride and mask, for any split of the keys."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 def test_splits_change_nothing_but_rounding(splits: int) -> None:
-    """40 of them for 7 blocks of keys: most have none."""
+    """With 40 splits of 7 blocks of keys, most have none."""
     query, key, value = inputs(2, q_len=2, kv_len=100)
     tiles = Tiling(16, 4, 1, splits)
     output = split_kv.attend_to_cache(query, Cache(key, value), tiles=tiles)
@@ -115,7 +115,7 @@ def test_splits_change_nothing_but_rounding(splits: int) -> None:
 
 LENGTHS = [0, 1, 32, 33, 64, 150, 160, 3]
 MANY = 1e9
-"""Parts, squared, for each block: merging costs nothing."""
+"""Value of `worth` with which merging costs nothing."""
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ MANY = 1e9
 def test_keys_assigned_by_length(
     in_pages: bool, assignment: KeyAssignment, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks of 16 keys, two heads. The parts expected are written, unless there is one only, and
-    no other; counters are zeros again; what follows a sequence is not read."""
+    """Blocks of 16 keys, two heads. The expected parts are written, unless there is only one, and
+    no others. Counters are zeros again. Memory behind a sequence is not read."""
     query, key, value = inputs(len(LENGTHS), kv_len=160)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     for n, length in enumerate(LENGTHS):
@@ -159,7 +159,7 @@ def test_keys_assigned_by_length(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
 def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_causal: bool) -> None:
-    """A diagonal and a window leave other keys of each sequence; several rows share a program."""
+    """A diagonal and a window leave different keys of each sequence. Rows share a program."""
     query, key, value = inputs(5, q_len=3, kv_len=160)
     lengths = torch.tensor([160, 0, 97, 5, 64], dtype=torch.int32, device=DEVICE)
     sinks = normal(4, seed=4)
@@ -180,7 +180,7 @@ def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_cau
 @given(st.data(), st.integers(1, 70), st.integers(1, 20))
 @settings(max_examples=10, deadline=None)
 def test_any_lengths_are_dealt_completely(data: st.DataObject, batch: int, shares: int) -> None:
-    """However many sequences there are: a batch that is no power of two, and few programs."""
+    """Batches of any size, even one that is not a power of two, and few programs."""
     query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
     drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
     cache = Cache(key, value, lengths=torch.tensor(drawn, dtype=torch.int32, device=DEVICE))
@@ -211,7 +211,7 @@ def test_fully_masked_rows_are_zeros() -> None:
 def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
     dtype: torch.dtype, rows: int
 ) -> None:
-    """As in SDPA, where such a row becomes the mean of all values."""
+    """Such a row becomes the mean of all values, as in SDPA."""
     query, key, value = inputs(2, q_len=3, dtype=dtype)
     mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
     mask[0, 0, -1] = torch.finfo(dtype).min
@@ -252,7 +252,7 @@ def test_nothing_outside_is_read_or_written() -> None:
 
 @st.composite
 def strided(draw: st.DrawFn, *shape: int, seed: int) -> Tensor:
-    """A tensor of that shape whose axes lie in memory in any order, with gaps."""
+    """Draw a tensor of a shape whose axes lie in memory in any order, with gaps."""
     order = draw(st.permutations(range(4)))
     gaps = [draw(st.sampled_from([0, 0, 1, 3])) for _ in order]
     stored = normal(*(shape[axis] + gap for axis, gap in zip(order, gaps, strict=True)), seed=seed)
@@ -301,7 +301,7 @@ any_plan = given(
 
 @any_plan
 def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
-    """Every row is in a block; no split without keys of its own; the same each time."""
+    """Every row is in a block, no split is without keys, and the plan is the same each time."""
     found = plan(heads, rows, positions, dim, dim, access, 132)
     assert found.row_blocks * found.block_m >= rows
     assert found.block_d >= dim
@@ -315,8 +315,8 @@ def test_plans(heads: int, rows: int, positions: int, dim: int, access: Access) 
 def test_plans_to_merge(
     sequences: int, heads: int, rows: int, positions: int, dim: int, access: Access
 ) -> None:
-    """Every row is merged, nobody waits for a program that may not have begun, and one program
-    alone reads no more of parts than each has read of keys and values."""
+    """Every row is merged, no program waits for one that may not have begun, and a single program
+    reads at most as much of parts as each has read of keys and values."""
     cut = plan(heads, rows, positions, dim, dim, access, 132, sequences=sequences)
     found = merging(cut, cut.tiling, heads, rows, 132)
     assert found.block_rows * found.row_chunks >= min(rows, cut.block_m)
@@ -334,7 +334,7 @@ def test_plans_to_merge(
 
 @any_plan
 def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
-    """All programs run at least, and not many more; warps are those of calls that are merged."""
+    """At least all programs run, and not many more; warps are those of merged calls."""
     without = plan(heads, rows, positions, dim, dim, access, 132)
     found = plan(heads, rows, positions, dim, dim, access, 132, sequences=2)
     assignment = found.tiling.assignment

@@ -1,4 +1,4 @@
-"""16-bit keys loaded in whole blocks of a page or a sequence: what does not count is not read."""
+"""16-bit keys loaded in whole blocks: keys that do not count are not read."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def small_caches_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after: int) -> Cache:
-    """Tokens of each sequence, and NaN in all other places; `after` its last page in the table."""
+    """Return a cache with each sequence's tokens, and NaN elsewhere; `after` follows its last page
+    in the table."""
     batch, heads, kv_len, _ = key.shape
     pages_each = -(-kv_len // page_size)
     order = torch.randperm(batch * pages_each, generator=torch.Generator().manual_seed(0))
-    # Page 0 is nobody's.
+    # Page 0 belongs to no sequence.
     table = torch.full((batch, pages_each + 2), after, dtype=torch.int32, device=DEVICE)
 
     def pool(tensor: Tensor) -> Tensor:
@@ -60,7 +61,7 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after:
 
 
 def in_one_piece(key: Tensor, value: Tensor, lengths: Tensor) -> Cache:
-    """NaN behind each sequence."""
+    """Return a cache with NaN behind each sequence."""
     for n, length in enumerate(lengths.tolist()):
         key[n, :, length:] = math.nan
         value[n, :, length:] = math.nan
@@ -76,7 +77,7 @@ def assert_right(
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
 ) -> None:
-    """`key` and `value` (B, Hkv, S, D) as they were before they became `cache`."""
+    """Check a call over `cache`, which was made from `key` and `value` (B, Hkv, S, D)."""
     rows = query.shape[1] // key.shape[1] * query.shape[2]
     assert cache.access(is_causal, rows=rows) == "described"
     output = split_kv.attend_to_cache(
@@ -127,7 +128,7 @@ def test_head_dims_of_models(latent: bool) -> None:
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
 @pytest.mark.parametrize("options", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
 def test_queries_that_do_not_see_all(latent: bool, options: AttentionOptions) -> None:
-    """NaN begins right behind the last token that any of them sees, or counts."""
+    """NaN begins right behind the last token that a query sees, or that counts."""
     query, key, value, _ = tensors(latent, q_len=3)
     lengths = torch.tensor([150, 0, 3, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
     cache = in_pages(key, value, lengths, 64, 0)

@@ -66,7 +66,7 @@ def test_what_follows_a_sequence_is_not_read() -> None:
 
 @pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
 def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
-    """Beside the one that each has, on a GPU of 132 processors."""
+    """Sequences have more parts than one each, on a GPU of 132 processors."""
     assignment = plan(
         sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
     ).tiling.assignment
@@ -75,7 +75,7 @@ def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> Non
 
 
 def test_keys_assigned_by_length() -> None:
-    """Two blocks of rows share a sequence's keys and count for themselves."""
+    """Two blocks of rows share a sequence's keys and have counters of their own."""
     query, key, value = inputs(70, 32, 16)
     lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
     cache = Cache(key, value, lengths=lengths)
@@ -98,8 +98,8 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
 def test_many_rows_are_merged_some_at_a_time(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the last of three programs to arrive, or, where all run at once, by those still there:
-    interpreted programs run one after the other, so that the others have left."""
+    """The last of three programs merges, or, where all run at once, the programs that are still
+    there. Interpreted programs run one after the other, so that the others have left."""
     monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
     rooms = watched_rooms(monkeypatch)
     query, key, value = inputs(64, 512, 64, kv_len=100 + processors)
@@ -115,7 +115,7 @@ def test_many_rows_are_merged_some_at_a_time(
 
 def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:
     query, key, value = inputs(4, 32, 16)
-    other = normal(2, 1, 150, 48, seed=3)[..., :32]  # of the same strides, in another memory
+    other = normal(2, 1, 150, 48, seed=3)[..., :32]  # the same strides, in other memory
     for each in (value, other, value):
         assert_near(contiguous_decode(query, key, each), eager.attend(query, key, each).output)
 

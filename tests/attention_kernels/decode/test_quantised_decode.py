@@ -1,4 +1,4 @@
-"""Decode over a cache in 8 bits: attention to what is stored, which is near what the call has."""
+"""Decode over a cache in 8 bits: attention to the stored numbers, which are near the call's."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ def call_of(**fields: Any) -> AttentionCall:
 
 
 def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
-    """(B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in float64, zeros beyond each sequence."""
+    """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) in float64, zeros beyond each sequence."""
     block, v_dim = CACHE_BLOCK.value, cache.sizes[2]
     key = cache.key.double()[..., :head_dim] * cache.key_scale.double()[..., None]
-    value = cache.value.double().unflatten(3, (-1, 8, 2)).mT.flatten(3)  # the two eights of 16
+    # The two groups of eight of 16.
+    value = cache.value.double().unflatten(3, (-1, 8, 2)).mT.flatten(3)
     value = value.unflatten(2, (-1, v_dim)).mT.flatten(2, 3)
     value = value * cache.value_scale.double()[..., None]
     assert key.shape[2] == value.shape[2] == -(-cache.kv_len // block) * block
@@ -56,7 +57,7 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
 def assert_attends_to_what_is_stored(
     call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
 ) -> None:
-    """With the cache in 8 bits beforehand, or by the drop-in, which quantises it itself."""
+    """Check the core, on a cache in 8 bits, or the drop-in, which quantises it itself."""
     kernel = find(NAMES[dtype])
     assert kernel.refuses(call) is None
     assert kernel.prepare is not None
@@ -107,7 +108,7 @@ def test_shapes(
 
 
 def test_a_cache_that_grows_within_its_last_block() -> None:
-    """What is kept of a shape knows how many tokens there are."""
+    """A plan that is kept for a shape depends on the number of tokens."""
     for kv_len in (290, 300):
         for is_prepared in (False, True):
             assert_attends_to_what_is_stored(
@@ -118,7 +119,7 @@ def test_a_cache_that_grows_within_its_last_block() -> None:
 @each_dtype
 def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
     call = call_of(batch=2, kv_len=200, head_dim=40, v_head_dim=72)
-    call.key[..., 3] += 20  # for every token: what the mean takes away
+    call.key[..., 3] += 20  # for every token: the mean takes it away
     call.value[:, :, 7] *= 100  # one token: other tokens' scales are their own
     strided = call.with_tensors({"key": call.key.mT.contiguous().mT})
     before = strided.key.clone()
@@ -134,7 +135,7 @@ def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("has_heavy_token", [False, True])
 def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
-    """One half alone would be 3 % off."""
+    """The high part alone would be 3 % off."""
     call = call_of(kv_len=600, head_dim=128)
     if has_heavy_token:
         call.key[:, :, 5] = 4 * call.query[:, ::2, 0]
@@ -150,7 +151,8 @@ def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) 
 @each_dtype
 @pytest.mark.parametrize("distribution", ["normal", "outlier-channels", "sink", "staircase"])
 def test_the_judge_calls_it_right(distribution: str, dtype: torch.dtype) -> None:
-    """Channels of the keys far from 0, and a heavy token of small value, as in trained models."""
+    """Some channels of the keys are far from 0, and a heavy token has a small value, as in trained
+    models."""
     spec = Spec(1, 8, 2, 1, 600, 128, 128, distribution=distribution)
     call = spec.call(DEVICE, torch.Generator(DEVICE).manual_seed(0))
     output = find(NAMES[dtype]).attention(**call.arguments())
@@ -267,7 +269,7 @@ def test_pages_change_no_bit(
 
 @each_dtype
 def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
-    """Queries beyond its range, and probabilities times the scale of values below it."""
+    """Queries are beyond its range, and probabilities times the scale of values below it."""
     call = call_of(dtype=torch.bfloat16)
     expected = quantised_decode(call.query, call.key, call.value, dtype=dtype)
     large, small = call.query * 2.0**30, call.value * 2.0**-30
@@ -325,7 +327,7 @@ def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_plan_is_of_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was compiled for one type would read the bits of the other."""
+    """A program compiled for one type would read the bits of the other."""
     planned, plans = quantised_cache._planned, []
     monkeypatch.setattr(
         quantised_cache, "_planned", lambda *shape: plans.append(planned(*shape)) or plans[-1]

@@ -1,4 +1,4 @@
-"""How many heads are worked on at a time, checked against the tiles that programs then take."""
+"""Head groups, checked against the tiles that programs then take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ tile_number, turns_of = persistent.tile_number.fn, persistent.turns_of.fn
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that place a tile, as Python has them."""
+    """Make the functions that place a tile plain Python."""
     monkeypatch.setitem(turns_of.__globals__, "tile_number", tile_number)
     monkeypatch.setattr(persistent.gl, "where", lambda which, yes, no: yes if which else no)
     monkeypatch.setattr(persistent, "quotient", lambda n, of: n * (of & 0xFFFFFFFF) >> (of >> 32))
@@ -62,13 +62,13 @@ def test_blocks_that_queries_see(visible: VisibleKeys) -> None:
             if (left is None or key >= query + diagonal - left)
             and (right is None or key <= query + diagonal + right)
         }
-        counted.append(max(1, len(seen)))  # one is visited where none is seen
+        counted.append(max(1, len(seen)))  # one block is visited even where no key is seen
     assert blocks_seen(visible).tolist() == counted
 
 
 @pytest.mark.parametrize("head_group", [1, 3, 4, 12, 16])
 def test_the_busiest_program_is_the_kernels(head_group: int) -> None:
-    """The same sum over the tiles that the kernel's arithmetic gives each program."""
+    """The prediction is the sum over the tiles that the kernel's arithmetic gives each program."""
     heads, blocks = 16, blocks_seen(CAUSAL_8K)
     tiles = heads * len(blocks)
     work = []
@@ -92,8 +92,8 @@ def test_every_block_of_every_head_has_one_number(head_group: int, by_length: bo
 @pytest.mark.parametrize("head_bytes", [2**17, 2**20, 2**23])
 @pytest.mark.parametrize("kv_len", [512, 4096, 8192, 16384])
 def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, heads: int) -> None:
-    """Or as nearly as the fewest tiles allow: head_groups of as many heads as the L2 holds gave the
-    busiest of these programs up to 1.7 times the average."""
+    """They end as nearly together as the smallest tiles allow. Groups of as many heads as the L2
+    cache holds gave the busiest of these programs up to 1.7 times the average."""
     visible = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
     times = blocks_seen(visible) + TILE_BLOCKS
     head_group = head_group_size(visible, head_bytes, heads, 1, PROGRAMS)
@@ -111,7 +111,7 @@ def test_few_heads_at_a_time_where_that_is_as_even() -> None:
 
 
 def test_all_heads_where_fewer_are_uneven() -> None:
-    """Though their keys and values then come from memory more often."""
+    """All heads are taken, although their keys and values come from memory more often."""
     visible = CAUSAL_8K._replace(keys=64)
     assert head_group_size(visible, 2**23, 16, 1, PROGRAMS) == 16
     assert from_memory(16, 2**23, PROGRAMS) > from_memory(4, 2**23, PROGRAMS) > 0

@@ -1,4 +1,4 @@
-"""The Hopper kernel without a GPU: that it compiles for one, what it refuses, and what fits."""
+"""The Hopper kernel without a GPU: it compiles, refuses calls, and fits in shared memory."""
 
 from __future__ import annotations
 
@@ -159,14 +159,14 @@ def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> 
         ((24, 1, 77, 77), True, 2),  # CLIP
         ((16, 1, 577, 577), False, 2),  # a vision transformer, one image
         ((32, 4, 2048, 2048), True, 4),  # Llama-3.2-1B
-        ((8, 1, 4096, 4096), False, 4),  # one turn of 128 tiles, and not 1.3 or 1.9
+        ((8, 1, 4096, 4096), False, 4),  # one turn of 128 tiles, instead of 1.3 or 1.9
         ((8, 1, 1024, 4096), False, 2),
     ],
 )
 def test_consumers_for_narrow_heads(
     sizes: tuple[int, int, int, int], is_causal: bool, consumers: int
 ) -> None:
-    """Those that were the fastest on an H100."""
+    """The expected numbers were the fastest on an H100."""
     heads, group, q_len, kv_len = sizes
     visible = VisibleKeys(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
     plan = schedule(dims_of(64, 64), group, kv_len, call=WholeCall(visible, heads, 132))
@@ -244,7 +244,7 @@ def test_other_masks_become_float32_or_are_refused() -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans are made as on a Hopper GPU, of tensors without memory."""
+    """Make plans as on a Hopper GPU, of tensors without memory."""
     monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 132)
 
 

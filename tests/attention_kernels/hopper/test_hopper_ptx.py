@@ -1,4 +1,4 @@
-"""What inline assembly computes for a Hopper kernel, run without a GPU."""
+"""Inline assembly of the Hopper kernels, run without a GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import exponentials, rescale
 
 ROWS, KEYS = 16, 128
-"""Of a warp."""
+"""Sizes of a warp's block of scores."""
 COUNT = ROWS * KEYS // THREADS
 BLOCKS = 5
 LIMIT = 2.0**15
@@ -23,15 +23,15 @@ THREAD = torch.arange(THREADS)
 
 
 def places(count: int) -> list[tuple[Tensor, Tensor]]:
-    """Row and column of each of a thread's numbers, of a product (16, count · 2): `wgmma`'s layout
-    (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
+    """Return row and column of each of a thread's numbers, of a product (16, count · 2): `wgmma`'s
+    layout (PTX ISA, "Register Fragments for wgmma.mma_async.m64nNk16")."""
     return [
         (THREAD // 4 + 8 * (i // 2 % 2), i // 4 * 8 + THREAD % 4 * 2 + i % 2) for i in range(count)
     ]
 
 
 class Softmax:
-    """Attention of a warp's rows, block by block, as a consumer has it."""
+    """Attention of a warp's rows, block by block, as a consumer computes it."""
 
     def __init__(self, dtype: torch.dtype, v_dim: int = 8) -> None:
         self.dtype = dtype
@@ -42,7 +42,7 @@ class Softmax:
         self.began_anew = 0
 
     def add(self, scores: Tensor, values: Tensor) -> None:
-        """A block: scores (16, 128) in base e, values (128, v_dim)."""
+        """Add a block: scores (16, 128) in base e, values (128, v_dim)."""
         starts = [COUNT // 2 + k * COUNT for k in range(6)]
         sums, moved, shrink, of_scores, of_scale, of_reference = starts
         registers: dict[str, Tensor] = {}
@@ -64,7 +64,7 @@ class Softmax:
                 found[k].index_add_(0, row, registers[f"${start + i}"])
         found[1:] /= 4  # four threads share a row, and each has the same
         sums_of_rows, self.reference, factor = found
-        # Nothing was there before a row's first block.
+        # A row's first block has no earlier sums.
         self.total = torch.where(factor == 0, 0.0, self.total * factor) + sums_of_rows
         before = torch.where(factor[:, None] == 0, 0.0, self.output * factor[:, None])
         self.output = before + weights @ values
@@ -74,7 +74,7 @@ class Softmax:
 
 
 def blocks(count: int, deviation: float, rise: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Scores (count, 16, 128), of which each block's are `rise` above those before, and values."""
+    """Return scores (count, 16, 128), each block's `rise` above the one before, and values."""
     generator = torch.Generator().manual_seed(0)
     scores = deviation * torch.randn(count, ROWS, KEYS, generator=generator)
     scores += rise * torch.arange(count)[:, None, None]
@@ -101,7 +101,7 @@ def attention(scores: Tensor, values: Tensor) -> Tensor:
 def test_weights_are_those_of_a_softmax(
     deviation: float, rise: float, least: int, most: int, dtype: torch.dtype
 ) -> None:
-    """And a warp begins anew in the first block, and where weights would be above 2^15."""
+    """A warp begins again in the first block, and where weights would be above 2^15."""
     scores, values = blocks(BLOCKS, deviation, rise)
     softmax = Softmax(dtype)
     for of_block in zip(scores, values, strict=True):
@@ -117,7 +117,7 @@ def test_weights_are_those_of_a_softmax(
 def test_a_row_gets_the_bits_that_it_gets_beside_others(rising: int) -> None:
     scores, values = blocks(3, 2.0)
     beside, alone = scores.clone(), scores.clone()
-    beside[1, rising] += 40.0  # so that the warp begins anew
+    beside[1, rising] += 40.0  # so that the warp begins again
     beside[2, 12] = math.nan
     results = []
     for each in (beside, alone):

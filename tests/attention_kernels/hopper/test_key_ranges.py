@@ -1,4 +1,4 @@
-"""Which blocks of keys a tile goes through, as plain arithmetic, against looking at every pair."""
+"""Blocks of keys that a tile goes through, as plain arithmetic, compared with every pair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ masked_of, block_at = key_ranges.masked_of.fn, key_ranges.block_at.fn
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gluon's functions as Python has them; a pointer is a list and a place in it."""
+    """Make Gluon's functions plain Python; a pointer is a list and a place in it."""
     plain = SimpleNamespace(
         minimum=min,
         maximum=max,
@@ -79,7 +79,8 @@ def test_blocks(
             first, whole_first, whole_end, end = blocks
             assert 0 <= first <= whole_first <= whole_end < end
             assert end <= -(-kv_len // keys), "a last block without keys"
-            if bounds.most_cut is None:  # kernels have no loop for what the right side cuts then
+            # Kernels then have no loop for keys that the right side cuts.
+            if bounds.most_cut is None:
                 assert whole_end == end - 1
             else:
                 assert end - whole_end <= bounds.most_cut
@@ -89,8 +90,8 @@ def test_blocks(
                 for query, key in itertools.product(queries, range(kv_len))
                 if sees(element, bounds, query, key)
             }
-            assert seen <= set(range(first, end)), "a block that somebody sees is left out"
-            assert end - first <= max(len(seen), 1), "a block that nobody sees is visited"
+            assert seen <= set(range(first, end)), "a visible block is left out"
+            assert end - first <= max(len(seen), 1), "an invisible block is visited"
             for block in range(whole_first, whole_end):
                 for query in queries:
                     for key in range(block * keys, (block + 1) * keys):
@@ -102,7 +103,8 @@ def test_blocks(
             assert numbered[masked:] == list(reversed(range(whole_first, whole_end)))
             if left is not None:
                 continue
-            for own in range(row, row + rows, rows // 2):  # a consumer's, which skips the first
+            # A consumer's rows, which skips the first.
+            for own in range(row, row + rows, rows // 2):
                 *_, own_end = key_blocks_of(own, element, bounds, rows // 2, keys)
                 skipped = end - own_end
                 assert 0 <= skipped < masked
@@ -112,7 +114,7 @@ def test_blocks(
 
 
 def test_most_blocks_need_no_mask() -> None:
-    """One at each side of a window that is a multiple of a block."""
+    """One block needs a mask at each side of a window that is a multiple of a block."""
     bounds = CallBounds(4096, 4096, 0, 1023, 0)
     blocks = key_blocks_of(2048, element_bounds_of(0, bounds), bounds, 128, 128)
     assert masked_of(blocks, bounds) == 2

@@ -14,7 +14,7 @@ tile_number, turns_of = persistent.tile_number.fn, persistent.turns_of.fn
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the functions calls the other: that, too, as Python has it."""
+    """Make both functions plain Python, since one calls the other."""
     monkeypatch.setitem(turns_of.__globals__, "tile_number", tile_number)
     monkeypatch.setattr(persistent.gl, "where", lambda which, yes, no: yes if which else no)
 
@@ -35,7 +35,7 @@ def test_every_tile_is_taken_once(tiles: int, programs: int, is_causal: bool) ->
 
 @pytest.mark.parametrize(("heads", "blocks"), [(32, 32), (32, 64), (512, 8), (8, 64)])
 def test_causal_work_sums_up_evenly(heads: int, blocks: int) -> None:
-    """Tile `number` is one of `heads` tiles with as many key blocks, the most first."""
+    """Tile `number` is one of `heads` tiles with as many key blocks, the largest number first."""
     programs = 132
     taken = [tiles_of(program, programs, heads * blocks, True) for program in range(programs)]
     work = [sum(blocks - number // heads for number in numbers) for numbers in taken]

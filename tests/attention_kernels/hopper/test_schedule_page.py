@@ -1,4 +1,4 @@
-"""docs/kernel-notes.md names what is in the code."""
+"""docs/kernel-notes.md names only things that exist in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KERNELS = REPOSITORY / "attention_kernels"
 
 
 def wrong_names(page: str) -> list[str]:
-    """What stands in backticks and is neither a file, a registered kernel nor in the code."""
+    """Return names in backticks that are not a file, a registered kernel or in the code."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py"))
     known = set(re.findall(r"\w+", code))
     wrong = []

@@ -1,4 +1,4 @@
-"""How programs share tiles, as plain arithmetic: every block of keys once, and none left out."""
+"""Shared tiles, as plain arithmetic: every block of keys is computed once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from attention_kernels.hopper.stream_k import ProgramShare, StreamCut, TileTimes
 PROGRAMS = 132
 PACE = TileTimes(1.4, 2.8)
 FLUX = 36 * 24
-"""Tiles of 128 queries that Flux's 4,608 tokens and 24 heads are."""
+"""Tiles of 128 queries of Flux: 4,608 tokens and 24 heads."""
 
 tile_of_piece, blocks_of_piece = stream_k.tile_of_piece.fn, stream_k.blocks_of_piece.fn
 programs_of_tile, turns_with_pieces = (
@@ -25,7 +25,7 @@ programs_of_tile, turns_with_pieces = (
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The functions that find a piece, as Python has them."""
+    """Make the functions that find a piece plain Python."""
     monkeypatch.setattr(stream_k, "_shared_of", stream_k._shared_of.fn)
     for name, plain in (
         ("minimum", min),
@@ -36,7 +36,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
-    """How so many tiles of at most so many blocks are shared."""
+    """Return how so many tiles of at most so many blocks are shared."""
     right = None if are_equal else blocks * 128
     visible = VisibleKeys(128, blocks * 128, 0, None, right, queries=128, keys=128)
     return stream_k.cut_for(visible, tiles, PROGRAMS, PACE)
@@ -45,8 +45,11 @@ def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
 def pieces_of(
     lengths: list[int], cut: StreamCut, begin: int = 0
 ) -> dict[int, list[tuple[int, int, int, int]]]:
-    """Of each tile: who has a piece of it, as which of the program's, its first block and its end.
-    Tile number i has `lengths[i]` blocks, the first of which is number `begin`."""
+    """Return the pieces of each tile: the program, the number of its piece, the first block and the
+    end.
+
+    Tile number i has `lengths[i]` blocks, and `begin` is the number of the first.
+    """
     tiles, share = len(lengths), ProgramShare(*cut, None, None)
     turns = tiles // PROGRAMS
     pieces = defaultdict(list)
@@ -94,7 +97,7 @@ def test_every_block_of_every_tile_is_in_one_piece(
         if tile < whole:
             assert len(pieces) == 1
             continue
-        # Who adds the pieces up looks for them at these programs, one after the other.
+        # A program that adds the pieces up looks for them at these programs, one after the other.
         share = ProgramShare(*cut, None, None)
         first, last = programs_of_tile(tile - whole, lengths[tile], share)
         assert [program for program, *_ in pieces] == list(range(first, last + 1))
@@ -156,7 +159,7 @@ def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
 
 
 def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
-    """One tile of 64 blocks could be 64 pieces; adding up so many takes longer than the blocks."""
+    """One tile of 64 blocks could be 64 pieces, but adding them up takes longer than the blocks."""
     cut = cut_for(1, 64, True)
     assert cut is not None
     pieces = cut.row // cut.each

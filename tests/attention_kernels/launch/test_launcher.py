@@ -1,4 +1,4 @@
-"""A launch looks at its tensors alone, against a stand-in for Triton's compiled kernels."""
+"""Launches of kernels, against a stand-in for Triton's compiled kernels."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kernel:
-    """What `triton.jit` returns: compiles for what it is given, and launches."""
+    """Stand-in for a `triton.jit` function, which compiles for its arguments and launches."""
 
     arg_names = ("query", "mask", "output", "length", "BLOCK")
 
@@ -36,7 +36,7 @@ class Kernel:
         self.compiled: list[tuple[Any, ...]] = []
         self.launched: list[tuple[Any, ...]] = []
         self.told: list[tuple[Any, ...]] = []
-        """Launches by Triton itself, which tells who listens."""
+        """Launches by Triton itself, which calls its hooks."""
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         assert grid == GRID
@@ -60,7 +60,7 @@ class _Compiled:
         return lambda *arguments: self._kernel.told.append(arguments)
 
     def run(self, *arguments: Any) -> None:
-        """Triton's launcher: the grid, the stream, the program, who is told, and its arguments."""
+        """Stand in for Triton's launcher: grid, stream, program, hooks and arguments."""
         assert arguments[:3] == GRID
         assert arguments[3:9] == (STREAM, self.function, self.packed_metadata, None, None, None)
         self._kernel.launched.append(arguments[9:])
@@ -96,7 +96,7 @@ def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> N
 
 
 def test_who_listens_is_told_of_every_launch() -> None:
-    """A profiler, or `replay --metric resources`."""
+    """Hooks are installed by a profiler, or by `replay profile`."""
     hooks = triton.knobs.runtime.launch_enter_hook
     kernel = Kernel()
     launch = launch_of(kernel)
@@ -191,7 +191,7 @@ def test_tensors_elsewhere_are_refused() -> None:
 
 
 def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
-    """In the interpreter, which returns nothing."""
+    """The interpreter returns no compiled program."""
 
     class Interpreted(Kernel):
         def __getitem__(self, grid: tuple[int, int, int]) -> Any:

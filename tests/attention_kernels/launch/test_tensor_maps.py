@@ -1,6 +1,6 @@
-"""Maps for descriptors, kept by address, against how the installed Triton puts launchers together.
+"""Tensor maps kept by address, compared with the launchers of the installed Triton.
 
-Without a GPU nothing encodes a map: in its place is what it would be made of.
+Without a GPU no map is encoded: a tuple of its contents stands in for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METADATA = {"swizzle": 2, "elem_size": 2, "elem_type": 6, "block_size": [1, 8], 
 
 
 class Launcher:
-    """Triton's `CudaLauncher`, whose `launch` is what Triton makes of the driver's function."""
+    """Triton's `CudaLauncher`; Triton makes its `launch` from the driver's function."""
 
     def __init__(self, signature: dict[int, str], metadata: list[Any]) -> None:
         self.launched: list[list[Any]] = []
@@ -34,7 +34,7 @@ class Launcher:
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Addresses of which maps were made."""
+    """Record the addresses for which maps are made."""
     addresses: list[Any] = []
 
     def fill(address: int, *of_map: Any) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def tensor() -> Tensor:
 
 
 def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) -> None:
-    """Else every launch is Triton's own, which is right, and slower."""
+    """If it is not, every launch is Triton's own, which is correct and slower."""
     run = Launcher(SIGNATURE, [METADATA] * 2)
     kept = nowhere(described(tensor(), 8, 32))
     unwrapped, maps = with_maps(run, [(1, kept), (3, kept)])
@@ -67,7 +67,7 @@ def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) ->
 
 
 def launch_by_triton(run: Launcher, arguments: list[Any]) -> None:
-    """In Triton's own way, which differs among its versions."""
+    """Launch as Triton does, which differs among its versions."""
     base = getattr(nvidia, "_BASE_ARGS_FORMAT_LEN", None)
     if base is None:
         run.launch(arguments)
@@ -98,9 +98,9 @@ def test_a_map_is_made_once_for_an_address(
 def test_other_launchers_are_left_alone() -> None:
     kept = nowhere(described(tensor(), 8, 32))
     for run, descriptors in (
-        (lambda *arguments: None, [(0, kept)]),  # of no such class
+        (lambda *arguments: None, [(0, kept)]),  # another class
         (Launcher({0: "*fp16"}, []), []),  # without descriptors
-        (Launcher(SIGNATURE, [METADATA] * 2), [(1, kept)]),  # they are not where we think
+        (Launcher(SIGNATURE, [METADATA] * 2), [(1, kept)]),  # descriptors at other places
         (SimpleNamespace(launch=lambda *arguments: None), [(0, kept)]),  # wrapped otherwise
     ):
         assert with_maps(run, descriptors) == (run, None)

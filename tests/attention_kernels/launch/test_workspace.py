@@ -1,4 +1,4 @@
-"""How much memory is kept: enough, hardly more, and seldom another amount."""
+"""Size of the memory that is kept: enough, hardly more, and seldom another size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel that skips what a mask hides: what it visits, and what comes out."""
+"""The kernel that skips hidden blocks: the blocks it visits, and its output."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def finite(mask: Tensor) -> Tensor:
-    """What some models add: rows in which all is hidden are then rows in which nothing is."""
+    """Return the mask with -finfo.max in the place of -inf. Rows that hide everything then hide
+    nothing."""
     return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
 
 
 def by_head(mask: Tensor) -> Tensor:
-    """One head sees what the others do not."""
+    """Return a mask in which one head sees what the others do not."""
     return torch.stack([mask, mask, ~mask, mask])
 
 
@@ -110,7 +111,7 @@ def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
 
 
 def test_rows_that_see_nothing_read_nothing() -> None:
-    """As those of padding before the others: what stands there, be it NaN, reaches nothing."""
+    """Such are rows of padding before the others: values there reach nothing, even NaN."""
     counts = torch.arange(256, device=DEVICE) >= 128
     call = call_of(counts[:, None] & counts)
     for tensor in (call.key, call.value):
@@ -129,7 +130,7 @@ def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
 
 
 def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
-    """As of a mask with other strides, on GPUs where these decide how a call is cut up."""
+    """They may be of a mask with other strides, on GPUs where the tiles depend on strides."""
     mask = band(128, 256, 40)
     call = call_of(mask, 128)
     visited = visited_blocks_of(call.query, call.value, mask)
@@ -143,7 +144,8 @@ def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:
-    """And without the mask where that changes nothing: as a look at each block in PyTorch says."""
+    """A block is visited without the mask where the mask changes nothing, as PyTorch finds for each
+    block."""
     batches, heads = (data.draw(st.integers(1, 2)) for _ in range(2))
     q_len, k_len = (data.draw(st.integers(1, 90)) for _ in range(2))
     rows, keys = (data.draw(st.sampled_from([16, 32])) for _ in range(2))

@@ -34,7 +34,7 @@ normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 
 @pytest.fixture(scope="module")
 def verify() -> Verify:
-    """`verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
+    """Return `verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
     from replay.accuracy.verdict import Expected, judge
 
     def check(call: AttentionCall, **options: Any) -> None:
@@ -55,7 +55,7 @@ def verify() -> Verify:
 def call_of(
     sizes: tuple[int, int, int, int, int, int, int], dtype: torch.dtype = HALF, **fields: Any
 ) -> AttentionCall:
-    """A random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
+    """Return a random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
     return AttentionCall(
         normal(batch, q_heads, q_len, head_dim, dtype=dtype),
@@ -146,7 +146,7 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("kind", MASKS)
 @pytest.mark.parametrize(("dtype", "kv_len"), [(torch.bool, 144), (HALF, 144), (SINGLE, 141)])
 def test_masks(verify: Verify, kind: str, dtype: torch.dtype, kv_len: int) -> None:
-    """With rows of so many times 16 bytes, and of other lengths."""
+    """Rows of the mask are multiples of 16 bytes, or not."""
     mask = mask_of(MASKS[kind](2, 4, 70, kv_len), dtype)
     verify(call_of((2, 4, 2, 70, kv_len, 64, 64), attn_mask=mask))
 
@@ -212,7 +212,7 @@ def test_queries_without_keys_get_zeros() -> None:
 
 
 def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(verify: Verify) -> None:
-    """As in SDPA, where such a row becomes the mean of all values."""
+    """Such a row becomes the mean of all values, as in SDPA."""
     mask = torch.zeros(40, 150, dtype=HALF)
     for dtype in (HALF, BRAIN, SINGLE):
         call = call_of((1, 2, 2, 40, 150, 64, 64), dtype)
@@ -240,7 +240,7 @@ def test_what_is_not_finite_reaches_what_it_reaches_in_sdpa(
     call = call.with_tensors({"attn_mask": mask})
     getattr(call, name)[0, 0, 5, 7] = number
     if name in ("key", "value"):
-        getattr(call, name)[0, 1, 120, 3] = number  # where every query's mask is
+        getattr(call, name)[0, 1, 120, 3] = number  # a place that every query's mask has
     output = prefill(call.query, call.key, call.value, mask)
     with sdpa_kernel(SDPBackend.MATH):
         expected = scaled_dot_product_attention(**call.arguments())
@@ -258,7 +258,7 @@ def test_keys_to_the_right_of_the_diagonal_reach_nothing() -> None:
 
 
 def inside(tensor: Tensor) -> Tensor:
-    """The tensor amid NaN on all sides, as a view with the same strides between its rows."""
+    """Return a view of the tensor amid NaN on all sides, with equal strides between its rows."""
     around = torch.full([size + 2 for size in tensor.shape], math.nan).to(tensor)
     view = around[tuple(slice(1, 1 + size) for size in tensor.shape)]
     view.copy_(tensor)

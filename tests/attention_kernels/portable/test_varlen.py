@@ -1,4 +1,4 @@
-"""Batches whose elements differ in length: each answered as if it stood alone."""
+"""Batches whose sequences differ in length: each is answered as if it were alone."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_any_packed_batch(data: st.DataObject) -> None:
 
 @pytest.mark.usefixtures("size")
 def test_what_another_element_holds_reaches_nobody_else() -> None:
-    """A block may reach past an element's end, into the next one's keys."""
+    """A block may reach past a sequence's end, into the next one's keys."""
     query, key, value = (normal(150, 2, 64, seed=seed) for seed in range(3))
     at = offsets([70, 80])
     expected = packed_prefill(query, key, value, at, at, 80)
@@ -101,7 +101,7 @@ def test_what_another_element_holds_reaches_nobody_else() -> None:
 
 
 def padding(ranges: list[tuple[int, int]], length: int) -> Tensor:
-    """(B, Sk) bool from each element's first key and number of keys."""
+    """Return (B, Sk) bool from each sequence's first key and number of keys."""
     places = torch.arange(length)
     rows = [(places >= first) & (places < first + count) for first, count in ranges]
     return torch.stack(rows).to(DEVICE)
@@ -110,7 +110,7 @@ def padding(ranges: list[tuple[int, int]], length: int) -> Tensor:
 def assert_padded(
     ranges: list[tuple[int, int]], length: int, head_dim: int = 64, is_causal: bool = False
 ) -> None:
-    """With NaN in the padding, which is not read."""
+    """Check a padded batch with NaN in the padding, which must not be read."""
     query = normal(len(ranges), 4, 50, head_dim)
     key, value = (normal(len(ranges), 2, length, head_dim, seed=seed) for seed in (1, 2))
     keys = padding(ranges, length)

@@ -1,4 +1,5 @@
-"""Key and value in 8 bits: every number near the original, scales right, nothing else written."""
+"""Key and value in 8 bits: every number is near the original, scales are right, nothing else is
+written."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ ROUNDING = {torch.int8: 0.5 / 127, FP8: 16 / 448}
 
 
 def dequantised_key(quantised: QuantisedKeyValue, head_dim: int) -> Tensor:
-    """(B, Hkv, Sk, D) float32, without the mean where that was subtracted."""
+    """Return (B, Hkv, Sk, D) float32, without the mean where that was subtracted."""
     groups = quantised.key.float().unflatten(2, (-1, GROUP))
     key = (groups * quantised.key_scale[..., None, None]).flatten(2, 3)
     return key[:, :, : quantised.kv_len, :head_dim]
 
 
 def dequantised_value(quantised: QuantisedKeyValue) -> Tensor:
-    """(B, Hkv, Sk, Dv) float32."""
+    """Return (B, Hkv, Sk, Dv) float32."""
     if quantised.value_scale is None:
         return quantised.value.float()
     stored = quantised.value.float().unflatten(3, (-1, GROUP))
@@ -44,7 +45,7 @@ def dequantised_value(quantised: QuantisedKeyValue) -> Tensor:
 
 
 def largest_by_group(tensor: Tensor) -> Tensor:
-    """(B, H, groups): the largest magnitude in every `GROUP` positions."""
+    """Return the largest magnitude in every `GROUP` positions, (B, H, groups)."""
     short = -tensor.shape[2] % GROUP
     padded = torch.nn.functional.pad(tensor.float().abs(), (0, 0, 0, short))
     return padded.unflatten(2, (-1, GROUP)).amax(dim=(3, 4))
@@ -55,7 +56,7 @@ def by_position(groups: Tensor, length: int) -> Tensor:
 
 
 def sampled(length: int) -> list[int]:
-    """Whose mean is subtracted: one key of each 64th of the sequence, 39/64 further in each."""
+    """Return the sampled keys: one of each 64th of the sequence, 39/64 further in each."""
     return [(part * 64 + part * 39 % 64) * length // 4096 for part in range(64)]
 
 
@@ -113,7 +114,7 @@ def test_any_shape_stride_and_magnitude(
 
 
 def test_a_mean_leaves_int8_its_range(device: torch.device) -> None:
-    """What smoothing is for: an offset of 20 standard deviations costs no accuracy."""
+    """With smoothing, an offset of 20 standard deviations costs no accuracy."""
     key = random(1, 1, 256, 64, device=device, offset=0)
     shifted = (key.float() + 20).to(torch.bfloat16)
     plain, smooth = (
@@ -131,7 +132,7 @@ def test_the_sample_is_spread_over_the_sequence() -> None:
 
 
 def test_a_pattern_that_recurs_does_not_mislead_the_sample(device: torch.device) -> None:
-    """A key in 32 is far off, as a column of an image may be: it must not be taken for the mean."""
+    """One key in 32 is far off, like a column of an image: it must not be taken for the mean."""
     key = random(1, 1, 4096, 64, device=device)
     key[:, :, ::32] += 100
     quantised = quantise_key_value(key, key)
@@ -167,7 +168,7 @@ def test_key_order_is_a_permutation_of_sixteen() -> None:
 
 
 def test_a_plan_is_of_both_types() -> None:
-    """What was compiled for one type would read the bits of the other."""
+    """A program compiled for one type would read the bits of the other."""
     key, value = torch.zeros(2, 1, 1, 8, 32, dtype=torch.float16).unbind()
     options = (torch.int8, True, True, False)
     assert launch_of(key, value, *options) is launch_of(key.clone(), value, *options)

@@ -1,4 +1,4 @@
-"""8-bit prefill of packed and padded batches, and under masks: nothing is anybody else's."""
+"""8-bit prefill of packed and padded batches, and under masks, each sequence by itself."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ def lengths(*each: int) -> Tensor:
 
 
 def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> AttentionCall:
-    """Its keys share an offset, so that a mean of other keys than its own would be seen."""
+    """Return a call whose keys share an offset, so that a mean of other keys would change the
+    output."""
     sizes = {"q_heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
     fields = {"dtype": torch.float16, "device": DEVICE, **sizes, **fields}
     call = factories.random_call(**fields)
@@ -80,7 +81,7 @@ PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": o
 def test_each_sequence_is_quantised_as_if_it_stood_alone(
     each: list[int], key_dtype: torch.dtype, smooth_k: bool
 ) -> None:
-    """Bit for bit, in groups of its own; one without keys has a group of zeros."""
+    """The bits are equal, in groups of its own; a sequence without keys has a group of zeros."""
     tokens = sum(each) + 1
     key, value = (normal(1, 2, tokens, 40, dtype=torch.float16, seed=seed) for seed in (1, 2))
     begins = offsets(*each)
@@ -156,8 +157,8 @@ def test_packed(form: str, head_dim: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
-    """All but the rounding of probabilities, which are cut into other blocks where queries are few:
-    not what 8 bits allow."""
+    """They differ by the rounding of probabilities, which are in other blocks where queries are
+    few, and by less than 8 bits allow."""
     call = call_of(271, 320, **PACKED, is_causal=True)
     output = find(name).attention(**call.arguments())
     at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
@@ -213,7 +214,7 @@ def test_lengths_of_keys(name: str, form: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("fp8_value", [False, True])
 def test_padding_before_the_keys(fp8_value: bool, is_causal: bool) -> None:
-    """The diagonal stays where the padding leaves it, as `varlen.padded` has it."""
+    """The diagonal stays where the padding leaves it, as in `padded_prefill`."""
     starts, counts = lengths(0, 90, 199), lengths(130, 110, 1)
     call = call_of(200, 200, batch=3, is_causal=is_causal)
     places = torch.arange(200, device=DEVICE)

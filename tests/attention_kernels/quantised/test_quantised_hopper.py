@@ -1,4 +1,4 @@
-"""8-bit prefill for Hopper, as far as its machine code tells without a GPU."""
+"""Machine code of the 8-bit prefill for Hopper, without a GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ with as_if_on("9.0"), torch.no_grad():
 def test_there_are_no_barriers_but_those_in_use(
     head_dim: int, group: int, kv_len: int, tmp_path: Path
 ) -> None:
-    """The memory of others is used for outputs too, and a GPU that is shared can put them back."""
+    """The memory of unused barriers is used for outputs too, and a GPU that is shared may overwrite
+    it."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     script = COMPILE.format(head_dim=head_dim, group=group, kv_len=kv_len)
     subprocess.run(

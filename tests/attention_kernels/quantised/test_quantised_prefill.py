@@ -1,4 +1,4 @@
-"""8-bit prefill against attention on what its operands stand for, and against the reference."""
+"""8-bit prefill against attention on its dequantised operands, and against the reference."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
 """Relative L1 that rounding the probabilities may add, by whether they are FP8: half the distance
-of neighbouring e4m3 numbers, which a single key of weight can cost."""
+of neighbouring e4m3 numbers, where a single key has all the weight."""
 
 
 BEYOND = {
@@ -97,7 +97,7 @@ BEYOND = {
         True,
     ),
 }
-"""Shape, whether causal, what is asked beyond SDPA, and whether there are sinks."""
+"""Shape, whether causal, options beyond SDPA, and whether there are sinks."""
 
 
 def random_call(
@@ -127,7 +127,7 @@ def random_call(
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Launches that are repeated with addresses, as on a GPU, and interpreted."""
+    """Repeat launches with addresses, as on a GPU, and interpret them."""
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled where there is a GPU")
     first = Launch._first
@@ -146,7 +146,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Interpreted:
-    """In place of a compiled kernel."""
+    """Stand-in for a compiled kernel."""
 
     function = packed_metadata = None
 
@@ -160,13 +160,14 @@ class Interpreted:
         self._launch._kernel[grid](*tensors, *rest, **self._launch._options)
 
     def _at(self, first: Any, given: Any) -> Any:
-        """What the launch was given this time, with all that is known from its first."""
+        """Return an argument of the launch, with all that is known from its first."""
         if first is None:
             assert given is None
             return None
         if not isinstance(first, Tensor):
             return at(first, self._at(first.base, given.base.data_ptr()))
-        assert (given % 16 == 0) == (first.data_ptr() % 16 == 0)  # what it was compiled for
+        # It was compiled for this alignment.
+        assert (given % 16 == 0) == (first.data_ptr() % 16 == 0)
         extent = sum(
             (size - 1) * stride for size, stride in zip(first.shape, first.stride(), strict=True)
         )
@@ -176,7 +177,8 @@ class Interpreted:
 
 
 def quantised_query(call: AttentionCall, dtype: torch.dtype) -> Tensor:
-    """A query, times softmax's scale, after a round trip through 8 bits, a scale for each row."""
+    """Return a query, times softmax's scale, after a round trip through 8 bits, a scale for each
+    row."""
     query = call.query.float() * (call.softmax_scale * math.log2(math.e))
     largest = query.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12)
     if dtype == torch.int8:
@@ -201,7 +203,8 @@ def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
 
 
 def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
-    """The kernel computes exactly what its 8-bit operands say, probabilities aside."""
+    """Check that the output is that of the 8-bit operands, apart from the rounding of
+    probabilities."""
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
     expected = eager.attend(
@@ -252,7 +255,7 @@ def test_its_operands_say_beyond_sdpa(
     call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
-    # The mean is no operand in 8 bits: the query meets it as it came.
+    # The mean is not in 8 bits: it is multiplied with the original query.
     queries = [quantised_query(call, score_dtype)]
     keys = [dequantised_key(quantised, shape[5])]
     if quantised.key_mean is not None:
@@ -299,7 +302,7 @@ def test_near_the_reference(
 def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(
     device: torch.device, name: str
 ) -> None:
-    """What they round cannot be seen here; that all blocks are in the sum can."""
+    """Their rounding cannot be tested here, but that all blocks are in the sum can."""
     call = random_call(1, 2, 1, 140, 520, 64, device=device, is_causal=True)
     plain, tensor = find(name), find(f"{name}[accum=tensor]")
     expected = plain.attention(**call.arguments())
@@ -428,7 +431,7 @@ def test_core_alone(device: torch.device) -> None:
 
 @each_kind
 def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
-    """Later ones are made in another way than the first, where kernels are compiled."""
+    """Where kernels are compiled, later calls take another path than the first."""
     calls = [random_call(2, 4, 2, 70, 200, 40, device, offset=offset) for offset in (0, 2, 0.5)]
     for call in (*calls, *calls):
         check(call, kind)
@@ -443,16 +446,17 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     )
     expected = run(second, kind)
     run(first, kind)
-    monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)  # not step by step
+    # Step by step it would fail.
+    monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)
     before = [each.clone() for each in (second.query, second.key, second.value)]
     torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)
     torch.testing.assert_close([second.query, second.key, second.value], before, rtol=0, atol=0)
-    with pytest.raises(TypeError):  # of another shape, which was not met before
+    with pytest.raises(TypeError):  # of a shape that was not met before
         run(random_call(2, 4, 2, 70, 201, 40, CPU, is_causal=True), kind)
 
 
 def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
-    """Values that are copied, addresses that are no multiples of 16, and means that are kept."""
+    """Values are copied, addresses are not multiples of 16, or means are kept."""
     call = random_call(1, 2, 2, 70, 200, 64, CPU)
     odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)
     odd.copy_(call.value)

@@ -1,4 +1,4 @@
-"""Decoding with chosen tokens: which are chosen, and that attention is to those alone."""
+"""Decoding with chosen tokens: the choice, and attention to them alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def call_of(
 
 
 def best_tokens(call: AttentionCall, count: int) -> Tensor:
-    """(B, Hkv, count): by the largest score of a key/value head's queries, in float64."""
+    """Return (B, Hkv, count) by the largest score of a key head's queries, in float64."""
     score = scores(call.query, call.key, call.attn_mask, scale=call.scale)
     by_head = score.unflatten(1, (call.shape.kv_heads, -1)).amax(dim=(2, 3))
     return by_head.topk(count, dim=2).indices
@@ -85,7 +85,7 @@ def test_a_short_sequence_keeps_a_share_of_its_own_tokens() -> None:
 @given(st.integers(1, 60), st.integers(1, 40), st.integers(0, 10))
 @settings(max_examples=15, deadline=None)
 def test_attention_is_to_the_given_tokens(kv_len: int, count: int, seed: int) -> None:
-    """All others are NaN, in one piece and in pages."""
+    """All other tokens are NaN, in one piece and in pages."""
     generator = torch.Generator().manual_seed(seed)
     call = call_of(kv_len=kv_len, q_len=2)
     order = torch.rand(2, 2, kv_len, generator=generator).argsort(dim=2)[..., :count]

@@ -14,7 +14,7 @@ DIVISORS = [*range(1, 300), 2**16 - 1, 2**16 + 1, 2**30, 2**30 + 1, LARGEST - 1,
 
 
 def in_python(number: int, reciprocal: int) -> int:
-    """`quotient`, which multiplies 64 bits."""
+    """Compute `quotient`, which multiplies 64 bits, in Python."""
     product = number * (reciprocal & 0xFFFFFFFF)
     assert product < 2**64
     return product >> (reciprocal >> 32)
@@ -22,7 +22,7 @@ def in_python(number: int, reciprocal: int) -> int:
 
 @pytest.mark.parametrize("divisor", DIVISORS)
 def test_quotients_are_exact(divisor: int) -> None:
-    """Of every int32 that is not negative: wrong ones would be beside a multiple."""
+    """The wrong quotients of an int32 that is not negative would be beside a multiple."""
     rng = random.Random(divisor)
     most = LARGEST // divisor
     for multiple in {0, 1, 2, most - 1, most, *(rng.randint(0, most) for _ in range(200))}:
@@ -32,5 +32,5 @@ def test_quotients_are_exact(divisor: int) -> None:
 
 
 def test_it_has_the_same_type_for_every_divisor() -> None:
-    """Triton compiles a kernel anew for an int32 where it had an int64."""
+    """Triton would compile a kernel again for an int32 in the place of an int64."""
     assert all(2**31 <= reciprocal(divisor) < 2**63 for divisor in DIVISORS)

@@ -1,7 +1,7 @@
 """The prefill and variable-length kernels compiled, on shapes that models have.
 
-Each head_dim, type, kind of mask and causal or not is a program text of its own, and compiling one
-takes seconds: not every combination is here.
+Each head_dim, type, kind of mask and causal or not is another program, which takes seconds to
+compile: not every combination is tested.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
 def verify(name: str, call: AttentionCall) -> None:
-    """The drop-in and its core, by the replay's own verdict."""
+    """Check the drop-in and its core, by the replay's own verdict."""
     kernel = catalogue()[name]
     assert kernel.unavailable(call.device) is None
     assert kernel.unsupported(call) is None
@@ -57,7 +57,7 @@ def verify(name: str, call: AttentionCall) -> None:
         ((2, 4, 2, 7, 1, 64, 64), False, torch.bfloat16),
         ((2, 4, 2, 1, 7, 256, 256), False, torch.bfloat16),
         ((1, 4, 2, 1000, 1000, 192, 128), True, torch.bfloat16),
-        # Few enough scores for pointers.
+        # So few scores are loaded through pointers.
         ((1, 16, 4, 300, 512, 128, 128), True, torch.bfloat16),
         ((2, 16, 16, 77, 77, 64, 64), False, torch.float16),
         ((2, 10, 10, 3000, 77, 64, 128), False, torch.bfloat16),
@@ -115,7 +115,7 @@ def test_what_is_not_finite(name: str, number: float, head_dim: int) -> None:
 
 
 def test_more_elements_than_an_int32_counts() -> None:
-    """BSHD in memory, so that it is the rows that lie far apart."""
+    """The memory is BSHD, so that rows lie far apart."""
     heads, length, head_dim = 2, 2**18, 64
     stride = 2**14
     memory = torch.zeros(length * stride, dtype=torch.float16, device="cuda")
@@ -130,7 +130,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_what_a_mask_hides_is_skipped(head_dim: int, is_float: bool) -> None:
-    """Windows of some width, by head; the last head sees everything."""
+    """Each head has a window of another width; the last head sees everything."""
     distance = (
         torch.arange(2100, device="cuda") - torch.arange(1500, device="cuda")[:, None]
     ).abs()

@@ -1,7 +1,7 @@
 """`triton-fa3` on a Hopper GPU: every shape, stride and type against float64 attention.
 
-Each head dimension to 64, and each from there to 128, is one tile: a program text is compiled for a
-tile, a type, causal or not, with or without logarithms, and a schedule. These tests ask for 16.
+Head dimensions to 64 share one tile, and so do those from there to 128. A program is compiled for a
+tile, a type, causal or not, with or without logarithms, and a schedule. These tests need 16.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def call_of(
 
 
 def poison(shape: torch.Size, dtype: torch.dtype) -> None:
-    """Leave NaN in the memory that the next output of this shape will be given."""
+    """Leave NaN in the memory that the next output of this shape gets."""
     torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
 
 
@@ -91,7 +91,7 @@ def test_float16(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [128, 72, 64])
 def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
-    """Query, key and value as a fused linear layer leaves them, all heads of a token together."""
+    """Query, key and value lie as a fused linear layer leaves them, a token's heads together."""
     packed = torch.randn(2, 333, 3, 4, head_dim, device=DEVICE, dtype=torch.bfloat16)
     query, key, value = (packed[:, :, part].transpose(1, 2) for part in range(3))
     check(AttentionCall(query, key, value, is_causal=is_causal))
@@ -133,8 +133,8 @@ def test_nan_stays_in_its_row_and_column() -> None:
 
 
 def test_the_same_bits_each_time() -> None:
-    """A race between loads, products and stores would show as bits that change, and so would
-    pieces of a tile that are added in the order in which they come."""
+    """A race between loads, products and stores would change bits, and so would adding the pieces
+    of a tile in the order in which they arrive."""
     batch = (4, 16, 4, 777, 777)
     few: Sizes = (1, 8, 1, 300, 9000)
     for sizes, head_dim, is_causal in (
@@ -160,7 +160,7 @@ BEYOND: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": True},
     "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": True},
 }
-"""What calls ask beyond SDPA."""
+"""Options beyond SDPA."""
 LONG_AND_SHORT = (
     (2, 8, 2, 700, 1000),
     (1, 8, 2, 1000, 300),
@@ -171,8 +171,8 @@ LONG_AND_SHORT = (
 
 
 def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
-    """Scores of a third of the queries rise by `step` from each 128 keys to the next, those of
-    another third fall."""
+    """Return a call in which the scores of a third of the queries rise by `step` every 128 keys,
+    and those of another third fall."""
     call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False, dtype=dtype)
     call.query[..., 0] = torch.arange(300, device=DEVICE) % 3 - 1
     call.key[..., 0] = torch.arange(3000, device=DEVICE) // 128 * step * head_dim**0.5
@@ -183,7 +183,7 @@ def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
 @pytest.mark.parametrize("step", [3.0, 9.0, 30.0, 150.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
 def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtype) -> None:
-    """Weights relative to what was the largest score would overflow."""
+    """Weights relative to an earlier largest score would overflow."""
     call = stairs(head_dim, step, dtype)
     check(call)
     check(replace(call, query=call.query[:, :, :100], is_causal=True, variant=BOTTOM_RIGHT))
@@ -191,7 +191,7 @@ def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
-    """A warp moves the reference of those rows only whose weights get too large."""
+    """A warp moves the reference only of rows whose weights get too large."""
     call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False)
     moving = torch.arange(300, device=DEVICE) % 3 == 0
     rising = torch.linspace(0, 60, 3000, device=DEVICE)[:, None].to(torch.bfloat16)
@@ -274,7 +274,7 @@ PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
 @pytest.mark.parametrize("form", ["plain", *BEYOND])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_packed(head_dims: tuple[int, int], form: str) -> None:
-    """By `triton-varlen`, which runs this kernel here; other sequences' rows reach nothing."""
+    """`triton-varlen` runs this kernel here; other sequences' rows reach nothing."""
     kernel = find("triton-varlen")
     q_lengths, k_lengths = PACKED_LENGTHS
     sizes = (1, 8, 2, sum(q_lengths), sum(k_lengths))
@@ -292,7 +292,7 @@ def test_packed(head_dims: tuple[int, int], form: str) -> None:
         output = kernel.attention(**asked.arguments())
         verdict = judge(output, expected, "exact")
         assert verdict.passed, verdict.sentence
-    # A sequence whose every key is NaN says so of itself alone.
+    # A sequence whose keys are all NaN is NaN alone.
     for tensor in (call.key, call.value):
         tensor[:, :, 751:2051] = float("nan")
     is_nan = kernel.attention(**call.arguments()).isnan().any(-1)[0]

@@ -30,7 +30,7 @@ NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8", *TENSOR)
 
 @pytest.fixture
 def portable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel that other GPUs than Hopper's get, here too."""
+    """Run the kernel of GPUs other than Hopper here, too."""
     from attention_kernels.quantised import quantised_prefill
 
     monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
@@ -73,7 +73,8 @@ def test_shapes(name: str, spec: Spec) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("kv_heads", [64, 32, 16], ids="{} key heads".format)
 def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
-    """Bit for bit: a race of the warps that load and compute would show as a stray difference.
+    """The bits are equal: a race of the warps that load and compute would show as a stray
+    difference.
 
     One, two and four of a program's warp groups then share the blocks of a key head.
     """
@@ -83,7 +84,7 @@ def test_a_hundred_calls_agree(name: str, kv_heads: int) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> None:
-    """Pieces of a tile are added in the same order, whichever comes last."""
+    """Pieces of a tile are added in the same order, even if they arrive in another."""
     agree(name, Spec(1, 8, 2, 300, 9000, head_dim, head_dim))
 
 
@@ -187,13 +188,13 @@ BEYOND: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": -math.inf},
     "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
 }
-"""What calls ask beyond SDPA; `sinks` is that of a head, the others are random."""
+"""Options beyond SDPA; `sinks` is that of a head, the others are random."""
 LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
-"""Queries and keys; the last are so few tiles that programs share them."""
+"""Numbers of queries and keys; the last are so few tiles that programs share them."""
 
 
 def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:
-    """A call whose keys share an offset."""
+    """Return a call whose keys share an offset."""
     sizes = (2, 8, 2, q_len, kv_len, head_dim, head_dim)
     call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
     fields = dict(BEYOND[form])
@@ -226,7 +227,8 @@ def test_rows_that_see_nothing_are_zeros(head_dim: int, form: str) -> None:
 
 
 def test_keys_outside_a_window_are_not_read() -> None:
-    """Not even where the keys end before the window: a NaN in a block reaches no tile beyond it."""
+    """This also holds where the keys end before the window: a NaN in a block reaches no tile beyond
+    it."""
     call = replace(beyond("window", 128, 1000, 300), variant=AttentionVariant(False, (50, 0)))
     call.value[:, :, :128] = math.nan
     for name in NAMES:
@@ -292,7 +294,7 @@ def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_what_does_not_count_reaches_nothing(head_dim: int, name: str) -> None:
-    """Another sequence's keys and values, and those past a length, be they NaN."""
+    """Another sequence's keys and values, and those past a length, may even be NaN."""
     if reason := find(name).unavailable(DEVICE):
         pytest.skip(reason)
     call = packed("all", head_dim)
