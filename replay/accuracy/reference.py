@@ -120,9 +120,7 @@ def attention(
 
 
 def attention_and_spread(
-    call: AttentionCall,
-    dtype: torch.dtype = torch.float64,
-    block_elements: int | None = None,
+    call: AttentionCall, dtype: torch.dtype = torch.float64, block_elements: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute `attention`, and the spread √Σⱼ pⱼ²‖vⱼ‖² of each row: (B, Hq, Sq).
 

@@ -19,12 +19,7 @@ from replay.accuracy.quantised import QuantisedNoise
 from replay.accuracy.reference import attention_and_spread, reference_dtype, same_dtype
 from replay.accuracy.sparse import kept_share, restricted
 from replay.accuracy.thresholds import ExactThresholds, QuantisedThresholds, Thresholds
-from replay.accuracy.tolerance import (
-    RowTolerance,
-    Tolerance,
-    tolerance,
-    tolerances_of_heads,
-)
+from replay.accuracy.tolerance import RowTolerance, Tolerance, tolerance, tolerances_of_heads
 from replay.rows.errors_of_output import AccuracyClass, Errors, Where
 
 

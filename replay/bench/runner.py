@@ -214,10 +214,7 @@ def _replay_call(
 
 
 def _baseline(
-    call: AttentionCall,
-    settings: Settings,
-    options: WorkerOptions,
-    report: Callable[[str], None],
+    call: AttentionCall, settings: Settings, options: WorkerOptions, report: Callable[[str], None]
 ) -> str:
     """Return the name of the kernel to compare with: what the model called, as it called it.
 

@@ -16,12 +16,7 @@ import torch
 from attention_replay import __version__
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device, held, with_own_cores
-from replay.distribution.transfer import (
-    FileFacts,
-    directory_here,
-    lacking,
-    receive,
-)
+from replay.distribution.transfer import FileFacts, directory_here, lacking, receive
 from replay.kernels.registry import find
 from replay.rows.row import KernelId, Machine, Row
 from replay.timing.machine import describe
@@ -63,11 +58,7 @@ class Node:
     """
 
     def __init__(
-        self,
-        share: tuple[int, int],
-        directory: str,
-        interpreters: dict[str, str],
-        timeout: float,
+        self, share: tuple[int, int], directory: str, interpreters: dict[str, str], timeout: float
     ) -> None:
         with contextlib.suppress(OSError):
             os.chdir(directory)

@@ -54,11 +54,7 @@ class Execution(Protocol):
         """Assign kernels to environments."""
 
     def replay(
-        self,
-        schedule: Schedule,
-        assigned: Assignment,
-        settings: Settings,
-        report: Progress,
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
         """Yield rows of every kernel on every call, as calls are finished."""
 
@@ -78,11 +74,7 @@ class InProcess:
         return {HERE: list(kernels)}
 
     def replay(
-        self,
-        schedule: Schedule,
-        assigned: Assignment,
-        settings: Settings,
-        report: Progress,
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
         under_way = ""
 
@@ -167,11 +159,7 @@ class Workers:
         return assign(kernels, self.probe(kernels, device))
 
     def replay(
-        self,
-        schedule: Schedule,
-        assigned: Assignment,
-        settings: Settings,
-        report: Progress,
+        self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
         return replay_in_workers(schedule, assigned, settings, self._environments, report)
 

@@ -78,10 +78,7 @@ def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]
     return [
         member
         for number, workload in enumerate(recorded)
-        for member in (
-            workload,
-            *(counterpart_of(workload, kind, seed + number) for kind in KINDS),
-        )
+        for member in (workload, *(counterpart_of(workload, kind, seed + number) for kind in KINDS))
     ]
 
 

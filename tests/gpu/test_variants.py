@@ -48,11 +48,7 @@ PACKED = {"cu_seqlens_q": _offsets(700, 1, 1300, 99), "cu_seqlens_k": _offsets(7
 LONGER = {"cu_seqlens_q": _offsets(70, 1, 130, 99), "cu_seqlens_k": _offsets(700, 1, 1300, 99)}
 
 CALLS: dict[str, dict[str, Any]] = {
-    "bottom right": {
-        **_sizes(1, 8, 2, 300, 1500, 128),
-        "is_causal": True,
-        "variant": BOTTOM_RIGHT,
-    },
+    "bottom right": {**_sizes(1, 8, 2, 300, 1500, 128), "is_causal": True, "variant": BOTTOM_RIGHT},
     "bottom right, fewer keys": {
         **_sizes(2, 4, 4, 1500, 300, 64),
         "dtype": HALF,

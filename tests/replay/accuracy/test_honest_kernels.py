@@ -22,16 +22,7 @@ from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-VALUES = (
-    "normal",
-    "heavy tails",
-    "one mean",
-    "cancelling",
-    "tiny",
-    "huge",
-    "sharp",
-    "flat",
-)
+VALUES = ("normal", "heavy tails", "one mean", "cancelling", "tiny", "huge", "sharp", "flat")
 
 
 def fresh_seeds(count: int) -> range:

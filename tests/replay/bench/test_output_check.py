@@ -118,10 +118,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
         kernels("bad-check", never, unsupported=lambda call: f"{call.no_such_fact}"),
         kernels("leaves", never, unsupported=lambda call: sys.exit(0)),
     )
-    assert (rows["absent"].status, rows["absent"].reason) == (
-        "unavailable",
-        "not installed on cpu",
-    )
+    assert (rows["absent"].status, rows["absent"].reason) == ("unavailable", "not installed on cpu")
     assert (rows["picky"].status, rows["picky"].reason) == ("unsupported", "head_dim 32")
     assert rows["bad-check"].status == "error"
     assert "no_such_fact" in rows["bad-check"].reason
@@ -191,11 +188,7 @@ def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
     flag = "returns the same memory again: a later call overwrites an earlier output"
     assert {
         name: (rows[name].status, rows[name].flags) for name in ("static", "part", "fresh")
-    } == {
-        "static": ("ok", (flag,)),
-        "part": ("ok", (flag,)),
-        "fresh": ("ok", ()),
-    }
+    } == {"static": ("ok", (flag,)), "part": ("ok", (flag,)), "fresh": ("ok", ())}
 
 
 def test_an_output_that_shows_what_its_memory_held_is_flagged(

@@ -126,9 +126,7 @@ def crash(call: Workload) -> Row:
     return Row("", CallFacts(call.name), "crash", f"{call.name}: gone while loading the call")
 
 
-def test_both_devices_are_at_work_and_rows_say_on_which(
-    replayed: Callable[..., Replayed],
-) -> None:
+def test_both_devices_are_at_work_and_rows_say_on_which(replayed: Callable[..., Replayed]) -> None:
     together = Barrier(2)  # broken if a device does all alone
     rows, reported = replayed(StandIn(together=together), StandIn(together=together))
     assert len(rows) == 8
@@ -205,9 +203,7 @@ def test_a_call_that_every_device_was_lost_at_says_how_to_go_on(
         replayed(*gone, count=1)
 
 
-def test_an_environment_that_works_nowhere_ends_the_run(
-    replayed: Callable[..., Replayed],
-) -> None:
+def test_an_environment_that_works_nowhere_ends_the_run(replayed: Callable[..., Replayed]) -> None:
     with pytest.raises(WorkerError, match="it needs torch"):
         replayed(*(StandIn(lambda call: WorkerError("it needs torch")) for _ in range(2)))
 

@@ -226,10 +226,7 @@ def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
 @pytest.mark.slow
 @with_ray
 def test_what_breaks_on_a_node_stays_there(
-    replays: Replays,
-    two_nodes: subprocess.Popen[str],
-    recorded: Path,
-    tmp_path: Path,
+    replays: Replays, two_nodes: subprocess.Popen[str], recorded: Path, tmp_path: Path
 ) -> None:
     """A kernel that ends its worker, and an environment that lacks torch on one node."""
     (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
@@ -259,10 +256,7 @@ def test_what_breaks_on_a_node_stays_there(
 @pytest.mark.slow
 @with_ray
 def test_ctrl_c_leaves_a_file_to_resume(
-    replays: Replays,
-    two_nodes: subprocess.Popen[str],
-    recorded: Path,
-    tmp_path: Path,
+    replays: Replays, two_nodes: subprocess.Popen[str], recorded: Path, tmp_path: Path
 ) -> None:
     first = float(Dataset.open(recorded)[0].query.abs().max())
     (tmp_path / "stalls.py").write_text(STALLS.format(first=first))
@@ -467,12 +461,7 @@ def test_what_ray_refuses_is_a_sentence_with_the_remedy(error: Exception, reason
 
 def node(host: str, node_id: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
     """As Ray lists one."""
-    return {
-        "Alive": alive,
-        "NodeID": node_id,
-        "NodeManagerHostname": host,
-        "Resources": resources,
-    }
+    return {"Alive": alive, "NodeID": node_id, "NodeManagerHostname": host, "Resources": resources}
 
 
 def test_gpus_are_used_one_by_one_where_there_are_any() -> None:

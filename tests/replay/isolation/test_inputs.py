@@ -14,13 +14,7 @@ from capture.call.attention_call import AttentionCall
 from replay.bench.settings import Settings
 from replay.isolation.inputs import Inputs
 from replay.kernels.registry import catalogue
-from tests.replay.bench.small_kernels import (
-    MakeCall,
-    MakeWorkload,
-    Register,
-    rows_of,
-    sdpa,
-)
+from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
 

@@ -14,12 +14,7 @@ from statistics import median
 import pytest
 
 from replay.timing.rounds import Enough
-from replay.timing.statistics import (
-    median_interval,
-    paired_ratios,
-    paired_speedup,
-    ratio_interval,
-)
+from replay.timing.statistics import median_interval, paired_ratios, paired_speedup, ratio_interval
 
 ROUNDS = (6, 7, 10, 30, 100)
 RUNS = 600

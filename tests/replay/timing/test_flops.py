@@ -58,8 +58,7 @@ def test_dense_call() -> None:
 
 
 @pytest.mark.parametrize(
-    ("q_len", "kv_len", "pairs"),
-    [(4, 4, 10), (3, 5, 6), (5, 3, 1 + 2 + 3 + 3 + 3), (1, 7, 1)],
+    ("q_len", "kv_len", "pairs"), [(4, 4, 10), (3, 5, 6), (5, 3, 1 + 2 + 3 + 3 + 3), (1, 7, 1)]
 )
 def test_causal_is_aligned_top_left(q_len: int, kv_len: int, pairs: int) -> None:
     call = make_call(q_len, kv_len, batch=2, q_heads=3, kv_heads=3, is_causal=True)

@@ -141,11 +141,7 @@ def test_nothing_is_known_on_a_cpu() -> None:
     ],
 )
 def test_work_is_looked_for_in_few_calls_and_again_where_there_seems_to_be_some(
-    monkeypatch: pytest.MonkeyPatch,
-    call_ms: float,
-    left_ms: list[float],
-    calls: int,
-    found: float,
+    monkeypatch: pytest.MonkeyPatch, call_ms: float, left_ms: list[float], calls: int, found: float
 ) -> None:
     made = 0
 

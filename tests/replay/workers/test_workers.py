@@ -22,9 +22,7 @@ from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel, find
 from replay.workers.environments import Environment
-from replay.workers.process import (
-    LOG_BYTES,
-)
+from replay.workers.process import LOG_BYTES
 from replay.workloads.random_calls import Spec
 from replay.workloads.workload import random_workload as synthetic_workload
 
@@ -155,9 +153,7 @@ SLOW = (
     "keep_memory",
 )
 """Each ends its worker, and starting another takes seconds."""
-FLAGS = {
-    "never_the_same": "not deterministic: calls differ by up to",
-}
+FLAGS = {"never_the_same": "not deterministic: calls differ by up to"}
 
 
 class Finished(NamedTuple):
