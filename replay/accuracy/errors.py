@@ -217,7 +217,6 @@ def _relative_l1s(sums: Tensor) -> Tensor:
 
 
 def _position_of_lowest(values: Tensor) -> tuple[int, ...]:
-    """Return the index of the lowest value; NaN counts as the lowest."""
     flat = int(values.nan_to_num(nan=-math.inf, neginf=-math.inf, posinf=math.inf).argmin())
     return unravelled(flat, values.shape)
 

@@ -106,7 +106,6 @@ def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
 
 
 def _scale(largest: Tensor, most: float) -> Tensor:
-    """Return the divisor that makes `largest` equal to `most`."""
     return largest.clamp_min(torch.finfo(torch.float32).tiny) / most
 
 
@@ -227,5 +226,4 @@ def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
 
 
 def _or(tensor: Tensor, instead: float) -> Tensor:
-    """Replace non-finite elements by `instead`."""
     return tensor.masked_fill(~tensor.isfinite(), instead)

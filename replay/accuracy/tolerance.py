@@ -193,7 +193,6 @@ def _eager_errors(
 
 
 def _largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest of some tensors, element by element."""
     return torch.stack(tuple(tensors)).amax(dim=0)
 
 
@@ -245,7 +244,6 @@ def _largest_finite_of_heads(tensor: Tensor) -> Tensor:
 
 
 def _largest_finite(tensor: Tensor) -> float:
-    """Return the largest finite magnitude; 0 if there is none."""
     if tensor.numel() == 0:
         return 0.0
     magnitudes = tensor.abs()

@@ -66,8 +66,6 @@ def with_energy(
 
 
 class _SampledCalls:
-    """Rows of the outputs of some calls of a block."""
-
     def __init__(self, checked: CheckedKernel, perturbation: SteppedPerturbation) -> None:
         self._call = checked.call
         self._perturbation = perturbation

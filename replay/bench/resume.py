@@ -84,7 +84,6 @@ def latest(rows: Sequence[Row]) -> list[Row]:
 
 
 def _is_complete(rows: list[Row], wanted: set[tuple[str, str]]) -> bool:
-    """Return whether every wanted kernel, and every baseline, has a row."""
     partners = {(row.environment, row.speedup.vs) for row in rows if row.speedup}
     return wanted | partners <= {(row.environment, row.kernel) for row in rows}
 

@@ -267,7 +267,6 @@ def _compared_output(
     settings: Settings,
     report: Callable[[str], None],
 ) -> Tensor | None:
-    """Return the output of the kernel that errors are computed against, if there is one."""
     compared = kernels.get(settings.compared_kernel or "")
     if compared is None:
         return None

@@ -79,20 +79,15 @@ class SampledOutputs:
             self._versions.update(_versions(member.call))
         self._number = 0
         self._perturbation: InputPerturbation | None = None
-        """Perturbation of the current inputs."""
         self._kept: Sample | None = None
-        """Rows kept from the sample under way."""
         self._fingerprint: OutputFingerprint | None = None
-        """Fingerprint of the last output."""
         self._changed_after: dict[str, list[Tensor]] = {}
         """By kernel, for some samples: whether the output changed after its call."""
         self._calls = 0
-        """Calls of the sample under way."""
         self._look_closer = False
         self._warm: set[TimedPart] = set()
         self._samples: dict[str, list[Sample]] = {}
         self._faults: dict[str, str] = {}
-        """Fault in the form of a timed output, by kernel."""
         self.changed: dict[str, set[str]] = {}
         """Inputs that changed while a kernel was timed, by kernel."""
 

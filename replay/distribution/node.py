@@ -167,7 +167,6 @@ class Node:
 
 
 def _stages_and_result(work: Callable[[Callable[[str], None]], T]) -> Iterator[str | T]:
-    """Yield the stages that `work` reports, and then its result."""
     events: SimpleQueue[str | Future[T]] = SimpleQueue()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work, events.put).add_done_callback(events.put)

@@ -305,7 +305,6 @@ class RemoteWorkers:
         settings: Settings,
         report: Progress,
     ) -> Any:
-        """Have the node work on a call, and report its stages."""
         if self._stopped.is_set():
             raise Stopped
         source = self._sent(workload.source).to_json()
@@ -427,7 +426,6 @@ def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables that Ray and its processes read, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -513,7 +511,6 @@ def _unanswered(address: str, used: str, error: OSError) -> str:
 
 
 def _why_not(error: Exception) -> str:
-    """Return why Ray does not connect or start, and the remedy."""
     text, cause = str(error), error.__cause__ or error.__context__
     while cause is not None:
         text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
@@ -542,7 +539,6 @@ def _gpus(node: Mapping[str, Any]) -> int:
 def _actor(
     place: NodeDevice, device: torch.device, interpreters: dict[str, str], timeout: float
 ) -> Any:
-    """Start the process on a node that has a device to itself."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -571,7 +567,6 @@ def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
 
 
 def _in_a_sentence(host: str, error: Exception) -> str:
-    """Return a sentence about a failed call, from Ray's error."""
     text = str(error)
     logger.info("%s: %s", host, text.strip())
     if missing := re.search(r"No module named '([^']+)'", text):

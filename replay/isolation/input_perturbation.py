@@ -172,8 +172,6 @@ class SteppedPerturbation:
 
 
 class _Exchange:
-    """Swap of two rows at each call, in one launch."""
-
     def __init__(self, rows: Tensor) -> None:
         self._rows = rows
         self._next, self._last = rows.flip(-2), rows.clone()
@@ -293,7 +291,6 @@ def _rows_of_one_head(draw: random.Random, shape: Shape) -> OutputRows:
 
 
 def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
-    """Return some blocks of rows, in every head, in random order."""
     memory = narrow_expanded(tensor)
     places = range(0, memory.shape[2] - rows + 1, rows)
     chosen = draw.sample(places, min(STEPPED_BLOCKS, len(places)))

@@ -300,7 +300,6 @@ relative L1; an honest 8-bit kernel stays below a tenth."""
 
 
 def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:
-    """Return a mask of the keys that the call's mask allows and a sparse kernel chose."""
     if mask is None:
         return chosen
     if mask.dtype == torch.bool:

@@ -337,7 +337,6 @@ _PYTHON_RANDOM = Setting(random.getstate, random.setstate)
 
 
 def _random_numbers() -> Iterator[tuple[Any, Setting]]:
-    """Yield the global random generators that exist now, by name."""
     yield "python", _PYTHON_RANDOM
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():

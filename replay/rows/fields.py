@@ -48,7 +48,6 @@ def _columns(kind: type, path: str = "") -> Iterator[tuple[str, Column]]:
 
 
 def _described(kind: type) -> Iterator[tuple[str, Any, Meaning]]:
-    """Yield name, type and meaning of every field that has a meaning."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if get_origin(hint) is Annotated:
             annotated, meaning, *_ = get_args(hint)

@@ -57,7 +57,6 @@ def _gb_per_s(device: torch.device) -> float:
 
 
 def _fastest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of the fastest call."""
     clock = _gpu_seconds if device.type == "cuda" else _cpu_seconds
     clock(work)
     found, deadline = clock(work), time.monotonic() + SECONDS

@@ -127,8 +127,6 @@ def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
 
 
 class _Enqueued(NamedTuple):
-    """Sample under way."""
-
     candidate: Candidate
     host_ms: float
     layer_host_ms: float

@@ -47,8 +47,6 @@ class ProbeResult:
 
 @dataclasses.dataclass
 class _Reply:
-    """Replies of a worker about a call so far."""
-
     loaded: Loaded
     rows: list[Row]
     timing: bool = False
@@ -375,7 +373,6 @@ class Environment:
             return self._row(kernel, loaded, "error", printable(reason))
 
     def _row(self, kernel: str, loaded: Loaded, status: Status, reason: str, log: str = "") -> Row:
-        """Make a row in place of a worker that could not write it."""
         return Row(
             kernel,
             loaded.facts,
@@ -402,7 +399,6 @@ class Environment:
 
 
 def _in_every_worker(settings: Settings) -> set[str]:
-    """Return the kernels that others are compared with."""
     return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
 
 

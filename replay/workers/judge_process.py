@@ -105,11 +105,8 @@ class CallEvidence:
     workload: Workload
     settings: Settings
     _classes: dict[str, AccuracyClass] = field(default_factory=dict)
-    """Accuracy class that each kernel is judged by."""
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
-    """Verdicts on the outputs of each kernel, in order."""
     _samples: dict[str, int] = field(default_factory=dict)
-    """Number of judged samples of each kernel."""
     _announced: tuple[str, float] | None = None
     """Kernel whose warm-up or sample is under way, and the time when it began."""
     _taken_ms: dict[str, list[float]] = field(default_factory=dict)

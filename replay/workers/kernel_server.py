@@ -83,7 +83,6 @@ def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
 
 
 def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
-    """Report which kernels can run on a device, and the versions of their libraries."""
     device = torch.device(request["device"])
     for name in request["kernels"]:
         say(at=name)
@@ -101,7 +100,6 @@ def _probe(request: dict[str, Any], say: Say, process_state: ProcessState) -> No
 
 
 def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> None:
-    """Report how long the first call of each kernel takes, compilation included."""
     settings = Settings.from_json(request["settings"])
     with contextlib.suppress(DatasetError):  # the replay reports an unreadable call
         kernels = [find(name) for name in request["kernels"]]

@@ -125,7 +125,6 @@ class Process:
         self._unread = b""
         self._log = b""
         self._at = ""
-        """Last work that it named."""
 
     def another(self) -> Process:
         """Return another process of the same kind at the same place, not started."""

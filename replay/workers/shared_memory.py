@@ -152,7 +152,6 @@ class _MappedFile:
 
 
 def _locked(memory: Tensor, device: torch.device) -> bool:
-    """Lock pages of host memory for a GPU; return whether that was possible."""
     if torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value == 0:
         return True
     with contextlib.suppress(RuntimeError):  # CUDA reports the failure again at the next launch

@@ -99,7 +99,6 @@ def damaged_file(damaged: DamagedFile) -> Workload:
 
 
 _Calls = list[tuple[Workload, tuple[FileEntry, ...]]]
-"""Workloads with the files that each needs."""
 
 
 def _calls_as_recorded(dataset: Dataset) -> tuple[_Calls, str]:

@@ -51,7 +51,6 @@ class Schedule:
         self._had: dict[Hashable, set[Form]] = {}
         """Forms of the calls that each taker has had."""
         self._begun: set[Form] = set()
-        """Forms that at least one taker has had."""
         self._refused: dict[int, set[Hashable]] = {}
         """Takers that failed at a call, by its place."""
 
@@ -94,7 +93,6 @@ class Schedule:
         self._add(place)
 
     def _next(self, taker: Hashable, kind: str) -> int | None:
-        """Return the place of the call that a taker gets next."""
         own = self._had.get(taker, set())
 
         def first(form: Form) -> int | None:
