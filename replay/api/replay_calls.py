@@ -182,7 +182,8 @@ def environments(env: Mapping[str, str] | Sequence[str] | None) -> tuple[str, ..
 def _calls(given: Any) -> tuple[AttentionCall, ...]:
     from capture.call.attention_call import AttentionCall
 
-    calls = (given,) if isinstance(given, AttentionCall) else tuple(given)
+    is_one = isinstance(given, AttentionCall) or not isinstance(given, Iterable)
+    calls = (given,) if is_one else tuple(given)
     for call in calls:
         if not isinstance(call, AttentionCall):
             raise ChoiceError(

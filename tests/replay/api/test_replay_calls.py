@@ -1,0 +1,113 @@
+"""The functions `replay`, `plan` and `verify`: what the commands do, from a program."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attention_replay as ar
+from replay.api.chosen_device import ChoiceError
+from replay.cli.main import main
+from replay.cli.requests import recorded_calls, request_of
+
+QUICK: dict[str, Any] = {"device": "cpu", "rounds": 3, "workers": False, "progress": False}
+
+
+@pytest.mark.slow
+def test_script_needs_no_main_guard_for_workers(recorded: Path, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import attention_replay as ar\n"
+        f"rows = ar.replay({str(recorded)!r}, kernels=['torch-math', 'torch-flash'],\n"
+        "                 device='cpu', rounds=3)\n"
+        "print(len(rows), rows.best()[0].call.name)\n"
+    )
+    root = Path(ar.__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, script], env={"PYTHONPATH": str(root)}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "6 model-000000\n"
+
+
+@pytest.mark.parametrize("kernels", ["torch-math,torch-flash", ["torch-math", "torch-flash"]])
+def test_rows_are_those_of_the_command(recorded: Path, kernels: str | list[str]) -> None:
+    rows = ar.replay(recorded, kernels=kernels, **QUICK)
+    assert [(row.call.name, row.kernel) for row in rows] == [
+        (f"model-00000{index}", kernel)
+        for index in range(3)
+        for kernel in ("torch-math", "torch-flash")
+    ]
+    assert all(row.status == "ok" and row.cache == "warm" for row in rows)
+
+
+def test_calls_may_be_a_dataset_or_a_list(recorded: Path) -> None:
+    dataset = ar.load(recorded)
+    chosen = ar.replay(dataset, calls=["model-000001"], kernels="torch-math", **QUICK)
+    assert [row.call.name for row in chosen] == ["model-000001"]
+    listed = ar.replay(dataset[1:], kernels="torch-math", **QUICK)
+    assert [row.call.name for row in listed] == ["model-000000", "model-000001"]
+    assert [row.call.module for row in listed] == ["layers.1", "layers.2"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"dataset": 3}, "expected a directory, a Dataset or attention calls, got int"),
+        ({"dataset": [3]}, "expected a directory, a Dataset or attention calls, got int"),
+        ({"dataset": []}, "there is no call to replay"),
+        ({"device": "abacus"}, "--device abacus"),
+        ({"gpus": [0]}, "--gpus measures in worker processes"),
+        ({"max_time": 60.0}, "--max-time ends a replay in workers"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    recorded: Path, given: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ChoiceError, match=sentence):
+        ar.replay(**{"dataset": recorded, "kernels": "torch-math", **QUICK, **given})
+
+
+def test_command_and_function_ask_for_the_same_replay(
+    recorded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from replay.api import replay_calls
+    from replay.cli.compare_kernels import parser
+
+    asked = []
+    monkeypatch.setattr(replay_calls, "measured", lambda request, *_: asked.append(request))
+    ar.replay(str(recorded))
+    arguments = parser().parse_args(["--dir", str(recorded)])
+    assert request_of(arguments, recorded_calls(arguments)) == asked[0]
+
+
+class Layer(nn.Module):
+    """One attention call."""
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(tensor, tensor, tensor)
+
+
+def test_plan_of_given_rows_is_that_of_the_command(tmp_path: Path) -> None:
+    directory = tmp_path / "recorded"
+    layer = Layer()
+    with ar.record(layer, out=directory, max=2):
+        layer(torch.randn(1, 2, 16, 8))
+    rows = ar.replay(directory, kernels="torch-math", for_model=True, **QUICK)
+    plan = ar.plan(directory, rows, budget="rmse=1")
+    assert plan.baseline == "torch-default"
+    assert str(plan.budget) == "rmse ≤ 1"
+    file, written = tmp_path / "rows.jsonl", tmp_path / "plan.json"
+    rows.write(file)
+    given = ["--rows", str(file), "--budget", "rmse=1", "--device", "cpu", "-q"]
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--dir", str(directory), "--out", str(written), *given])
+    assert ended.value.code == 0
+    assert ar.Plan.load(written) == plan
