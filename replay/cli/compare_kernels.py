@@ -57,7 +57,9 @@ def parser() -> OneSentenceParser:
     options.add_limits(how)
     options.add_place(how, several=True)
     shown = command.add_argument_group("what to show and write")
-    options.add_judging(shown)
+    options.add_metric(shown)
+    options.add_errors_against(shown)
+    options.add_tolerances(shown)
     shown.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
     options.add_json(shown)
     shown.add_argument(

@@ -32,9 +32,10 @@ def parser() -> OneSentenceParser:
     options.add_timing(how)
     options.add_place(how)
     shown = command.add_argument_group("what to show and write")
-    options.add_judging(shown, tolerances=False)
+    options.add_metric(shown)
     options.add_json(shown, resume=False)
     options.add_report(shown)
+    options.add_saved_output(shown)
     options.add_check(shown)
     options.add_common(shown)
     return command

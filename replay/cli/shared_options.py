@@ -235,8 +235,8 @@ def add_place(
         )
 
 
-def add_judging(group: argparse._ActionsContainer, *, tolerances: bool = True) -> None:
-    """Add what tables show, and what outputs are compared with."""
+def add_metric(group: argparse._ActionsContainer) -> None:
+    """Add what tables show."""
     group.add_argument(
         "--metric",
         action=Listed,
@@ -244,14 +244,16 @@ def add_judging(group: argparse._ActionsContainer, *, tolerances: bool = True) -
         metavar="A,B",
         help=f"columns: {', '.join((*METRICS, *REQUESTED_METRICS))}",
     )
+
+
+def add_errors_against(group: argparse._ActionsContainer) -> None:
+    """Add what outputs are compared with."""
     group.add_argument(
         "--errors-against",
         default="reference",
         metavar="WHAT",
         help="reference (default), captured for the recorded output, or a kernel",
     )
-    if tolerances:
-        add_tolerances(group)
 
 
 def add_tolerances(group: argparse._ActionsContainer) -> None:

@@ -135,14 +135,14 @@ def _run(arguments: argparse.Namespace) -> int:
     save_output = arguments.save_output and Path(arguments.save_output).absolute()
     with opened(arguments.checks) as file:
         checks, missing = _checked(models, replay, arguments, save_output, file)
+        if arguments.report:
+            with noted(replay.unwritten):
+                plain = [as_json(check) for check in checks]
+                outputs = save_output if checks else None
+                write(replay.rows, plain, Path(arguments.report), outputs, None)
         if missing and not checks:  # and an earlier --checks file stays
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
-    if arguments.report:
-        with noted(replay.unwritten):
-            plain = [as_json(check) for check in checks]
-            outputs = save_output if checks else None
-            write(replay.rows, plain, Path(arguments.report), outputs, None)
     code = exit_code(replay, checks, check=arguments.check)
     print_next_step(arguments, parser(), replay)
     return code

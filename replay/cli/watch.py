@@ -58,7 +58,9 @@ def parser(*, is_random: bool = False) -> OneSentenceParser:
     options.add_kernels(command)
     options.add_timing(command)
     options.add_place(command, in_process=False)
-    options.add_judging(command)
+    options.add_metric(command)
+    options.add_errors_against(command)
+    options.add_tolerances(command)
     options.add_json(command, resume=False)
     options.add_common(command)
     return command

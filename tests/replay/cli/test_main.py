@@ -122,7 +122,7 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*SHAPE, "--kernels", "torch-mth"), ("no kernel 'torch-mth'", "did you mean torch-math")),
         ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
         ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),
-        ((*SHAPE, "--errors-against", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
+        (("suite", "llama", "--errors-against", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
         ((*SHAPE, "--metric", "speed"), ("unknown metric 'speed'", "choose from|did you mean")),
         ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput'", "did you mean throughput")),
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),

@@ -127,7 +127,6 @@ def test_what_cannot_be_starts_nothing(
         ("--kernels", "torch-math,torch-flahs"),
         ("--kernels", "nowhere.py:mine"),
         ("--baseline-kernel", "sage4"),
-        ("--errors-against", "Eager"),
         ("--device", "gpu"),
     ],
 )

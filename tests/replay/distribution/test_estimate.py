@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from replay.api.session import Session
 from replay.bench.settings import Settings
-from replay.cli import run
 from replay.distribution.estimate import (
     SECONDS_TO_NOTE,
     History,
@@ -112,13 +112,13 @@ def test_what_hung_is_no_history(
     noted: int,
 ) -> None:
     """Else the next `--max-time` would leave out nearly all calls."""
-    measured, found = run._measured, []
+    measured, found = Session._measured, []
 
     def some(*arguments: Any, **options: Any) -> Iterator[Row]:
         for row in measured(*arguments, **options):
             yield replace(row, status=status) if row.call.name.endswith("1") else row
 
-    monkeypatch.setattr(run, "_measured", some)
+    monkeypatch.setattr(Session, "_measured", some)
     monkeypatch.setattr(History, "note", lambda *those: found.append(those))
     quick = ("--rounds", "3", "--device", "cpu", "--in-process")
     run_cli("--dir", str(recorded), *quick, "--kernels", "torch-math")
