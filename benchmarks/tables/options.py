@@ -8,6 +8,7 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 
 import capture.cli.main
+import capture.cli.verbs
 import replay.cli.main
 
 EVERYWHERE = {"help", "version", "quiet", "verbose", "debug"}
@@ -19,7 +20,7 @@ MAINS: dict[str, Callable[[Sequence[str]], None]] = {
     "replay": replay.cli.main.main,
 }
 VERBS: dict[str, Sequence[str]] = {
-    "capture": list(capture.cli.main.VERBS),
+    "capture": list(capture.cli.verbs.VERBS),
     "replay": list(replay.cli.main.VERBS),
 }
 
@@ -41,7 +42,7 @@ def parser_of(command: str, verb: str = "") -> argparse.ArgumentParser:
         found.append(self)
 
     # The commands build parsers where they need them, so the help tells which one it is.
-    argparse.ArgumentParser.print_help = noted  # type: ignore[method-assign, assignment]
+    argparse.ArgumentParser.print_help = noted  # type: ignore[method-assign]
     try:
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
             MAINS[command]([verb, "--help"] if verb else ["--help"])
