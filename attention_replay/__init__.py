@@ -22,11 +22,16 @@ if TYPE_CHECKING:
     from capture.recording.record import record
     from capture.recording.recording import Recording
     from capture.storage.dataset import Dataset, load
+    from replay.api.compare_rows import compare
+    from replay.api.diagnose import doctor
+    from replay.api.list_kernels import kernels
     from replay.api.measured_rows import Rows
     from replay.api.plan_model import plan
     from replay.api.replay_calls import replay
+    from replay.api.reproduce_failure import reproduce
+    from replay.api.run_selftest import selftest
     from replay.api.verify_model import verify
-    from replay.diagnosis.around_run import doctor
+    from replay.api.write_report import report
     from replay.kernels.registry import Kernel, register_kernel
     from replay.patch.use_kernel import use_kernel, use_plan
     from replay.plan.plan import Plan
@@ -44,12 +49,17 @@ __all__ = [
     "Row",
     "Rows",
     "__version__",
+    "compare",
     "doctor",
+    "kernels",
     "load",
     "plan",
     "record",
     "register_kernel",
     "replay",
+    "report",
+    "reproduce",
+    "selftest",
     "use_kernel",
     "use_plan",
     "verify",
@@ -63,12 +73,17 @@ _HOMES = {
     "Recording": "capture.recording.recording",
     "Row": "replay.rows.row",
     "Rows": "replay.api.measured_rows",
-    "doctor": "replay.diagnosis.around_run",
+    "compare": "replay.api.compare_rows",
+    "doctor": "replay.api.diagnose",
+    "kernels": "replay.api.list_kernels",
     "load": "capture.storage.dataset",
     "plan": "replay.api.plan_model",
     "record": "capture.recording.record",
     "register_kernel": "replay.kernels.registry",
     "replay": "replay.api.replay_calls",
+    "report": "replay.api.write_report",
+    "reproduce": "replay.api.reproduce_failure",
+    "selftest": "replay.api.run_selftest",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
     "verify": "replay.api.verify_model",

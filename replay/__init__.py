@@ -12,9 +12,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from replay.api.compare_rows import compare
+    from replay.api.diagnose import doctor
     from replay.api.measured_rows import Rows
     from replay.api.replay_calls import replay
-    from replay.diagnosis.around_run import doctor
+    from replay.api.verify_model import verify
     from replay.kernels.chosen_keys import mask_of_tokens
     from replay.kernels.registry import Kernel, register_kernel
     from replay.patch.use_kernel import use_kernel, use_plan
@@ -26,12 +28,14 @@ _HOMES = {
     "Plan": "replay.plan.plan",
     "Row": "replay.rows.row",
     "Rows": "replay.api.measured_rows",
-    "doctor": "replay.diagnosis.around_run",
+    "compare": "replay.api.compare_rows",
+    "doctor": "replay.api.diagnose",
     "mask_of_tokens": "replay.kernels.chosen_keys",
     "register_kernel": "replay.kernels.registry",
     "replay": "replay.api.replay_calls",
     "use_kernel": "replay.patch.use_kernel",
     "use_plan": "replay.patch.use_kernel",
+    "verify": "replay.api.verify_model",
 }
 """Module of each public name. Names of this package's own folders cannot be among them."""
 
@@ -40,12 +44,14 @@ __all__ = [
     "Plan",
     "Row",
     "Rows",
+    "compare",
     "doctor",
     "mask_of_tokens",
     "register_kernel",
     "replay",
     "use_kernel",
     "use_plan",
+    "verify",
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -376,7 +377,7 @@ def special_kernels(measure: MeasureChoice) -> list[str]:
     return [name for name in names if name not in (None, "reference", "captured")]
 
 
-def thresholds(given: Path | Thresholds | None) -> Thresholds:
+def thresholds(given: str | os.PathLike[str] | Thresholds | None) -> Thresholds:
     """Return the constants that accuracy is judged by; without a file, the project's own.
 
     Raises:
@@ -386,7 +387,7 @@ def thresholds(given: Path | Thresholds | None) -> Thresholds:
 
     if given is None:
         return Thresholds()
-    return given if isinstance(given, Thresholds) else Thresholds.read(given)
+    return given if isinstance(given, Thresholds) else Thresholds.read(Path(given))
 
 
 def _made(directory: Path) -> Path:

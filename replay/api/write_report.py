@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 from capture.storage.json_data import parsed
 from capture.storage.plain_files import given_text
 from replay.api.measured_rows import Rowlike, rows_of
-from replay.rows.row_files import RowsError
+from replay.api.verify_model import as_json
+from replay.report.benchmark_json import benchmark_entries
+from replay.rows.replacement import replacing, why_not_written
+from replay.rows.row import Row
+from replay.rows.row_files import RowsError, plain
 
 if TYPE_CHECKING:
+    from replay.end_to_end.model_check import ModelResult
     from replay.plan.plan import Budget
 
 CHECK_FIELDS = {"kernel", "model", "status", "measured", "prediction", "drift"}
 
-Checks = str | os.PathLike[str] | Iterable[Mapping[str, Any]]
-"""Checks of models as JSON objects, or the file of them."""
+Checks = str | os.PathLike[str] | Iterable["ModelResult | Mapping[str, Any]"]
+"""Checks of models, as such or as JSON objects, or the file of them."""
 
 
 def report(
@@ -26,6 +32,7 @@ def report(
     out: str | os.PathLike[str] | None = None,
     *,
     charts: str | os.PathLike[str] | None = None,
+    benchmark_json: str | os.PathLike[str] | None = None,
     checks: Checks = (),
     outputs: str | os.PathLike[str] | None = None,
     budget: str | Budget | None = None,
@@ -36,7 +43,8 @@ def report(
         rows: rows of one type of device, or the file of them.
         out: the page to write.
         charts: a directory for charts, as SVG, PNG and Vega-Lite.
-        checks: checks of models, which the page shows too: JSON objects, or the file of them.
+        benchmark_json: a file for each kernel's time, as github-action-benchmark reads it.
+        checks: checks that `verify` made, which the page shows too, or the file of them.
         outputs: directory of the outputs that these checks saved.
         budget: limit of errors to draw on the page, such as `cosine=0.998`.
 
@@ -57,7 +65,7 @@ def report(
     from replay.report.charts.chart_files import write_plots
     from replay.report.html.page_writer import ReportError, write_html
 
-    if out is None and charts is None:
+    if out is None and charts is None and benchmark_json is None:
         raise ReportError("nothing to write: give out= for a page, or charts= for charts")
     limit = parse_budget(budget) if isinstance(budget, str) else budget
     found = rows_of(rows)
@@ -73,7 +81,24 @@ def report(
         written.append(Path(out))
     if charts is not None:
         written += write_plots(found, Path(charts))
+    if benchmark_json is not None:
+        _write_benchmark(found, Path(benchmark_json))
+        written.append(Path(benchmark_json))
     return written
+
+
+def _write_benchmark(rows: Sequence[Row], path: Path) -> None:
+    """Write times for github-action-benchmark.
+
+    Raises:
+        RowsError: the file cannot be written.
+    """
+    try:
+        with replacing(path) as file:
+            json.dump(plain(benchmark_entries(rows)), file, indent=1)
+            file.write("\n")
+    except OSError as error:
+        raise RowsError(f"cannot write {path}: {why_not_written(error)}") from error
 
 
 def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
@@ -83,14 +108,16 @@ def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
         RowsError: the file cannot be read, or something else wrote it.
     """
     if not isinstance(checks, str | os.PathLike):
-        return [dict(check) for check in checks]
+        return [dict(check) if isinstance(check, Mapping) else as_json(check) for check in checks]
     path = Path(checks)
     try:
         found = [parsed(line) for line in given_text(path).splitlines()]
     except OSError as error:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:
-        raise RowsError(f"{path} was not written by `replay --e2e-json`") from error
+        raise RowsError(f"{path} was not written by `replay verify --checks`") from error
     if not all(isinstance(check, dict) and check.keys() >= CHECK_FIELDS for check in found):
-        raise RowsError(f"{path} was not written by `replay --e2e-json` of this version")
+        raise RowsError(
+            f"{path} was not written by `replay verify --checks` of this version: verify again"
+        )
     return found

@@ -21,7 +21,7 @@ from replay.bench.energy_rows import with_energy
 from replay.bench.forms import Forms, refusal
 from replay.bench.output_check import Checker, output_of, stderr_apart
 from replay.bench.sampled_outputs import SampledOutputs, TimedPart
-from replay.bench.settings import Settings, SettingsError, WorkerOptions
+from replay.bench.settings import Settings, WorkerOptions
 from replay.bench.stages import CheckedKernel, TimedKernel, make_row
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import LocalJudge, OutputJudge
@@ -79,40 +79,8 @@ def replay_here(
     timed together, in shuffled rounds, and their outputs are then checked again.
 
     Raises:
-        SettingsError: an argument has the wrong type, or the device does not exist.
         ContextLost: a kernel made the GPU unusable for this process.
     """
-    _check(workloads, kernels, settings)
-    return _replay(
-        workloads, kernels, settings, on_progress, on_loaded, options, judge_factory, process_state
-    )
-
-
-def _check(workloads: object, kernels: object, settings: object) -> None:
-    """Raise SettingsError if an argument of `replay` has the wrong type."""
-    if isinstance(workloads, str | Path) or not isinstance(workloads, Iterable):
-        raise SettingsError(f"expected workloads, got {workloads!r}: call from_directory(DIR)")
-    listed = kernels if isinstance(kernels, Sequence) else (kernels,)
-    if not all(isinstance(kernel, Kernel) for kernel in listed):
-        raise SettingsError(f"expected kernels, got {kernels!r}: call select(NAMES)")
-    if not isinstance(settings, Settings):
-        raise SettingsError(
-            f"expected a Settings object, got {settings!r}: give Settings('cpu', 'warm')"
-        )
-    if settings.device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingsError(f"PyTorch finds no CUDA device for {settings.device}: give 'cpu'")
-
-
-def _replay(
-    workloads: Iterable[Workload],
-    kernels: Sequence[Kernel],
-    settings: Settings,
-    on_progress: Callable[[Workload, str], None] | None,
-    on_loaded: Callable[[Loaded], None] | None,
-    options: WorkerOptions,
-    judge_factory: JudgeFactory | None,
-    process_state: ProcessState | None,
-) -> Iterator[Row]:
     with torch.no_grad():  # as kernels run, so that a change of that setting is seen
         process_state = process_state or ProcessState()
     judge_factory = judge_factory or local_judge
@@ -125,10 +93,6 @@ def _replay(
         return Row("", facts, status, reason, options.environment, machine=machine)
 
     for workload in workloads:
-        if not isinstance(workload, Workload):
-            raise SettingsError(
-                f"expected a workload, got {type(workload).__name__}: call from_directory(DIR)"
-            )
         report(workload, LOADING)
         try:
             call = workload.load_to_judge(settings.device)

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from rich.console import Console
 
+from capture.command_line.parser import OneSentenceParser
+from capture.command_line.repeated_options import Listed
 from capture.text.printable import printable
 from replay.api.compare_rows import ComparedRuns, compare, earlier_run, run_of
-from replay.cli.comparison_arguments import parser
+from replay.cli import shared_options as options
 from replay.cli.files import (
     UsageError,
     check_place,
@@ -22,10 +23,8 @@ from replay.cli.files import (
     say_unwritten,
     shared_file,
 )
-from replay.comparison.baselines import load, machine_of, place, save
-from replay.comparison.conditions import Condition, failures, read_conditions
-from replay.comparison.row_matching import Run
-from replay.comparison.spread import read_spread
+from replay.comparison.baselines import machine_of, place, save
+from replay.comparison.conditions import CONDITIONS, Condition, failures, read_conditions
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import Sections, sections
@@ -33,6 +32,55 @@ from replay.rows.row import Machine, Row
 from replay.rows.row_files import plain
 
 WRITTEN = ("markdown", "json")
+
+EXAMPLES = """\
+  replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
+  replay compare before.jsonl a.jsonl b.jsonl           each against the first
+  replay compare rows.jsonl --save-baseline nightly     keep a baseline of this type of machine
+  replay compare nightly after.jsonl                    compare with it
+  replay compare before.jsonl after.jsonl --fail-on slow:3%,inaccurate --markdown comment.md
+"""
+
+
+def parser() -> OneSentenceParser:
+    """Build the parser of `replay compare`."""
+    command = options.verb(
+        "compare",
+        "Compare runs that `replay --json` wrote: speed and accuracy of the same kernel on the\n"
+        "same call.",
+        EXAMPLES,
+    )
+    command.add_argument("before", metavar="BEFORE", help="a file of rows, or a baseline's name")
+    command.add_argument("after", metavar="AFTER", nargs="*", help="files of rows")
+    command.add_argument(
+        "--of",
+        choices=["speed-up", "time"],
+        help="what to compare (default: speed-ups over the baseline, which drift of the machine "
+        "does not change; times if the baseline's own version changed)",
+    )
+    command.add_argument(
+        "--spread",
+        metavar="WHAT",
+        help="how far two equal runs differ: a share (1.5%%), the --json of `replay selftest`, or "
+        "the rows of a second run of BEFORE",
+    )
+    command.add_argument(
+        "--fail-on",
+        action=Listed,
+        metavar="A,B",
+        help=f"exit with 1 if one holds: {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
+    )
+    command.add_argument(
+        "--save-baseline",
+        metavar="NAME",
+        help="keep the last run as the baseline of this name for its type of machine, or in a file "
+        "(x.jsonl)",
+    )
+    options.add_markdown(command)
+    options.add_json(command, resume=False, what="every row of it as JSON")
+    options.add_common(command, verbosity=False)
+    command.add_version()
+    return command
 
 
 def run(argv: Sequence[str]) -> int:
@@ -44,25 +92,37 @@ def run(argv: Sequence[str]) -> int:
         RowsError: a file cannot be read.
     """
     arguments = parser().parse_args(argv)
-    if wrong := _twice(arguments) or shared_file(arguments, ("spread",), WRITTEN):
+    if wrong := _misuse(arguments):
         raise UsageError(wrong)
     for option in WRITTEN:
         check_place(getattr(arguments, option))
     conditions = read_conditions(arguments.fail_on)
-    after = [run_of(name) for name in arguments.after]
+    after = [run_of(name) for name in arguments.after or [arguments.before]]
     machine = machine_of(after[-1].rows)
-    _check_baseline(arguments.save_baseline, machine)
-    before = earlier_run(arguments.before, after[0])
-    compared = [compare(before, run, of=arguments.of, spread=arguments.spread) for run in after]
+    if arguments.save_baseline is not None:
+        check_place(place(arguments.save_baseline, machine))
+    compared: list[ComparedRuns] = []
+    if arguments.after:
+        before = earlier_run(arguments.before, after[0])
+        compared = [compare(before, run, of=arguments.of, spread=arguments.spread) for run in after]
+    unwritten: list[str] = []
+    if arguments.save_baseline is not None:
+        with noted(unwritten):
+            _keep(arguments.save_baseline, after[-1].rows, machine)
+    if compared:
+        _show(compared, arguments, unwritten)
+    return max(_exit_code(compared, conditions), say_unwritten(unwritten))
+
+
+def _show(
+    compared: Sequence[ComparedRuns], arguments: argparse.Namespace, unwritten: list[str]
+) -> None:
+    """Write and print comparisons."""
     said = [sections(comparison) for comparison in compared]
     formats: dict[str, Callable[[], str]] = {
         "markdown": lambda: to_markdown(said),
         "json": lambda: json.dumps(plain([one.to_json() for one in compared]), indent=1) + "\n",
     }
-    unwritten: list[str] = []
-    if arguments.save_baseline is not None:
-        with noted(unwritten):
-            keep(arguments.save_baseline, after[-1].rows, machine)
     places = {name: getattr(arguments, name) for name in formats}
     try:
         # Files come before stdout, whose reader may be gone.
@@ -71,11 +131,18 @@ def run(argv: Sequence[str]) -> int:
                 if file is not None:
                     file.write(formats[name]())
     finally:
-        print_all(said, Console(highlight=False, stderr="-" in places.values()))
-    return max(exit_code(compared, conditions), say_unwritten(unwritten))
+        _print(said, Console(highlight=False, stderr="-" in places.values()))
 
 
-def keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
+def _print(said: Sequence[Sections], console: Console) -> None:
+    """Print comparisons one below the other."""
+    for number, parts in enumerate(said):
+        if number:
+            console.print()
+        print_comparison(parts, console)
+
+
+def _keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
     """Keep rows as a baseline, and print where.
 
     Raises:
@@ -85,61 +152,7 @@ def keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
     print(f"baseline {printable(name)} of {printable(machine.device)}: {path}", file=sys.stderr)
 
 
-def _check_baseline(name: str | None, machine: Machine) -> None:
-    """Check before any work that a baseline can be kept.
-
-    Raises:
-        ComparisonError: the name cannot be used, or its directory cannot be made.
-        UsageError: the file cannot be written.
-    """
-    if name is not None:
-        check_place(place(name, machine))
-
-
-class Earlier(NamedTuple):
-    """The run that a replay is compared with, and how to judge the changes."""
-
-    run: Run
-    spread: str | None
-    """The text of `--spread`."""
-    conditions: list[Condition]
-
-
-def read_earlier(arguments: argparse.Namespace, machine: Machine) -> Earlier | None:
-    """Read what `replay --compare-to` names, before hours of measuring; None without it.
-
-    Raises:
-        ComparisonError: an option cannot be used.
-        RowsError: a file cannot be read.
-    """
-    _check_baseline(arguments.save_baseline, machine)
-    if arguments.compare_to is None:
-        return None
-    earlier = load(arguments.compare_to, machine)
-    read_spread(arguments.spread, earlier)
-    return Earlier(earlier, arguments.spread, read_conditions(arguments.fail_on))
-
-
-def compare_with(earlier: Earlier, rows: Sequence[Row], console: Console) -> int:
-    """Print what changed since an earlier run; return 1 if a condition of `--fail-on` holds.
-
-    Raises:
-        ComparisonError: the runs cannot be compared.
-    """
-    found = compare(earlier.run, Run("this run", rows), spread=earlier.spread)
-    print_all([sections(found)], console)
-    return exit_code([found], earlier.conditions)
-
-
-def print_all(said: Sequence[Sections], console: Console) -> None:
-    """Print comparisons one below the other."""
-    for number, parts in enumerate(said):
-        if number:
-            console.print()
-        print_comparison(parts, console)
-
-
-def exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]) -> int:
+def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]) -> int:
     """Print the conditions that hold to stderr; return 1 if there is one."""
     failed = failures(compared, conditions)
     if failed:
@@ -147,8 +160,14 @@ def exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition])
     return 1 if failed else 0
 
 
-def _twice(arguments: argparse.Namespace) -> str:
-    """Return a sentence about a file that is named twice; empty if there is none."""
+def _misuse(arguments: argparse.Namespace) -> str:
+    """Return a sentence about arguments that do not go together; empty if all do."""
+    if not arguments.after:
+        if arguments.save_baseline is None:
+            return "only one run is named: give AFTER too, or --save-baseline NAME to keep the run"
+        for name in ("of", "spread", "fail_on", *WRITTEN):
+            if getattr(arguments, name) is not None:
+                return f"--{name.replace('_', '-')} is about two runs: give AFTER too"
     names = [arguments.before, *arguments.after]
     read: dict[str, str] = {}
     for name in names:
@@ -160,4 +179,4 @@ def _twice(arguments: argparse.Namespace) -> str:
         given = getattr(arguments, option)
         if given not in (None, "-") and os.path.realpath(given) in read:
             return f"--{option} would overwrite {given}: name another file"
-    return ""
+    return shared_file(arguments, ("spread",), WRITTEN)

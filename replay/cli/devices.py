@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,30 +9,28 @@ from rich.console import Console
 
 from capture.command_line.parser import OneSentenceParser
 from replay.api.compare_rows import run_of
-from replay.cli.files import UsageError, check_place, opened, output_file
+from replay.cli import shared_options as options
+from replay.cli.files import UsageError, check_place, opened
 from replay.comparison.device_types import across_devices
 from replay.report.device_tables import devices_markdown, print_devices
 
-EXAMPLES = """examples:
+EXAMPLES = """\
   replay devices h100.jsonl h200.jsonl                  which kernel on which GPU?
   replay devices h100.jsonl h200.jsonl --markdown table.md
 """
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> OneSentenceParser:
     """Build the parser of `replay devices`."""
-    command = OneSentenceParser(
-        prog="replay devices",
-        description="Merge what `replay --json` wrote on several types of device: a table for\n"
-        "each, and a matrix of kernels and devices.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    command = options.verb(
+        "devices",
+        "Merge what `replay --json` wrote on several types of device: a table for each, and a\n"
+        "matrix of kernels and devices.",
+        EXAMPLES,
     )
     command.add_argument("rows", nargs="+", metavar="ROWS", help="what `replay --json` wrote")
-    command.add_argument(
-        "--markdown", type=output_file, metavar="FILE", help="write the matrix (- for stdout)"
-    )
-    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    options.add_markdown(command)
+    options.add_common(command, verbosity=False)
     command.add_version()
     return command
 
@@ -48,7 +45,8 @@ def run(argv: Sequence[str]) -> int:
     """
     arguments = parser().parse_args(argv)
     written = arguments.markdown
-    if written not in (None, "-") and Path(written).resolve() in map(_resolved, arguments.rows):
+    read = [Path(name).resolve() for name in arguments.rows]
+    if written not in (None, "-") and Path(written).resolve() in read:
         raise UsageError(f"--markdown would overwrite {written}: name another file")
     check_place(written)
     merged = across_devices([run_of(name) for name in arguments.rows])
@@ -59,7 +57,3 @@ def run(argv: Sequence[str]) -> int:
     finally:  # the tables are shown even if the file cannot be written
         print_devices(merged, Console(highlight=False, stderr=written == "-"))
     return 0
-
-
-def _resolved(name: str) -> Path:
-    return Path(name).resolve()

@@ -1,4 +1,4 @@
-"""`replay kernels`: every kernel, and which can run here."""
+"""`replay kernels`: the kernels that there are, and where each can run."""
 
 from __future__ import annotations
 
@@ -8,26 +8,37 @@ from functools import partial
 
 from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import narrated
-from replay.api.chosen_device import check_name, device_of
+from replay.api.choices import RunPlace
+from replay.api.list_kernels import listing
 from replay.cli import shared_options as options
-from replay.cli.requests import place_of
 
 EXAMPLES = """\
-  replay kernels
-  replay kernels --env fa4=/opt/fa4/bin/python                which of them run there?
+  replay kernels                                        all kernels
+  replay kernels 'sage*,torch-*'                        some of them
+  replay kernels --env fa4=/opt/fa4/bin/python          in another environment too
 """
 
 
 def parser() -> OneSentenceParser:
     """Build the parser of `replay kernels`."""
-    command = options.verb("kernels", "List all kernels, and which can run here.", EXAMPLES)
-    options.add_place(command)
+    command = options.verb(
+        "kernels", "List kernels, and say which of them can run on this machine.", EXAMPLES
+    )
+    command.add_argument(
+        "pattern",
+        nargs="?",
+        metavar="A,'GLOB*'",
+        help="names and globs of kernels (default: all)",
+    )
+    options.add_device(command)
+    options.add_environments(command)
+    options.add_workers(command, in_process=False)
     options.add_common(command)
     return command
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print every kernel, and which can run here.
+    """Print each kernel, and whether it can run.
 
     Raises:
         Error: an argument cannot be used.
@@ -37,31 +48,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    place = place_of(arguments)
-    check_name(place.device)
-    pythons = place.interpreters()
-    from replay.workers.process import first_processes
-
-    if place.in_process:
-        return _list(arguments, None, pythons)
-    with first_processes(place.timeout) as first:
-        first.prepare(place.device)
-        return _list(arguments, first, pythons)
-
-
-def _list(arguments: argparse.Namespace, first: object, pythons: dict[str, str]) -> int:
-    from typing import Any, cast
-
-    device = device_of(arguments.device)
+    place = RunPlace(environments=tuple(arguments.env), timeout=arguments.timeout)
+    found = listing(arguments.pattern, arguments.device, place.interpreters(), place.timeout)
 
     from rich.console import Console
 
     from replay.kernels.registry import catalogue
     from replay.report.kernel_list import print_kernels
-    from replay.workers.execution import execution
 
-    kernels = list(catalogue().values())
-    with execution(cast(Any, first), pythons, arguments.timeout) as where:
-        found = where.probe([kernel for kernel in kernels if not kernel.variant_of], device)
-    print_kernels(kernels, found, Console(highlight=False))
+    variants = [kernel for kernel in catalogue().values() if kernel.variant_of]
+    print_kernels(found.kernels, variants, found.findings, Console(highlight=False))
     return 0

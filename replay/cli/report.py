@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from capture.command_line.parser import OneSentenceParser
 from capture.text.printable import printable
+from replay.api.session import say_on_stderr
 from replay.api.write_report import read_checks, report
+from replay.cli import shared_options as options
 from replay.cli.files import (
     UsageError,
     check_place,
@@ -30,28 +32,42 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 
+EXAMPLES = """\
+  replay report rows.jsonl -o report.html
+  replay report rows.jsonl -o report.html --checks checks.jsonl --budget cosine=0.998
+  replay report rows.jsonl --plot charts
+"""
+
+
 def parser() -> OneSentenceParser:
     """Build the parser of `replay report`."""
-    command = OneSentenceParser(
-        prog="replay report",
-        description="Write one HTML page, which needs no network, or charts for papers, from the "
-        "rows of a replay.",
+    command = options.verb(
+        "report",
+        "Write one HTML page, which needs no network, or charts for papers, from the rows of a\n"
+        "replay.",
+        EXAMPLES,
     )
     command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")
     command.add_argument(
-        "-o", "--out", type=output_file, metavar="FILE", help="the report (- for stdout)"
+        "-o", "--out", type=output_file, metavar="FILE", help="the page (- for stdout)"
     )
     command.add_argument("--plot", metavar="DIR", help="the charts, as SVG, PNG and Vega-Lite")
     command.add_argument(
-        "--e2e-json", type=Path, metavar="FILE", help="what `replay --e2e --e2e-json` wrote"
+        "--benchmark-json",
+        type=output_file,
+        metavar="FILE",
+        help="each kernel's time as github-action-benchmark reads it (- for stdout)",
     )
     command.add_argument(
-        "--outputs", type=Path, metavar="DIR", help="what `replay --e2e --save-output` wrote"
+        "--checks", type=Path, metavar="FILE", help="what `replay verify --checks` wrote"
+    )
+    command.add_argument(
+        "--outputs", type=Path, metavar="DIR", help="what `replay verify --save-output` wrote"
     )
     command.add_argument(
         "--budget", metavar="METRIC=X", help="draw this limit of errors, e.g. cosine=0.998"
     )
-    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    options.add_common(command, verbosity=False)
     return command
 
 
@@ -70,7 +86,8 @@ def run(argv: Sequence[str]) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None:
         check_report(out)
-    charts = None if arguments.plot is None else check_directory(arguments.plot)
+    check_place(arguments.benchmark_json)
+    charts = None if arguments.plot is None else _made(arguments.plot)
     try:
         rows, is_cut_off = read_jsonl(arguments.rows)
     except FileNotFoundError as error:
@@ -78,17 +95,19 @@ def run(argv: Sequence[str]) -> int:
             f"there is no file {arguments.rows}: write one with "
             f"{shlex.join(['replay', '--json', str(arguments.rows)])}"
         ) from error
-    checks = [] if arguments.e2e_json is None else read_checks(arguments.e2e_json)
+    checks = () if arguments.checks is None else read_checks(arguments.checks)
     unwritten: list[str] = []
     if out is not None:
         with noted(unwritten):
             write(rows, checks, out, arguments.outputs, budget)
     if charts is not None:
         with noted(unwritten):
-            draw(rows, charts)
+            _draw(rows, charts)
+    if arguments.benchmark_json is not None:
+        with noted(unwritten):
+            report(rows, benchmark_json=arguments.benchmark_json)
     if is_cut_off:
-        sentence = "ends within a row: its replay was interrupted"
-        print(f"replay: {printable(str(arguments.rows))} {sentence}", file=sys.stderr)
+        say_on_stderr(f"{arguments.rows} ends within a row: its replay was interrupted")
     return say_unwritten(unwritten)
 
 
@@ -96,18 +115,19 @@ def _misuse(arguments: argparse.Namespace) -> str:
     """Return a sentence about arguments that do not go together; empty if all do."""
     outputs = arguments.outputs
     out = None if arguments.out is None else Path(arguments.out)
-    if out is None and arguments.plot is None:
+    if out is None and arguments.plot is None and arguments.benchmark_json is None:
         return "nothing to write: give -o FILE for a report, --plot DIR for charts"
-    if wrong := shared_file(arguments, (), ("out", "plot")):
+    if wrong := shared_file(arguments, (), ("out", "plot", "benchmark_json")):
         return wrong
-    read = [path.resolve() for path in (arguments.rows, arguments.e2e_json) if path is not None]
-    if out is not None and out.resolve() in read:
-        return f"-o would overwrite {out}: name another file"
-    for name in ("e2e_json", "outputs", "budget"):
+    read = [path.resolve() for path in (arguments.rows, arguments.checks) if path is not None]
+    for option, given in (("-o", out), ("--benchmark-json", arguments.benchmark_json)):
+        if given is not None and Path(given).resolve() in read:
+            return f"{option} would overwrite {given}: name another file"
+    for name in ("checks", "outputs", "budget"):
         if out is None and getattr(arguments, name) is not None:
-            return f"--{name.replace('_', '-')} is shown in a report: give -o FILE too"
-    if outputs is not None and arguments.e2e_json is None:
-        return "--outputs are those of an end-to-end check: give --e2e-json FILE too"
+            return f"--{name} is shown in a report: give -o FILE too"
+    if outputs is not None and arguments.checks is None:
+        return "--outputs are those of a check of the model: give --checks FILE too"
     if outputs is not None and not outputs.is_dir():
         return f"there is no directory {outputs}: name that of --save-output"
     return ""
@@ -142,7 +162,7 @@ def write(
         print(f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)", file=sys.stderr)
 
 
-def check_directory(given: str) -> Path:
+def _made(given: str) -> Path:
     """Make the directory of `--plot`, and return its absolute path: kernels may change the current.
 
     Raises:
@@ -155,7 +175,7 @@ def check_directory(given: str) -> Path:
     return directory
 
 
-def draw(rows: Sequence[Row], directory: Path) -> None:
+def _draw(rows: Sequence[Row], directory: Path) -> None:
     """Write charts and print their names.
 
     Raises:

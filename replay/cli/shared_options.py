@@ -65,30 +65,41 @@ def verb(
     )
 
 
-def add_common(group: argparse._ActionsContainer) -> None:
-    """Add what every verb has: help, and how much is said."""
+def add_common(group: argparse._ActionsContainer, *, verbosity: bool = True) -> None:
+    """Add what every verb has: help, tracebacks, and for long verbs how much is said."""
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
-    add_verbosity(group)
+    if verbosity:
+        add_verbosity(group)
     group.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
 def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = True) -> None:
     """Add the recording, and which of its calls are wanted."""
-    group.add_argument(
-        "--dir",
-        required=True,
-        metavar="DIR",
-        help="what `capture` wrote: a directory, an archive or an address (hf://, s3://)",
-    )
+    add_directory(group)
     if chosen_calls:
-        group.add_argument(
-            "--call", action=Listed, metavar="A,'GLOB*'", help="only the calls of these names"
-        )
+        add_calls(group)
         group.add_argument(
             "--join-ranks",
             action="store_true",
             help="replay calls that ranks of a distributed model share, each as a whole",
         )
+
+
+def add_directory(group: argparse._ActionsContainer, *, required: bool = True) -> None:
+    """Add the directory of the recording."""
+    group.add_argument(
+        "--dir",
+        required=required,
+        metavar="DIR",
+        help="what `capture` wrote: a directory, an archive or an address (hf://, s3://)",
+    )
+
+
+def add_calls(group: argparse._ActionsContainer) -> None:
+    """Add the names of the calls that are wanted."""
+    group.add_argument(
+        "--call", action=Listed, metavar="A,'GLOB*'", help="only the calls of these names"
+    )
 
 
 def add_shape(group: argparse._ActionsContainer) -> None:
@@ -200,9 +211,7 @@ def add_place(
     devices: argparse._ActionsContainer = command
     if several:
         devices = command.add_mutually_exclusive_group()
-    devices.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
-    )
+    add_device(devices)
     if several:
         devices.add_argument(
             "--gpus", action=Listed, metavar="all|0,1", help="spread calls over GPUs of this host"
@@ -214,14 +223,31 @@ def add_place(
             metavar="HOST:PORT",
             help="spread calls over a Ray cluster (auto: this machine's; without: one here)",
         )
-    command.add_argument(
+    add_environments(command)
+    add_workers(command, in_process=in_process)
+
+
+def add_device(group: argparse._ActionsContainer) -> None:
+    """Add the device."""
+    group.add_argument(
+        "--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
+    )
+
+
+def add_environments(group: argparse._ActionsContainer) -> None:
+    """Add other Python environments."""
+    group.add_argument(
         "--env",
         action="append",
         default=[],
         metavar="NAME=PYTHON",
         help="another environment to run kernels in, or a .toml file of them (repeatable)",
     )
-    waiting = command.add_mutually_exclusive_group() if in_process else command
+
+
+def add_workers(group: argparse._ActionsContainer, *, in_process: bool = True) -> None:
+    """Add how long worker processes are waited for, and how to do without them."""
+    waiting = group.add_mutually_exclusive_group() if in_process else group
     waiting.add_argument(
         "--timeout",
         type=positive_number,
@@ -272,13 +298,32 @@ def add_rows(group: argparse._ActionsContainer) -> None:
     )
 
 
-def add_json(group: argparse._ActionsContainer, *, resume: bool = True) -> None:
-    """Add the file of rows."""
+def add_json(
+    group: argparse._ActionsContainer, *, resume: bool = True, what: str = "a JSON row per line"
+) -> None:
+    """Add the file of rows, or of `what` else."""
     group.add_argument(
-        "--json", type=output_file, metavar="FILE", help="write a JSON row per line (- for stdout)"
+        "--json", type=output_file, metavar="FILE", help=f"write {what} (- for stdout)"
     )
     if resume:
         group.add_argument("--resume", action="store_true", help="continue the --json file")
+
+
+def add_markdown(group: argparse._ActionsContainer) -> None:
+    """Add the file of tables for a pull request."""
+    group.add_argument(
+        "--markdown",
+        type=output_file,
+        metavar="FILE",
+        help="write it for a pull request (- for stdout)",
+    )
+
+
+def add_kernel(group: argparse._ActionsContainer, *, required: bool = False) -> None:
+    """Add the name of one kernel."""
+    group.add_argument(
+        "--kernel", required=required, metavar="K", help="this kernel: a name, or FILE.py:FUNCTION"
+    )
 
 
 def add_report(group: argparse._ActionsContainer) -> None:

@@ -49,6 +49,20 @@ class Diagnoses:
     """Reason why each unreadable call could not be read."""
     right: dict[str, list[str]] = field(default_factory=dict)
     """Kernels that are right, by call."""
+    note: str = ""
+    """A warning about how the recording was read; usually empty."""
+
+    @property
+    def left_out(self) -> list[str]:
+        """Sentences about what was not examined, and about how the recording was read."""
+        sentences = [self.note] if self.note else []
+        sentences += [
+            f"{kernel} does not run every call: {reason}" for kernel, reason in self.refused.items()
+        ]
+        sentences += [
+            f"{reason}; the other calls were examined" for reason in self.unreadable.values()
+        ]
+        return sentences
 
     def add(self, call: str, kernel: str, diagnosis: Diagnosis | None, refused: str = "") -> None:
         """Add the result of examining a kernel on a call."""

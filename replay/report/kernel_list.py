@@ -15,20 +15,22 @@ from replay.workers.environments import ProbeResult
 
 
 def print_kernels(
-    kernels: Sequence[Kernel], found: Mapping[str, Mapping[str, ProbeResult]], console: Console
+    kernels: Sequence[Kernel],
+    variants: Sequence[Kernel],
+    found: Mapping[str, Mapping[str, ProbeResult]],
+    console: Console,
 ) -> None:
-    """Print each kernel, its number of variants, and where it can run; variants are not listed.
+    """Print each kernel, its number of variants, and where it can run.
 
     Args:
-        found: state of each kernel, by environment and kernel.
+        variants: kernels that are others with other options.
+        found: whether a kernel can run, by environment and kernel.
     """
-    variants = Counter(kernel.variant_of for kernel in kernels)
+    counts = Counter(kernel.variant_of for kernel in variants)
     for kernel in kernels:
-        if kernel.variant_of:
-            continue
         notes = [] if kernel.default else ["not by default"]
-        if variants[kernel.name]:
-            notes.append(counted(variants[kernel.name], "variant"))
+        if counts[kernel.name]:
+            notes.append(counted(counts[kernel.name], "variant"))
         line = Text(kernel.name, "bold").append(f"  {kernel.about}", "not bold")
         console.print(line.append(f" ({', '.join(notes)})" if notes else "", "not bold"))
         for environment, findings in found.items():

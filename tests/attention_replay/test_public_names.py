@@ -21,7 +21,7 @@ import replay
 
 PACKAGES = (ar, capture, replay)
 TYPES = {"AttentionCall", "Dataset", "Error", "Kernel", "Plan", "Recording", "Row", "Rows"}
-FUNCTIONS = sorted(set(ar.__all__) - TYPES - {"__version__", "replay"})
+FUNCTIONS = sorted(set(ar.__all__) - TYPES - {"__version__"})
 
 packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__name__)
 

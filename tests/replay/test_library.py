@@ -1,7 +1,9 @@
-"""Errors for wrong arguments of a program."""
+"""Public functions: results, and errors for wrong arguments."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +11,13 @@ import pytest
 import torch
 
 import attention_replay as ar
-from replay.bench.runner import replay_here
 from replay.bench.settings import Settings, SettingsError
-from replay.kernels.registry import KernelNameError, select
-from replay.workloads.recorded import from_directory
+from replay.kernels.registry import KernelNameError
+from replay.rows.row import Machine
+from replay.selftest.all_checks import SelftestReport
+from replay.selftest.result import Result
 from tests.factories import tiny_llama
+from tests.in_this_process import RunCli
 
 
 @pytest.mark.parametrize(
@@ -42,29 +46,100 @@ def test_settings_take_names_of_devices_and_directories() -> None:
     assert Settings.from_json(settings.to_json()).device == torch.device("cpu")
 
 
-def test_wrong_arguments_of_a_replay_are_named(recorded: Path) -> None:
-    workloads, _ = from_directory(recorded)
-    kernels, _ = select("torch-flash")
-    settings = Settings("cpu", "warm", rounds=3)  # type: ignore[arg-type]
-    wrong: list[tuple[str, tuple[Any, Any, Any]]] = [
-        ("expected workloads, got 'x1'", ("x1", kernels, settings)),
-        ("expected a workload, got AttentionCall", (ar.load(recorded), kernels, settings)),
-        ("expected kernels, got 'torch-flash'", (workloads, "torch-flash", settings)),
-        ("expected kernels, got", (workloads, ["torch-flash"], settings)),
-        ("expected a Settings object, got None", (workloads, kernels, None)),
-    ]
-    if not torch.cuda.is_available():
-        on_gpu = Settings("cuda", "cold")  # type: ignore[arg-type]
-        wrong.append(("PyTorch finds no CUDA device for cuda", (workloads, kernels, on_gpu)))
-    for sentence, given in wrong:
-        with pytest.raises(SettingsError, match=sentence):
-            list(replay_here(*given))
+def test_replay_runs_in_this_process_on_request(recorded: Path) -> None:
+    rows = ar.replay(
+        str(recorded),
+        kernels=["torch-math"],
+        calls="*-000001",
+        device="cpu",
+        rounds=3,
+        workers=False,
+        progress=False,
+    )
+    assert isinstance(rows, ar.Rows)
+    assert {row.kernel for row in rows} == {"torch-default", "torch-math"}
+    assert len(rows.best()) == 1
 
 
-def test_doctor_without_a_kernel_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"dataset": 3}, "expected a directory, a Dataset or attention calls, got int"),
+        ({"dataset": "/nowhere"}, "no such directory"),
+        ({"dataset": []}, "there is no call to replay"),
+        ({"kernels": "torch-flish"}, "no kernel 'torch-flish'"),
+        ({"device": "gpu"}, "--device gpu: write, e.g., cpu, cuda or cuda:1"),
+        ({"cache": "cold"}, "cold"),
+        ({"rounds": 0}, "rounds must be an integer of at least 1, not 0"),
+        ({"calls": "other"}, "no call 'other' was recorded"),
+    ],
+)
+def test_replay_refuses_wrong_arguments(
+    recorded: Path, given: dict[str, Any], sentence: str
+) -> None:
+    arguments = {"dataset": recorded, "kernels": "torch-math", "device": "cpu", "workers": False}
+    with pytest.raises(ar.Error, match=sentence):
+        ar.replay(**{**arguments, **given})
+
+
+def test_kernels_are_found_by_name_and_glob() -> None:
+    assert [kernel.name for kernel in ar.kernels("torch-math,eager")] == ["torch-math", "eager"]
+    assert ar.kernels(["torch-math", "eager"]) == ar.kernels("torch-math,eager")
+    names = [kernel.name for kernel in ar.kernels()]
+    assert {"torch-flash", "sage1"} <= {*names}
+    assert not any(kernel.variant_of for kernel in ar.kernels())
+    with pytest.raises(KernelNameError, match="did you mean"):
+        ar.kernels("torch-mat")
+
+
+def test_kernels_verb_says_where_kernels_run(run_cli: RunCli) -> None:
+    code, out, err = run_cli("kernels", "torch-math,fa3", "--device", "cpu")
+    assert (code, err) == (0, "")
+    assert [line for line in out.splitlines() if not line.startswith(" ")][0].startswith(
+        "torch-math"
+    )
+    assert "available" in out
+    assert "needs" in out or "not installed" in out
+    assert run_cli("kernels", "torch-mat")[0] == 2
+
+
+def test_selftest_is_the_same_in_a_program(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    passed = Result("known ratio", True, "2.00", "")
+    report = SelftestReport(Machine("a CPU"), (passed,), 0.01)
+    monkeypatch.setattr("replay.selftest.all_checks.selftest", lambda *_: report)
+    assert ar.selftest("cpu", progress=False) is report
+    code, out, _ = run_cli("selftest", "--device", "cpu", "--json", str(tmp_path / "x.json"))
+    assert code == 0
+    assert report.sentence in out
+    assert json.loads((tmp_path / "x.json").read_text())["passed"]
+    failed = replace(report, results=(replace(passed, passed=False, remedy="close others"),))
+    monkeypatch.setattr("replay.selftest.all_checks.selftest", lambda *_: failed)
+    assert run_cli("selftest", "--device", "cpu", "--quiet")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"call": "other"}, "no call 'other' was recorded"),
+        ({"call": "*"}, "is 3 calls"),
+        ({"kernel": "eagr"}, "no kernel 'eagr'"),
+        ({"out": "/nowhere/bug"}, "create the directory that it lies in first"),
+    ],
+)
+def test_reproduce_refuses_wrong_arguments(
+    recorded: Path, given: dict[str, Any], sentence: str
+) -> None:
+    arguments = {"call": "model-000001", "kernel": "eager", "out": "bug", "device": "cpu"}
+    with pytest.raises(ar.Error, match=sentence):
+        ar.reproduce(recorded, **{**arguments, **given}, progress=False)
+
+
+def test_doctor_of_a_model_needs_a_kernel(tmp_path: Path) -> None:
     with (
         pytest.raises(KernelNameError, match="no kernel is named"),
-        ar.doctor(tiny_llama(), kernel=[], out=tmp_path / "out"),
+        ar.doctor(tiny_llama(), [], out=tmp_path / "out"),
     ):
         pass
     assert not (tmp_path / "out").exists()

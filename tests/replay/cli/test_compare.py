@@ -1,4 +1,4 @@
-"""`replay compare`, and runs that are kept and compared with."""
+"""`replay compare`, kept baselines, and the public function."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import attention_replay as ar
 from replay.kernels.registry import Kernel
 from replay.rows.row_files import save_jsonl
 from tests.replay.comparison.simulated import run
@@ -34,7 +35,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("deep.jsonl").write_text("[" * 100_000 + "\n")
 
 
-def test_a_slower_kernel_fails_where_it_should(run_cli: RunCli) -> None:
+def test_fail_on_exits_with_1_for_a_slower_kernel(run_cli: RunCli) -> None:
     code, out, err = run_cli("compare", "before.jsonl", "equal.jsonl", "--fail-on", "slow:3%")
     assert (code, err) == (0, "")
     assert "nothing changed" in out
@@ -66,7 +67,7 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize("full", ["markdown", "json"])
-def test_a_file_without_room_costs_no_other(run_cli: RunCli, full: str) -> None:
+def test_full_disk_costs_one_file_alone(run_cli: RunCli, full: str) -> None:
     places = {name: f"x.{name}" for name in ("markdown", "json")} | {full: "/dev/full"}
     given = [part for name, place in places.items() for part in (f"--{name}", place)]
     code, out, err = run_cli("compare", *RUNS, *given, "--save-baseline", "main")
@@ -79,9 +80,7 @@ def test_a_file_without_room_costs_no_other(run_cli: RunCli, full: str) -> None:
     assert run_cli("compare", "main", "before.jsonl")[0] == 0
 
 
-def test_each_file_that_cannot_be_written_is_named(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_unwritten_file_is_named(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.cli.compare.check_place", lambda _: None)
     given = ("--markdown", "no/x.md", "--json", "no/x.json")
     code, _, err = run_cli("compare", *RUNS, *given, "--fail-on", "slow")
@@ -108,7 +107,7 @@ def test_each_file_that_cannot_be_written_is_named(
             "no baseline 'nightly' of GPU 1: keep one with",
         ),
         (("before.jsonl", "deep.jsonl"), "deep.jsonl, line 1: not a row of `replay --json`"),
-        (("before.jsonl", "slow.jsonl", "--spread", "deep.jsonl"), "not what `replay --selftest"),
+        (("before.jsonl", "slow.jsonl", "--spread", "deep.jsonl"), "not what `replay selftest"),
         (("before.jsonl", "slow.jsonl", "--spread", "x"), "no such file, and not a share"),
         (("before.jsonl", "slow.jsonl", "--spread", "other.jsonl"), "no kernel on the same call"),
         (("before.jsonl", "slow.jsonl", "--fail-on", "fast"), "no such condition, choose from"),
@@ -122,10 +121,11 @@ def test_each_file_that_cannot_be_written_is_named(
         (("before.jsonl", "slow.jsonl", "--markdown", "."), "cannot write .: it is a directory"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", "no/x"), "cannot write no/x: create"),
         (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "invalid baseline name"),
-        (("before.jsonl",), "required: AFTER"),
+        (("before.jsonl",), "only one run is named: give AFTER too"),
+        (("before.jsonl", "--save-baseline", "x", "--spread", "1%"), "--spread is about two runs"),
     ],
 )
-def test_wrong_usage_is_one_sentence_with_the_remedy(
+def test_wrong_usage_is_one_sentence(
     run_cli: RunCli, arguments: tuple[str, ...], sentence: str
 ) -> None:
     Path("empty.jsonl").touch()
@@ -138,9 +138,9 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     assert sentence in err
 
 
-def test_a_baseline_is_kept_by_name_and_compared_with(run_cli: RunCli) -> None:
-    code, _, err = run_cli("compare", "before.jsonl", "equal.jsonl", "--save-baseline", "main")
-    assert code == 0
+def test_baseline_is_kept_under_its_name(run_cli: RunCli) -> None:
+    code, out, err = run_cli("compare", "before.jsonl", "--save-baseline", "main")
+    assert (code, out) == (0, "")
     assert "baseline main of " in err
     assert err.strip().endswith("main.jsonl")
     code, out, _ = run_cli("compare", "main", "slow.jsonl", "--fail-on", "slow")
@@ -172,56 +172,53 @@ def wrong(*inputs: torch.Tensor, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changed", "condition", "told"),
+    ("changed", "condition", "failed"),
     [
         (attention, "inaccurate,less-accurate", ""),
         (less_accurate, "less-accurate", "less-accurate: mine on "),
         (wrong, "inaccurate", "inaccurate: mine on "),
     ],
 )
-def test_a_replay_keeps_its_rows_and_finds_what_a_kernel_lost(
+def test_accuracy_that_a_kernel_lost_is_found(
     run_cli: RunCli,
     kernels: Callable[..., Kernel],
     changed: Callable[..., Any],
     condition: str,
-    told: str,
+    failed: str,
 ) -> None:
     given = (*SHAPE, *QUICK, "--kernels", "mine")
     now = [attention]
     kernels("mine", lambda *inputs, **options: now[0](*inputs, **options))
-    assert run_cli(*given, "--save-baseline", "main")[0] == 0
+    assert run_cli(*given, "--json", "first.jsonl")[0] == 0
     now[0] = changed
-    code, out, err = run_cli(*given, "--compare-to", "main", "--fail-on", condition)
-    assert "main → this run" in out
-    assert told in err
-    assert code == (1 if told else 0)
+    assert run_cli(*given, "--json", "second.jsonl")[0] == 0
+    code, _, err = run_cli("compare", "first.jsonl", "second.jsonl", "--fail-on", condition)
+    assert failed in err
+    assert code == (1 if failed else 0)
 
 
-def test_times_are_written_for_a_chart(run_cli: RunCli) -> None:
-    given = (*SHAPE, *QUICK, "--kernels", "torch-math")
-    assert run_cli(*given, "--benchmark-json", "chart.json")[0] == 0
-    names = [each["name"].split()[0] for each in json.loads(Path("chart.json").read_text())]
-    assert sorted(names) == ["torch-default", "torch-math"]
-    _, out, _ = run_cli(*given, "--benchmark-json", "-")
-    assert len(json.loads(out)) == 2
+def test_public_function_compares_rows_files_and_baselines(run_cli: RunCli) -> None:
+    rows = {name: ar.Rows.read(name) for name in RUNS}
+    compared = ar.compare(rows["before.jsonl"], "slow.jsonl", spread=0.01)
+    assert "slower: a" in str(compared)
+    assert compared.spread.share == 0.01
+    assert compared._repr_markdown_().startswith("### before → slow.jsonl")
+    run_cli("compare", "before.jsonl", "--save-baseline", "main")
+    assert ar.compare("main", rows["slow.jsonl"]).to_json()["before"] == "main"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("given", "sentence"),
     [
-        (("--compare-to", "nightly"), "no baseline 'nightly' of"),
-        (("--compare-to", "x.jsonl"), "x.jsonl: no such file"),
-        (("--save-baseline", ".."), "invalid baseline name"),
-        (("--save-baseline", "n" * 250), "File name too long"),
-        (("--fail-on", "slow"), "--fail-on requires --compare-to"),
-        (("--spread", "1%"), "--spread requires --compare-to"),
-        (("--compare-to", "before.jsonl", "--fail-on", "x"), "no such condition"),
-        (("--compare-to", "before.jsonl", "--spread", "x"), "no such file, and not a share"),
+        (("nope.jsonl", "slow.jsonl"), "nope.jsonl: no such file"),
+        (([], "slow.jsonl"), "before holds no rows"),
+        ((1, "slow.jsonl"), "expected rows or the path of a file of them, got int"),
+        (("before.jsonl", "abc"), "expected rows or"),
     ],
 )
-def test_a_replay_refuses_before_it_measures(
-    run_cli: RunCli, arguments: tuple[str, ...], sentence: str
-) -> None:
-    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *arguments)
-    assert (code, out) == (2, "")
-    assert sentence in err
+def test_public_function_refuses_other_things(given: tuple[Any, Any], sentence: str) -> None:
+    before, after = given
+    with pytest.raises(ar.Error, match=sentence):
+        ar.compare(before, list(after) if after == "abc" else after)
+    with pytest.raises(ar.Error, match="invalid basis 'cosine'"):
+        ar.compare("before.jsonl", "slow.jsonl", of="cosine")  # type: ignore[arg-type]

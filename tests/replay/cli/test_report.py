@@ -1,4 +1,4 @@
-"""`replay report`, and `--report` of a replay: where the file goes, and what is refused."""
+"""`replay report`, `--report` of a replay, and the public function."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import attention_replay as ar
 from replay.report.html import chart_library
 from replay.rows.row_files import write_jsonl
 from tests.replay.report.html import pages
@@ -25,7 +26,7 @@ def stored(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_replay_writes_its_report(run_cli: RunCli, tmp_path: Path) -> None:
+def test_replay_writes_its_report(run_cli: RunCli, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     out, rows = tmp_path / "out.html", tmp_path / "rows.jsonl"
     code, shown, err = run_cli(*RANDOM, *QUICK, "--report", str(out), "--json", str(rows))
@@ -37,16 +38,16 @@ def test_a_replay_writes_its_report(run_cli: RunCli, tmp_path: Path) -> None:
     assert all(roof["tflops"] > 0 for roof in roofs)
 
 
-def test_a_report_of_stored_rows(run_cli: RunCli, stored: Path) -> None:
+def test_stored_rows_become_a_page(run_cli: RunCli, stored: Path) -> None:
     pytest.importorskip("vl_convert")
-    out, checks = stored.with_name("out.html"), stored.with_name("e2e.jsonl")
+    out, checks = stored.with_name("out.html"), stored.with_name("checks.jsonl")
     checks.write_text("".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1")))
-    code, _, err = run_cli("report", str(stored), "-o", str(out), "--e2e-json", str(checks))
+    code, _, err = run_cli("report", str(stored), "-o", str(out), "--checks", str(checks))
     assert (code, err.splitlines()) == (0, [f"report: {out} ({out.stat().st_size / 1e6:.1f} MB)"])
     assert "one denoising step: kernel-1 1.10×" in out.read_text("utf-8")
 
 
-def test_a_report_of_stored_rows_on_stdout(
+def test_page_of_stored_rows_goes_to_stdout(
     run_cli: RunCli, stored: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vl_convert")
@@ -58,18 +59,16 @@ def test_a_report_of_stored_rows_on_stdout(
     assert list(stored.parent.iterdir()) == [stored]
 
 
-def test_a_report_without_room_costs_no_chart(
-    run_cli: RunCli, stored: Path, tmp_path: Path
-) -> None:
+def test_full_disk_costs_the_page_alone(run_cli: RunCli, stored: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
-    given = ("report", str(stored), "-o", "/dev/full")
-    code, _, err = run_cli(*given, "--plot", str(tmp_path / "charts"))
+    given = ("-o", "/dev/full", "--plot", str(tmp_path / "charts"))
+    code, _, err = run_cli("report", str(stored), *given)
     assert code == 2
     assert f"charts in {tmp_path / 'charts'}: " in err
     assert err.endswith("replay: cannot write /dev/full: No space left on device: make room\n")
 
 
-def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
+def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Path) -> None:
     pytest.importorskip("vl_convert")
     text = stored.read_text()
     stored.write_text(text[:-20])
@@ -87,24 +86,27 @@ def test_rows_of_an_interrupted_replay(run_cli: RunCli, stored: Path) -> None:
         (("ROWS", "-o", "/proc/x.html"), "cannot write /proc/x.html: "),
         (("ROWS", "-o", "n" * 300), "cannot write nnn"),
         (("ROWS", "-o", "./rows.jsonl"), "-o would overwrite rows.jsonl: name another file"),
-        (("ROWS", "-o", "e2e.jsonl", "--e2e-json", "e2e.jsonl"), "-o would overwrite e2e.jsonl"),
-        (("e2e.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
-        (("ROWS", "-o", "out.html", "--e2e-json", "ROWS"), "was not written by `replay --e2e-json"),
-        (("ROWS", "-o", "out.html", "--e2e-json", "."), "cannot read .: Is a directory"),
-        (("ROWS", "-o", "out.html", "--e2e-json", "deep.jsonl"), "was not written by `replay --e2"),
-        (("ROWS", "-o", "out.html", "--outputs", "."), "give --e2e-json FILE too"),
+        (
+            ("ROWS", "-o", "checks.jsonl", "--checks", "checks.jsonl"),
+            "-o would overwrite checks.jsonl",
+        ),
+        (("checks.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
+        (("ROWS", "-o", "out.html", "--checks", "ROWS"), "was not written by `replay verify"),
+        (("ROWS", "-o", "out.html", "--checks", "."), "cannot read .: Is a directory"),
+        (("ROWS", "-o", "out.html", "--checks", "deep.jsonl"), "was not written by `replay verify"),
+        (("ROWS", "-o", "out.html", "--outputs", "."), "give --checks FILE too"),
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
         (("ROWS", "-o", "x", "--plot", "./x"), "--out and --plot both name"),
         (("ROWS",), "give -o FILE for a report, --plot DIR for charts"),
         (("ROWS", "--plot", "ROWS"), "cannot write --plot"),
         (("ROWS", "--plot", "x", "--budget", "rmse=1"), "--budget is shown in a report: give -o"),
-        (("ROWS", "--plot", "x", "--e2e-json", "e2e.jsonl"), "--e2e-json is shown in a report"),
+        (("ROWS", "--plot", "x", "--checks", "checks.jsonl"), "--checks is shown in a report"),
         (("ROWS", "--plot", "x", "--outputs", "."), "--outputs is shown in a report: give -o"),
         (("a [b].jsonl", "-o", "x"), "write one with replay --json 'a [b].jsonl'"),
         (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),
     ],
 )
-def test_what_cannot_be_used(
+def test_wrong_usage_is_one_sentence(
     run_cli: RunCli,
     stored: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -116,7 +118,7 @@ def test_what_cannot_be_used(
     note = stored.with_name("note.txt")
     note.write_text("a note\n")
     checks = "".join(json.dumps(each) + "\n" for each in pages.checks("kernel-1"))
-    stored.with_name("e2e.jsonl").write_text(checks)
+    stored.with_name("checks.jsonl").write_text(checks)
     stored.with_name("deep.jsonl").write_text("[" * 100_000)
     before = stored.read_text()
     names = {"ROWS": str(stored), "NOTE": str(note)}
@@ -126,9 +128,7 @@ def test_what_cannot_be_used(
     assert stored.read_text() == before
 
 
-def test_charts_of_a_replay_and_of_stored_rows(
-    run_cli: RunCli, stored: Path, tmp_path: Path
-) -> None:
+def test_stored_rows_become_charts(run_cli: RunCli, stored: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     code, _, err = run_cli("report", str(stored), "--plot", str(tmp_path / "charts"))
     assert code == 0
@@ -136,6 +136,11 @@ def test_charts_of_a_replay_and_of_stored_rows(
     assert drawn
     assert err.startswith(f"charts in {tmp_path / 'charts'}: ")
     assert all(name in err for name in drawn)
+    rows = tmp_path / "few.jsonl"
+    assert run_cli(*RANDOM, *QUICK, "--json", str(rows))[0] == 0
+    code, _, err = run_cli("report", str(rows), "--plot", str(tmp_path / "none"))
+    assert code == 0
+    assert f"charts in {tmp_path / 'none'}: none: no correct kernel" in err
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,7 @@ def test_charts_of_a_replay_and_of_stored_rows(
         (*RANDOM, "--report"),
     ],
 )
-def test_the_chart_library_is_missed_before_anything_runs(
+def test_chart_library_is_missed_before_anything_runs(
     run_cli: RunCli,
     stored: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -160,3 +165,24 @@ def test_the_chart_library_is_missed_before_anything_runs(
     assert (code, out) == (2, "")
     assert "pip install 'attention-replay[report]'" in err
     assert not Path("out.html").exists()
+
+
+def test_benchmark_json_has_a_time_per_kernel(run_cli: RunCli, tmp_path: Path) -> None:
+    rows, chart = tmp_path / "rows.jsonl", tmp_path / "chart.json"
+    assert run_cli(*RANDOM, *QUICK, "--json", str(rows))[0] == 0
+    assert run_cli("report", str(rows), "--benchmark-json", str(chart))[0] == 0
+    names = [entry["name"].split()[0] for entry in json.loads(chart.read_text())]
+    assert sorted(names) == ["torch-default", "torch-math"]
+    _, out, _ = run_cli("report", str(rows), "--benchmark-json", "-")
+    assert len(json.loads(out)) == 2
+
+
+def test_public_function_returns_the_files_it_wrote(stored: Path, tmp_path: Path) -> None:
+    pytest.importorskip("vl_convert")
+    rows, page = ar.Rows.read(stored), tmp_path / "page.html"
+    written = ar.report(rows, page, charts=tmp_path / "charts", checks=pages.checks("kernel-1"))
+    assert written[0] == page
+    assert {path.suffix for path in written[1:]} == {".svg", ".png", ".json"}
+    assert all(path.is_file() for path in written)
+    with pytest.raises(ar.Error, match="nothing to write: give out="):
+        ar.report(rows)

@@ -200,7 +200,7 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
         (("--out", "planted.py"), "replay: --out planted.py is a file: name a directory\n"),
         (("--call", "other"), "replay: no call 'other' was recorded: "),
         (("--kernel", "planted.py:hea"), "replay: no kernel 'planted.py:hea': "),
-        (("--env", "x"), "replay: --env x: write NAME=PATH/TO/python\n"),
+        (("--env", "x"), "replay: --env x: write NAME=PATH/TO/python"),
     ):
         code, out, err = run_cli(*command("planted.py:right", *changed))
         assert (code, out) == (2, "")

@@ -143,13 +143,22 @@ def test_healthy_kernels_exit_with_0(run_cli: RunCli, recorded: Path) -> None:
     assert err.splitlines()[-1] == "healthy: no error in 1 run of a kernel on a call"
 
 
-def test_a_timeout_that_would_do_nothing_is_refused(run_cli: RunCli) -> None:
+def test_timeout_is_refused_without_workers(run_cli: RunCli) -> None:
     code, out, err = run_cli("doctor", "--dir", "x", "--in-process", "--timeout", "9")
     assert (code, out) == (2, "")
-    assert (
-        err
-        == "replay: --in-process has no worker that --timeout could end: leave out one of them\n"
-    )
+    assert "argument --timeout: not allowed with argument --in-process" in err
+
+
+@pytest.mark.usefixtures("no_processes")
+def test_doctor_examines_a_recording_or_calls(recorded: Path) -> None:
+    kernels = [f"{FAULTY}:scales_query", "torch-math"]
+    found = ar.doctor(str(recorded), kernels, calls="model-000001", device="cpu", workers=False)
+    assert [(each.call, each.cause) for each in found.found] == [("model-000001", "input-changed")]
+    assert found.examined == 2
+    calls = ar.load(recorded)[:1]
+    assert ar.doctor(calls, "torch-math", device="cpu", workers=False).is_healthy
+    with pytest.raises(ar.Error, match="no kernel 'eagr'"):
+        ar.doctor(recorded, "eagr", device="cpu", workers=False)
 
 
 @pytest.mark.usefixtures("no_processes")
@@ -172,8 +181,8 @@ def test_a_model_is_recorded_on_the_device_that_is_named(
         raise SystemExit(2)
 
     monkeypatch.setattr("capture.cli.main.main", record)
-    device_of = "replay.cli.doctor.device_of"
-    monkeypatch.setattr(device_of, lambda name: torch.device(name or default))
+    chosen = "replay.cli.doctor.device_of"
+    monkeypatch.setattr(chosen, lambda name: torch.device(name or default))
     given = ("--model", "llama", "--kernels", "torch-math", "--in-process", "--device", "cpu")
     assert run_cli("doctor", *given)[0] == 2
     assert [each for before, each in pairwise(asked) if before == "--device"] == said

@@ -1,0 +1,215 @@
+"""`doctor`: why kernels are wrong on recorded calls, where, and what to use instead."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, overload
+
+from replay.api.choices import ChoiceError, joined_names, thresholds
+from replay.api.chosen_device import device_of
+from replay.api.replay_calls import call_choice
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from capture.call.attention_call import AttentionCall
+    from capture.storage.dataset import Dataset
+    from replay.accuracy.thresholds import Thresholds
+    from replay.diagnosis.examinations import Diagnoses
+    from replay.kernels.registry import Kernel
+    from replay.workers.environments import ProbeResult
+    from replay.workers.execution import Progress
+    from replay.workloads.workload import Workload
+
+TIMEOUT = 300.0
+"""Seconds without a sign of life after which a kernel's process is ended."""
+
+
+class ExaminationInterrupted(KeyboardInterrupt):
+    """Ctrl-C ended an examination; what was found until then is in `found`."""
+
+    def __init__(self, found: Diagnoses, total: int) -> None:
+        super().__init__()
+        self.found = found
+        self.total = total
+        """Pairs of a kernel and a call that were to be examined."""
+
+
+@overload
+def doctor(
+    subject: str | os.PathLike[str] | Dataset | Sequence[AttentionCall],
+    kernels: str | Sequence[str] | None = None,
+    *,
+    calls: str | Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    workers: bool = True,
+    timeout: float = TIMEOUT,
+    tolerances: str | os.PathLike[str] | Thresholds | None = None,
+    progress: bool | None = None,
+) -> Diagnoses: ...
+@overload
+def doctor(
+    subject: torch.nn.Module | Mapping[str, Any] | object,
+    kernels: str | Callable[..., Tensor] | Sequence[str | Callable[..., Tensor]] | None = None,
+    *,
+    max: int = 20,
+    sample: str = "hard",
+    out: str | os.PathLike[str] | None = None,
+    timeout: float = TIMEOUT,
+) -> AbstractContextManager[Diagnoses]: ...
+def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
+    """Find out why kernels are wrong: on which layer, step and head, and what causes it.
+
+    With a recording, kernels are examined on its calls. With a model, use it in a `with` statement:
+    it records the calls that the block makes, and examines kernels on them when the block ends.
+
+    Args:
+        subject: a directory that `capture` wrote, an archive of one, an address, a dataset or
+            calls; or a model: a `torch.nn.Module`, a diffusers pipeline, or a dict of modules.
+        kernels: names and globs, as a list or with commas between them; `captured` for the recorded
+            outputs. By default those of a plain replay; for a model, what the model itself called.
+            A model takes functions with SDPA's arguments too.
+        **options: `timeout`, seconds without a sign of life after which a kernel's process is
+            ended. For a recording also `calls`, names and globs of the calls to examine; `device`;
+            `workers`, False to run kernels in this process; `tolerances`, constants to judge
+            accuracy by, or a TOML file of them; and `progress`, False for none on stderr. For a
+            model also `max`, the number of calls to record; `sample`, which ones, as for `record`;
+            and `out`, a directory to keep the recording in.
+
+    Returns:
+        For a recording, `Diagnoses`: print it, or read `found`. For a model, a context manager that
+        yields `Diagnoses`, which are empty until the block ends.
+
+    Raises:
+        Error: an argument cannot be used, no kernel can run, or nothing was recorded.
+
+    Example:
+        >>> print(doctor("captured_inputs", "sage2"))
+        >>> with doctor(pipe.transformer, "sage2") as diagnoses:
+        ...     pipe("a panda playing guitar")
+        >>> print(diagnoses)
+    """
+    from capture.storage.dataset import Dataset
+
+    if isinstance(subject, str | os.PathLike | Dataset | list | tuple):
+        return examine_recording(subject, kernels, **options)
+    from replay.diagnosis.around_run import doctor as around_run
+
+    return around_run(subject, kernels, **options)
+
+
+def examine_recording(
+    dataset: str | os.PathLike[str] | Iterable[AttentionCall],
+    kernels: str | Sequence[str] | None = None,
+    *,
+    calls: str | Sequence[str] | None = None,
+    device: str | torch.device | None = None,
+    workers: bool = True,
+    timeout: float = TIMEOUT,
+    tolerances: str | os.PathLike[str] | Thresholds | None = None,
+    progress: bool | None = None,
+) -> Diagnoses:
+    """Examine kernels on recorded calls; see `doctor`.
+
+    Raises:
+        ChoiceError: a kernel that was named cannot run here, or none can.
+        DatasetError: the recording cannot be read.
+        ExaminationInterrupted: Ctrl-C was pressed.
+    """
+    from replay.bench.settings import Settings
+    from replay.diagnosis.examinations import Diagnoses, diagnose
+    from replay.distribution.pace import Pace
+    from replay.report.progress import shown_progress
+
+    quiet = progress is False
+    place = device_of(None if device is None else str(device))
+    settings = Settings(place, "warm", tolerances=thresholds(tolerances))
+    found, tasks = Diagnoses(), []
+    try:
+        with call_choice(dataset, joined_names(calls)) as choice:
+            chosen = choice.found(choice.opened(quiet=quiet), quiet=quiet)
+            found.note = chosen.note
+            able = able_kernels(joined_names(kernels), place, timeout, workers=workers)
+            tasks = [f"{call.name}, {kernel.name}" for call in chosen.workloads for kernel in able]
+            with shown_progress(Pace(dict.fromkeys(tasks, 1.0)), quiet=quiet) as report:
+                return diagnose(
+                    chosen.workloads,
+                    able,
+                    settings,
+                    timeout,
+                    _one_by_one(report, tasks),
+                    in_process=not workers,
+                    found=found,
+                )
+    except KeyboardInterrupt:
+        raise ExaminationInterrupted(found, len(tasks)) from None
+
+
+def able_kernels(
+    names: str | None, device: torch.device, timeout: float, *, workers: bool
+) -> list[Kernel]:
+    """Return the kernels of these names and globs that can run here.
+
+    Raises:
+        ChoiceError: one that was named cannot run, or none can.
+        KernelNameError: a name or glob fits no kernel.
+    """
+    from replay.diagnosis import captured
+    from replay.kernels.registry import find, select
+
+    parts = [] if names is None else [part.strip() for part in names.split(",")]
+    own = [captured.CAPTURED] if captured.NAME in parts else []
+    if own and set(parts) == {captured.NAME}:
+        return own
+    if own:
+        names = ",".join(part for part in parts if part != captured.NAME)
+    kernels, named = select(names)
+    # A user's kernel is not asked: its failure is a finding.
+    ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
+    probed = _probed(ours, device, timeout, workers=workers) if ours else {}
+    absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
+    for name in named:
+        if name in absent:
+            raise ChoiceError(f"{name} cannot run on {device}: {absent[name]}")
+    able = [kernel for kernel in kernels if kernel.name not in absent]
+    if not able:
+        raise ChoiceError(f"no kernel of --kernels {names} can run on {device}")
+    return own + able
+
+
+def _probed(
+    kernels: list[Kernel], device: torch.device, timeout: float, *, workers: bool
+) -> dict[str, ProbeResult]:
+    """Return by name whether each kernel can run here."""
+    from replay.rows.row import HERE
+    from replay.workers.environments import Environment
+    from replay.workers.execution import InProcess
+
+    if not workers:
+        return InProcess().probe(kernels, device)[HERE]
+    environment = Environment(HERE, sys.executable, timeout)
+    try:
+        return environment.probe(kernels, str(device))
+    finally:
+        environment.close()
+
+
+def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
+    """Return progress of kernels on calls, in which a task ends where the next begins."""
+    from replay.bench.runner import DONE
+
+    at_work: list[Workload] = []
+
+    def reached(workload: Workload, kernel: str) -> None:
+        for task in at_work:
+            report(task, DONE)
+        task = replace(workload, name=f"{workload.name}, {kernel}")
+        at_work[:] = [task] if task.name in tasks else []
+        report(task, "examining")
+
+    return reached

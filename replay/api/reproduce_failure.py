@@ -1,0 +1,124 @@
+"""`reproduce`: the smallest dataset, and a script, that show a kernel's failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.text.printable import printable
+from replay.api.choices import ChoiceError, thresholds
+from replay.api.chosen_device import device_of
+from replay.api.replay_calls import call_choice
+from replay.api.session import say_on_stderr
+
+if TYPE_CHECKING:
+    import torch
+
+    from capture.storage.dataset import Dataset
+    from replay.accuracy.thresholds import Thresholds
+    from replay.reproduce.reproducer import Reproduced
+    from replay.workloads.workload import Workload
+
+SECONDS = 120.0
+"""Time limit of the search for the smallest part."""
+
+
+def reproduce(
+    dataset: str | os.PathLike[str] | Dataset,
+    call: str,
+    kernel: str,
+    out: str | os.PathLike[str],
+    *,
+    device: str | torch.device | None = None,
+    python: str = sys.executable,
+    max_seconds: float = SECONDS,
+    timeout: float = 300.0,
+    tolerances: str | os.PathLike[str] | Thresholds | None = None,
+    progress: bool | None = None,
+) -> Reproduced:
+    """Write the smallest part of a call that a kernel fails on, and a script that shows it.
+
+    The script needs PyTorch and the kernel's library alone.
+
+    Args:
+        dataset: a directory that `capture` wrote, an archive of one, an address, or a dataset.
+        call: the call's name, such as `llama-000007`.
+        kernel: the kernel's name, or `FILE.py:FUNCTION`.
+        out: a new directory.
+        device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
+        python: interpreter of the environment that the kernel runs in.
+        max_seconds: time limit of the search for the smallest part.
+        timeout: seconds after which a kernel that hangs is ended.
+        tolerances: constants to judge accuracy by, or a TOML file of them.
+        progress: False for no progress on stderr.
+
+    Returns:
+        How the kernel fails on the whole call and on the smallest part. `smallest` is None, and
+        nothing is written, if the kernel does not fail.
+
+    Raises:
+        Error: an argument cannot be used, the failure comes and goes, or `out` cannot be written.
+
+    Example:
+        >>> reproduce("captured_inputs", "llama-000007", "sage1", "bug")
+    """
+    from replay.bench.settings import Settings
+    from replay.kernels.registry import find
+    from replay.reproduce.reproducer import Reproduction
+    from replay.reproduce.reproducer import reproduce as write_smallest
+
+    quiet = progress is False
+    found = find(kernel)
+    settings = Settings(
+        device=device_of(None if device is None else str(device)),
+        cache="warm",
+        rounds=1,
+        max_seconds=0.01,
+        tolerances=thresholds(tolerances),
+    )
+    workload = _one_call(dataset, call, quiet=quiet)
+    request = Reproduction(workload, found.name, settings, max_seconds, timeout, python)
+    with _shown(max_seconds, quiet=quiet) as report:
+        return write_smallest(request, Path(out), report)
+
+
+def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bool) -> Workload:
+    """Return the call of that name.
+
+    Raises:
+        ChoiceError: several calls match the name.
+        DatasetError: no call has that name, or the dataset cannot be read.
+    """
+    with call_choice(dataset, name) as choice:
+        found = choice.found(choice.opened(quiet=quiet), quiet=quiet)
+    if found.note:
+        say_on_stderr(found.note)
+    calls = found.workloads
+    if len(calls) != 1:
+        names = ", ".join(workload.name for workload in calls[:3]) + " …" * (len(calls) > 3)
+        raise ChoiceError(f"--call {name} is {len(calls)} calls ({names}): name one")
+    return calls[0]
+
+
+@contextmanager
+def _shown(seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show the step at work on a terminal; yield the function that takes it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console, began, steps = Console(stderr=True), time.monotonic(), 0
+    with Console(stderr=True, quiet=quiet or not console.is_terminal).status("") as status:
+
+        def report(line: str) -> None:
+            nonlocal steps
+            steps += 1
+            taken = time.monotonic() - began
+            shown = f"{line} · step {steps} · {taken:.0f} s of at most {seconds:g} s"
+            status.update(Text(printable(shown)))
+
+        yield report

@@ -1,0 +1,49 @@
+"""`selftest`: whether this machine measures right."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from replay.api.chosen_device import device_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from replay.selftest.all_checks import SelftestReport
+
+logger = logging.getLogger(__name__)
+
+
+def selftest(
+    device: str | torch.device | None = None, *, progress: bool | None = None
+) -> SelftestReport:
+    """Measure things whose answers are known, and say how far this machine can be relied on.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
+        progress: False for no progress on stderr.
+
+    Returns:
+        A verdict with `passed`, a `sentence` about the machine, and the `results` of all checks.
+
+    Raises:
+        ChoiceError: there is no such device.
+
+    Example:
+        >>> verdict = selftest("cpu")
+        >>> print(verdict.sentence)
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    from replay.selftest.all_checks import selftest as all_checks
+
+    chosen = device_of(None if device is None else str(device))
+    with Console(stderr=True, quiet=progress is False).status("") as status:
+
+        def report(name: str) -> None:
+            logger.info("%s", name)
+            status.update(Text(name))
+
+        return all_checks(chosen, report)
