@@ -98,9 +98,9 @@ def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
 
     if isinstance(subject, str | os.PathLike | Dataset | list | tuple):
         return examine_recording(subject, kernels, **options)
-    from replay.diagnosis.around_run import doctor as around_run
+    from replay.diagnosis.around_run import examine_run
 
-    return around_run(subject, kernels, **options)
+    return examine_run(subject, kernels, **options)
 
 
 def examine_recording(

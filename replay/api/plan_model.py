@@ -53,6 +53,9 @@ def plan(
         budget: the largest error at any layer, such as "cosine=0.998".
         **options: of `replay`, for measuring.
 
+    Returns:
+        A plan to `save`, or to run a model with: `use_plan(plan)`.
+
     Raises:
         Error: the recording or the rows allow no plan.
 

@@ -89,6 +89,9 @@ def replay(
         progress: False for no progress and no hints on stderr.
         for_model: measure what a model gains, for `plan` and `verify`.
 
+    Returns:
+        Rows in the order of the calls; `best()` has the kernel to use for each call.
+
     Raises:
         Error: an argument cannot be used, or there is nothing to replay.
 
@@ -182,8 +185,7 @@ def environments(env: Mapping[str, str] | Sequence[str] | None) -> tuple[str, ..
 def _calls(given: Any) -> tuple[AttentionCall, ...]:
     from capture.call.attention_call import AttentionCall
 
-    is_one = isinstance(given, AttentionCall) or not isinstance(given, Iterable)
-    calls = (given,) if is_one else tuple(given)
+    calls = tuple(given) if isinstance(given, Iterable) else (given,)
     for call in calls:
         if not isinstance(call, AttentionCall):
             raise ChoiceError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -24,48 +25,33 @@ Attention = Callable[..., Tensor]
 
 
 @contextlib.contextmanager
-def doctor(
+def examine_run(
     module: Any,
-    kernel: str | Attention | Sequence[str | Attention] | None = None,
+    kernels: str | Attention | Sequence[str | Attention] | None = None,
     *,
     max: int = 20,
     sample: str = "hard",
-    out: str | Path | None = None,
+    out: str | os.PathLike[str] | None = None,
     timeout: float = 300.0,
 ) -> Iterator[Diagnoses]:
     """Record the block's attention calls, then find out why a kernel is wrong on them.
 
     The model runs with the attention it has; named kernels run on the recorded inputs afterwards,
     in a process of their own. Do not combine it with `use_kernel`: what a wrong kernel feeds to
-    later layers hides where the error began.
-
-    Args:
-        module: as for `capture.record`: a `torch.nn.Module`, a diffusers pipeline, or a dict.
-        kernel: a kernel's name, `file.py:function`, a function with SDPA's arguments, or several.
-            Default: what the model called; a backend chosen in diffusers or transformers is
-            judged by its recorded outputs.
-        max: number of calls to record.
-        sample: which calls, as for `record`; default: those hardest for a quantised kernel.
-        out: directory that keeps the recording; default: a temporary one.
-        timeout: seconds without a message after which a kernel's process is ended.
-
-    Yields:
-        `Diagnoses`, empty until the block has ended; print it, or read `found`.
+    later layers hides where the error began. `replay.api.diagnose.doctor` has the arguments.
 
     Raises:
         KernelNameError: a kernel does not exist, or the list is empty.
         CaptureError: as for `record`; or the block made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
-
-    Example:
-        >>> with replay.doctor(pipe.transformer, kernel="sage2") as diagnosis:
-        ...     pipe("a panda playing guitar")
-        >>> print(diagnosis)
     """
-    given = [kernel] if kernel is None or isinstance(kernel, str) or callable(kernel) else kernel
+    is_one = isinstance(kernels, str) or callable(kernels)
+    given = [kernels] if is_one or kernels is None else kernels
     if not given:
-        raise KernelNameError("kernel= names no kernel: leave it out to examine what the model ran")
-    kernels = [each for name in given for each in _kernels(name)]
+        raise KernelNameError(
+            "kernels= names no kernel: leave it out to examine what the model ran"
+        )
+    examined = [kernel for name in given for kernel in _kernels(name)]
     diagnoses = Diagnoses()
     with contextlib.ExitStack() as stack:
         directory = Path(out or stack.enter_context(tempfile.TemporaryDirectory()))
@@ -76,11 +62,11 @@ def doctor(
             raise CaptureError(f"there is nothing to examine: {'; '.join(recording.problems)}")
         workloads, _ = from_directory(place)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        if not kernels:
-            kernels = [CAPTURED, *_called(workloads)]
-        in_process = any(_exists_only_in_this_process(each) for each in kernels)
+        if not examined:
+            examined = [CAPTURED, *_called(workloads)]
+        in_process = any(_exists_only_in_this_process(kernel) for kernel in examined)
         settings = Settings(device, "warm")
-        found = diagnose(workloads, kernels, settings, timeout, in_process=in_process)
+        found = diagnose(workloads, examined, settings, timeout, in_process=in_process)
         vars(diagnoses).update(vars(found))
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import attention_replay as ar
 import capture
@@ -24,6 +25,19 @@ TYPES = {"AttentionCall", "Dataset", "Error", "Kernel", "Plan", "Recording", "Ro
 FUNCTIONS = sorted(set(ar.__all__) - TYPES - {"__version__"})
 
 packages = pytest.mark.parametrize("package", PACKAGES, ids=lambda each: each.__name__)
+
+
+def imported_for_types(module: ModuleType) -> dict[str, str]:
+    """Return the names that a module imports only for type checkers, with their modules."""
+    assert module.__file__ is not None
+    return {
+        alias.name: node.module
+        for block in ast.parse(Path(module.__file__).read_text("utf-8")).body
+        if isinstance(block, ast.If)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        for alias in node.names
+    }
 
 
 @packages
@@ -43,16 +57,7 @@ def test_public_names_are_listed_once_and_are_no_modules(package: ModuleType) ->
 @packages
 def test_type_checkers_see_the_objects_that_programs_get(package: ModuleType) -> None:
     assert package.__file__ is not None
-    tree = ast.parse(Path(package.__file__).read_text("utf-8"))
-    imported = {
-        alias.name: node.module
-        for block in tree.body
-        if isinstance(block, ast.If)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert imported == package._HOMES
+    assert imported_for_types(package) == package._HOMES
     assert Path(package.__file__).with_name("py.typed").is_file()
 
 
@@ -87,8 +92,11 @@ def test_functions_are_documented_and_typed(name: str) -> None:
     assert text is not None
     for heading in ("Args", r"(Returns|Yields)", "Raises", "Example"):
         assert re.search(rf"^{heading}:$", text, re.MULTILINE), f"no {heading}"
-    hints = typing.get_type_hints(inspect.unwrap(function))
-    assert hints.keys() == {*inspect.signature(inspect.unwrap(function)).parameters, "return"}
+    written = inspect.unwrap(function)
+    for_types = imported_for_types(sys.modules[written.__module__])
+    names = {each: getattr(importlib.import_module(home), each) for each, home in for_types.items()}
+    hints = typing.get_type_hints(written, localns={"torch": torch, **names})
+    assert hints.keys() == {*inspect.signature(written).parameters, "return"}
 
 
 @pytest.mark.parametrize("name", sorted(TYPES))

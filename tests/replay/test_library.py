@@ -57,8 +57,8 @@ def test_replay_runs_in_this_process_on_request(recorded: Path) -> None:
         progress=False,
     )
     assert isinstance(rows, ar.Rows)
-    assert {row.kernel for row in rows} == {"torch-default", "torch-math"}
-    assert len(rows.best()) == 1
+    assert [row.kernel for row in rows] == ["torch-math"]
+    assert rows.best() == rows
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,9 @@ def test_kernels_are_found_by_name_and_glob() -> None:
 def test_kernels_verb_says_where_kernels_run(run_cli: RunCli) -> None:
     code, out, err = run_cli("kernels", "torch-math,fa3", "--device", "cpu")
     assert (code, err) == (0, "")
-    assert [line for line in out.splitlines() if not line.startswith(" ")][0].startswith(
-        "torch-math"
-    )
-    assert "available" in out
-    assert "needs" in out or "not installed" in out
+    assert out.startswith("torch-math")
+    assert "    available" in out
+    assert "fa3" in out
     assert run_cli("kernels", "torch-mat")[0] == 2
 
 
@@ -125,7 +123,7 @@ def test_selftest_is_the_same_in_a_program(
         ({"call": "other"}, "no call 'other' was recorded"),
         ({"call": "*"}, "is 3 calls"),
         ({"kernel": "eagr"}, "no kernel 'eagr'"),
-        ({"out": "/nowhere/bug"}, "create the directory that it lies in first"),
+        ({"out": "/nowhere/bug"}, "create its parent directory first"),
     ],
 )
 def test_reproduce_refuses_wrong_arguments(
@@ -138,7 +136,7 @@ def test_reproduce_refuses_wrong_arguments(
 
 def test_doctor_of_a_model_needs_a_kernel(tmp_path: Path) -> None:
     with (
-        pytest.raises(KernelNameError, match="no kernel is named"),
+        pytest.raises(KernelNameError, match="names no kernel"),
         ar.doctor(tiny_llama(), [], out=tmp_path / "out"),
     ):
         pass

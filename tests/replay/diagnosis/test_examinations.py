@@ -156,7 +156,7 @@ def test_doctor_examines_a_recording_or_calls(recorded: Path) -> None:
     assert [(each.call, each.cause) for each in found.found] == [("model-000001", "input-changed")]
     assert found.examined == 2
     calls = ar.load(recorded)[:1]
-    assert ar.doctor(calls, "torch-math", device="cpu", workers=False).is_healthy
+    assert not ar.doctor(calls, "torch-math", device="cpu", workers=False).found
     with pytest.raises(ar.Error, match="no kernel 'eagr'"):
         ar.doctor(recorded, "eagr", device="cpu", workers=False)
 
@@ -271,7 +271,7 @@ class Block(torch.nn.Module):
 def test_around_a_run() -> None:
     model = torch.nn.Sequential(Block(), Block())
     hidden = torch.randn(1, 2, 40, 32, generator=torch.Generator().manual_seed(0))
-    with ar.doctor(model, kernel=faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
+    with ar.doctor(model, faulty.with_mask(faulty.READINGS["ignored"])) as diagnosis:
         model(hidden)
         assert not diagnosis.found  # not examined yet
     assert [(each.layer, each.cause) for each in diagnosis.found] == [
