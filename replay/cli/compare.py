@@ -46,8 +46,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay compare`."""
     command = options.verb(
         "compare",
-        "Compare runs that `replay --json` wrote: speed and accuracy of the same kernel on the\n"
-        "same call.",
+        "Compare runs that `replay --json` wrote: speed and accuracy of the same kernel\n"
+        "on the same call.",
         EXAMPLES,
     )
     command.add_argument("before", metavar="BEFORE", help="a file of rows, or a baseline's name")

@@ -24,8 +24,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay devices`."""
     command = options.verb(
         "devices",
-        "Merge what `replay --json` wrote on several types of device: a table for each, and a\n"
-        "matrix of kernels and devices.",
+        "Merge what `replay --json` wrote on several types of device: a table for each,\n"
+        "and a matrix of kernels and devices.",
         EXAMPLES,
     )
     command.add_argument("rows", nargs="+", metavar="ROWS", help="what `replay --json` wrote")

@@ -43,9 +43,9 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay doctor`."""
     command = options.verb(
         "doctor",
-        "Find out why kernels are wrong on recorded calls: on which layer, step and head, what\n"
-        "causes it and how that was found, and what to use instead. Exits with 1 if a kernel is\n"
-        "wrong.",
+        "Find out why kernels are wrong on recorded calls: on which layer, step and head,\n"
+        "what causes it and how that was found, and what to use instead. Exits with 1 if\n"
+        "a kernel is wrong.",
         EXAMPLES,
     )
     source = command.add_mutually_exclusive_group(required=True)

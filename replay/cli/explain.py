@@ -29,8 +29,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay explain`."""
     command = options.verb(
         "explain",
-        "Say in a paragraph why a kernel that is fast alone is slow in a model: what its speed\n"
-        "would gain the model, and what takes that away.",
+        "Say in a paragraph why a kernel that is fast alone is slow in a model: what its\n"
+        "speed would gain the model, and what takes that away.",
     )
     command.add_argument(
         "checks", type=Path, metavar="FILE", help="what `replay verify --checks FILE` wrote"

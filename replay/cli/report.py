@@ -43,8 +43,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay report`."""
     command = options.verb(
         "report",
-        "Write one HTML page, which needs no network, or charts for papers, from the rows of a\n"
-        "replay.",
+        "Write one HTML page, which needs no network, or charts for papers, from the rows\n"
+        "of a replay.",
         EXAMPLES,
     )
     command.add_argument("rows", type=Path, metavar="ROWS", help="what `replay --json` wrote")

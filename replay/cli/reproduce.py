@@ -30,9 +30,9 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay reproduce`."""
     command = options.verb(
         "reproduce",
-        "Write the smallest part of a recorded call that a kernel fails on, and one Python file\n"
-        "that shows it with torch and the kernel's library alone. Exits with 1 if the kernel does\n"
-        "not fail.",
+        "Write the smallest part of a recorded call that a kernel fails on, and one\n"
+        "Python file that shows it with torch and the kernel's library alone. Exits with\n"
+        "1 if the kernel does not fail.",
         EXAMPLES,
     )
     options.add_directory(command)

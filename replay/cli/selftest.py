@@ -21,8 +21,8 @@ def parser() -> OneSentenceParser:
     """Build the parser of `replay selftest`."""
     command = options.verb(
         "selftest",
-        "Measure things whose answers are known, and say how far this machine can be relied on.\n"
-        "Exits with 1 if it cannot.",
+        "Measure things whose answers are known, and say how far this machine can be\n"
+        "relied on. Exits with 1 if it cannot.",
     )
     options.add_device(command)
     options.add_json(command, resume=False, what="all checks as JSON")
