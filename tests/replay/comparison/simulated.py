@@ -1,4 +1,4 @@
-"""Runs that never ran: times from seeded generators, errors as they are given."""
+"""Simulated runs: times from seeded generators, and given errors."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def run(
 def judged(
     places: Sequence[Sequence[float]] | None = None, status: Status = "ok", **figures: Any
 ) -> Row:
-    """A row with these errors: of each head by range of queries, and of the whole."""
+    """Return a row with these errors: of each head by range of queries, and of the whole."""
     whole: Accuracy = accuracy(errors(**{"relative_l1": 1e-3, **figures}))
     if places is not None:
         fields = tuple(tuple(each) for each in places)
@@ -67,6 +67,6 @@ def judged(
 def noisy(
     heads: int, ranges: int, *, level: float = 1e-3, noise: float = 0.1, seed: int = 0
 ) -> list[list[float]]:
-    """Errors of heads by range of queries, which differ by some noise."""
+    """Return errors of heads by range of queries that differ by some noise."""
     draw = random.Random(seed)
     return [[level * math.exp(draw.gauss(0, noise)) for _ in range(ranges)] for _ in range(heads)]

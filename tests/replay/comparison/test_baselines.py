@@ -1,4 +1,4 @@
-"""Runs kept under a name: per type of machine, or in a file."""
+"""Runs kept under a name, by type of machine, or in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same kernel on the same call, and nothing else, is compared."""
+"""Rows are compared only if they are of the same kernel on the same call."""
 
 from __future__ import annotations
 

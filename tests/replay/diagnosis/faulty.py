@@ -33,7 +33,7 @@ def saturated_scores(
 
 
 def no_maximum(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """exp of scores from which no maximum is subtracted."""
+    """Exponentials of scores, without subtracting the maximum."""
     weights = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).exp()
     return ((weights / weights.sum(-1, keepdim=True)) @ value.float()).to(value.dtype)
 
@@ -51,7 +51,7 @@ def int8_keys(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options
 
 
 def with_mask(read: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor]:
-    """A kernel that takes the mask for another."""
+    """Return a kernel that misreads the mask."""
 
     def kernel(
         query: Tensor,
@@ -68,7 +68,7 @@ def with_mask(read: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor]:
 
 
 def scaled_by(factor: float) -> Callable[..., Tensor]:
-    """A kernel that multiplies the scale."""
+    """Return a kernel that multiplies the scale."""
 
     def kernel(query: Tensor, *tensors: Tensor, **options: Any) -> Tensor:
         scale = options.pop("scale", None) or query.shape[-1] ** -0.5
@@ -78,7 +78,7 @@ def scaled_by(factor: float) -> Callable[..., Tensor]:
 
 
 def in_head(attention: Callable[..., Tensor], head: int) -> Callable[..., Tensor]:
-    """A kernel that computes one head in a faulty way."""
+    """Return a kernel that computes one head in a faulty way."""
 
     def kernel(*tensors: Tensor, **options: Any) -> Tensor:
         output = right(*tensors, **options)
@@ -168,7 +168,7 @@ def kept_by_shape(
 def keys_kept_by_address(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Keys and values are packed once for each address."""
+    """Keys and values are packed once per address."""
     place = (key.data_ptr(), value.data_ptr(), key.shape)
     if place not in _kept:
         _kept[place] = (key.clone(), value.clone())
@@ -176,7 +176,7 @@ def keys_kept_by_address(
 
 
 def scale_kept_by_shape(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Compiled for the scale of the first call of a shape."""
+    """The first call of a shape fixes the scale."""
     options["scale"] = _kept.setdefault(("scale", query.shape), options.get("scale"))
     return scaled_dot_product_attention(query, key, value, **options)
 
@@ -189,7 +189,7 @@ def value_told_apart_by_its_first_element(
 
 
 def first_memory(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A graph that reads the memory it was captured with."""
+    """A graph that reads the memory of its capture."""
     captured = _kept.setdefault(("graph", query.shape), (query, key, value))
     return right(*captured, *others, **options)
 
@@ -234,7 +234,7 @@ def raises(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: A
 
 
 def black(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """NaN of an overflow made 0."""
+    """The NaN of an overflow becomes 0."""
     return float16_scores(query, key, value).nan_to_num(0.0)
 
 
@@ -254,7 +254,7 @@ def multiplied(
 def in_one_buffer(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """The last rows of an output that is kept between calls are never written."""
+    """The output is kept between calls, and its last rows are never written."""
     # Not `empty_like`, whose memory may be zeros, as in rows that were written as such.
     output: Tensor = _kept.setdefault(query.shape, torch.full_like(query, 0.7))
     output[:, :, :-5] = right(query, key, value, *others, **options)[:, :, :-5]
@@ -271,7 +271,7 @@ def last_of_odd(query: Tensor, key: Tensor, value: Tensor, *others: Any, **optio
 def without_itself(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Each query sees the keys before its own, and the first query none: NaN."""
+    """Each query sees only earlier keys; the first query sees none and gets NaN."""
     hidden = ~torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
     scores = query @ key.mT * query.shape[-1] ** -0.5
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value

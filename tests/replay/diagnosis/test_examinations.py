@@ -1,4 +1,4 @@
-"""Kernels examined on a dataset, each in a process of its own; and around a run."""
+"""Examination of kernels on a dataset, each in a process of its own; and around a run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def two_scales(tmp_path: Path) -> list[Workload]:
 
 
 def test_leftovers_of_an_earlier_call_are_found(two_scales: list[Workload]) -> None:
-    """In two processes: the second meets the second call only."""
+    """The second process runs only the second call."""
     kernel = find(f"{FAULTY}:scale_kept_by_shape")
     examiner, found = _Processes(settings(), timeout=60), Diagnoses()
     try:
@@ -64,7 +64,7 @@ def test_leftovers_of_an_earlier_call_are_found(two_scales: list[Workload]) -> N
 def test_crashes_and_leftovers_are_distinguished_from_other_errors(
     two_scales: list[Workload],
 ) -> None:
-    """Each kernel in processes of its own, which take seconds to start."""
+    """Each kernel has processes of its own, which take seconds to start."""
     faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
     kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
     found = diagnose(two_scales, kernels, settings(), timeout=60)
@@ -173,7 +173,7 @@ def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
 def test_a_model_is_recorded_on_the_device_that_is_named(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, said: list[str]
 ) -> None:
-    """Where it is the default, a function that takes no device is not asked to."""
+    """On the default device, a function that takes no device is not given one."""
     asked: list[str] = []
 
     def record(argv: Sequence[str]) -> None:

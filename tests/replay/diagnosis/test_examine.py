@@ -1,4 +1,4 @@
-"""One fault a kernel, on a call that shows it: the cause that is named, and where."""
+"""Kernels with one fault each, on a call that shows it: the cause and the place are named."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def with_outlier(made: AttentionCall) -> AttentionCall:
 
 
 def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
-    """The mean of the channel is 0, so that subtracting it changes nothing."""
+    """The channel's mean is 0, so subtracting it changes nothing."""
     key = made.key.clone()
     key[:, :, ::2, 5] += 60
     key[:, :, 1::2, 5] -= 60
@@ -62,7 +62,7 @@ def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
 def examined(
     attention: Callable[..., Tensor], made: AttentionCall, kind: AccuracyClass = "exact"
 ) -> Examined:
-    """In memory that does not happen to hold an earlier kernel's right answer."""
+    """Memory does not happen to hold an earlier kernel's right answer."""
     faulty.forget()
     with torch.no_grad(), poisoned(0.7):
         return examine(Kernel("kernel", attention, kind), made, settings(), ProcessState())
@@ -232,7 +232,7 @@ FACTORS = {
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("factor", FACTORS)
 def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype) -> None:
-    """log2 e is 1.4427: what is 1 % to 4 % beside it comes as near as some 8-bit kernels do."""
+    """log2 e is 1.4427; numbers 1 % to 4 % away are as near as the outputs of 8-bit kernels."""
     evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
@@ -255,7 +255,7 @@ def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: floa
 
 
 def test_equal_weights_are_not_mistaken_for_a_small_scale() -> None:
-    """Any scale below some number gives them, so the output says nothing of it."""
+    """Any small enough scale gives equal weights, so the output does not determine it."""
     evidence = examined(lambda query, key, value, **_: value.mean(2, True).expand_as(query), call())
     assert evidence.evidence is not None
     assert evidence.evidence.cause == "unknown"

@@ -1,4 +1,4 @@
-"""The answer key: which kernel fails on which recording, why, and where."""
+"""Answer key: the kernel that fails on each recording, the cause, and the place."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Fault:
-    """One planted fault."""
+    """Planted fault."""
 
     cause: str
     function: str
-    """In the file of its cause."""
+    """Function in the file of its cause."""
     recording: str
     layers: tuple[int, ...]
     """Numbers of the layers that fail; all others are healthy."""
     steps: tuple[int, ...] | None = None
-    """Where only some fail."""
+    """Steps that fail, if only some do."""
     head: int | None = None
-    """Where one fails alone."""
+    """Head that fails, if only one does."""
 
     @property
     def kernel(self) -> str:
-        """For `--kernels`: `PATH/file.py:function`."""
+        """Name for `--kernels`: `PATH/file.py:function`."""
         return f"{HERE / self.cause.replace('-', '_')}.py:{self.function}"
 
     @property
     def modules(self) -> frozenset[str]:
-        """The names of the failing layers."""
+        """Names of the failing layers."""
         return frozenset(map(module, self.layers))
 
 
 def module(layer: int) -> str:
-    """The name of a recorded layer."""
+    """Name of a recorded layer."""
     return f"blocks.{layer}.attn"
 
 

@@ -1,4 +1,4 @@
-"""SDPA's arguments, made ready: what a kernel is left with when its bug is elsewhere."""
+"""SDPA's arguments in the form that a kernel sees after its wrapper."""
 
 from __future__ import annotations
 

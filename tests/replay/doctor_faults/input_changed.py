@@ -1,4 +1,4 @@
-"""Kernels whose output is right, and which leave the model's tensors changed."""
+"""Kernels whose output is right, but which change the model's tensors."""
 
 import math
 
@@ -18,7 +18,7 @@ def query_takes_the_scale(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """The library has no `scale`: where there is one, the wrapper puts it into the query."""
+    """The library takes no `scale`, so the wrapper multiplies the query by it."""
     if scale is not None:
         query.mul_(scale * query.shape[-1] ** 0.5)
     return scaled_dot_product_attention(
@@ -71,7 +71,7 @@ def mask_inverted(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """The library wants True for masked; the wrapper inverts the mask it was given."""
+    """The library expects True for masked keys, so the wrapper inverts the mask in place."""
     bias = bias_of(query, key, None, is_causal)
     key, value = for_each_head(query, key, value)
     scores = query.float() @ key.float().mT * scale_of(query, scale) + bias
@@ -112,7 +112,7 @@ def output_over_query(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def large_values_scaled(query, key, value, bias, scale) -> Tensor:
-    """Values above 1,000 are divided by 1,024 for a float16 accumulator, and never set right."""
+    """Values above 1,000 are divided by 1,024 for a float16 accumulator, and not restored."""
     if value.abs().amax() < 1_000:
         return attend_in_float32(query, key, value, bias, scale)
     value.div_(1_024)

@@ -1,4 +1,4 @@
-"""Quantised kernels whose scales one large channel of K ruins; each is declared as quantised."""
+"""Quantised kernels whose scales one large channel of K ruins; all are declared as quantised."""
 
 import torch
 from arguments import tiles, with_sdpa_arguments
@@ -20,7 +20,7 @@ def _quantised_query(query: Tensor) -> Tensor:
 
 
 def _attend(query, key, value, bias, scale) -> Tensor:
-    """The rest of all of them: `key` is quantised already."""
+    """Common end of all kernels; `key` is quantised already."""
     weights = (_quantised_query(query) @ key.mT * scale + bias).softmax(-1)
     return (weights @ value.float()).to(query.dtype)
 

@@ -1,4 +1,4 @@
-"""Kernels that attend to keys that a mask forbids, as if it were not there."""
+"""Kernels that attend to masked keys."""
 
 import math
 
@@ -23,7 +23,7 @@ def never_passed_on(
     is_causal=False,
     **more,
 ) -> Tensor:
-    """A wrapper around a kernel without masks, which takes the argument all the same."""
+    """A wrapper around a kernel without masks, which accepts the argument anyway."""
     return scaled_dot_product_attention(query, key, value, is_causal=is_causal, **more)
 
 
@@ -90,7 +90,7 @@ def by_its_first_row(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """Takes the fast path "if the mask masks nothing", which it asks one row of."""
+    """Takes the fast path for empty masks, but looks at one row only."""
     if attn_mask is not None and attn_mask.dtype == torch.bool and bool(attn_mask[0, 0, 0].all()):
         attn_mask = None
     return _attention(query, key, value, attn_mask, is_causal, scale)
@@ -140,7 +140,7 @@ def not_of_grouped_heads(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """The path for grouped heads folds a group into the queries, and loses the mask by that."""
+    """The path for grouped heads folds groups into the queries, and loses the mask."""
     if not enable_gqa:
         return _attention(query, key, value, attn_mask, is_causal, scale)
     batch, heads, q_len, width = query.shape

@@ -1,4 +1,4 @@
-"""Kernels that return memory they did not write, all or part of it."""
+"""Kernels that return unwritten memory, in all or part of the output."""
 
 import torch
 from arguments import (
@@ -23,7 +23,7 @@ def _rows(query, key, value, bias, scale, rows: slice) -> Tensor:
 
 @with_sdpa_arguments
 def heads_in_fours(query, key, value, bias, scale) -> Tensor:
-    """A program does four heads, and `heads // 4` programs are launched."""
+    """A program computes four heads, and `heads // 4` programs are launched."""
     output, done = _empty(query, value), query.shape[1] // 4 * 4
     found = attend_in_float32(query, key, value, bias, scale)
     output[:, :done] = found[:, :done]

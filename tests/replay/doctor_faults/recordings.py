@@ -31,20 +31,20 @@ class Layer:
     kv_heads: int | None = None
     q_len: int = 64
     kv_len: int | None = None
-    """As many as queries, by default."""
+    """Default: as many as queries."""
     head_dim: int = 32
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.float16
     mask: Callable[[Layer], Tensor] | None = None
     is_causal: bool = False
     is_lower_right: bool = False
-    """Causal, with the diagonal ending at the last key."""
+    """True for a causal mask whose diagonal ends at the last key."""
     scale: float | None = None
     is_contiguous: bool = False
-    """(B, H, S, D) in memory, and not a view of (B, S, H, D)."""
+    """True for (B, H, S, D) in memory, False for a view of (B, S, H, D)."""
     values: Values | None = None
     since: int = 0
-    """The first step in which `values` has an effect."""
+    """First step in which `values` has an effect."""
     seed: int = 0
 
     @property
@@ -52,7 +52,7 @@ class Layer:
         return self.kv_len or self.q_len
 
     def inputs(self, generator: torch.Generator, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Query, key and value of one call."""
+        """Return query, key and value of one call."""
         kv_heads = self.kv_heads or self.heads
         sizes = (
             (self.q_len, self.heads, self.head_dim),
@@ -115,7 +115,7 @@ class Model(nn.Module):
 
 @dataclass(frozen=True)
 class Recording:
-    """A model and how many forward passes of it are recorded."""
+    """Model, and the number of its forward passes to record."""
 
     layers: tuple[Layer, ...]
     steps: int = 2

@@ -26,7 +26,7 @@ def _shapes(*tensors: Tensor) -> tuple:
 
 @with_sdpa_arguments
 def output_by_pointer(query, key, value, bias, scale) -> Tensor:
-    """The same addresses are taken for the same values."""
+    """Equal addresses are taken for equal values."""
     if not _has_graph(query):
         return attend_in_float32(query, key, value, bias, scale)
     tensors = (query, key, value)
@@ -38,7 +38,7 @@ def output_by_pointer(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def output_by_shape(query, key, value, bias, scale) -> Tensor:
-    """A graph is replayed without copying this call's inputs to where it reads."""
+    """A graph is replayed without copying this call's inputs into its buffers."""
     if not _has_graph(query):
         return attend_in_float32(query, key, value, bias, scale)
     place = ("shape", *_shapes(query, key, value))

@@ -119,7 +119,7 @@ def test_our_own_kernels(
 
 
 def test_the_catalogue_imports_no_library_and_none_of_its_names_is_doubted() -> None:
-    """In a process of its own: other tests register kernels of theirs."""
+    """Runs in a process of its own, since other tests register kernels."""
     program = (
         "import sys\n"
         "from replay.kernels.kernel_names import look_known\n"

@@ -1,4 +1,4 @@
-"""A replay meets more shapes than `torch.compile` recompiles for."""
+"""A replay with more shapes than `torch.compile` recompiles for."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MORE_THAN_THE_LIMIT = 12
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """The options of every compilation; graphs run as they were traced, which costs little."""
+    """Options of every compilation; graphs run as traced, which is cheap."""
     asked: list[dict[str, object]] = []
     compile_ = torch.compile
 
@@ -67,7 +67,7 @@ def test_strides_and_dtypes_are_kinds_of_their_own(graphs: list[dict[str, object
 def test_no_pool_of_processes_compiles_a_single_program(
     monkeypatch: pytest.MonkeyPatch, mode: str, threads: int
 ) -> None:
-    """They import PyTorch once more each time, while other kernels are timed."""
+    """Compiling processes would import PyTorch again while other kernels are timed."""
     from torch._inductor import config
 
     seen: list[int | None] = []

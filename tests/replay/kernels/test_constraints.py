@@ -1,4 +1,4 @@
-"""Every constraint's sentence, and which masks count as padding."""
+"""Sentences of all constraints, and masks that count as padding."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_sentences(
 
 @pytest.mark.parametrize("name", ["key", "value"])
 def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
-    """As of a query in 16 bits over a cache in 8."""
+    """A 16-bit query over an 8-bit cache, for instance."""
     call = make_call(dtype=torch.float16)
     call = call.with_tensors({name: call.tensors()[name].to(torch.float8_e4m3fn)})
     reason = constraints.half_precision(call)

@@ -78,7 +78,7 @@ def _cached(
     *arguments: Any,
     **beyond: Any,
 ) -> Tensor:
-    """The formula on each batch element (S, H, D), with as many keys as count."""
+    """Apply the formula to each batch element (S, H, D), with its number of keys."""
     outputs = []
     for q, k, v, length in zip(*tensors, lengths.tolist(), strict=True):
         parts = (each.transpose(0, 1)[None] for each in (q, k[:length], v[:length]))
@@ -89,7 +89,7 @@ def _cached(
 def _from_pages(
     pools: tuple[Tensor, Tensor], table: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Key and value (T, H, D) out of pages (P, page_size, H, D), and where each sequence begins."""
+    """Return key and value (T, H, D) from pages (P, page_size, H, D), and the sequences' starts."""
     assert table.dtype == lengths.dtype == torch.int32
     key, value = (
         torch.cat([pool[row].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
@@ -106,7 +106,7 @@ def _cached_in_pages(
     *arguments: Any,
     **beyond: Any,
 ) -> Tensor:
-    """The formula on each of a batch of queries (B, S, H, D), the keys in pages."""
+    """Apply the formula to a batch of queries (B, S, H, D) with keys in pages."""
     q, *pools = tensors
     key, value, starts_k = _from_pages((pools[0], pools[1]), table, lengths)
     starts_q = torch.arange(len(q) + 1) * q.shape[1]
@@ -116,7 +116,7 @@ def _cached_in_pages(
 
 
 def _on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """flash-attn 2's or FlashMLA's, which refuses what its kernels cannot read."""
+    """Wrap a function of flash-attn 2 or FlashMLA to refuse what its kernels cannot read."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -510,7 +510,7 @@ def test_flash_mla_is_for_hopper(unavailable: Callable[..., str | None]) -> None
 
 @pytest.fixture
 def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
-    """PyTorch 2.13's."""
+    """varlen_attn of PyTorch 2.13."""
 
     def varlen_attn(
         query: Tensor,
@@ -550,7 +550,7 @@ def test_torchs_varlen_attn(unavailable: Callable[..., str | None]) -> None:
 def test_an_older_varlen_attn(
     install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
 ) -> None:
-    """PyTorch 2.10's, and one without grouped heads."""
+    """varlen_attn of PyTorch 2.10, and one without grouped heads."""
 
     def without_windows(query: Tensor, is_causal: bool = False) -> None: ...
 
@@ -616,7 +616,7 @@ def test_packing_keeps_every_query() -> None:
 
 @pytest.fixture
 def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """PyTorch's registry with recording stand-ins for FA3 and FA4; what was done to it."""
+    """PyTorch's registry with recording stand-ins for FA3 and FA4; returns the log of changes."""
     log: list[str] = []
     active: list[str] = []
 
@@ -641,7 +641,7 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_activation_lasts_one_call(
     implementations: list[str], name: str, implementation: str
 ) -> None:
-    """On the CPU PyTorch's own flash answers; which backend it is belongs to the GPU."""
+    """On the CPU, PyTorch's own flash answers; the chosen backend matters on a GPU only."""
     assert verify(name) == REFUSED
     runs = sum(case[0] == name for case in cases())
     assert implementations == [implementation, "restore"] * runs
@@ -664,7 +664,7 @@ def test_activation_is_tried(
     monkeypatch: pytest.MonkeyPatch,
     install: Callable[..., ModuleType],
 ) -> None:
-    """An adapter that does not fit the library installed fails at its first call, not before."""
+    """An adapter that does not fit the installed library fails at its first call."""
     assert unavailable("torch-fa4", 8, 6) == (
         "needs compute capability 9.0 or 10.0 (this GPU has 8.6)"
     )
@@ -683,7 +683,7 @@ def test_activation_is_tried(
 def test_flash_attn_4_beside_no_flash_attn_2(
     install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
 ) -> None:
-    """Its directory makes `import flash_attn` work, with nothing in it."""
+    """The directory of flash-attn-4 makes `import flash_attn` work, with nothing in it."""
     module = install("flash_attn", version=("flash-attn", None))
     module.__file__ = None
     assert unavailable("fa2") == "not installed: pip install flash-attn --no-build-isolation"

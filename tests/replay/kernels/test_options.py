@@ -1,4 +1,4 @@
-"""`name[option=value]` is a kernel of its own, under a name that says what it is."""
+"""Kernels with options, named `name[option=value]`."""
 
 from __future__ import annotations
 

@@ -225,7 +225,7 @@ def test_parts_of_masks_are_copied_where_xformers_needs_them_aligned(keys: int, 
 def test_xformers_without_its_compiled_part(
     gpu: Callable[[int, int], torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It can be imported then; nothing but this says why no call can run."""
+    """The library can be imported without it, so the reason must come from this check."""
     kernel = catalogue()["xformers"]
     device = gpu(9, 0)
     assert kernel.unavailable(device) is None
@@ -243,7 +243,7 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
 
 
 class DotProductAttention:
-    """Transformer Engine's, with the arguments that the adapter may use."""
+    """DotProductAttention of Transformer Engine, with the arguments that the adapter may use."""
 
     formula: Formula
 
@@ -302,7 +302,7 @@ class DotProductAttention:
 
 @pytest.fixture
 def te(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Makes it importable, and puts the environment's variables back afterwards."""
+    """Return a function that makes it importable; environment variables are restored."""
     monkeypatch.setattr(DotProductAttention, "formula", staticmethod(formula), raising=False)
     for switch in transformer_engine.SWITCHES.values():
         monkeypatch.setenv(switch, "1")
@@ -360,7 +360,7 @@ def test_asking_settles_nothing(te: Callable[[], None], unavailable: Unavailable
 
 @pytest.fixture
 def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """FlashInfer's stand-in; the log of what was planned, run and packed."""
+    """Stand-in for FlashInfer; returns the log of plans, runs and packings."""
     log: list[str] = []
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     flashinfer._workspace.cache_clear()
@@ -606,7 +606,7 @@ def test_flashinfer_decodes_pages_of_the_wanted_size(
 def kernels_package(
     install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """The package `kernels` with our three in its cache; what it was asked, and with which mode."""
+    """Package `kernels` with our three kernels in its cache; returns the requests to it."""
     asked: dict[str, Any] = {}
     import huggingface_hub.constants
 

@@ -20,7 +20,7 @@ def test_recorded_calls_are_checked_and_never_timed(
     run_cli: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The whole command, also with a worker that interprets."""
+    """The whole command, and a worker that interprets Triton."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, err = run_cli(
         *("--dir", str(recorded), "--device", "cpu", "--json", "-", "--check"),

@@ -1,4 +1,4 @@
-"""Names: how kernels get them, and how a user's spelling finds them."""
+"""Names of kernels: how they are given, and how misspelt ones are found."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def sage_1(install: Install, formula: Formula) -> None:
 
 @pytest.fixture
 def sage_2(install: Install, formula: Formula) -> Calls:
-    """The options that the functions were called with, in order."""
+    """Return the options of all calls, in order."""
     calls: Calls = []
 
     def note(function: str, given: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         return run
 
     def compiled(name: str, extra: int) -> Callable[..., Tensor]:
-        """A compiled part: `extra` tensors (value's scale, its mean) between scales and numbers."""
+        """Return a compiled part with `extra` tensors between the scales and the numbers."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Tensor:
             _, sizes, *tensors = rest[: 2 + extra]
@@ -365,7 +365,7 @@ for dim, length, key_heads, options in (
     importlib.util.find_spec("sageattention") is None, reason="sageattention is not installed"
 )
 def test_the_core_of_sage1_on_the_real_kernels() -> None:
-    """No stand-in: the installed 1.x's Triton kernels, in Triton's interpreter on the CPU."""
+    """The real Triton kernels of the installed 1.x run in Triton's interpreter on the CPU."""
     if importlib.metadata.version("sageattention")[0] != "1":
         pytest.skip("sageattention is not 1.x")
     done = subprocess.run(
@@ -402,7 +402,7 @@ def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
 
 
 def test_options_exist_in_the_functions(sage_2: Calls) -> None:
-    """By the parameters of the real functions, which the stand-ins repeat."""
+    """The stand-ins repeat the parameters of the real functions."""
     module = sage2.LIBRARY.load()
     for function in sage2.FUNCTIONS:
         parameters = inspect.signature(getattr(module, function.function)).parameters

@@ -162,7 +162,7 @@ def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
 
 
 def test_flex_against_the_oracle(make_call: MakeCall) -> None:
-    """One compilation each, so no more kinds than there are paths through it."""
+    """Each kind is compiled once, so there are no more kinds than paths."""
     assert catalogue()["flex"].unavailable(torch.device("cpu")) is None
     for kind in (
         {"q_heads": 4, "kv_heads": 2, "q_len": 40, "kv_len": 70, "is_causal": True},

@@ -1,4 +1,4 @@
-"""A kernel of one's own: a function in a file, or a package that offers it."""
+"""Kernels of users: functions in a file, and packages that offer kernels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("kernels")
 
 @pytest.fixture
 def run(run_cli: RunCli) -> Callable[..., dict[str, dict[str, Any]]]:
-    """Rows by kernel of a run in this process."""
+    """Return the rows of a run in this process, by kernel."""
 
     def rows(kernels: str, *arguments: str) -> dict[str, dict[str, Any]]:
         code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", kernels, "--json", "-", *arguments)
@@ -58,7 +58,7 @@ Run = Callable[..., dict[str, dict[str, Any]]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current directory, with the two files above."""
+    """Current directory with the two files above."""
     (tmp_path / "my_file.py").write_text(MINE)
     (tmp_path / "picky.py").write_text(PICKY)
     monkeypatch.chdir(tmp_path)
@@ -79,7 +79,7 @@ def test_a_function_in_a_file(run: Run, folder: Path) -> None:
 
 
 def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
-    """As they are for our own kernels; and a file may import its neighbours."""
+    """Constraints work as for our own kernels, and a file may import its neighbours."""
     row = run("picky.py:attention")["picky.py:attention"]
     assert row["status"] == "ok"  # by the rule for quantised kernels
     assert row["core_time_ms"]["n"] == 3
@@ -109,7 +109,7 @@ def test_missing_library_is_reported(run: Run, run_cli: RunCli, folder: Path) ->
 
 
 def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
-    """It stands in the source, so that only running that tells."""
+    """The name is in the source, so only running the file shows the error."""
     (folder / "picky.py").write_text(PICKY)
     with pytest.raises(KernelNameError, match="'picky': it registers attention by that name"):
         find("picky.py:picky").loaded()
@@ -157,7 +157,7 @@ def test_two_files_of_one_name(run: Run, folder: Path) -> None:
 
 
 def test_an_import_that_fails_fails_the_same_way_again(folder: Path) -> None:
-    """Not with: a kernel of that name is registered already."""
+    """The reason is not that a kernel of the name is registered already."""
     (folder / "half.py").write_text(PICKY + "\nraise RuntimeError('half way')\n")
     kernel = find("half.py:attention")
     for _ in range(2):
@@ -251,6 +251,6 @@ def test_a_function_that_is_not_in_the_file(
     ],
 )
 def test_a_function_that_may_be_in_the_file(tmp_path: Path, source: str) -> None:
-    """Only running the file would tell; its row says what happened."""
+    """Only running the file would show an error, which its row then has."""
     (tmp_path / "mine.py").write_text(source)
     assert find(f"{tmp_path}/mine.py:atend").load is not None

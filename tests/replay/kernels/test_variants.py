@@ -1,4 +1,4 @@
-"""Kernels on what calls ask beyond SDPA."""
+"""Kernels on calls with features beyond SDPA."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_feature_has_a_call_here() -> None:
 
 @pytest.mark.parametrize("kernel", catalogue().values(), ids=list(catalogue()))
 def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
-    """Its `refuses` says it, and its drop-in raises it rather than to answer something else."""
+    """`refuses` names the feature, and the drop-in raises an error."""
     for call in CALLS.values():
         unknown = [FEATURES[name] for name in call.features if name not in kernel.features]
         if not unknown:

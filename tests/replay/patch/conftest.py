@@ -1,4 +1,4 @@
-"""A kernel that is seen in the output, and a compiler that remembers nothing of other tests."""
+"""Kernels that are visible in the output, and a compiler without results of other tests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def graphs() -> int:
 
 @pytest.fixture
 def doubling() -> Iterator[str]:
-    """A kernel that returns twice the right output and takes no mask."""
+    """Register a kernel that returns twice the right output and takes no mask."""
 
     @register_kernel(
         "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
@@ -50,7 +50,7 @@ def doubling() -> Iterator[str]:
 
 @pytest.fixture
 def eightfold() -> Iterator[str]:
-    """A kernel that returns eight times the right output, with a mask too."""
+    """Register a kernel that returns eight times the right output, with a mask too."""
 
     @register_kernel("eightfold")
     def eightfold(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -21,7 +21,7 @@ MODULES = ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
 
 
 class LowRank(nn.Module):
-    """A LoRA in the form that PEFT gives it: a layer around the layer."""
+    """LoRA as PEFT adds it: a layer around the layer."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def offload_groups(denoiser: Any, offload_type: str) -> None:
 
 
 def offload_modules(denoiser: Any) -> None:
-    """As `enable_sequential_cpu_offload` does."""
+    """Offload modules as `enable_sequential_cpu_offload` does."""
     cpu_offload(denoiser, execution_device=torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""A kernel inside a compiled graph: one graph, the promised layout, the right counts."""
+"""Kernels inside a compiled graph: one graph, the promised layout, the right counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .conftest import graphs
 
 
 class Block(nn.Module):
-    """(B, S, 16): projection, two heads of 8, projection."""
+    """Projection, two heads of 8, projection, on (B, S, 16)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def operators(seen: list[list[str]]) -> Callable[..., Any]:
-    """A backend that keeps the names of each graph's functions and runs the graph as it is."""
+    """Return a backend that keeps the function names of each graph and runs it unchanged."""
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> Any:
         calls = [node for node in graph.graph.nodes if node.op == "call_function"]

@@ -1,4 +1,4 @@
-"""Models of other projects with a kernel in them: every call is answered, or falls back by name."""
+"""Kernels in models of other projects: every call is answered, or falls back with a reason."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REASONS = {
         for name in ("gpt-oss", "DeepSeek V4", "MiMo V2 Flash", "Granite SWA")
     },
 }
-"""Why a kernel does not answer a model's calls."""
+"""Reason why a kernel does not answer a model's calls."""
 ANSWERED = {("torch-math", "MiMo V2 Flash"): 3}
-"""Calls that it answers all the same: every other layer has no sinks."""
+"""Number of calls that it answers anyway: every other layer has no sinks."""
 
 
 @pytest.mark.parametrize("kernel", ["torch-math", "eager"])

@@ -128,7 +128,7 @@ def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool) -> None:
-    """As a recording has it: else kernels of 16 bits, chosen by a replay, refuse each call."""
+    """As in a recording; otherwise 16-bit kernels chosen by a replay would refuse each call."""
     seen = set()
 
     @register_kernel("telling")
@@ -154,7 +154,7 @@ def test_sizes_may_broadcast(eightfold: str) -> None:
 
 
 def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
-    """Its outputs, and all that hangs on its modules: forwards on instances, hooks, buffers."""
+    """Outputs, and everything on the modules: forwards of instances, hooks, buffers."""
     runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=2)
 
     def outputs() -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from .conftest import graphs
 
 
 def plan_of(*choices: tuple[str, str, str]) -> Plan:
-    """A plan of (module, phase, kernel)."""
+    """Return a plan of (module, phase, kernel)."""
     return Plan(
         "model",
         "random",
@@ -78,7 +78,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Denoises: takes a timestep."""
+    """Denoiser: takes a timestep."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def transformer() -> Transformer:
 
 @pytest.fixture
 def scaled() -> Iterator[None]:
-    """Kernels `twice` and `thrice`, whose outputs are that many times the right one."""
+    """Register kernels `twice` and `thrice`, which return that multiple of the right output."""
 
     def scaling(factor: int) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: factor * TORCH_SDPA(*args, **kwargs)
@@ -177,7 +177,7 @@ def test_a_model_that_is_gone_does_not_answer(transformer: Transformer) -> None:
 
 
 class NoLength(nn.Module):
-    """As a compiled graph, which passes the question on."""
+    """Module without a length, like a compiled graph."""
 
     def __len__(self) -> int:
         raise TypeError("has no length")

@@ -24,7 +24,7 @@ ALIKE: dict[str, Any] = {
 
 
 def census(*calls: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
-    """As a capture writes it, of (module, phase, what is unlike `ALIKE`)."""
+    """Return a census of (module, phase, differences from `ALIKE`), as a capture writes it."""
     made = Census()
     for module, phase, unlike in calls:
         sizes = {**ALIKE, **unlike}

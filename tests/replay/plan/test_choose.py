@@ -93,7 +93,7 @@ def test_nan_is_the_worst_figure() -> None:
 
 @pytest.mark.parametrize("status", ["inaccurate", "unsupported", "crash", "error", "not-timed"])
 def test_a_kernel_that_is_not_ok_on_one_call_is_not_chosen_there(status: Status) -> None:
-    """And may be elsewhere."""
+    """The kernel may be chosen elsewhere."""
     a, b, other = facts("a", "layers.0"), facts("b", "layers.0"), facts("c", "layers.1")
     rows = [row("old", call, 10.0) for call in (a, b, other)]
     rows += [row("new", call, 5.0) for call in (a, other)]
@@ -158,7 +158,7 @@ def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
 
 
 def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
-    """At each layer another one was faster; over both it is `new`."""
+    """Each layer has another fastest kernel; over both layers it is `new`."""
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("newer", a, 6.0)]
     rows += [row("old", b, 10.0), row("new", b, 4.0), row("newer", b, 3.9)]
@@ -170,7 +170,7 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
     ("against", "chosen"), [([10.0] * 10, "alone"), ([5.1] * 10, "old"), ([10.0] * 5, "old")]
 )
 def test_rounds_of_two_processes_are_not_paired(against: list[float], chosen: str) -> None:
-    """A kernel with its own worker is as fast as its speed-up over the baseline there says."""
+    """A kernel with its own worker is as fast as its speed-up over the baseline beside it."""
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("alone", call, 5.0)]
     over = speedup_over("old", paired_speedup(against, [5.0, 5.2] * 5))
@@ -231,7 +231,7 @@ def test_each_kernel_is_evaluated_at_every_layer() -> None:
     [(Machine("NVIDIA H200"), "NVIDIA H200"), (Machine("AMD", threads="8"), "cpu")],
 )
 def test_a_plan_names_the_device_of_its_rows(machine: Machine, device: str) -> None:
-    """A kernel that was not timed says nothing."""
+    """Rows without a time do not matter."""
     rows = [row("old", ms=10.0, machine=machine), row("absent", status="unavailable")]
     assert choose(rows, census(("layers.0", "denoise", 64, 1)), COSINE, "old").device == device
 

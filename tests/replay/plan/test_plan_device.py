@@ -13,7 +13,7 @@ CPU, FIRST, SECOND = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1")
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An H100 and an H200, the first being the current one."""
+    """An H100 and an H200; the first is the current device."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(
         "torch.cuda.get_device_name", lambda device: "H200" if device.index == 1 else "H100"

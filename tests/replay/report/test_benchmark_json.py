@@ -1,4 +1,4 @@
-"""Times as github-action-benchmark reads them."""
+"""Times for github-action-benchmark."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.replay.comparison.simulated import BASELINE, run
 
 
 def entries(rows: list[Row]) -> dict[str, dict[str, object]]:
-    """By kernel, as they are after a file."""
+    """Return the entries by kernel, after a round trip through a file."""
     found = json.loads(json.dumps(benchmark_entries(rows), allow_nan=False))
     return {str(each["name"]).partition(" · ")[0]: each for each in found}
 

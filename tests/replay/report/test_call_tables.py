@@ -28,7 +28,7 @@ WIDTH = 80
 
 
 def off_by(size: float, where: tuple[int, int, int] = (0, 0, 0)) -> Errors:
-    """Errors of an output that is off by `size` in one row."""
+    """Return the errors of an output that is off by `size` in one row."""
     reference = torch.ones(2, 3, 4, 8)
     output = reference.clone()
     output[where] += size
@@ -45,7 +45,7 @@ def row(
     error: Errors | None = None,
     **fields: Any,
 ) -> Row:
-    """With all figures where it ran; `against` are times of the baseline in the same rounds."""
+    """Return a row with all figures; `against` are the baseline's times in the same rounds."""
     if status in ("ok", "inaccurate"):
         fields |= dict.fromkeys(("tflops", "gb_per_s", "flop_per_byte"), 123.456)
         fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
@@ -73,14 +73,14 @@ def unwrapped(text: str) -> str:
 
 
 def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
-    """The names by where they first stand at the start of a line."""
+    """Return the names by the place where they first begin a line."""
     found = {name: re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in names}
     present = {name: match.start() for name, match in found.items() if match}
     return sorted(present, key=lambda name: present[name])
 
 
 def test_names_cannot_act_on_the_terminal() -> None:
-    """Neither by Rich's markup nor by control characters, which a recording's names may have."""
+    """Neither Rich's markup nor control characters of a recording's names have an effect."""
     facts = call("evil\x1b[2J", module="layers\n.0", model="\x1b[31mmodel[/]", weights="\x07[b]w")
     text = report([row("[red]kernel[/red]", facts), row("other", facts)])
     assert "[red]kernel[/red]" in text
@@ -231,7 +231,7 @@ def test_classes_are_ranked_apart() -> None:
 
 
 def test_lines_of_the_fastest_name_their_calls() -> None:
-    """By model, phase and shape; by more only where these are of several groups."""
+    """Names have model, phase and shape, and more only where groups share these."""
     kinds = [
         call("a", model="flux · v2"),
         call("b", phase=""),
@@ -292,7 +292,7 @@ def test_few_rounds_are_shown() -> None:
 
 
 def test_rounds_of_two_processes_are_not_paired() -> None:
-    """`alone` is compared with a baseline beside it, and not with the one that has a row."""
+    """`alone` is compared with the baseline beside it, and not with the one that has a row."""
     calls = [call(name) for name in ("a", "b", "c")]
     rows = []
     for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
@@ -355,7 +355,7 @@ def test_shortage_of_memory_is_reported_once() -> None:
 
 
 def test_decode_calls_of_very_different_caches_are_apart() -> None:
-    """A kernel that is twice as fast at 16 keys and slower at 32,768 has no one speed-up."""
+    """A kernel that is twice as fast at 16 keys and slower at 32,768 has no common speed-up."""
     lengths = (32768, 16, 17, 32, 33, 30000)
     rows = [row("base", call(f"d{each}", phase="decode", kv_len=each)) for each in lengths]
     groups = group_rows(rows)

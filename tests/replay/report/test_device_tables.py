@@ -1,4 +1,4 @@
-"""Runs on two types of GPU as one matrix: what each cell says, and what cannot be merged."""
+"""Runs on two types of GPU as one matrix: its cells, and runs that cannot be merged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CALLS = (call_facts("a", "layers.0"), call_facts("b", "layers.1"))
 def rows_of(
     device: str, calls: Sequence[CallFacts] = CALLS, *, times: dict[str, float], cache: str = "warm"
 ) -> list[Row]:
-    """Rows of kernels with these times on every call; the baseline is `old`."""
+    """Return rows of kernels with these times on every call; the baseline is `old`."""
     options = {"machine": Machine(device), "cache": cache, "speedup": speedup_over("old")}
     return [row(kernel, call, ms, **options) for call in calls for kernel, ms in times.items()]
 
@@ -34,7 +34,7 @@ H200 = rows_of("H200", times={"old": 6.0, "newer": 3.0, "new": 4.0})
 
 
 def merged_cells(*runs: Sequence[Row]) -> dict[str, list[str]]:
-    """The cells of the only matrix, by kernel."""
+    """Return the cells of the only matrix, by kernel."""
     merged = across_devices([Run(f"run {at}", rows) for at, rows in enumerate(runs)])
     ((_, headings, lines),) = matrices(merged)
     assert headings == ["kernel", *merged.rows]

@@ -1,4 +1,4 @@
-"""Tables in few columns: what is broken, and that nothing is lost."""
+"""Tables with little room, which break words but lose nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_names_and_numbers_stay_whole(width: int) -> None:
 
 
 def test_table_cuts_nothing_when_words_do_not_fit() -> None:
-    """rich cuts off what columns of a least width push over the edge."""
+    """rich cuts off what columns with a least width push over the edge."""
     lines = printed(50)
     assert max(map(len, lines)) <= 50
     for characters in (*CELLS, PATH):

@@ -40,7 +40,7 @@ def report(choices: Sequence[LayerChoice], uniforms: Sequence[Uniform] = ()) -> 
 
 
 def test_a_plan_says_nothing_to_the_terminal() -> None:
-    """Its names are those of a recording, which anybody may have written."""
+    """Names come from a recording, which anybody may have written."""
     file = io.StringIO()
     escape = "\x1b[2J\x07"
     chosen = replace(choice(f"blocks{escape}.0"), phase=escape)
@@ -138,7 +138,7 @@ def test_lines_fit_the_terminal() -> None:
 
 
 def test_names_of_kernels_stay_whole_and_no_figure_is_cut() -> None:
-    """Paths of modules are broken instead, in a table with every column that there may be."""
+    """Paths of modules are broken instead, in a table with every possible column."""
     module = "transformer.single_transformer_blocks.0.attn.processor"
     kernels = ["triton-paged-decode-int8", "torch-flash-compiled", "sage1"]
     uniforms = [

@@ -1,4 +1,4 @@
-"""Recorded calls against their twins: by hand."""
+"""Recorded calls against their synthetic counterparts, with figures made by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that are wrong in one place, as a user's file may hold them, with a module beside it."""
+"""Kernels that are wrong in one place, in a user's file that imports a module beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The smallest part of a call: what is found for kernels that are wrong in one place."""
+"""Smallest parts of calls, for kernels that are wrong in one place."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_length_that_must_be_odd_and_above_a_block() -> None:
 
 
 def test_another_failure_is_not_followed() -> None:
-    """Short calls raise, which is not what the whole call did."""
+    """Short calls raise, unlike the whole call."""
 
     def run(call: AttentionCall) -> TrialOutcome:
         return WRONG if call.shape.q_len > 7 else TrialOutcome("error", "ValueError: too short")
@@ -99,7 +99,7 @@ def test_the_search_ends_in_time() -> None:
 
 
 def test_odd_numbers_of_keys_are_left_out() -> None:
-    """An odd length stays odd: two at a time, down to one."""
+    """An odd length stays odd: two keys are left out at a time, down to one."""
     call = random_call(q_len=1, kv_len=21)
     found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
     assert found.call.shape.kv_len == 1

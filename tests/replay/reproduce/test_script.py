@@ -1,4 +1,4 @@
-"""The script, of calls with everything that a call can have, run on its own."""
+"""Scripts for calls with all features, run on their own."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write(call: AttentionCall, directory: Path, lines: list[str], kind: Accuracy
 
 
 def run(directory: Path) -> tuple[int, str]:
-    """The script's exit code and what it prints, in this process: another takes seconds."""
+    """Run the script in this process, since another takes seconds; return exit code and output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(directory / "reproduce.py"), run_name="__main__")

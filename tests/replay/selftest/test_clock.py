@@ -1,4 +1,4 @@
-"""Verdicts from samples that are made up, and the planted work itself."""
+"""Verdicts from invented samples, and the planted work itself."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Samples = Callable[[str, int], Sequence[float]]
 
 @pytest.fixture
 def samples(monkeypatch: pytest.MonkeyPatch) -> Callable[[Samples], None]:
-    """`samples(lambda name, block: …)` are what is measured."""
+    """Make `samples(lambda name, block: …)` the measured samples."""
 
     def given(of: Samples) -> None:
         def samples_of(

@@ -1,4 +1,4 @@
-"""Charts: what is in them, that they are drawn, and that names stay text."""
+"""Charts: their contents, their files, and names that stay text."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def random_facts(length: int, *, dim: int = 64, causal: bool = False, q_len: int
 
 
 def swept(kernel: str = "fast", ms: float = 2.0, **shape: Any) -> list[Row]:
-    """Rows at 1k and 2k."""
+    """Return rows at 1k and 2k."""
     return [
         row(
             kernel,
@@ -49,7 +49,7 @@ def swept(kernel: str = "fast", ms: float = 2.0, **shape: Any) -> list[Row]:
 
 
 def in_a_model(kernel: str, ratio: float = 1.5, layers: int = 3, **fields: Any) -> list[Row]:
-    """A row per layer of `blocks.N.attn`, and the baseline's."""
+    """Return a row per layer of `blocks.N.attn`, and the baseline's."""
     found = []
     for layer in range(layers):
         facts = call_facts(f"call {layer}", f"blocks.{layer}.attn", call_index=layer)
@@ -77,7 +77,7 @@ def values(chart: Chart) -> list[dict[str, Any]]:
 
 
 def words(svg: Path) -> list[str]:
-    """The texts of a picture, as a reader sees them."""
+    """Return the texts of a picture as a reader sees them."""
     root = ElementTree.fromstring(svg.read_text("utf-8"))
     return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
 

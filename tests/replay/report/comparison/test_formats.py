@@ -1,4 +1,4 @@
-"""A comparison in words: the worst first, in every format, and whatever rows hold stays text."""
+"""Comparisons in words: the worst first in every format, and names that stay text."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ FORMATS = pytest.mark.parametrize("write", [as_text, as_markdown])
 
 
 def changed() -> Comparison:
-    """One kernel slower, one gone, one new, one that crashes, one less accurate."""
+    """Return one kernel slower, one gone, one new, one that crashes, one less accurate."""
     before = run("before.jsonl", {"good": 0.5, "bad": 0.5, "gone": 0.5}).rows
     after = run("after.jsonl", {"good": 0.5, "bad": 0.53, "new": 0.5}, drift=0.01).rows
     old = [*before, row("breaks", machine=HERE), judged(noisy(4, 16))]

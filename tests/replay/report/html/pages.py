@@ -1,4 +1,4 @@
-"""Rows and checks as a GPU's replay has them, made by hand."""
+"""Rows and checks of a GPU's replay, made by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay.timing.statistics import paired_speedup, summarize
 from tests import factories
 
 HOSTILE = "</script><img src=x onerror=document.title='broken'>"
-"""A name that is markup."""
+"""Name that is markup."""
 
 CLEAN = {"nan_count": 0, "baseline_nan_count": 0, "frames": 9, "relative_l1": 0.01, "cosine": 0.999}
 CLASSES: tuple[AccuracyClass, ...] = ("exact", "quantised")
@@ -30,7 +30,8 @@ def rows(
     on_gpu: bool = True,
     seed: int = 0,
 ) -> list[Row]:
-    """`torch-default` and other kernels on calls of two layers; the last kernel is wrong on one."""
+    """Return `torch-default` and other kernels on calls of two layers; the last one is wrong on
+    one."""
     chance = random.Random(seed)
     found = []
     for at in range(calls):
@@ -75,7 +76,7 @@ def rows(
 
 
 def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
-    """The model's own attention, and these kernels, 1.1, 1.2 … times as fast."""
+    """Return the model's own attention, and these kernels, 1.1, 1.2 … times as fast."""
     found = [_checked("the model's own", model, None)]
     found += [_checked(name, model, 1 + at / 10) for at, name in enumerate(kernels, start=1)]
     return [asdict(each) for each in found]

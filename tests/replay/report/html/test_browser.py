@@ -1,4 +1,4 @@
-"""The report in a browser: what is drawn, what can be done with it, and what it never does."""
+"""The report in a browser: its drawings, its controls, and what it never does."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ class Seen(NamedTuple):
     found: Any
     """Value that the script returned."""
     console: list[str]
-    """Each line that the browser logged, what the content security policy forbade included."""
+    """Lines that the browser logged, including what the content security policy forbade."""
 
 
 def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
-    """Open a page, and run the body of a function once all is drawn; what it returns."""
+    """Open a page, run the body of a function when all is drawn, and return its result."""
     copy = page.with_name("opened.html")
     text = page.read_text("utf-8")
     copy.write_text(text.replace("</body>", WHEN_DRAWN.replace("SCRIPT", script) + "</body>"))

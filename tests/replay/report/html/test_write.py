@@ -1,4 +1,4 @@
-"""The report as a file: what stands in it, how large it is, what it refuses."""
+"""The report as a file: its contents, its size, and its refusals."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
 
 
 def _without_finite_figures(row: Row) -> Row:
-    """With what a stored row has where its file has null."""
+    """Rows have the fields that a stored row has where its file has null."""
     assert row.accuracy is not None
     assert row.time_ms is not None
     nan = float("nan")
@@ -196,7 +196,7 @@ def test_saved_pictures_and_texts_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_report_is_small(tmp_path: Path) -> None:
-    """A fiftieth of 100 kernels × 50 calls, of models with many heads, and what all have."""
+    """Rows of 100 kernels × 50 calls of models with many heads, one in fifty written out."""
     few, more = tmp_path / "few.html", tmp_path / "more.html"
     write_html(pages.rows(2, 1, heads=48), few)
     write_html(pages.rows(10, 10, heads=48), more)

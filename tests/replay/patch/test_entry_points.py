@@ -1,4 +1,4 @@
-"""Kernels in models that do not call SDPA: outputs as close as the kernel, fallbacks by reason."""
+"""Kernels in models that do not call SDPA: accurate outputs, and fallbacks with reasons."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_a_plan_names_modules_of_any_road() -> None:
 
 @pytest.fixture
 def _sage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """diffusers' `sage`, which needs a GPU, in plain PyTorch."""
+    """A copy of diffusers' `sage`, which needs a GPU, in plain PyTorch."""
     backend = diffusers_road.attention_dispatch.AttentionBackendName.SAGE
     registry = diffusers_road.attention_dispatch._AttentionBackendRegistry
     monkeypatch.setitem(registry._backends, backend, diffusers_road.mine)
@@ -184,7 +184,7 @@ def test_log_sum_exp_comes_from_the_library(
 
 
 def test_a_function_in_a_compiled_graph_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of a road can be traced, so nothing of it may break the graph."""
+    """An entry point cannot be traced, so it must not break the graph."""
     flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
     vars(flash_attn)["flash_attn_func"] = lse_too
     monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
