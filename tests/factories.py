@@ -1,4 +1,4 @@
-"""What tests make again and again; a keyword changes one thing."""
+"""Calls, rows and kernels for tests; a keyword changes one property."""
 
 from __future__ import annotations
 
@@ -116,12 +116,12 @@ def made_workload(name: str, function: Callable[[torch.device], AttentionCall]) 
 def store_part(
     directory: Path, call: AttentionCall, by: int, ranks: Sequence[int], **origin: Any
 ) -> None:
-    """Write the two heads of a call that are a rank's, as if it had recorded them.
+    """Write the two heads of a call that belong to a rank, as if it had recorded them.
 
     Args:
         by: the rank.
-        ranks: those that share the call, in the order of their heads.
-        origin: what is different of the part's origin.
+        ranks: the ranks that share the call, in the order of their heads.
+        origin: fields that differ in the part's origin.
     """
     first = 2 * ranks.index(by)
     part = pick(call, range(first, first + 2), range(first, first + 2))
@@ -165,7 +165,7 @@ def tiny_llama(**config: Any) -> Any:
 
 
 def kernel(name: str, **fields: Any) -> Kernel:
-    """One that no test runs."""
+    """Kernel that no test runs."""
     return Kernel(name, lambda **arguments: torch.zeros(1), **fields)
 
 
@@ -182,7 +182,7 @@ def call_facts(
     kv_len: int = 64,
     **fields: Any,
 ) -> CallFacts:
-    """What a row says about a call of 64 queries; of one where it decodes."""
+    """Facts of a call with 64 queries, or one query when it decodes."""
     usual = CallFacts(
         name,
         model="model",
@@ -196,7 +196,7 @@ def call_facts(
 
 
 def errors(**figures: Any) -> Errors:
-    """Of an output without any, but for these figures."""
+    """Errors of a right output, apart from these figures."""
     ones = torch.ones(1, 1, 4, 8)
     return replace(compare(ones, ones), **{"cosine": 1.0, **figures})
 
@@ -232,7 +232,7 @@ def row(
 
 
 def unreadable(name: str = "call") -> Row:
-    """What there is of a call whose file is broken."""
+    """Row of a call whose file is broken."""
     return Row("", CallFacts(name), "error", "no such file")
 
 
@@ -298,7 +298,7 @@ def full_row() -> Row:
 
 
 def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
-    """Of (module, phase, key length, calls), each of the sizes that `call_facts` has."""
+    """Census of (module, phase, key length, calls), with the sizes of `call_facts`."""
     sizes = list(dict.fromkeys((_q_len(phase), kv_len) for _, phase, kv_len, _ in calls))
     return {
         "signatures": [

@@ -35,7 +35,7 @@ def _once(patch_and_call: Any) -> Any:
 
 
 def _is_patched(function: Any) -> bool:
-    """Whether what the function sees of the language is interpreted already."""
+    """Return whether the function already sees an interpreted language."""
     functions = [tl.tensor.__add__, *(language.load for language in _languages(function))]
     return not any(map(tl.core.is_builtin, functions))
 

@@ -58,7 +58,7 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("memory", [plenty, no_room])
 @pytest.mark.parametrize("options", [{}, {"durable": True}, {"buffer_bytes": 1 << 20}])
-def test_what_is_recorded_is_what_the_call_had(
+def test_recorded_call_is_unchanged(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     memory: Callable[[pytest.MonkeyPatch], None],
@@ -92,7 +92,7 @@ def test_buffers_are_used_again_and_released(tmp_path: Path) -> None:
     assert recording.counts.written_bytes < 1.1 * load(tmp_path).nbytes
 
 
-def test_the_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
+def test_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
     """The calls are still on the GPU's queue when `record` has taken them."""
     model = ChangesInPlace()
     with record(model, tmp_path, max=2, sample="first"):
@@ -103,7 +103,7 @@ def test_the_model_does_not_wait_for_the_disk(tmp_path: Path) -> None:
         assert not torch.cuda.current_stream().query()
 
 
-def test_a_cuda_graph_is_captured_as_without_us(tmp_path: Path) -> None:
+def test_cuda_graph_is_captured_while_recording(tmp_path: Path) -> None:
     model = SelfAttention()
     states = torch.randn(2, 4, 16, 32, device="cuda")
     with record(model, tmp_path) as recording:

@@ -1,4 +1,4 @@
-"""Faster for reasons that only a GPU has: found, whoever measures, and honest kernels are not."""
+"""Cheats that only a GPU makes possible are found, and honest kernels are not."""
 
 from __future__ import annotations
 

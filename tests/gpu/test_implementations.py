@@ -1,4 +1,4 @@
-"""What models call besides SDPA, with the real libraries: recorded and replayed by every kernel."""
+"""Calls of real libraries besides SDPA, recorded and replayed by every kernel."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _right_by_several(rows: list[dict[str, Any]], names: set[str]) -> None:
         ("Mistral", "flex_attention"),
     ],
 )
-def test_a_prompt_and_tokens_are_recorded_and_replayed(
+def test_prompt_and_tokens_are_recorded_and_replayed(
     kind: str, implementation: str, tmp_path: Path
 ) -> None:
     model = _model(kind, implementation)
@@ -102,7 +102,7 @@ def test_a_prompt_and_tokens_are_recorded_and_replayed(
     _right_by_several(rows, {"triton-fa2", "eager", backend})
 
 
-def test_packed_sequences_of_flash_attention_2(tmp_path: Path) -> None:
+def test_packed_sequences_of_flash_attention_2_are_replayed(tmp_path: Path) -> None:
     model = _model("Mistral", "flash_attention_2")
     lengths = (300, 1, 339)
     positions = torch.cat([torch.arange(length) for length in lengths])[None].cuda()
@@ -117,7 +117,7 @@ def test_packed_sequences_of_flash_attention_2(tmp_path: Path) -> None:
     _right_by_several(rows, {"fa2-varlen", "triton-varlen"})
 
 
-def test_padding_of_flash_attention_2(tmp_path: Path) -> None:
+def test_padding_of_flash_attention_2_is_replayed(tmp_path: Path) -> None:
     """Transformers packs a padded batch and calls flash-attn on what is left."""
     model = _model("Llama", "flash_attention_2")
     mask = torch.ones(2, LENGTH, dtype=torch.long, device="cuda")

@@ -76,7 +76,7 @@ def calls() -> dict[str, AttentionCall]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_calls(name: str) -> None:
+def test_kernels_of_libraries_are_right(name: str) -> None:
     kernel = find(name)
     if reason := kernel.unavailable(DEVICE):
         pytest.skip(reason)

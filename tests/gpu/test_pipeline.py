@@ -31,7 +31,7 @@ def _exits(code: int, main: object, arguments: list[str]) -> None:
     assert exit_.value.code == code
 
 
-def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
+def test_bfloat16_is_recorded_on_the_gpu_and_reproduced(
     recorded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = load(recorded)
@@ -42,7 +42,7 @@ def test_captures_bfloat16_on_the_gpu_and_reproduces_it(
     assert "6 of 6 files passed" in capsys.readouterr().out
 
 
-def test_replays_every_eager_torch_kernel(recorded: Path, tmp_path: Path) -> None:
+def test_every_eager_torch_kernel_is_replayed(recorded: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.jsonl"
     # Not the libraries that may be there as well: some compile for minutes.
     kernels = "torch-default,torch-math,torch-flash,torch-efficient,torch-cudnn,flex"
@@ -74,7 +74,7 @@ def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
     assert not torch.equal(saved["torch-flash"], saved["torch-cudnn-compiled"])
 
 
-def test_an_unwritten_output_is_seen() -> None:
+def test_unwritten_output_is_found() -> None:
     from replay.bench.runner import replay_here as run
     from replay.bench.settings import Settings
     from replay.kernels import registry

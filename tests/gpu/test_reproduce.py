@@ -71,7 +71,7 @@ LIBRARIES = ["fa2", "fa3", "sage1", "sage2", "flashinfer-fa2", "xformers"]
 
 
 @pytest.mark.parametrize("kernel", LIBRARIES)
-def test_kernels_of_libraries(kernel: str) -> None:
+def test_library_kernels_are_reproduced(kernel: str) -> None:
     found = find(kernel)
     if reason := found.unavailable(torch.device("cuda")):
         pytest.skip(reason)
@@ -80,11 +80,11 @@ def test_kernels_of_libraries(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ["torch-flash", "triton-fa2", "triton-fa3", "triton-fp8", "fa4"])
-def test_other_kernels(kernel: str) -> None:
+def test_other_kernels_are_reproduced(kernel: str) -> None:
     if reason := find(kernel).unavailable(torch.device("cuda")):
         pytest.skip(reason)
     reproduce(kernel, "--tolerances", "strict.toml")
 
 
-def test_an_illegal_memory_access() -> None:
+def test_illegal_memory_access_is_reproduced() -> None:
     reproduce(OUT_OF_BOUNDS)

@@ -31,8 +31,10 @@ def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
         assert torch.equal(found["transposed"], sent.mT)
 
 
-def test_pages_that_cannot_be_locked(shared: SharedFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What CUDA says then must not be taken for an error of the next kernel."""
+def test_tensors_arrive_without_locked_pages(
+    shared: SharedFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA's error must not be blamed on the next kernel."""
     cudart, register = torch.cuda.cudart(), torch.cuda.cudart().cudaHostRegister
     refused = []
 

@@ -50,7 +50,7 @@ class Read(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("cache", "per_sample"), [("cold", 1), ("warm", 0)])
-def test_a_cold_cache_holds_nothing_of_the_inputs(cache: str, per_sample: int) -> None:
+def test_cold_cache_holds_nothing_of_the_inputs(cache: str, per_sample: int) -> None:
     rounds, l2_bytes = 5, torch.cuda.get_device_properties(0).L2_cache_size
     with Read() as read:
         measure({"spin": spin(0.1)}, "cuda", cache=cache, rounds=rounds)  # type: ignore[arg-type]
@@ -84,7 +84,7 @@ def test_launch_cost_is_hidden_and_reported_apart(cache: str) -> None:
         assert statistics.median(each.layer_host_ms) > each.host_ms
 
 
-def test_one_that_raises_is_dropped() -> None:
+def test_candidate_that_raises_is_dropped() -> None:
     def failing() -> None:
         torch.empty(2**50, device="cuda")
 
@@ -93,7 +93,7 @@ def test_one_that_raises_is_dropped() -> None:
     assert len(samples["plain"].ms) == 5
 
 
-def test_calls_before_a_sample_are_over_when_it_begins() -> None:
+def test_calls_before_a_sample_end_before_it() -> None:
     calls = 0
 
     def function() -> None:
@@ -126,7 +126,7 @@ def test_peak_memory_counts_output_and_workspace() -> None:
     assert with_peak_bytes(lambda: (data + 1) + 1, "cuda")[1] == 8 * 2**20
 
 
-def test_gpu_state_is_read_where_nvml_is() -> None:
+def test_gpu_state_is_read_with_nvml() -> None:
     pytest.importorskip("pynvml")
     spin(100)()
     state = read_gpu_state("cuda")

@@ -215,7 +215,7 @@ def _paged(page_size: int, **sizes: Any) -> AttentionCall:
 
 @pytest.mark.parametrize("name", [*CALLS, *PAGED])
 @pytest.mark.parametrize("kernel_name", KERNELS)
-def test_a_kernel_is_right(kernel_name: str, name: str) -> None:
+def test_kernel_is_right(kernel_name: str, name: str) -> None:
     kernel = find(kernel_name)
     if reason := kernel.unavailable(torch.device("cuda")):
         pytest.skip(reason)
@@ -232,13 +232,13 @@ def test_a_kernel_is_right(kernel_name: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_one_of_our_kernels_takes_it(name: str) -> None:
+def test_one_of_our_kernels_takes_the_call(name: str) -> None:
     call, _ = _expected(name)
     ours = [kernel for kernel in catalogue().values() if kernel.library == "triton"]
     assert any(kernel.refuses(call) is None for kernel in ours)
 
 
-def test_keys_outside_a_window_cost_nothing_but_their_place() -> None:
+def test_keys_outside_a_window_cost_only_their_memory() -> None:
     """They are not read, so a NaN among them reaches no query that does not see it."""
     call, _ = _expected("window")
     expected = find("triton-fa2").attention(**call.arguments())

@@ -1,4 +1,4 @@
-"""What makes a GPU unusable for a process costs one row, and is blamed on the right kernel."""
+"""A fault that makes a GPU unusable costs one row, of the right kernel."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ EXPECTED = {
 }
 
 
-def test_faults(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_fault_costs_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bad.py"
     file.write_text(BAD)
     kernels = ",".join([*(f"{file}:{name}" for name in EXPECTED), "torch-flash", "torch-math"])

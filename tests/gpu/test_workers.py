@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
 
 
-def test_an_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
+def test_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     kernels = f"torch-flash,{OUT_OF_BOUNDS},torch-cudnn,torch-math"
     shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
@@ -30,7 +30,7 @@ def test_an_illegal_memory_access_costs_one_row_a_call(tmp_path: Path) -> None:
     assert all(rows[name]["time_ms"]["n"] == 5 for name in good)
 
 
-def test_resources_of_a_triton_kernel(tmp_path: Path) -> None:
+def test_resources_of_a_triton_kernel_are_noted(tmp_path: Path) -> None:
     pytest.importorskip("sageattention")
     file = tmp_path / "rows.jsonl"
     shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]

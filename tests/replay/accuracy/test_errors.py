@@ -23,7 +23,7 @@ def flat(errors: errors.Errors) -> dict[str, float]:
     return figures
 
 
-def test_figures_by_hand() -> None:
+def test_errors_equal_figures_by_hand() -> None:
     errors = compare(one_head([3.0, 4.0], [0.0, 1.0]), one_head([3.0, 5.0], [1.0, 0.0]))
     assert errors.cosine == pytest.approx(29 / math.sqrt(26 * 35))
     assert errors.relative_l1 == pytest.approx(3 / 9)
@@ -48,7 +48,7 @@ def test_equal_outputs_have_no_error() -> None:
     assert (errors.relative_l1, errors.rmse, errors.max_abs) == (0.0, 0.0, 0.0)
 
 
-def test_zero_rows() -> None:
+def test_zero_rows_have_defined_figures() -> None:
     assert compare(one_head([0.0, 0.0]), one_head([0.0, 0.0])).row_cosine_min == 1.0
     assert compare(one_head([0.0, 0.0]), one_head([0.0, 0.0])).relative_l1 == 0.0
     assert compare(one_head([0.0, 0.0]), one_head([0.0, 1.0])).cosine == 0.0
@@ -61,7 +61,7 @@ def test_figures_are_plain_json() -> None:
     assert json.loads(json.dumps(asdict(errors)))["worst_head"] == list(errors.worst_head)
 
 
-def test_chunks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     output, reference = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 50, 8)
     whole = flat(compare(output, reference))
     whole_summary = asdict(summary(output))
@@ -85,7 +85,7 @@ def test_percentiles_agree_with_torch() -> None:
     assert errors.row_cosine_min == pytest.approx(cosines.min().item())
 
 
-def test_a_broken_head_is_named() -> None:
+def test_broken_head_is_named() -> None:
     reference = torch.randn(2, 30, 64, 16)
     output = reference.clone()
     output[1, 17] = reference[1, 16]
@@ -96,7 +96,7 @@ def test_a_broken_head_is_named() -> None:
     assert errors.worst_head_relative_l1 > 1
 
 
-def test_a_broken_row_is_named() -> None:
+def test_broken_row_is_named() -> None:
     reference = torch.randn(2, 6, 2048, 32)
     output = reference.clone()
     output[1, 3, 2000] = -reference[1, 3, 2000]
@@ -108,7 +108,7 @@ def test_a_broken_row_is_named() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_element_is_counted_and_located(bad: float) -> None:
+def test_non_finite_element_is_counted_and_located(bad: float) -> None:
     reference = torch.randn(2, 3, 10, 4)
     output = reference.clone()
     output[1, 2, 7, 3] = bad
@@ -136,13 +136,13 @@ def test_nan_that_only_the_reference_has_is_a_mismatch() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 3), (1, 2, 3, 5), (1, 2, 0, 4)])
-def test_what_cannot_be_compared_is_refused(shape: tuple[int, ...]) -> None:
+def test_incomparable_tensors_are_refused(shape: tuple[int, ...]) -> None:
     reference = torch.zeros(1, 2, 3, 4) if 0 not in shape else torch.zeros(shape)
     with pytest.raises(ValueError, match="cannot compare an output of shape"):
         compare(torch.zeros(shape), reference)
 
 
-def test_summary_by_hand() -> None:
+def test_summary_equals_figures_by_hand() -> None:
     found = summary(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
     assert asdict(found) == pytest.approx(
         {"min": 1.0, "max": 6.0, "mean": 3.0, "std": math.sqrt((4 + 1 + 0 + 9) / 4)}
@@ -154,7 +154,7 @@ def test_summary_by_hand() -> None:
         summary(torch.empty(0))
 
 
-def test_where_by_hand() -> None:
+def test_places_of_errors_equal_figures_by_hand() -> None:
     reference = torch.ones(1, 2, 4, 2)
     output = reference.clone()
     output[0, 1, 2] = 3.0
@@ -178,7 +178,7 @@ def test_ranges_of_queries_cover_all(length: int) -> None:
         assert len(where.relative_l1[0]) == min(length, 64)
 
 
-def test_where_something_is_not_finite() -> None:
+def test_places_of_errors_include_non_finite_elements() -> None:
     reference = torch.ones(1, 1, 2, 2)
     output = reference.clone()
     output[0, 0, 1, 0] = math.nan

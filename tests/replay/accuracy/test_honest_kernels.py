@@ -78,7 +78,7 @@ def small_call(seed: int) -> AttentionCall:
 
 
 def outputs(call: AttentionCall, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Of PyTorch's kernels, and on every other call of one that scales the scores, as models do."""
+    """PyTorch's kernels, and on every second call one that scales the scores as models do."""
     same_width = call.query.shape[3] == call.value.shape[3]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[not same_width :]:
         with sdpa_kernel(backend):
@@ -138,7 +138,7 @@ def test_kernels_that_scale_the_scores_pass(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype_number", range(len(DTYPES)))
-def test_one_changed_row_fails(dtype_number: int) -> None:
+def test_changed_row_fails(dtype_number: int) -> None:
     for seed in fresh_seeds(30):
         call = small_call(3 * seed + dtype_number)
         expected = Expected.of(call)

@@ -112,7 +112,7 @@ def many_heads(dtype: torch.dtype, q_len: int = 16) -> AttentionCall:
 
 
 @pytest.mark.parametrize("q_len", [1, pytest.param(16, marks=pytest.mark.slow)])
-def test_the_whole_output_hides_what_heads_rows_and_the_yardstick_show(q_len: int) -> None:
+def test_quantised_rule_finds_errors_that_the_whole_output_hides(q_len: int) -> None:
     call = many_heads(torch.bfloat16, q_len)
     expected = Expected.of(call)
     whole_alone = replace(expected, call=None)
@@ -166,9 +166,7 @@ HARD = ("outlier channels", "one mean", "heavy tails", "sharp", "flat", "whole n
         for j, dtype in enumerate(DTYPES)
     ],
 )
-def test_honest_kernels_pass_wherever_the_whole_output_does(
-    values: str, dtype: torch.dtype
-) -> None:
+def test_honest_8_bit_kernels_pass(values: str, dtype: torch.dtype) -> None:
     mask = torch.rand(96, 200, generator=torch.Generator().manual_seed(0)) < 0.5
     first = time.time_ns() // 1000 % 2**40
     for seed in range(first, first + 5):
@@ -182,7 +180,7 @@ def test_honest_kernels_pass_wherever_the_whole_output_does(
                     assert verdict.passed, f"seed {seed}, {name}: {verdict.sentence}"
 
 
-def test_heads_and_rows_are_named() -> None:
+def test_sentence_names_heads_and_rows() -> None:
     call = hard_call("plain", 0, torch.float16)
     expected = Expected.of(call)
     output = attend(call, "sage 2")
@@ -196,7 +194,7 @@ def test_heads_and_rows_are_named() -> None:
     assert sentence.endswith("(8-bit attention in that head)")
 
 
-def test_it_is_computed_once_and_for_quantised_kernels_only(
+def test_noise_is_computed_once_for_quantised_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     computed = []
@@ -244,7 +242,7 @@ class TF32(torch.overrides.TorchFunctionMode):
 
 
 @pytest.mark.parametrize("outlier", [1.0, 30.0])
-def test_tf32_hardly_moves_the_limits_of_two_calls(outlier: float) -> None:
+def test_tf32_hardly_changes_limits(outlier: float) -> None:
     call = factories.sized_call((1, 4, 2, 256, 256, 64, 64), dtype=torch.bfloat16)
     call.key[..., :2] *= outlier
     expected, thresholds = Expected.of(call), QuantisedThresholds()
@@ -268,7 +266,7 @@ def test_tf32_hardly_moves_the_limits_of_two_calls(outlier: float) -> None:
 
 @pytest.mark.parametrize("values", HARD)
 @pytest.mark.parametrize("cuts", [False, True])
-def test_tf32_does_not_change_what_is_decided(values: str, cuts: bool) -> None:
+def test_tf32_does_not_change_verdicts(values: str, cuts: bool) -> None:
     """Though a head's worst row, an extreme, may differ by a tenth."""
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):
         call = hard_call(values, seed, dtype)
@@ -285,7 +283,7 @@ def test_tf32_does_not_change_what_is_decided(values: str, cuts: bool) -> None:
                 assert judge(each, rounded, "quantised").passed == passed, (seed, name)
 
 
-def test_thresholds_of_heads_and_rows() -> None:
+def test_thresholds_change_limits_of_heads_and_rows() -> None:
     call = hard_call("plain", 0, torch.float16)
     expected = Expected.of(call)
     output = attend(call, "flash 3")
@@ -298,7 +296,7 @@ def test_thresholds_of_heads_and_rows() -> None:
     assert judge(output, expected, "quantised", loose).passed
 
 
-def test_nan_leaves_its_rows_out() -> None:
+def test_rows_with_nan_are_left_out() -> None:
     call = hard_call("plain", 0, torch.float16)
     call.query[0, 1, 5] = math.nan
     output = F.scaled_dot_product_attention(**call.arguments())
@@ -308,7 +306,7 @@ def test_nan_leaves_its_rows_out() -> None:
     assert not judge(output, Expected.of(call), "quantised").passed
 
 
-def test_round_trips_by_hand() -> None:
+def test_round_trips_equal_figures_by_hand() -> None:
     largest = torch.tensor(127.0)
     numbers = torch.tensor([126.6, 0.4, -3.5, 0.0])
     assert to_int8(numbers, largest).tolist() == [127.0, 0.0, -4.0, 0.0]
@@ -317,7 +315,7 @@ def test_round_trips_by_hand() -> None:
     assert to_fp8(eighths, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, 448.0]
 
 
-def test_relative_l1_and_its_margin_by_hand() -> None:
+def test_relative_l1_and_margin_equal_figures_by_hand() -> None:
     signal = torch.full((32,), 2.0, dtype=torch.float64)
     absolute = signal * torch.tensor([0.1, 0.3]).double().repeat(16)
     found, margin = quantised._ratio(absolute, signal, numbers=50).tolist()
@@ -328,7 +326,7 @@ def test_relative_l1_and_its_margin_by_hand() -> None:
     assert few[1].isinf()
 
 
-def test_without_a_call_only_the_whole_output_is_judged() -> None:
+def test_only_the_whole_output_is_judged_without_a_call() -> None:
     reference = one_head([1.0, 0.0], [0.0, 1.0])
     expected = replace(Expected.of(hard_call("plain", 0, torch.float16)), reference=reference)
     verdict = judge(reference, replace(expected, call=None), "quantised")

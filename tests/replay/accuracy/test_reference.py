@@ -45,7 +45,7 @@ def torch_math(call: AttentionCall) -> Tensor:
     block_elements=st.sampled_from([1, 17, 2**24]),
     seed=st.integers(0, 100),
 )
-def test_equals_torch_math(
+def test_reference_equals_torch_math(
     batch: int,
     kv_heads: int,
     group: int,
@@ -80,7 +80,7 @@ def test_equals_torch_math(
     torch.testing.assert_close(output, torch_math(call), rtol=1e-12, atol=1e-12)
 
 
-def test_one_line_formula() -> None:
+def test_reference_equals_a_one_line_formula() -> None:
     call = sized_call((1, 1, 1, 3, 4, 8, 8), dtype=torch.float64)
     weights = torch.softmax(call.query @ call.key.mT / math.sqrt(8), dim=-1)
     torch.testing.assert_close(attention(call), weights @ call.value, rtol=1e-14, atol=1e-14)
@@ -98,7 +98,7 @@ def test_fully_masked_rows_are_zero_as_in_torch(kind: str) -> None:
     assert (output[:, :, 5] != 0).all()
 
 
-def test_no_keys_give_zeros() -> None:
+def test_output_is_zero_without_keys() -> None:
     assert (attention(random_call(kv_len=0)) == 0).all()
     assert (torch_math(random_call(kv_len=0)) == 0).all()
 
@@ -107,7 +107,7 @@ def test_no_keys_give_zeros() -> None:
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("mask", ["none", "causal", "bool"])
 @pytest.mark.parametrize("block_elements", [26, 2**24])
-def test_non_finite_inputs_reach_what_they_reach_in_torch_math(
+def test_non_finite_inputs_spread_as_in_torch_math(
     name: str, bad: float, mask: str, block_elements: int
 ) -> None:
     allowed = torch.rand(9, 13) > 0.5 if mask == "bool" else None
@@ -129,7 +129,7 @@ def test_mask_and_causal_together_mean_both() -> None:
     torch.testing.assert_close(attention(both, block_elements=40), attention(intersection))
 
 
-def test_strided_inputs() -> None:
+def test_strided_inputs_are_read() -> None:
     call = random_call()
     moved = call.with_tensors(
         {
@@ -161,7 +161,7 @@ def test_same_dtype_rounds_as_torch_math_does_in_16_bits(dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scale", [None, -0.3])
-def test_same_dtype_also_scales_the_scores(dtype: torch.dtype, scale: float | None) -> None:
+def test_same_dtype_has_a_form_with_scaled_scores(dtype: torch.dtype, scale: float | None) -> None:
     call = replace(sized_call((1, 1, 1, 4, 64, 32, 8), dtype=dtype), scale=scale)
     scores = (call.query @ call.key.mT) * call.softmax_scale
     expected = scores.softmax(-1) @ call.value
@@ -189,7 +189,7 @@ def test_unscaled_scores_that_overflow_float16_give_nan_in_the_second_output_onl
     assert after[0, 0].isnan().all(-1).tolist() == [True, True, False, True]
 
 
-def test_unequal_heads_are_refused_with_a_sentence() -> None:
+def test_unequal_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="3 query heads cannot share 2"):
         attention(random_call(q_heads=3, kv_heads=2))
 

@@ -37,7 +37,7 @@ def test_indices_become_a_mask(make_call: MakeCall) -> None:
     ]
 
 
-def test_a_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
+def test_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None:
     chosen = torch.tensor([True, True, False, False])
     own = torch.tensor([True, False, True, False])
     plain = make_call(kv_len=4)
@@ -54,7 +54,7 @@ def test_a_choice_is_joined_with_the_calls_own_mask(make_call: MakeCall) -> None
     assert kept_share(added, restricted(added, chosen)) == 0.5
 
 
-def test_what_nobody_reads_cannot_spoil_the_reference(make_call: MakeCall) -> None:
+def test_unread_keys_cannot_spoil_the_reference(make_call: MakeCall) -> None:
     call = make_call(q_heads=4, kv_heads=2, kv_len=6)
     chosen = mask_of_tokens(torch.tensor([[[0, 1], [4, 5]]]), call)
     expected = attention(restricted(call, chosen))
@@ -65,7 +65,7 @@ def test_what_nobody_reads_cannot_spoil_the_reference(make_call: MakeCall) -> No
 
 
 @pytest.mark.parametrize("chosen", [torch.ones(13), torch.ones(2, 13, dtype=torch.bool)])
-def test_what_is_no_choice(make_call: MakeCall, chosen: Tensor) -> None:
+def test_invalid_choice_is_refused(make_call: MakeCall, chosen: Tensor) -> None:
     with pytest.raises(ValueError, match="a bool mask that broadcasts to"):
         restricted(make_call(), chosen)
 
@@ -83,7 +83,7 @@ def row_of(kernel: Kernel, call: AttentionCall, quick: Settings) -> Row:
     return next(row for row in found if row.kernel == kernel.name)
 
 
-def test_a_users_own_sparse_kernel(
+def test_sparse_kernel_of_a_user_is_judged(
     make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
 ) -> None:
     kernel = kernels("mine", sparse, accuracy_class="sparse", chosen=every_other)
@@ -98,7 +98,7 @@ def test_a_users_own_sparse_kernel(
     assert row_from_json(json.loads(json.dumps(row_to_json(row)))) == row
 
 
-def test_one_that_chose_otherwise_than_it_says(
+def test_kernel_that_misreports_its_choice_is_inaccurate(
     make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
 ) -> None:
     def odd(call: AttentionCall) -> Tensor:
@@ -110,7 +110,7 @@ def test_one_that_chose_otherwise_than_it_says(
     assert "on the keys it chose" in row.reason
 
 
-def test_one_whose_choice_fails_costs_its_row(
+def test_failing_choice_costs_its_row(
     make_call: MakeCall, kernels: Callable[..., Kernel], quick: Settings
 ) -> None:
     def broken(call: AttentionCall) -> Tensor:

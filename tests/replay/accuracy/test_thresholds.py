@@ -1,4 +1,4 @@
-"""The file of `replay --tolerances`: what it may say, and what is said of what it may not."""
+"""The file of `replay --tolerances`: valid contents, and messages about invalid ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def read(text: str, directory: Path) -> Thresholds:
     return Thresholds.read(path)
 
 
-def test_what_a_file_says_replaces_the_defaults(tmp_path: Path) -> None:
+def test_file_replaces_the_defaults(tmp_path: Path) -> None:
     found = read("[quantised]\nminimum_cosine = 0.98\n[sparse]\nrounding_factor = 6\n", tmp_path)
     assert found == Thresholds(
         quantised=QuantisedThresholds(minimum_cosine=0.98),
@@ -56,7 +56,7 @@ def test_what_a_file_says_replaces_the_defaults(tmp_path: Path) -> None:
         ("[exact\n", "is not TOML: "),
     ],
 )
-def test_what_it_may_not_say(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ThresholdsError) as caught:
         read(text, tmp_path)
     assert message in str(caught.value)
@@ -64,12 +64,12 @@ def test_what_it_may_not_say(text: str, message: str, tmp_path: Path) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ThresholdsError, match=r"cannot read .*none\.toml: No such file"):
         Thresholds.read(tmp_path / "none.toml")
 
 
-def test_workers_receive_them() -> None:
+def test_workers_receive_thresholds() -> None:
     changed = Thresholds(exact=ExactThresholds(rounding_factor=6.0))
     settings = factories.settings(tolerances=changed)
     assert Settings.from_json(settings.to_json()) == settings

@@ -1,4 +1,4 @@
-"""What an exact kernel may err by, from the call's own data."""
+"""The tolerance of exact kernels, from the call's own data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def ones(*shape: int, dtype: torch.dtype = torch.bfloat16) -> AttentionCall:
     return AttentionCall(*(torch.ones(shape, dtype=dtype) for _ in range(3)))
 
 
-def test_tolerance_by_hand() -> None:
+def test_tolerance_equals_figures_by_hand() -> None:
     call = ones(1, 1, 1, 1)
     reference = torch.full((1, 1, 1, 1), 1 + 2**-9, dtype=torch.float64)
     spread = torch.zeros(1, 1, 1)
@@ -45,8 +45,8 @@ def test_tolerance_ignores_what_overflowed() -> None:
     assert float(found.rows.eager) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_the_larger_error_of_two_forms_counts() -> None:
-    """Of each head: the first output is off in one, the second in the other and in part NaN."""
+def test_larger_error_of_two_forms_counts() -> None:
+    """The first output is wrong in one head, the second in the other, where it is partly NaN."""
     reference = torch.ones(1, 2, ROWS_OF_A_HEAD, 1, dtype=torch.float64)
     first, second = reference.clone(), reference.clone()
     first[0, 0, 3] += 1
@@ -64,7 +64,7 @@ def test_the_larger_error_of_two_forms_counts() -> None:
         tolerance(call, [first, second[:, :1]], reference, spread)
 
 
-def test_rows_by_hand() -> None:
+def test_row_limits_equal_figures_by_hand() -> None:
     """u · √(‖o‖² + spread²): 5 and 13 times 2⁻⁸; the eager row is off by twice the first."""
     reference = one_head([3.0, 0.0], [0.0, 5.0])
     eager = one_head([3.0, 0.0390625], [0.0, 5.0])
@@ -77,7 +77,7 @@ def test_rows_by_hand() -> None:
     torch.testing.assert_close(limits, 16 * rows.noise)
 
 
-def test_what_rows_err_by_in_common_by_hand() -> None:
+def test_bias_limits_equal_figures_by_hand() -> None:
     """Eager rows are too long by 2⁻⁷ and too short by 2⁻⁸ of 4, with 2⁻⁸ of noise: ¼ in common."""
     reference = one_head([4.0, 0.0], [0.0, 4.0])
     eager = one_head([4.0 + 2**-5, 0.0], [0.0, 4.0 - 2**-6])
@@ -93,7 +93,7 @@ def test_what_rows_err_by_in_common_by_hand() -> None:
     assert found == pytest.approx(math.sqrt(2) * row + shared)
 
 
-def test_rows_of_unknown_noise_have_nothing_in_common() -> None:
+def test_rows_of_unknown_noise_add_no_bias() -> None:
     reference = one_head([4.0, 0.0], [math.inf, 0.0])
     rows = tolerance(ones(1, 1, 2, 2), [reference], reference, torch.zeros(1, 1, 2)).rows
     assert rows is not None
@@ -130,7 +130,7 @@ def test_float32_has_the_noise_of_its_sums() -> None:
 
 
 @pytest.mark.parametrize("mask", [None, torch.tensor([True, True, False, True])])
-def test_spread_by_hand(mask: Tensor | None) -> None:
+def test_spread_equals_figures_by_hand(mask: Tensor | None) -> None:
     """Equal probabilities: √Σ(‖v‖/n)²."""
     value = torch.tensor([[3.0, 4.0], [0.0, 2.0], [6.0, 8.0], [1.0, 0.0]])[None, None]
     call = AttentionCall(torch.zeros(1, 1, 1, 8), torch.ones(1, 1, 4, 8), value, attn_mask=mask)

@@ -1,4 +1,4 @@
-"""What calls ask beyond SDPA: the reference against one dense formula, and against libraries."""
+"""Calls beyond SDPA: the reference against one dense formula, and against libraries."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def calls(draw: Any) -> AttentionCall:
 
 @settings(max_examples=150, deadline=None)
 @given(calls(), st.sampled_from([1, 7, 2**24]))
-def test_the_reference_is_the_formula(call: AttentionCall, block_elements: int) -> None:
+def test_reference_is_the_formula(call: AttentionCall, block_elements: int) -> None:
     expected = dense(call)
     assert torch.allclose(attention(call, block_elements=block_elements), expected)
     parts = [call] if call.page_table is None else sequences(call)
@@ -127,7 +127,7 @@ def test_8_bit_noise_is_small_beside_the_output(call: AttentionCall) -> None:
         assert noise.whole[0].max() < 0.15
 
 
-def test_a_key_out_of_sight_never_reaches_an_output() -> None:
+def test_key_out_of_sight_never_reaches_an_output() -> None:
     call = random_call(
         q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(window=(2, None))
     )
@@ -147,7 +147,7 @@ def test_nothing_reaches_the_output_of_a_sequence_without_keys(sinks: Tensor | N
     assert output[1].isfinite().all()
 
 
-def test_nor_is_what_follows_the_keys_in_the_noise_of_8_bits() -> None:
+def test_values_after_the_keys_are_not_in_8_bit_noise() -> None:
     used = torch.tensor([40, 64], dtype=torch.int32)
     call = random_call(batch=2, q_len=4, kv_len=64, seqused_k=used)
     call.key[0, :, 40:] = call.value[0, :, 40:] = 0.0
@@ -161,8 +161,8 @@ def test_nor_is_what_follows_the_keys_in_the_noise_of_8_bits() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_what_follows_the_keys_in_a_page_never_reaches_an_output(packed: bool) -> None:
-    """Nor does a page of nobody's, or what the table says after a sequence's last page."""
+def test_values_after_the_keys_of_a_page_never_reach_an_output(packed: bool) -> None:
+    """Neither does an unused page, or the table's entries after a sequence's last page."""
     starts = {"cu_seqlens_q": torch.tensor([0, 1, 3])} if packed else {}
     call = paged_call([6, 3], 4, **starts)
     expected = attention(call)
@@ -178,7 +178,7 @@ def test_what_follows_the_keys_in_a_page_never_reaches_an_output(packed: bool) -
     assert torch.equal(found, expected)
 
 
-def test_features_are_what_a_kernel_must_know() -> None:
+def test_features_of_a_call_are_listed() -> None:
     square = random_call(
         q_len=8, kv_len=8, is_causal=True, variant=AttentionVariant(bottom_right=True)
     )
@@ -191,7 +191,9 @@ def test_features_are_what_a_kernel_must_know() -> None:
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("window", [(3, 0), (None, 2), (0, 0)])
-def test_agrees_with_flex_attention(window: tuple[int | None, int], softcap: float | None) -> None:
+def test_reference_agrees_with_flex_attention(
+    window: tuple[int | None, int], softcap: float | None
+) -> None:
     left, right = window
     variant = AttentionVariant(window=window, softcap=softcap)
     call = random_call(q_len=16, kv_len=16, head_dim=16, variant=variant)
@@ -208,7 +210,7 @@ def test_agrees_with_flex_attention(window: tuple[int | None, int], softcap: flo
     assert torch.allclose(attention(call), found.double(), atol=1e-5)
 
 
-def test_agrees_with_gemma_2_and_gpt_oss() -> None:
+def test_reference_agrees_with_gemma_2_and_gpt_oss() -> None:
     from transformers.models.gemma2 import modeling_gemma2
     from transformers.models.gpt_oss import modeling_gpt_oss
 
@@ -234,7 +236,7 @@ def test_agrees_with_gemma_2_and_gpt_oss() -> None:
     assert torch.allclose(sunk.transpose(1, 2).double(), expected, atol=1e-5)
 
 
-def test_agrees_with_causal_lower_right() -> None:
+def test_reference_agrees_with_causal_lower_right() -> None:
     from torch.nn.attention.bias import causal_lower_right
 
     call = random_call(

@@ -1,4 +1,4 @@
-"""What passes and what does not: honest kernels of torch on hard inputs, and broken outputs."""
+"""Verdicts on honest kernels of torch with hard inputs, and on broken outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def verdict_of(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("accuracy_class", ["exact", "quantised"])
-def test_a_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -> None:
+def test_non_finite_element_fails(bad: float, accuracy_class: AccuracyClass) -> None:
     reference = torch.randn(2, 3, 10, 4)
     output = reference.clone()
     output[1, 2, 7, 3] = bad
@@ -61,7 +61,7 @@ def exact_verdict(output: Tensor, call: AttentionCall) -> OutputVerdict:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_exact_rule_passes_torch_and_fails_what_is_broken(
+def test_exact_rule_passes_torch_and_fails_broken_outputs(
     dtype: torch.dtype, is_causal: bool
 ) -> None:
     call = long_call(dtype, is_causal)
@@ -107,7 +107,7 @@ def test_exact_sentence_has_the_numbers() -> None:
     assert verdict_of(output, reference, "exact", Tolerance(0.015625, 0.0)).passed
 
 
-def test_sparse_is_judged_as_exact() -> None:
+def test_sparse_outputs_are_judged_as_exact() -> None:
     call = long_call(torch.bfloat16)
     expected = Expected.of(call)
     for output in (expected.reference.to(call.dtype), torch.zeros_like(call.query)):
@@ -127,7 +127,7 @@ def test_float32_tolerance_covers_another_order_of_sums() -> None:
     assert not exact_verdict(output * (1 + 1e-4), call).passed
 
 
-def test_quantised_class() -> None:
+def test_quantised_rule_limits_cosine_and_relative_l1() -> None:
     call = long_call(torch.bfloat16)
     reference = attention(call)
     noise = torch.randn_like(reference) * reference.square().mean().sqrt()
@@ -182,7 +182,7 @@ def test_one_lost_row_of_a_long_causal_call_fails(dtype: torch.dtype, length: in
 
 @pytest.mark.parametrize("length", [64, 512])
 def test_one_key_too_many_fails(length: int) -> None:
-    """Of 201: every row is a third of a percent short, within what rounding does to one."""
+    """Every row is a third of a percent too short, which rounding could do to a single row."""
     generator = torch.Generator().manual_seed(1)
     query, key, value = (
         torch.randn(1, 2, size, 64, generator=generator).half() for size in (length, 201, 201)
@@ -266,8 +266,8 @@ def test_rows_whose_noise_is_unknown_are_not_judged() -> None:
         output[0, 0, 0] = reference[0, 0, 0]
 
 
-def test_a_few_elements_have_the_noise_of_their_worst_row() -> None:
-    """The eager kernel can be right by luck, which is no measure for others."""
+def test_few_elements_have_the_noise_of_their_worst_row() -> None:
+    """The eager kernel can be right by luck, which must not limit others."""
     verdict = verdict_of(one_head([1.0]), one_head([1.5]), "exact", Tolerance(0.0, 0.1, noise=0.1))
     assert not verdict.passed
     assert verdict.sentence == (
@@ -275,7 +275,7 @@ def test_a_few_elements_have_the_noise_of_their_worst_row() -> None:
     )
 
 
-def test_thresholds_are_those_of_the_class() -> None:
+def test_class_has_its_own_thresholds() -> None:
     reference, output = one_head([1.0, 0.0]), one_head([1.25, 0.0])
     allowed = Tolerance(0.1, 0.0, rows=rows_of([0.05]))
     wide, narrow = ExactThresholds(3.0, 8.0), ExactThresholds()
@@ -292,7 +292,7 @@ def test_thresholds_are_those_of_the_class() -> None:
     assert not judge(output, Expected(reference, allowed), "quantised").passed
 
 
-def test_the_verdict_says_where() -> None:
+def test_verdict_names_places() -> None:
     reference = torch.ones(2, 3, 128, 4)
     output = reference.clone()
     output[1, 2, 10:12] += 0.5
@@ -303,7 +303,7 @@ def test_the_verdict_says_where() -> None:
 
 @pytest.mark.parametrize("accuracy_class", ["exact", "quantised", "sparse"])
 @pytest.mark.parametrize("q_len", [9, 70])
-def test_without_keys_zeros_alone_are_right(accuracy_class: AccuracyClass, q_len: int) -> None:
+def test_only_zeros_are_right_without_keys(accuracy_class: AccuracyClass, q_len: int) -> None:
     call = random_call(q_heads=4, kv_heads=2, q_len=q_len, kv_len=0, dtype=torch.bfloat16)
     chosen = torch.ones(q_len, 0, dtype=torch.bool) if accuracy_class == "sparse" else None
     expected, zeros = Expected.of(call, chosen), torch.zeros_like(call.query)

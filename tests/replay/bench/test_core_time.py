@@ -53,7 +53,7 @@ def test_core_time(
         assert rows[name].flags == (f"no core time: RuntimeError: {reason}",)
 
 
-def test_a_core_that_changes_the_inputs_spoils_nobody_elses(
+def test_core_that_changes_inputs_spoils_no_other_row(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     def prepare(call: AttentionCall, changes: bool) -> Callable[[], Tensor]:
@@ -77,7 +77,7 @@ def test_a_core_that_changes_the_inputs_spoils_nobody_elses(
         assert rows[name].core_time_ms is not None
 
 
-def test_a_core_is_judged_by_the_product_with_its_scale(
+def test_core_is_judged_by_the_product_with_its_scale(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     def prepare(call: AttentionCall, scale: float) -> Callable[[], Tensor]:
@@ -106,7 +106,7 @@ def test_a_core_is_judged_by_the_product_with_its_scale(
         (lambda output: (output, None), "returned tuple, not a tensor"),
     ],
 )
-def test_a_core_that_returns_something_else_has_no_time(
+def test_core_that_returns_something_else_has_no_time(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,

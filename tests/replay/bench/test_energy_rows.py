@@ -23,7 +23,7 @@ from tests.replay.bench.small_kernels import (
 )
 
 
-def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
+def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -72,7 +72,7 @@ def test_energy_is_measured_of_what_was_timed_and_costs_no_row(
     assert [rows[name].status for name in names] == ["ok"] * 4
 
 
-def test_no_energy_for_results_that_were_kept(
+def test_energy_is_withheld_for_reused_results(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,

@@ -1,4 +1,4 @@
-"""What this machine cannot replay is refused before it starts, with what fits."""
+"""Shapes that this machine cannot replay are refused before the start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay.workloads.random_masks import MASKS
 CPU = torch.device("cpu")
 
 
-def test_a_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     specs = suite("sage", "float32")
 
     def machine(gigabytes: float, flops_per_second: float) -> None:
@@ -41,7 +41,7 @@ def test_a_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_mask_counts_what_it_takes(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
+def test_mask_memory_is_counted(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
     """A mask of 2 ** 32 pairs takes 4 GiB, three times over, beside 1 GiB for all the rest."""
     spec = replace(suite("sage", "float16")[0], q_len=2**16, kv_len=2**16, mask=mask, batch=1)
     spec = replace(spec, q_heads=1, kv_heads=1)

@@ -14,7 +14,9 @@ from replay.isolation.process_state import ProcessState
 from tests.replay.bench.small_kernels import MakeCall, Register, sdpa
 
 
-def test_first_calls(make_call: MakeCall, kernels: Register, quick: Settings) -> None:
+def test_first_calls_are_timed_and_failures_left_out(
+    make_call: MakeCall, kernels: Register, quick: Settings
+) -> None:
     called = []
 
     def compiles(*arguments: Any, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which kernels run a call without its mask, and that they are judged by the call with it."""
+"""Kernels that run a call without its mask are judged by the call with the mask."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Rows = Callable[..., dict[str, Row]]
     ],
     ids=["window", "float window", "padding", "no mask"],
 )
-def test_a_kernel_that_refuses_the_mask_runs_what_it_amounts_to(
+def test_kernel_that_refuses_the_mask_runs_equal_options(
     mask: Tensor, words: str, rows: Rows
 ) -> None:
     found = rows(masked(mask), kernel("mine"), kernel("masked", sdpa, unsupported=lambda _: None))
@@ -80,7 +80,7 @@ def test_a_kernel_that_refuses_the_mask_runs_what_it_amounts_to(
     assert found["mine"].flop_per_byte == pytest.approx(found["masked"].flop_per_byte, rel=0.5)
 
 
-def test_it_is_judged_by_the_mask(rows: Rows) -> None:
+def test_rewritten_call_is_judged_by_the_mask(rows: Rows) -> None:
     def wider(*args: Tensor, **options: Any) -> Tensor:
         return windowed(*args, **{**options, "window": (4, 0)})
 
@@ -88,7 +88,7 @@ def test_it_is_judged_by_the_mask(rows: Rows) -> None:
     assert (found.status, found.restated_as) == ("inaccurate", "window 3/0")
 
 
-def test_a_kernel_that_cannot_do_either_says_what_it_says_of_the_mask(rows: Rows) -> None:
+def test_kernel_that_refuses_both_forms_gives_its_reason_for_the_mask(rows: Rows) -> None:
     call = masked(WINDOW[None, None])
     found = rows(call, kernel("plain", features=frozenset()))["plain"]
     assert (found.status, found.reason) == ("unsupported", "takes no attn_mask")
@@ -98,7 +98,7 @@ def test_a_kernel_that_cannot_do_either_says_what_it_says_of_the_mask(rows: Rows
     assert (found.status, found.call.mask_structure) == ("unsupported", "")
 
 
-def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
+def test_kernel_that_prefers_options_gets_them(rows: Rows) -> None:
     taken: list[bool] = []
 
     def either(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_kernel_may_prefer_the_options(rows: Rows) -> None:
         assert set(taken) == {not words}
 
 
-def test_where_rows_are_for_a_model_what_takes_the_mask_gets_it(
+def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(
     workload: MakeWorkload, quick: Settings
 ) -> None:
     either = kernel(
@@ -149,7 +149,7 @@ def test_both_forms_are_timed_on_the_same_changing_inputs(rows: Rows) -> None:
         assert torch.equal(tensor, before[name])
 
 
-def test_a_result_that_is_kept_is_found_in_the_restated_form_too(rows: Rows) -> None:
+def test_reused_result_is_found_in_the_rewritten_form(rows: Rows) -> None:
     kept: list[Tensor] = []
 
     def lazy(*args: Tensor, **options: Any) -> Tensor:
@@ -161,7 +161,7 @@ def test_a_result_that_is_kept_is_found_in_the_restated_form_too(rows: Rows) -> 
     assert "when timed" in found.reason or "when called again" in found.reason
 
 
-def test_lengths_that_a_kernel_changes_are_put_back(rows: Rows) -> None:
+def test_lengths_that_a_kernel_changes_are_restored(rows: Rows) -> None:
     def counting(*args: Tensor, **options: Any) -> Tensor:
         output = windowed(*args, **options)
         options["seqused_k"].sub_(1)

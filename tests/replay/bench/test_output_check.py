@@ -1,4 +1,4 @@
-"""What becomes of kernels that are wrong, broken or unfair: small fake ones."""
+"""Rows of small fake kernels that are wrong, broken or unfair."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
 }
 
 
-def test_outcomes(
+def test_each_outcome_has_its_status(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     call = make_call(scale=0.3)
@@ -143,7 +143,7 @@ def test_kernels_run_without_gradients_and_not_in_inference_mode(
     assert modes == {(False, False)}
 
 
-def test_what_is_timed_is_judged_too(
+def test_timed_calls_are_judged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     """Right on the first call and then not: a graph that lost a launch, a result kept too long."""
@@ -173,7 +173,7 @@ def test_what_is_timed_is_judged_too(
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
 
 
-def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
+def test_kernel_that_reuses_output_memory_is_flagged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     """As one that replays a CUDA graph does: a model that keeps two outputs would have one."""
@@ -191,7 +191,7 @@ def test_a_kernel_that_returns_the_same_memory_again_is_flagged(
     } == {"static": ("ok", (flag,)), "part": ("ok", (flag,)), "fresh": ("ok", ())}
 
 
-def test_an_output_that_shows_what_its_memory_held_is_flagged(
+def test_unwritten_output_is_flagged(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -222,7 +222,7 @@ def test_an_output_that_shows_what_its_memory_held_is_flagged(
 @pytest.mark.parametrize(
     "call_number", [1, 2, CALLS_TO_CHECK + 2, CALLS_TO_CHECK + CALLS_TO_WARM_UP + 2]
 )
-def test_a_kernel_that_ends_the_program_loses_its_row_only(
+def test_kernel_that_exits_loses_only_its_row(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -250,7 +250,7 @@ def test_a_kernel_that_ends_the_program_loses_its_row_only(
         assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
-def test_references_and_noise_floor(
+def test_errors_are_recorded_against_each_output(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     call = make_call(dtype=torch.bfloat16, with_output=True)
@@ -272,7 +272,7 @@ def test_references_and_noise_floor(
     assert without.output_summary is None
 
 
-def test_a_reference_kernel_that_changes_inputs_or_fails(
+def test_compared_kernel_may_change_inputs_or_fail(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     def mutating(**arguments: Any) -> Tensor:
@@ -293,7 +293,7 @@ def test_a_reference_kernel_that_changes_inputs_or_fails(
     assert (rows["mutating"].status, rows["mutating"].changed_inputs) == ("error", ("key",))
 
 
-def test_quantised_kernels_have_their_own_rule(
+def test_quantised_kernels_are_judged_by_their_own_rule(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     rough: Callable[..., Tensor] = lambda **a: sdpa(**a) * 1.05  # noqa: E731 - a kernel's name
@@ -309,7 +309,7 @@ def test_quantised_kernels_have_their_own_rule(
     assert rows["rough-int8"].status == "ok"
 
 
-def test_a_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
+def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     """A channel of recorded keys may be far from zero, as long as its mean can be subtracted."""

@@ -12,7 +12,7 @@ from replay.bench.resources import with_peak_bytes
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """What CUDA says is allocated now and was at most."""
+    """Pretended CUDA with a current and a peak allocation."""
     figures = {"now": 140, "most": 900}
 
     def allocate(count: int, *, device: torch.device) -> None:
@@ -29,7 +29,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return figures
 
 
-def test_peak_is_beyond_what_is_there(memory: dict[str, int]) -> None:
+def test_peak_memory_excludes_earlier_allocations(memory: dict[str, int]) -> None:
     def call() -> None:
         assert not gc.isenabled()  # what it frees would be taken off
         memory["most"] = 130

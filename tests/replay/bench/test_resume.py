@@ -140,17 +140,17 @@ def through_a_file(row: Row) -> Row:
 
 @given(rows(st.floats(allow_nan=False, allow_infinity=False)))
 @settings(max_examples=60, deadline=None)
-def test_a_row_comes_back_as_it_was(row: Row) -> None:
+def test_row_is_read_back_unchanged(row: Row) -> None:
     assert through_a_file(row) == row
 
 
 @given(rows(st.floats()))
 @settings(max_examples=60, deadline=None)
-def test_a_row_with_nan_and_infinities_is_written_again_as_it_was(row: Row) -> None:
+def test_row_with_nan_and_infinities_is_rewritten_unchanged(row: Row) -> None:
     assert row_to_json(through_a_file(row)) == row_to_json(row)
 
 
-def test_infinity_comes_back_as_nan() -> None:
+def test_infinity_is_read_back_as_nan() -> None:
     row = factories.row(output_summary=Summary(-math.inf, 1.0, math.nan, 0.0))
     summary = through_a_file(row).output_summary
     assert summary is not None
@@ -158,7 +158,7 @@ def test_infinity_comes_back_as_nan() -> None:
     assert summary.max == 1.0
 
 
-def test_no_field_of_a_row_is_forgotten_here() -> None:
+def test_full_row_has_a_value_in_every_field() -> None:
     """A strategy that leaves a field out would not see that it does not come back."""
     example = rows(st.floats(0, 1))
     built = repr(example)
@@ -174,7 +174,7 @@ HERE = Machine("H200", torch="2.11.0")
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
-    """Of one of `CALLS`."""
+    """Rows of one of `CALLS`."""
     shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
     usual = {"model": "random", "weights": random_weights("normal"), "module": "", "phase": ""}
     facts = {**usual, "shape": shape, **fields}
@@ -200,14 +200,14 @@ def names(left: list[Workload]) -> list[str]:
     return [each.name for each in left]
 
 
-def test_a_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
+def test_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(0, "baseline"), row(1, "a")]
     kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[:3]
     assert names(left) == ["random-01", "random-02"]
 
 
-def test_and_in_every_environment(written: Callable[..., Path]) -> None:
+def test_call_is_finished_when_every_environment_has_its_rows(written: Callable[..., Path]) -> None:
     """A kernel that two of them have is not done when one of them was."""
     assigned = {**ASSIGNED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
@@ -216,7 +216,7 @@ def test_and_in_every_environment(written: Callable[..., Path]) -> None:
     assert names(left) == ["random-01", "random-02"]
 
 
-def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
+def test_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]) -> None:
     kept, left = finished_rows(
         written([factories.unreadable("random-00"), row(1, "a"), row(1, "b")]),
         CALLS,
@@ -229,7 +229,7 @@ def test_a_call_that_could_not_be_read_is_tried_again(written: Callable[..., Pat
 
 
 @pytest.mark.parametrize("end", ["{", '{"schema": 2, "kern', '{"schema": 2, "kernel": "größe'])
-def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None:
+def test_cut_off_line_costs_the_last_call(written: Callable[..., Path], end: str) -> None:
     """It may be of the call before it, so that one is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
     kept, left = finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
@@ -238,7 +238,7 @@ def test_a_line_that_was_cut_off(written: Callable[..., Path], end: str) -> None
     assert finished_rows(written([], end), CALLS, ASSIGNED, [HERE], SETTINGS) == ([], list(CALLS))
 
 
-def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
+def test_call_without_its_baseline_is_replayed(written: Callable[..., Path]) -> None:
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b"), row(1, "baseline")]
     rows = [replace(each, speedup=factories.speedup_over("baseline")) for each in rows]
     kept, left = finished_rows(written(rows), CALLS, ASSIGNED, [HERE], SETTINGS)
@@ -246,7 +246,7 @@ def test_a_call_whose_baseline_is_missing(written: Callable[..., Path]) -> None:
     assert names(left) == ["random-00", "random-02"]
 
 
-def test_no_file_yet(tmp_path: Path) -> None:
+def test_missing_file_has_no_rows(tmp_path: Path) -> None:
     assert finished_rows(tmp_path / "rows.jsonl", CALLS, ASSIGNED, [HERE], SETTINGS) == (
         [],
         list(CALLS),
@@ -273,7 +273,7 @@ def test_no_file_yet(tmp_path: Path) -> None:
         ([row(0, "a", mask=Mask("bool", (1, 1, 1, 4)))], "", "rows of another random-00"),
     ],
 )
-def test_another_file(
+def test_rows_of_another_call_are_refused(
     written: Callable[..., Path], rows: list[Row], end: str, sentence: str
 ) -> None:
     with pytest.raises(RowsError, match=sentence):
@@ -281,7 +281,7 @@ def test_another_file(
 
 
 @pytest.mark.parametrize(("schema", "version"), [(None, 1), (1, 1), (99, 99)])
-def test_rows_of_another_version(
+def test_rows_of_another_version_are_refused(
     written: Callable[..., Path], schema: int | None, version: int
 ) -> None:
     path = written([row(0, "a")], "")
@@ -293,7 +293,7 @@ def test_rows_of_another_version(
         finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
-def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
+def test_row_with_an_unknown_field_is_refused(written: Callable[..., Path]) -> None:
     path = written([row(0, "a")], "")
     path.write_text(json.dumps(json.loads(path.read_text()) | {"colour": "red"}) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row"):
@@ -315,7 +315,7 @@ def test_a_row_with_a_field_of_no_version(written: Callable[..., Path]) -> None:
         (replace(HERE, device="H100"), "fa4", r"with device H100 \(now H200\)"),
     ],
 )
-def test_rows_of_another_machine(
+def test_rows_of_another_machine_are_refused(
     written: Callable[..., Path], machine: Machine, environment: str, sentence: str | None
 ) -> None:
     measured = replace(row(0, "a", environment), machine=machine)
@@ -326,7 +326,7 @@ def test_rows_of_another_machine(
         finished_rows(written([measured]), CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
-def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> None:
+def test_rows_of_joined_calls_are_continued(written: Callable[..., Path], tmp_path: Path) -> None:
     """They are continued with the same parts, and not with those of another step."""
     for rank in (0, 1):
         store_part(tmp_path / "calls", random_call(q_heads=4), rank, [0, 1], step=2)
@@ -341,7 +341,7 @@ def test_rows_of_joined_calls(written: Callable[..., Path], tmp_path: Path) -> N
         finished_rows(written([other]), calls, kernels, [HERE], SETTINGS)
 
 
-def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
+def test_call_that_was_replayed_again_keeps_its_later_rows() -> None:
     first, again = row(0, "a"), row(0, "a")
     beside, of_another = row(0, "b"), row(1, "b")
     elsewhere = row(0, "a", "fa4")
@@ -352,7 +352,7 @@ def test_a_call_that_was_replayed_again_has_its_later_rows() -> None:
     assert list(map(id, latest([beside, unread]))) == [id(unread)]
 
 
-def test_a_gpu_may_have_other_processor_cores(written: Callable[..., Path]) -> None:
+def test_gpu_rows_are_continued_on_other_cores(written: Callable[..., Path]) -> None:
     here, there = (replace(HERE, cuda="13.0", usable_cpus=cpus) for cpus in ("16", "32"))
     path = written([replace(row(0, "a"), machine=there)])
     kept, left = finished_rows(path, CALLS, {"this": [kernel("a")]}, [here], SETTINGS)
@@ -375,7 +375,7 @@ ENERGY = Energy(150.0, 0.8, 690.0, 1.05)
         (False, {"flags": ("no energy: it changes its inputs",)}, r"energy on \(now off\)"),
     ],
 )
-def test_energy_is_measured_for_all_rows_of_a_file_or_none(
+def test_rows_are_refused_when_energy_was_wanted_for_some(
     written: Callable[..., Path], wanted: bool, changed: dict[str, Any], sentence: str | None
 ) -> None:
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), **TIMED)
@@ -397,7 +397,7 @@ def test_energy_is_measured_for_all_rows_of_a_file_or_none(
         ({"time_ms": None, "cache": ""}, None),  # it has no time
     ],
 )
-def test_rows_that_were_timed_in_another_way(
+def test_rows_with_other_timing_settings_are_refused(
     written: Callable[..., Path], changed: dict[str, Any], sentence: str | None
 ) -> None:
     timed = replace(row(0, "a"), time_ms=summarize([1.0]), **TIMED)
@@ -409,7 +409,7 @@ def test_rows_that_were_timed_in_another_way(
         finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot read .*: Is a directory"):
         finished_rows(tmp_path, CALLS, ASSIGNED, [HERE], SETTINGS)
     picture = tmp_path / "rows.jsonl"
@@ -431,7 +431,9 @@ def counting(kernels: Callable[..., Kernel]) -> list[int]:
     return calls
 
 
-def test_the_command(run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path) -> None:
+def test_command_resumes_a_file(
+    run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     arguments = (*QUICK, "--kernels", "counting", "--json", str(path), "--resume")
     assert run_cli("--dir", str(recorded), *arguments)[0] == 0
@@ -458,7 +460,7 @@ def test_the_command(run_cli: RunCli, counting: list[int], recorded: Path, tmp_p
     ]
 
 
-def test_the_command_keeps_its_hands_off_another_file(
+def test_command_leaves_another_file_unchanged(
     run_cli: RunCli, counting: list[int], recorded: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "rows.jsonl"
@@ -482,7 +484,7 @@ def test_the_command_keeps_its_hands_off_another_file(
 
 
 @pytest.mark.parametrize("arguments", [(), ("--json", "-")])
-def test_there_must_be_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
+def test_resume_requires_a_file(run_cli: RunCli, arguments: tuple[str, ...]) -> None:
     code, _, err = run_cli("suite", "llama", *QUICK, "--resume", *arguments)
     assert code == 2
     assert "--resume requires a file to continue: give --json FILE" in err

@@ -20,7 +20,9 @@ from replay.workloads.random_calls import Spec
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("has_sinks", [False, True])
-def test_each_keeps_what_is_expected_of_it_alone(dtype: torch.dtype, has_sinks: bool) -> None:
+def test_joined_samples_keep_their_own_references_and_limits(
+    dtype: torch.dtype, has_sinks: bool
+) -> None:
     """Its reference and its limits: those of large rows would hide what is wrong in small ones."""
     call = Spec(2, 8, 2, 70, 70, 32, 32, True, dtype).call("cpu", torch.Generator().manual_seed(0))
     if has_sinks:
@@ -35,7 +37,7 @@ def test_each_keeps_what_is_expected_of_it_alone(dtype: torch.dtype, has_sinks: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_what_is_not_finite_gives_nothing_to_allow(dtype: torch.dtype) -> None:
+def test_non_finite_elements_add_no_tolerance(dtype: torch.dtype) -> None:
     call = Spec(1, 4, 4, 9, 70, 32, 32, dtype=dtype).call("cpu", torch.Generator().manual_seed(0))
     call.value[0, 1, 3] = math.nan
     call.value[0, 2, :, 5] = math.inf

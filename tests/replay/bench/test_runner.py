@@ -26,7 +26,7 @@ from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, r
 from tests.variant_calls import CALLS, paged_call
 
 
-def test_how_samples_were_taken_is_in_the_row(
+def test_row_names_timer_and_cache(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -51,7 +51,7 @@ def test_how_samples_were_taken_is_in_the_row(
 
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.5, True), (1.04, True), (1.06, False)])
-def test_a_share_above_the_roof_is_withheld(
+def test_share_above_the_roof_is_withheld(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -76,7 +76,7 @@ def test_a_share_above_the_roof_is_withheld(
     assert any(flag.startswith("no share of the roof: ") for flag in row.flags) != is_told
 
 
-def test_a_kernel_that_fails_while_timed(
+def test_kernel_that_fails_while_timed_has_its_reason(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     calls = 0
@@ -111,7 +111,7 @@ def test_a_kernel_that_fails_while_timed(
         ("torch-cudnn", ["torch-math", "torch-flash"], None, "torch-default"),
     ],
 )
-def test_baseline(
+def test_baseline_is_what_the_model_called(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -142,7 +142,7 @@ def test_baseline(
         ("some.library.attention", "cpu", False),
     ],
 )
-def test_another_choice_of_pytorch_s_than_when_recorded_is_flagged(
+def test_other_backend_than_recorded_is_flagged(
     make_call: MakeCall,
     workload: MakeWorkload,
     quick: Settings,
@@ -177,7 +177,7 @@ def test_slow_kernels_get_six_rounds_and_say_so(
         assert ("took longer than --max-seconds" in row.flags) == (rounds == 6)
 
 
-def test_a_model_whose_backend_must_not_run_is_compared_with_the_default(
+def test_model_whose_backend_must_not_run_is_compared_with_the_default(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     call = make_call(origin={"backend": "torch-math"})
@@ -199,7 +199,7 @@ def test_nothing_is_compared_with_an_inaccurate_baseline(
     assert rows["mine"].speedup is None
 
 
-def test_a_broken_file_is_one_row_and_the_others_run(
+def test_broken_file_is_one_row_and_the_others_run(
     make_call: MakeCall, workload: MakeWorkload, quick: Settings
 ) -> None:
     def broken(device: torch.device) -> AttentionCall:
@@ -226,7 +226,9 @@ def test_a_broken_file_is_one_row_and_the_others_run(
     ]
 
 
-def test_facts_of_the_call(make_call: MakeCall, workload: MakeWorkload, quick: Settings) -> None:
+def test_row_has_the_facts_of_its_call(
+    make_call: MakeCall, workload: MakeWorkload, quick: Settings
+) -> None:
     mask = torch.ones(1, 1, 9, 13, dtype=torch.bool)
     call = make_call(attn_mask=mask, origin={"module": "layers.0", "step": 3, "phase": "denoise"})
     facts = rows_of(call, workload, quick)["torch-default"].call
@@ -235,7 +237,7 @@ def test_facts_of_the_call(make_call: MakeCall, workload: MakeWorkload, quick: S
     assert facts.shape == call.shape
 
 
-def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
+def test_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
     call = CALLS["window"]
     workload = made_workload("call", lambda device: call)
     kernels = [find(name) for name in ("torch-flash", "torch-masked", "eager")]
@@ -248,8 +250,8 @@ def test_a_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
     assert rows["eager"].call.beyond == "window 3/∞"
 
 
-def test_a_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) -> None:
-    """And of those that copy them together; timed samples are judged on pages that changed."""
+def test_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) -> None:
+    """Kernels that gather pages have rows too; timed samples are judged on changed pages."""
     call = paged_call([40, 70], 16, q_heads=4, kv_heads=1, head_dim=24)
     shared = replace(call, value=call.key[..., :16], scale=0.2)
     for number, each in enumerate((call, shared)):
@@ -266,7 +268,7 @@ def test_a_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) 
     assert rows[7].gb_per_s == pytest.approx(gb_per_s(shared, rows[7].time_ms.p50))
 
 
-def test_a_kernel_that_reads_another_page_is_found_out() -> None:
+def test_kernel_that_reads_a_wrong_page_is_inaccurate() -> None:
     def shifted(**arguments: Any) -> Tensor:
         table = arguments["page_table"]
         return find("eager").attention(**{**arguments, "page_table": table.roll(1, 0)})
@@ -294,7 +296,7 @@ SEES_NOTHING = {
 
 
 @pytest.mark.parametrize("name", SEES_NOTHING)
-def test_a_call_in_which_no_query_sees_a_key_has_its_rows(
+def test_call_in_which_no_query_sees_a_key_has_its_rows(
     name: str, workload: MakeWorkload, quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its outputs are zeros, which take their time; no share of any roof can be told."""
@@ -306,7 +308,7 @@ def test_a_call_in_which_no_query_sees_a_key_has_its_rows(
     assert eager.roof_share is None
 
 
-def test_a_kernel_that_is_wrong_without_keys_is_found(
+def test_kernel_that_is_wrong_without_keys_is_found(
     workload: MakeWorkload, quick: Settings, kernels: Register
 ) -> None:
     def ones(query: Tensor, **arguments: Any) -> Tensor:
@@ -317,9 +319,7 @@ def test_a_kernel_that_is_wrong_without_keys_is_found(
     assert rows["torch-default"].status == "ok"
 
 
-def test_a_call_without_queries_is_named_and_the_others_are_replayed(
-    workload: MakeWorkload, quick: Settings
-) -> None:
+def test_call_without_queries_is_one_error_row(workload: MakeWorkload, quick: Settings) -> None:
     calls = [random_call(q_len=0), random_call(q_len=0, kv_len=0), random_call()]
     found = list(replay_here([workload(call) for call in calls], [find("eager")], quick))
     assert [(row.kernel, row.status) for row in found] == [

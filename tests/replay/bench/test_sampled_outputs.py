@@ -1,4 +1,4 @@
-"""What is seen of timed calls: outputs that change once their call is over, among others."""
+"""Observation of timed calls, for example of outputs that change after their call."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def timed(seen: SampledOutputs, part: TimedPart, output: Tensor, late: slice) ->
 
 
 @pytest.mark.parametrize("late", [slice(0, 1), slice(2, 3), slice(None)], ids=str)
-def test_an_output_that_changes_after_its_call(late: slice) -> None:
+def test_output_that_changes_after_its_call_is_found(late: slice) -> None:
     seen, part = observer()
     for _ in range(3):
         timed(seen, part, torch.zeros(1, 3, 40, 8), slice(0, 0))
@@ -45,7 +45,7 @@ def test_an_output_that_changes_after_its_call(late: slice) -> None:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 5, 1, 64), (1, 2, 9000, 3), (70, 70, 1, 2)])
 @pytest.mark.parametrize("drawn", [0, 2**64 - 1, 123456789])
-def test_every_head_is_glanced_at(shape: tuple[int, ...], drawn: int) -> None:
+def test_fingerprint_reads_every_head(shape: tuple[int, ...], drawn: int) -> None:
     output = torch.full(shape, torch.nan, dtype=torch.bfloat16)
     glimpse = OutputFingerprint(output, drawn)
     assert not glimpse.differs_from(output.clone())

@@ -15,7 +15,7 @@ from replay.bench.settings import Settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
 
-def test_outputs_are_kept(
+def test_outputs_are_saved(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, tmp_path: Path
 ) -> None:
     call = make_call(dtype=torch.bfloat16)
@@ -29,7 +29,7 @@ def test_outputs_are_kept(
 @pytest.mark.parametrize(
     "name", ["../../up", "a/b.py:f", "x" * 300, "/etc/x", "[red]", "=1+1", ".."]
 )
-def test_whatever_a_kernel_is_called_its_file_is_in_the_folder(
+def test_output_file_stays_in_the_folder_for_any_kernel_name(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -49,7 +49,7 @@ def test_no_two_kernels_share_a_file() -> None:
     assert file_name("triton-fa2[block=64]") == "triton-fa2[block=64]"
 
 
-def test_a_folder_that_cannot_be_written_is_no_kernels_error(
+def test_unwritable_folder_ends_the_replay(
     make_call: MakeCall, workload: MakeWorkload, quick: Settings, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -57,7 +57,7 @@ def test_a_folder_that_cannot_be_written_is_no_kernels_error(
         rows_of(make_call(), workload, replace(quick, save_output=tmp_path / "file"))
 
 
-def test_a_full_disk_leaves_no_half_of_an_output(
+def test_full_disk_leaves_no_partial_output(
     make_call: MakeCall,
     workload: MakeWorkload,
     quick: Settings,

@@ -1,4 +1,4 @@
-"""What the cheats share: the right answer, a wrong one, and a count of what must not pass as ok."""
+"""Helpers of the cheats: the right answer, a wrong one, and a count of calls."""
 
 import mmap
 import os
@@ -42,11 +42,11 @@ def mischief() -> None:
 
 
 def nth(name: str) -> int:
-    """How many calls of this cheat there were, this one included."""
+    """Count the calls of this cheat, this one included."""
     _calls[name] = _calls.get(name, 0) + 1
     return _calls[name]
 
 
 def first(name: str) -> bool:
-    """Whether this is the first call of this cheat."""
+    """Return whether this is the first call of this cheat."""
     return nth(name) == 1

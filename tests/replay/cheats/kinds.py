@@ -42,7 +42,7 @@ def requires_grad(query, key, value, *args, **kwargs):
 
 
 def negative_view(query, key, value, *args, **kwargs):
-    """A lazily negated view; whoever reads its memory gets the wrong sign."""
+    """A lazily negated view, whose memory has the wrong sign."""
 
     def negated(output):
         return torch._neg_view(output.neg())

@@ -147,7 +147,7 @@ def multiplies_behind(query, key, value, *args, **kwargs):
 
 
 def stays_alive(query, key, value, *args, **kwargs):
-    """Leaves a thread that is no daemon, so that the process does not end."""
+    """Leaves a non-daemon thread, so that the process does not end."""
 
     def stay():
         threading.Thread(target=time.sleep, args=(3600,)).start()

@@ -1,6 +1,6 @@
-"""By somebody who had not read what they are up against. Each had a clean row before it was mended.
+"""Cheats by authors who did not know the defences. Each had a clean row before the defence changed.
 
-`library_*` happens by accident: a package registers its attention in the place of PyTorch's own.
+`library_*` happens by accident: a package registers its attention in place of PyTorch's own.
 """
 
 import ctypes

@@ -106,11 +106,11 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def kind(self) -> tuple[str, bool]:
-        """What runs with the same honest times have in common."""
+        """Common part of runs with the same honest times."""
         return self.call, "fp32" in self.arguments
 
     def start(self) -> None:
-        """Forks, so that nobody waits for imports, and runs `python -m replay` in the child."""
+        """Fork, so that imports are done once, and run `python -m replay` in the child."""
         for name in ("rows", "output", "counter"):
             (self.folder / name).write_bytes(bytes(8) if name == "counter" else b"")
         self.began = time.monotonic()
@@ -145,7 +145,7 @@ class Run:
             os._exit(code)
 
     def ended(self) -> bool:
-        """Whether it is over; ends it at the limit, and what it left behind."""
+        """Return whether the run is over; end it, and what it left behind, at the limit."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             if time.monotonic() - self.began < LIMIT_S:
@@ -282,7 +282,7 @@ class Judge:
             _note(self.usual, (*run.kind(), kernel), row)
 
     def line(self, run: Run) -> Line:
-        """What the table says of a run with a cheat."""
+        """Table of a run with a cheat."""
         rows = run.rows()
         name = run.cheat.rsplit("/", 1)[-1].replace(".py:", ".")
         line = Line(name, run.call, mischief=run.mischief())

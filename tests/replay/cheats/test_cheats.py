@@ -1,7 +1,7 @@
-"""What hostile reviewers found, and five more that are drawn anew, against the whole command.
+"""Cheats that hostile reviewers found, and five random ones, against the whole command.
 
-Each is replayed beside PyTorch's kernel and one that is honest, in worker processes and in one
-process. `run.py` says what fooled means; times count only where no busy machine explains them.
+Each is replayed beside PyTorch's kernel and an honest one, in worker processes and in one process.
+`run.py` defines when a cheat has succeeded; times count only if a busy machine cannot explain them.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ HARMLESS = (
     "manners.closes_stdout",
     "kinds.in_inference_mode",
 )
-"""Here: they find nothing to cheat by, or mean no harm."""
+"""Cheats that have no effect on this machine, or do no harm."""
 BY_CHANCE = ("poison.only_over_nan",)
-"""What memory holds decides how often it is wrong: hardly ever, in one run of ten, and then it wins
-no time."""
+"""The content of memory decides how often these are wrong. In one run of ten they hardly ever are,
+and then they win no time."""
 OPEN = {
-    "poison.*": "is wrong in few calls at times, and wins no time by it then",
-    "timers.between_calls_8_and_38": "is wrong only while it warms up",
+    "poison.*": "is sometimes wrong in few calls, and then wins no time",
+    "timers.between_calls_8_and_38": "is wrong only during the warm-up",
     "outsiders.start_in_*": "changes a number in memory; found in calls of a tenth of a second",
 }
 """Cheats that docs/method.md lists as not found."""
@@ -87,7 +87,7 @@ def verdicts(*options: str) -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_a_reviewer_found(mode: str) -> None:
+def test_cheats_of_reviewers_are_found(mode: str) -> None:
     names = ",".join((*CAUGHT, *HARMLESS, *BY_CHANCE))
     found = verdicts("--only", names, "--call", "prefill", *MODES[mode])
     verdict = {name: found[name, "prefill"] for name in (*CAUGHT, *HARMLESS, *BY_CHANCE)}
@@ -97,7 +97,7 @@ def test_what_a_reviewer_found(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_five_others_drawn_anew(mode: str) -> None:
+def test_five_random_cheats_are_found(mode: str) -> None:
     """The command and its seed are printed: with `--seed …` it draws the same."""
     left_out = [*OPEN, *(OPEN_IN_ONE_PROCESS if mode == "one process" else ())]
     found = verdicts("--draw", "5", "--leave-out", ",".join(left_out), *MODES[mode])

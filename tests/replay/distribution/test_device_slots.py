@@ -1,4 +1,4 @@
-"""Which GPUs are used, the cores and the lock of each."""
+"""The choice of GPUs, with the cores and the lock of each."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     return make
 
 
-def test_every_gpu_has_cores_of_its_own(host: Host) -> None:
+def test_every_gpu_gets_its_own_cores(host: Host) -> None:
     host("H200", "H200", "H200", cores=8)
     found = gpus("all")
     assert [str(each) for each in found] == ["GPU 0 (GPU-u0)", "GPU 1 (GPU-u1)", "GPU 2 (GPU-u2)"]
@@ -61,7 +61,7 @@ def test_every_gpu_has_cores_of_its_own(host: Host) -> None:
     ]
 
 
-def test_gpus_are_counted_as_pytorch_does(host: Host) -> None:
+def test_gpus_are_numbered_as_in_pytorch(host: Host) -> None:
     host("H200", "H200", visible="5, GPU-abc")
     assert [each.variables["CUDA_VISIBLE_DEVICES"] for each in gpus("1,0")] == ["GPU-abc", "5"]
 
@@ -84,7 +84,7 @@ def test_gpus_are_known_before_pytorch_is_imported(
     assert bool(expected) == ("2" not in asked and "7" not in asked)
 
 
-def test_where_the_driver_tells_nothing_no_gpu_is_probable(
+def test_no_gpu_is_probable_without_device_files(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host("H200")
@@ -93,12 +93,12 @@ def test_where_the_driver_tells_nothing_no_gpu_is_probable(
 
 
 @pytest.mark.parametrize("asked", ["", "0,x", "1,1"])
-def test_what_names_gpus_of_no_host_is_refused_at_once(host: Host, asked: str) -> None:
+def test_impossible_gpu_names_are_refused_at_once(host: Host, asked: str) -> None:
     with pytest.raises(DeviceError, match=r"invalid GPU|named twice"):
         probable_gpus(asked)
 
 
-def test_one_gpu_shares_no_cores_out(host: Host) -> None:
+def test_one_gpu_keeps_all_cores(host: Host) -> None:
     host("H200", "H200", cores=1)
     assert gpus("1")[0].cpus == frozenset()
 
@@ -119,13 +119,15 @@ def test_one_gpu_shares_no_cores_out(host: Host) -> None:
         ("all", ["L4"] * 3, 2, "3 GPUs need a processor core each, and there are 2"),
     ],
 )
-def test_refusals(host: Host, asked: str, kinds: list[str], cores: int, reason: str) -> None:
+def test_invalid_gpus_are_refused(
+    host: Host, asked: str, kinds: list[str], cores: int, reason: str
+) -> None:
     host(*kinds, cores=cores)
     with pytest.raises(DeviceError, match=reason):
         gpus(asked)
 
 
-def test_where_processes_cannot_be_bound_nothing_is_shared_out(
+def test_cores_are_not_divided_without_affinity(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host("H200", "H200")
@@ -136,7 +138,7 @@ def test_where_processes_cannot_be_bound_nothing_is_shared_out(
     ]
 
 
-def test_a_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     one, other = (Device(f"GPU {index}", "H200", f"GPU-{index}") for index in range(2))
     taken = pytest.raises(DeviceError, match="another replay is measuring on GPU 0: wait")
@@ -147,7 +149,7 @@ def test_a_device_is_held_by_one_replay(tmp_path: Path, monkeypatch: pytest.Monk
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o666}
 
 
-def test_a_replay_of_one_device_says_who_else_has_it(
+def test_replay_on_a_locked_device_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: Host
 ) -> None:
     host("H200", "H200")
@@ -164,7 +166,7 @@ def test_a_replay_of_one_device_says_who_else_has_it(
             assert (trouble, on_cpu) == ("", "")
 
 
-def test_a_lock_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_follows_no_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / "attention-replay-GPU-0.lock").symlink_to(tmp_path / "precious")
     with pytest.raises(DeviceError, match="cannot lock GPU 0"):

@@ -1,4 +1,4 @@
-"""How long a replay is expected to take, and what is learnt from earlier ones."""
+"""The expected duration of a replay, and the history of earlier ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_calls_with_more_to_do_take_longer(quick: Settings) -> None:
     assert expected_seconds([unknown], kernels, settings, RATES) == {"unknown": 1.0}
 
 
-def test_what_limits_the_rounds_limits_the_time(quick: Settings) -> None:
+def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:
     def seconds(flops: float, **changes: float) -> float:
         settings = replace(quick, **{"rounds": 30, "max_seconds": 20.0, **changes})  # type: ignore[arg-type]
         return call_seconds(flops, 1, settings, RATES)
@@ -65,14 +65,14 @@ def test_what_limits_the_rounds_limits_the_time(quick: Settings) -> None:
     assert seconds(second, calls_before=4) > seconds(second)
 
 
-def test_devices_share_the_work_of_several_calls_alone() -> None:
+def test_devices_share_several_calls_but_not_one() -> None:
     assert together([4.0, 2.0, 2.0], 1) == 8.0
     assert together([4.0, 2.0, 2.0], 2) == 4.0
     assert together([6.0, 1.0], 2) == 6.0
     assert together([], 2) == 0.0
 
 
-def test_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_kept_by_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     file = tmp_path / "attention-replay" / "pace.json"
     h200, l4 = Machine("H200"), Machine("L4")
@@ -92,9 +92,7 @@ def test_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert history.scale([h200]) is None
 
 
-def test_a_history_that_cannot_be_written_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_history_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "attention-replay").write_text("in the way")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     History().note([Machine("H200")], 2.0, 100.0)
@@ -104,7 +102,7 @@ def test_a_history_that_cannot_be_written_is_none(
 
 
 @pytest.mark.parametrize(("status", "noted"), [("ok", 1), ("timeout", 0)])
-def test_what_hung_is_no_history(
+def test_hung_replay_is_not_noted(
     run_cli: Callable[..., tuple[int, str, str]],
     recorded: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -133,7 +131,7 @@ def test_rates_of_a_processor_are_measured(
     assert (rates.flops, rates.reference_flops) == (4e9, 4e9)
 
 
-def test_the_reference_takes_less_than_the_kernels(
+def test_reference_takes_less_than_the_kernels(
     quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On two cores it took 4 of the 180 seconds of fifteen calls and four kernels."""

@@ -137,7 +137,7 @@ def test_both_devices_are_at_work_and_rows_say_on_which(replayed: Callable[..., 
         assert stages in (["torch-math on CPU 0", "done"], ["torch-math on CPU 1", "done"])
 
 
-def test_a_first_call_is_that_which_compiled(replayed: Callable[..., Replayed]) -> None:
+def test_first_call_is_the_one_that_compiled(replayed: Callable[..., Replayed]) -> None:
     one, other = StandIn(), StandIn()
     rows, _ = replayed(one, other)
     compiled = [*one.compiled, *other.compiled]
@@ -147,7 +147,7 @@ def test_a_first_call_is_that_which_compiled(replayed: Callable[..., Replayed]) 
         assert row.first_call_ms == (1000.0 if row.call.name == "random-00" else 1.0)
 
 
-def test_a_call_whose_worker_dies_is_replayed_on_another_device(
+def test_call_whose_worker_dies_is_replayed_on_another_device(
     replayed: Callable[..., Replayed],
 ) -> None:
     bad, good = StandIn(lambda call: crash(call)), StandIn()
@@ -165,7 +165,7 @@ def test_a_call_whose_worker_dies_is_replayed_on_another_device(
     )
 
 
-def test_a_call_that_fails_everywhere_keeps_its_row(replayed: Callable[..., Replayed]) -> None:
+def test_call_that_fails_everywhere_keeps_its_row(replayed: Callable[..., Replayed]) -> None:
     rows, reported = replayed(StandIn(crash), StandIn(crash), count=3)
     assert sorted((row.call.name, row.status) for row in rows) == [
         (call.name, "crash") for call in calls(3)
@@ -173,14 +173,14 @@ def test_a_call_that_fails_everywhere_keeps_its_row(replayed: Callable[..., Repl
     assert [stage for _, stage in reported].count("done") == 3
 
 
-def test_a_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Replayed]) -> None:
+def test_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Replayed]) -> None:
     one, other = (StandIn(lambda call: factories.unreadable(call.name)) for _ in range(2))
     rows, _ = replayed(one, other)
     assert len(rows) == 4
     assert len(one.replayed) + len(other.replayed) == 4
 
 
-def test_a_lost_device_gets_no_more_calls(
+def test_lost_device_gets_no_more_calls(
     replayed: Callable[..., Replayed], caplog: pytest.LogCaptureFixture
 ) -> None:
     lost, good = StandIn(lambda call: WorkerError("no driver"), works=False), StandIn()
@@ -195,7 +195,7 @@ def test_without_a_device_that_works_the_run_ends(replayed: Callable[..., Replay
         replayed(*(StandIn(crash, works=False) for _ in range(2)), count=5)
 
 
-def test_a_call_that_every_device_was_lost_at_says_how_to_go_on(
+def test_call_that_lost_every_device_names_resume(
     replayed: Callable[..., Replayed],
 ) -> None:
     gone = (StandIn(lambda call: WorkerError("it is gone"), works=False) for _ in range(2))
@@ -203,12 +203,12 @@ def test_a_call_that_every_device_was_lost_at_says_how_to_go_on(
         replayed(*gone, count=1)
 
 
-def test_an_environment_that_works_nowhere_ends_the_run(replayed: Callable[..., Replayed]) -> None:
+def test_environment_that_works_nowhere_ends_the_run(replayed: Callable[..., Replayed]) -> None:
     with pytest.raises(WorkerError, match="it needs torch"):
         replayed(*(StandIn(lambda call: WorkerError("it needs torch")) for _ in range(2)))
 
 
-def test_a_single_device_keeps_the_row_of_a_call_that_fails(
+def test_single_device_keeps_the_row_of_a_call_that_fails(
     replayed: Callable[..., Replayed],
 ) -> None:
     rows, _ = replayed(StandIn(lambda call: crash(call) if call.name.endswith("1") else None))
@@ -289,7 +289,7 @@ def test_every_call_is_replayed_on_every_type_of_device(
     }
 
 
-def test_a_type_of_which_no_device_is_left_is_named(
+def test_type_without_a_device_left_is_named(
     of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
 ) -> None:
     fleet, _ = of_kinds(fails=crash, works=False)
@@ -300,7 +300,7 @@ def test_a_type_of_which_no_device_is_left_is_named(
         )
 
 
-def test_a_kernel_that_one_type_can_run_can_run(
+def test_kernel_is_assigned_when_one_type_can_run_it(
     of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
 ) -> None:
     fleet, _ = of_kinds()
@@ -343,7 +343,7 @@ class Measured(OfKind):
         return {HERE: list(kernels)}
 
 
-def test_a_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
+def test_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     everyone: list[Measured] = []
@@ -406,7 +406,7 @@ def test_a_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
         ([], 2, []),
     ],
 )
-def test_what_compiles_is_shared_out(
+def test_compilation_is_divided_among_devices(
     lengths: Sequence[int], devices: int, pieces: list[list[str]]
 ) -> None:
     some = [
@@ -430,7 +430,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_workers_that_started_early_are_those_of_their_devices(
+def test_early_workers_are_used_by_their_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One that was started for a device that is not there ends; none works before all are held."""
@@ -510,7 +510,7 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
         (("--ray", "auto"), "argument --ray: not allowed with argument --gpus"),
     ],
 )
-def test_what_does_not_combine(
+def test_invalid_combinations_are_refused(
     run_cli: RunCli, recorded: Path, others: tuple[str, ...], reason: str
 ) -> None:
     code, out, err = run_cli("--dir", str(recorded), "--gpus", "0,1", *others)

@@ -39,10 +39,10 @@ with_ray = pytest.mark.skipif(
 
 
 class Replays(NamedTuple):
-    """Runs the command in a process of its own, of which no process must be left."""
+    """Runs of the command in processes of their own, which must leave no process."""
 
     variables: dict[str, str]
-    """Of the environment of all that it starts; MARK tells them from other processes."""
+    """Environment variables of every child; MARK distinguishes them from other processes."""
 
     def start(self, *arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -70,7 +70,7 @@ def replays(tmp_path: Path) -> Iterator[Replays]:
 
 
 def processes(variable: str) -> list[int]:
-    """Those with this in their environment."""
+    """Processes with this text in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -163,7 +163,7 @@ LOOPBACK = {"0100007F", "0000000000000000FFFF00000100007F"}
 
 @pytest.mark.slow
 @with_ray
-def test_a_cluster_of_our_own_answers_here_alone(
+def test_own_cluster_answers_only_on_this_machine(
     replays: Replays, recorded: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(LISTENERS)
@@ -182,7 +182,7 @@ def test_a_cluster_of_our_own_answers_here_alone(
 
 @pytest.mark.slow
 @with_ray
-def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
+def test_node_that_dies_costs_no_row_of_two_hundred_calls(
     replays: Replays,
     two_nodes: subprocess.Popen[str],
     make_call: Callable[..., AttentionCall],
@@ -225,7 +225,7 @@ def test_a_node_that_dies_costs_no_row_of_two_hundred_calls(
 
 @pytest.mark.slow
 @with_ray
-def test_what_breaks_on_a_node_stays_there(
+def test_fault_on_a_node_stays_there(
     replays: Replays, two_nodes: subprocess.Popen[str], recorded: Path, tmp_path: Path
 ) -> None:
     """A kernel that ends its worker, and an environment that lacks torch on one node."""
@@ -303,7 +303,7 @@ def stall(query, key, value, *others, **options):
 
 @pytest.mark.slow
 @with_ray
-def test_sigterm_ends_it_as_without_ray(replays: Replays, recorded: Path, tmp_path: Path) -> None:
+def test_sigterm_ends_a_replay_on_ray(replays: Replays, recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "stalls.py").write_text(STALLS.format(first=-1.0))
     kernel = f"{tmp_path / 'stalls.py'}:stall"
     with TemporaryDirectory() as temporary:  # short, as sockets are in it
@@ -322,7 +322,7 @@ def test_sigterm_ends_it_as_without_ray(replays: Replays, recorded: Path, tmp_pa
 
 @pytest.mark.slow
 @with_ray
-def test_ctrl_c_ends_it_where_ray_waits(replays: Replays, recorded: Path) -> None:
+def test_ctrl_c_ends_a_replay_while_ray_waits(replays: Replays, recorded: Path) -> None:
     """For a cluster that answers, but in no time."""
     replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -339,7 +339,7 @@ def test_ctrl_c_ends_it_where_ray_waits(replays: Replays, recorded: Path) -> Non
     assert "replay: interrupted" in err.splitlines()[-1]
 
 
-def test_without_ray_it_says_how_to_install_it(
+def test_missing_ray_is_named_with_its_remedy(
     run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -361,13 +361,13 @@ def test_without_ray_it_says_how_to_install_it(
     ],
 )
 @pytest.mark.usefixtures("a_ray")
-def test_an_address_where_no_cluster_is(address: str, reason: str) -> None:
+def test_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
     with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
         pass
 
 
 @with_ray
-def test_an_address_that_ray_takes_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_address_that_ray_replaces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """As it does for 127.0.0.1, where a cluster may answer that answers nowhere else."""
     from ray._private import services
 
@@ -381,7 +381,7 @@ def test_an_address_that_ray_takes_for_another(monkeypatch: pytest.MonkeyPatch) 
             pass
 
 
-def test_a_cluster_that_never_lets_in(
+def test_cluster_that_never_connects_is_refused(
     a_ray: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -454,7 +454,7 @@ class AuthenticationError(Exception):
         (RuntimeError("something else\nat length"), "Ray says: something else"),
     ],
 )
-def test_what_ray_refuses_is_a_sentence_with_the_remedy(error: Exception, reason: str) -> None:
+def test_refusal_of_ray_is_a_sentence_with_its_remedy(error: Exception, reason: str) -> None:
     assert _why_not(error).startswith(reason)
     assert "\n" not in _why_not(error)
 
@@ -464,7 +464,7 @@ def node(host: str, node_id: str, *, alive: bool = True, **resources: float) -> 
     return {"Alive": alive, "NodeID": node_id, "NodeManagerHostname": host, "Resources": resources}
 
 
-def test_gpus_are_used_one_by_one_where_there_are_any() -> None:
+def test_gpus_are_separate_devices() -> None:
     cluster = Cluster(
         [
             node("head", "a1", CPU=8.0),
@@ -481,7 +481,7 @@ def test_gpus_are_used_one_by_one_where_there_are_any() -> None:
     ]
 
 
-def test_without_gpus_a_node_is_a_device_and_two_of_a_host_have_two_names() -> None:
+def test_node_without_gpus_is_one_device_with_its_own_name() -> None:
     cluster = Cluster([node("host", "aaaaaa1", CPU=2.0), node("host", "bbbbbb2", CPU=4.0)])
     assert cluster.device.type == "cpu"
     assert [(each.host, each.share, each.cpus) for each in cluster.places] == [

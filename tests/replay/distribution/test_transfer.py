@@ -22,7 +22,7 @@ from replay.workloads.workload import with_counterparts
 
 
 class Usage(NamedTuple):
-    """Of a disk, in bytes."""
+    """Usage of a disk, in bytes."""
 
     free: int
 
@@ -34,7 +34,7 @@ class Method(NamedTuple):
 
 
 class Direct(RemoteWorkers):
-    """Those whose node is in this process."""
+    """Workers whose node is in this process."""
 
     def __init__(self, node: Node) -> None:
         super().__init__(self, "node", threading.Lock(), threading.Event())
@@ -65,7 +65,7 @@ def loaded(source: Source) -> torch.Tensor:
     return source.load(torch.device("cpu")).query
 
 
-def test_a_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Direct) -> None:
+def test_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Direct) -> None:
     workloads, _ = from_directory(recorded)
     for workload in (*workloads, *workloads):
         there = elsewhere._sent(workload.source)
@@ -74,7 +74,7 @@ def test_a_call_is_sent_once_and_is_the_same_there(recorded: Path, elsewhere: Di
     assert elsewhere.sent == [f"model-{index:06d}.safetensors" for index in range(3)]
 
 
-def test_what_a_node_sees_is_not_sent(
+def test_visible_file_is_not_sent(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -94,7 +94,7 @@ def test_another_file_of_the_same_name_is_not_taken_for_it(
     assert len(elsewhere.sent) == 2
 
 
-def test_twins_and_calls_without_files(recorded: Path, elsewhere: Direct) -> None:
+def test_counterparts_send_files_and_random_calls_none(recorded: Path, elsewhere: Direct) -> None:
     workloads, _ = from_directory(recorded)
     _, twin, _ = with_counterparts(workloads[:1], 0)
     assert loaded(elsewhere._sent(twin.source)).equal(loaded(twin.source))
@@ -102,7 +102,7 @@ def test_twins_and_calls_without_files(recorded: Path, elsewhere: Direct) -> Non
     assert elsewhere._sent(random) == random
 
 
-def test_what_cannot_be_read_here_is_left_to_the_node(recorded: Path, elsewhere: Direct) -> None:
+def test_unreadable_file_is_left_to_the_node(recorded: Path, elsewhere: Direct) -> None:
     (workload, *_), _ = from_directory(recorded)
     (recorded / "model-000000.safetensors").unlink()
     assert elsewhere._sent(workload.source) == workload.source
@@ -110,7 +110,7 @@ def test_what_cannot_be_read_here_is_left_to_the_node(recorded: Path, elsewhere:
         loaded(workload.source)
 
 
-def test_a_full_disk_is_a_sentence(
+def test_full_disk_is_reported_in_a_sentence(
     recorded: Path, elsewhere: Direct, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = FileFacts.of(Dataset.open(recorded).entries[0].path)

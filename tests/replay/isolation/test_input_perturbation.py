@@ -40,7 +40,7 @@ def _expanded(call: AttentionCall) -> AttentionCall:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_rows_of_a_flipped_call_are_those_of_attention(name: str) -> None:
+def test_rows_of_a_perturbed_call_equal_attention(name: str) -> None:
     call = CALLS[name]()
     before = {each: tensor.clone() for each, tensor in call.tensors().items()}
     for number in range(5):
@@ -55,7 +55,7 @@ def test_rows_of_a_flipped_call_are_those_of_attention(name: str) -> None:
         assert all(torch.equal(tensor, before[each]) for each, tensor in call.tensors().items())
 
 
-def test_one_thread_flips_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_perturbation_uses_one_thread_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     for name in ("_negate", "_reverse"):
         monkeypatch.setattr(sequence, name, lambda rows: sizes.append(rows.numel()))
@@ -75,7 +75,7 @@ def test_one_thread_flips_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
     ids=str,
 )
-def test_values_of_every_head_are_flipped_at_every_number(
+def test_every_perturbation_changes_every_head(
     sizes: dict[str, int], blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = random_call(**sizes)
@@ -112,7 +112,7 @@ def test_no_head_has_the_inputs_of_an_earlier_sample() -> None:
     assert torch.equal(call.value, random_call(batch=2, q_heads=4, kv_heads=2, kv_len=64).value)
 
 
-def test_a_sparse_kernel_s_choice_is_not_moved() -> None:
+def test_choice_of_a_sparse_kernel_is_unchanged() -> None:
     call = random_call(kv_len=64)
     key, query = call.key.clone(), call.query.clone()
     PerturbationSequence(call, seed=3).next(values_only=True)
@@ -135,7 +135,7 @@ def test_keys_and_queries_stay_the_same_set() -> None:
         assert all(map(torch.equal, before, after))
 
 
-def test_another_process_makes_the_same() -> None:
+def test_another_process_makes_the_same_perturbation() -> None:
     first, second = random_call(kv_len=64), random_call(kv_len=64)
     number, _ = PerturbationSequence(first, seed=3).next()
     InputPerturbation(second, 3, number).apply()
@@ -144,7 +144,7 @@ def test_another_process_makes_the_same() -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_walk_is_known_at_every_step(name: str) -> None:
+def test_stepped_perturbation_is_known_at_every_step(name: str) -> None:
     call = CALLS[name]()
     other = call.to("cpu")
     assert other.value.data_ptr() != call.value.data_ptr()
@@ -180,7 +180,7 @@ def test_no_head_has_the_inputs_of_an_earlier_step() -> None:
     assert [len(head) for head in seen] == [300] * 8
 
 
-def test_a_walk_turns_back_after_all_its_steps() -> None:
+def test_stepped_perturbation_repeats_after_all_its_steps() -> None:
     call = random_call(kv_len=3)
     walk, value = SteppedPerturbation(call, seed=3, values_only=True), call.value.clone()
     key = call.key.clone()
@@ -191,7 +191,7 @@ def test_a_walk_turns_back_after_all_its_steps() -> None:
 
 
 @pytest.mark.parametrize("shares_value", [False, True])
-def test_a_flip_reaches_the_rows_that_are_judged_wherever_their_pages_lie(
+def test_perturbation_reaches_judged_rows_in_every_page(
     shares_value: bool,
 ) -> None:
     call = paged_call([40, 70, 20], 16, q_heads=4, kv_heads=2, head_dim=24)
@@ -224,7 +224,7 @@ NO_KEYS: dict[str, Callable[[], AttentionCall]] = {
 
 @pytest.mark.parametrize("name", NO_KEYS)
 @pytest.mark.parametrize("kind", [InputPerturbation, SteppedPerturbation])
-def test_without_keys_there_are_rows_to_judge_all_the_same(
+def test_rows_are_judged_without_keys(
     kind: type[InputPerturbation | SteppedPerturbation], name: str
 ) -> None:
     """As where a model attends to a cache that is still empty."""

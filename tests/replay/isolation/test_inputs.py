@@ -19,7 +19,7 @@ from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
 
 @pytest.mark.parametrize("changed", ["query", "key", "value", "attn_mask"])
-def test_changed_inputs_are_flagged_restored_and_nobody_elses(
+def test_changed_inputs_are_flagged_and_restored(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, changed: str
 ) -> None:
     """The key is a mean, the mask is expanded over heads, as models have them."""
@@ -62,7 +62,7 @@ def test_changed_inputs_are_flagged_restored_and_nobody_elses(
 
 
 @pytest.mark.usefixtures("known_calls")
-def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
+def test_inputs_that_every_second_call_restores_are_flagged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     """A sample of short calls ends with what it began with."""
@@ -82,7 +82,7 @@ def test_inputs_that_every_other_call_puts_back_are_seen_to_change(
 @pytest.mark.parametrize(
     "change", [lambda key: key.resize_(0), lambda key: key.transpose_(1, 2), lambda key: key.t_()]
 )
-def test_a_kernel_that_changes_sizes_does_so_for_itself(
+def test_change_of_sizes_stays_with_its_kernel(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -106,7 +106,7 @@ def test_a_kernel_that_changes_sizes_does_so_for_itself(
     assert rows["mine"].speedup is not None
 
 
-def test_an_output_that_is_an_input_is_judged_as_it_was(
+def test_output_that_is_an_input_is_judged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
     call = make_call(q_len=13)
@@ -119,7 +119,7 @@ def test_an_output_that_is_an_input_is_judged_as_it_was(
     assert row.status == "ok", row.reason
 
 
-def test_memory_an_output_will_get_is_poisoned(
+def test_output_memory_is_poisoned(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,

@@ -1,4 +1,4 @@
-"""What a kernel changes for others is put back, and named."""
+"""Changes of the process by a kernel are restored and named."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ if HAS_ORDER:
 
 @pytest.mark.parametrize("name", CHANGES)
 @torch.no_grad()
-def test_a_setting_is_put_back_and_flagged(name: str) -> None:
+def test_setting_is_restored_and_flagged(name: str) -> None:
     if name == "torch.set_flush_denormal" and not torch.set_flush_denormal(False):
         pytest.skip("this processor cannot flush denormals")
     process_state = ProcessState()
@@ -98,7 +98,7 @@ def test_a_setting_is_put_back_and_flagged(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_an_operator_that_python_code_replaces_is_put_back_and_flagged() -> None:
+def test_replaced_operator_is_restored_and_flagged() -> None:
     """As a package may do at import; what it registers for its own operators is left alone."""
     process_state, numbers = ProcessState(), torch.ones(3)
     ours = torch.library.Library("attention_replay_test", "DEF")
@@ -127,8 +127,8 @@ GENERATORS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_random_numbers_are_put_back(name: str) -> None:
-    """Drawing them is no kernel's fault, and seeding only where it is known from drawing."""
+def test_random_numbers_are_restored(name: str) -> None:
+    """Drawing numbers is allowed; seeding is flagged where it differs from drawing."""
     draw, seed = GENERATORS[name]
     process_state = ProcessState()
     draw()
@@ -144,7 +144,7 @@ def test_random_numbers_are_put_back(name: str) -> None:
 
 
 @pytest.mark.skipif(not HAS_ORDER, reason="this PyTorch tries SDPA's backends in one order")
-def test_the_order_that_pytorch_gives_its_backends_on_a_gpu_is_kept() -> None:
+def test_backend_order_of_pytorch_is_kept() -> None:
     before = torch._C._get_sdp_priority_order()
     cudnn_first = [3, 1, 2, 0, *before[4:]]
     process_state = ProcessState()
@@ -167,7 +167,7 @@ def in_a_thread(function: Callable[[], Any]) -> Any:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no cores can be chosen")
-def test_cores_are_put_back_and_flagged() -> None:
+def test_cores_are_restored_and_flagged() -> None:
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core")
 
@@ -183,8 +183,8 @@ def test_cores_are_put_back_and_flagged() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it would last")
-def test_niceness_is_flagged_of_one_kernel_only() -> None:
-    """Whether it can be put back or not, which takes privileges."""
+def test_niceness_is_flagged_for_one_kernel() -> None:
+    """It may be impossible to restore, which takes privileges."""
 
     def flags() -> Any:
         process_state = ProcessState()
@@ -200,7 +200,7 @@ def test_niceness_is_flagged_of_one_kernel_only() -> None:
     ("owner", "name"),
     [(time, "perf_counter"), (torch.nn.functional, "scaled_dot_product_attention")],
 )
-def test_a_function_is_put_back_and_costs_the_row(
+def test_replaced_function_is_restored_and_costs_the_row(
     owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process_state, real = ProcessState(), getattr(owner, name)
@@ -210,7 +210,7 @@ def test_a_function_is_put_back_and_costs_the_row(
     assert getattr(owner, name) is real
 
 
-def test_a_method_that_a_class_inherits_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inherited_method_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
     process_state = ProcessState()
     torch.Tensor.clone = lambda self: self  # type: ignore[assignment, method-assign]
     process_state.restore("mine")
@@ -218,7 +218,7 @@ def test_a_method_that_a_class_inherits_is_put_back(monkeypatch: pytest.MonkeyPa
     assert torch.ones(2).clone().sum() == 2
 
 
-def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
+def test_hook_is_found_at_once() -> None:
     process_state, before = ProcessState(), sys.getprofile()
     sys.setprofile(lambda frame, event, argument: None)
     process_state.restore("mine")
@@ -227,7 +227,7 @@ def test_a_hook_that_runs_after_the_kernel_is_found_at_once() -> None:
 
 
 @pytest.mark.parametrize("mode", [Twice(), TwiceDispatched()])
-def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
+def test_mode_left_behind_is_ended_and_costs_the_row(mode: Any) -> None:
     process_state = ProcessState()
     mode.__enter__()
     process_state.restore("mine")
@@ -236,7 +236,7 @@ def test_a_mode_that_is_left_is_ended_and_costs_the_row(mode: Any) -> None:
     assert process_state.replaced("other") == ""
 
 
-def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
+def test_permanent_change_is_blamed_on_one_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = tmp_path / "gone"
@@ -251,7 +251,7 @@ def test_what_cannot_be_put_back_is_held_against_one_kernel_only(
     assert process_state.flags("other") == ()
 
 
-def test_who_replaces_a_function_is_told_from_who_runs_next(
+def test_replaced_function_is_blamed_on_its_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process_state = ProcessState()
@@ -266,7 +266,7 @@ def test_who_replaces_a_function_is_told_from_who_runs_next(
     assert process_state.replaced("after") == ""
 
 
-def test_a_recursion_limit_may_rise_and_not_fall() -> None:
+def test_recursion_limit_may_rise_and_not_fall() -> None:
     process_state, before = ProcessState(), sys.getrecursionlimit()
     try:
         sys.setrecursionlimit(before + 500)
@@ -280,7 +280,7 @@ def test_a_recursion_limit_may_rise_and_not_fall() -> None:
         sys.setrecursionlimit(before)
 
 
-def test_what_torch_compile_sets_is_nobody_s_doing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_torch_compile_are_not_flagged(monkeypatch: pytest.MonkeyPatch) -> None:
     process_state = ProcessState()
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/tmp/inductor")
     monkeypatch.setenv("TRITON_INTERPRET", "1")

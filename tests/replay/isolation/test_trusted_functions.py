@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import importlib.util
 import inspect
 import secrets
 import textwrap
@@ -18,14 +19,14 @@ from torch import Tensor
 from replay.bench.settings import Settings
 from replay.isolation import input_perturbation
 from replay.isolation.input_perturbation import InputPerturbation
-from replay.isolation.trusted_functions import BORROWED, TrustedFunctions
+from replay.isolation.trusted_functions import BORROWED, MEASURING, OURS, TrustedFunctions
 from replay.timing.rounds import run_rounds
 from replay.timing.timer import CudaTimer
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
 
 @pytest.mark.parametrize("when", [{1}, {2}, {4}, {6}, range(6, 10**9)], ids=str)
-def test_a_kernel_that_replaces_a_function_costs_its_row_only(
+def test_kernel_that_replaces_a_function_costs_its_row_only(
     make_call: MakeCall,
     workload: MakeWorkload,
     kernels: Register,
@@ -87,7 +88,7 @@ def _read() -> None:
         (_flip, "torch.Tensor.flip"),
     ],
 )
-def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name: str) -> None:
+def test_changed_functions_are_restored_and_named(change: Callable[[], None], name: str) -> None:
     functions = TrustedFunctions()
     assert functions.restore() == []
     change()
@@ -95,7 +96,7 @@ def test_what_was_changed_is_put_back_and_named(change: Callable[[], None], name
     assert functions.restore() == []
 
 
-def test_what_a_function_does_by_default_is_put_back() -> None:
+def test_changed_defaults_are_restored() -> None:
     functions = TrustedFunctions()
     before = run_rounds.__kwdefaults__
     run_rounds.__kwdefaults__ = {**before, "synchronous": True}
@@ -103,7 +104,7 @@ def test_what_a_function_does_by_default_is_put_back() -> None:
     assert run_rounds.__kwdefaults__ is before
 
 
-def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
+def test_earlier_replacement_may_lack_a_module(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def equal(one: Tensor, other: Tensor) -> bool:
@@ -114,7 +115,7 @@ def test_a_function_that_somebody_replaced_before_need_not_name_a_module(
     assert TrustedFunctions().restore() == []
 
 
-def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_functions_of_torch_compile_may_disappear(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles what a plan chooses kernels with, and forgets it when it is reset."""
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.setitem(vars(input_perturbation), name, lambda: None)
@@ -124,7 +125,7 @@ def test_what_torch_compile_puts_into_our_modules_may_go(monkeypatch: pytest.Mon
     assert functions.restore() == []
 
 
-def test_all_that_a_timed_sample_takes_of_pytorch_is_watched() -> None:
+def test_everything_that_a_timed_sample_uses_is_trusted() -> None:
     """By the text of the timer for GPUs, but for what could only make it fail."""
     source = ast.parse(textwrap.dedent(inspect.getsource(CudaTimer)))
     called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
@@ -143,3 +144,8 @@ def test_all_that_a_timed_sample_takes_of_pytorch_is_watched() -> None:
     assert of_tensors
     harmless = {"torch.cuda.device", "torch.cuda.get_device_properties"}
     assert of_torch | of_tensors <= watched | harmless
+
+
+@pytest.mark.parametrize("package", [*OURS, *MEASURING])
+def test_package_that_is_trusted_exists(package: str) -> None:
+    assert importlib.util.find_spec(package) is not None

@@ -47,7 +47,7 @@ def test_figures_are_numbers_where_some_are_missing(library: frames.Library) -> 
 
 
 @pytest.mark.parametrize("library", frames.LIBRARIES)
-def test_no_rows(library: frames.Library) -> None:
+def test_empty_rows_make_an_empty_frame(library: frames.Library) -> None:
     assert list(to_dataframe([], library=library).columns) == PATHS
 
 
@@ -61,7 +61,7 @@ def test_polars_is_taken_where_pandas_is_missing(monkeypatch: pytest.MonkeyPatch
     assert isinstance(to_dataframe([row()]), polars.DataFrame)
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", without("pandas", "polars"))
     with pytest.raises(MissingPackage, match="requires pandas or polars: pip install pandas"):
         to_dataframe([row()])

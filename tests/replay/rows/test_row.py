@@ -51,7 +51,7 @@ def test_fields_are_the_leaves_of_a_row(row: Row) -> None:
     assert all(item.meaning for item in FIELDS)
 
 
-def test_a_replays_rows_have_no_other_leaves(
+def test_replays_rows_have_no_other_leaves(
     make_call: Callable[..., AttentionCall],
     workload: Callable[..., Workload],
     kernels: Callable[..., Kernel],
@@ -72,7 +72,7 @@ def test_a_replays_rows_have_no_other_leaves(
         assert (produced.roof_share is None) == (produced.tflops is None)
 
 
-def test_a_table_says_nothing_to_the_terminal() -> None:
+def test_table_sends_no_control_characters() -> None:
     table = io.StringIO()
     write_csv(
         [factories.row("mine", factories.call_facts(module="a\x1b[2J"), log="b\nc\x07")], table
@@ -82,7 +82,7 @@ def test_a_table_says_nothing_to_the_terminal() -> None:
 
 
 @pytest.mark.parametrize("text", ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1"])
-def test_a_spreadsheet_evaluates_no_text(text: str) -> None:
+def test_spreadsheet_evaluates_no_text(text: str) -> None:
     table, json_file = io.StringIO(), io.StringIO()
     bare = factories.row("mine", factories.call_facts(model=text), flags=(text, "other"))
     write_csv([bare], table)
@@ -93,7 +93,7 @@ def test_a_spreadsheet_evaluates_no_text(text: str) -> None:
     assert json.loads(json_file.getvalue())["call"]["model"] == text
 
 
-def test_json_and_csv_say_the_same(row: Row) -> None:
+def test_json_and_csv_agree(row: Row) -> None:
     lines, table = io.StringIO(), io.StringIO()
     write_jsonl([row, row], lines)
     write_csv([row, row], table)
@@ -111,7 +111,7 @@ def test_json_and_csv_say_the_same(row: Row) -> None:
     assert all(written.values())
 
 
-def test_what_is_missing_is_empty(row: Row) -> None:
+def test_missing_values_are_empty(row: Row) -> None:
     bare = factories.row(status="unsupported", reason="head_dim 72")
     table = io.StringIO()
     write_csv([bare], table)
@@ -122,7 +122,7 @@ def test_what_is_missing_is_empty(row: Row) -> None:
     assert leaf(row_to_json(bare), "no.such.path") is None
 
 
-def test_nan_and_infinity_are_null(row: Row) -> None:
+def test_nan_and_infinity_become_null(row: Row) -> None:
     errors = compare(torch.full((1, 1, 2, 2), math.nan), torch.ones(1, 1, 2, 2))
     row = replace(row, accuracy=factories.accuracy(errors))
     file = io.StringIO()
@@ -140,7 +140,7 @@ def test_numbers_are_not_rounded(row: Row) -> None:
     assert float(next(csv.DictReader(io.StringIO(table.getvalue())))["tflops"]) == 1 / 3
 
 
-def test_a_line_is_written_as_soon_as_its_row_is_there(row: Row) -> None:
+def test_line_is_written_at_once(row: Row) -> None:
     file = io.StringIO()
 
     def rows() -> Iterator[Row]:

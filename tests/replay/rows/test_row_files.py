@@ -36,12 +36,12 @@ def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [link, path]
 
 
-def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
         save_jsonl([], tmp_path / "nowhere" / "rows.jsonl")
 
 
-def test_a_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
+def test_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
     data = row_to_json(full_row())
     data["accuracy"]["where"]["relative_l1"] = [[0.1, 0.2], [0.3]]
     path = tmp_path / "rows.jsonl"
@@ -59,7 +59,7 @@ def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from parts(part, (*at, name))
 
 
-def test_what_is_no_value_of_its_field_is_refused() -> None:
+def test_invalid_value_is_refused() -> None:
     data = row_to_json(full_row())
     assert row_to_json(row_from_json(data)) == data
     for path in parts(data):
@@ -77,7 +77,7 @@ def test_what_is_no_value_of_its_field_is_refused() -> None:
 
 
 @pytest.mark.parametrize("samples", [[], [1.0, 0.0], [1.0, -1.0]])
-def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
+def test_time_without_samples_is_refused(tmp_path: Path, samples: list[float]) -> None:
     data = row_to_json(full_row())
     data["time_ms"]["samples"] = samples
     path = tmp_path / "rows.jsonl"
@@ -86,7 +86,7 @@ def test_a_time_has_samples(tmp_path: Path, samples: list[float]) -> None:
         read_jsonl(path)
 
 
-def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
+def test_named_pipes_are_not_read(tmp_path: Path) -> None:
     path, fifo = tmp_path / "rows.jsonl", tmp_path / "fifo"
     save_jsonl([row("a")], path)
     os.mkfifo(fifo)
@@ -114,7 +114,7 @@ def test_only_files_and_pipes_of_the_shell_are_read(tmp_path: Path) -> None:
         "--random --tolerances fifo",
     ],
 )
-def test_no_command_waits_for_a_fifo(
+def test_commands_do_not_wait_for_a_fifo(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, given: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -126,7 +126,7 @@ def test_no_command_waits_for_a_fifo(
     assert "cannot read fifo: not a regular file" in err
 
 
-def test_a_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
+def test_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
     pipe = tmp_path / "rows.jsonl"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader

@@ -1,7 +1,7 @@
-"""Whether intervals hold what they say: simulated rounds of two kernels whose true ratio is 1.
+"""Coverage of intervals in simulated rounds of two kernels whose true ratio is 1.
 
-Noise of the machine is one course that both kernels sample one after the other, in shuffled order;
-noise of a kernel is a course of its own.
+The machine's noise is one series that both kernels sample in turn, in shuffled order. Each kernel's
+noise is a series of its own.
 """
 
 from __future__ import annotations

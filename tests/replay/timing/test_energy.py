@@ -51,7 +51,7 @@ def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int)
     assert found.burst_ms == found.sustained_ms == chunk_ms / calls
 
 
-def test_a_clock_that_falls_shows_in_the_last_calls() -> None:
+def test_falling_clock_shows_in_sustained_time() -> None:
     found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 5.0, calls=10)
     assert (found.burst_ms, found.sustained_ms, found.settles) == (0.4, 0.5, True)
     # The energy is that of the settled state.
@@ -59,12 +59,12 @@ def test_a_clock_that_falls_shows_in_the_last_calls() -> None:
 
 
 @pytest.mark.parametrize(("slowed", "settles"), [(1.02, False), (1.04, True), (0.96, True)])
-def test_three_per_cent_are_a_difference(slowed: float, settles: bool) -> None:
+def test_difference_of_three_per_cent_is_reported(slowed: float, settles: bool) -> None:
     found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 4.0 * slowed, calls=10)
     assert found.settles is settles
 
 
-def test_a_counter_that_stands_still_is_none() -> None:
+def test_counter_that_stands_still_is_refused() -> None:
     with pytest.raises(NoReading, match="stands still"):
         FakeGpu(0.0).watch(lambda now: 5.0, calls=1)
 
@@ -88,7 +88,7 @@ class FakeEvent:
         return 5.0
 
 
-def test_what_one_call_in_a_chunk_returned_is_kept_on_average(
+def test_one_output_per_chunk_is_kept_on_average(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)

@@ -48,7 +48,7 @@ def make_call(
     )
 
 
-def test_dense_call() -> None:
+def test_dense_call_counts_all_pairs() -> None:
     call = make_call(3, 5, batch=2, q_heads=4, kv_heads=2, head_dim=8, v_head_dim=16)
     assert valid_pairs(call) == 2 * 4 * 3 * 5
     assert flops(call) == 2 * 120 * (8 + 16)
@@ -86,7 +86,7 @@ def test_wan_causal_is_counted_without_a_score_matrix() -> None:
     assert largest.elements <= 75_600
 
 
-def test_rates() -> None:
+def test_rates_equal_figures_by_hand() -> None:
     call = make_call(1000, 1000, batch=1, q_heads=1, kv_heads=1, head_dim=50, v_head_dim=50)
     assert flops(call) == 200_000_000
     assert tflops(call, 2.0) == pytest.approx(0.1)  # 2e8 in 2e-3 s is 1e11 per second
@@ -100,7 +100,7 @@ def test_bool_mask_counts_its_true_entries() -> None:
     assert valid_pairs(call) == 4 * 4 * (2 + 1)
 
 
-def test_float_mask_counts_what_is_not_minus_infinity() -> None:
+def test_float_mask_counts_entries_above_minus_infinity() -> None:
     mask = torch.tensor([[0.0, -torch.inf, -1e30], [-torch.inf, -torch.inf, 5.0]])
     call = make_call(2, 3, attn_mask=mask)
     assert valid_pairs(call) == 2 * 4 * 3
@@ -127,7 +127,7 @@ def test_each_tensor_counts_at_its_stored_size() -> None:
     assert bytes_moved(call) == 2 * 4 * 3 * 8 * 4 + 2 * (5 * 8 * 2) + 3 * 5 * 8 + output
 
 
-def test_a_value_that_is_part_of_the_key_is_read_with_it() -> None:
+def test_value_that_is_part_of_the_key_is_read_with_it() -> None:
     """Absorbed MLA: 576 numbers a key, not 1088; a page that sequences share counts once."""
     pool = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
     call = AttentionCall(
@@ -154,7 +154,7 @@ def test_a_value_that_is_part_of_the_key_is_read_with_it() -> None:
     is_causal=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_masks_count_as_their_expansion(
+def test_mask_counts_like_its_expansion(
     sizes: tuple[int, int, int, int],
     broadcast: tuple[bool, bool, bool, bool],
     leading: int,
@@ -187,11 +187,11 @@ def test_masks_count_as_their_expansion(
 @pytest.mark.parametrize(
     "attn_mask", [None, torch.zeros(3, 0), torch.zeros(3, 1), torch.zeros(1, 1, 1, 0)]
 )
-def test_without_keys_nothing_is_computed(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
+def test_nothing_is_computed_without_keys(attn_mask: torch.Tensor | None, is_causal: bool) -> None:
     call = make_call(3, 0, attn_mask=attn_mask, is_causal=is_causal)
     assert (valid_pairs(call), arithmetic_intensity(call), tflops(call, 1.0)) == (0, 0.0, 0.0)
 
 
-def test_without_queries_and_keys_nothing_is_moved() -> None:
+def test_nothing_is_moved_without_queries_and_keys() -> None:
     call = make_call(0, 0)
     assert (bytes_moved(call), arithmetic_intensity(call)) == (0, 0.0)

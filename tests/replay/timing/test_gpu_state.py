@@ -1,4 +1,4 @@
-"""What NVML says, and what is said where it says nothing."""
+"""States that NVML reads, and the reasons where it cannot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda")
 
 
 class FakeNvml(ModuleType):
-    """Of one GPU, with what the functions used here return or raise."""
+    """NVML of one GPU, with the results or errors of its functions."""
 
     NVML_CLOCK_SM, NVML_CLOCK_MEM, NVML_TEMPERATURE_GPU = 1, 2, 0
 
@@ -65,7 +65,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     gpu_state._nvml.cache_clear()
 
 
-def test_a_state_is_read(install: Any) -> None:
+def test_state_is_read(install: Any) -> None:
     install(FakeNvml())
     reasons = ("software power cap", "0x400")
     assert read_gpu_state(GPU) == GpuState(1980, 690.5, 61, reasons, 2619)
@@ -73,7 +73,7 @@ def test_a_state_is_read(install: Any) -> None:
     assert why_no_state(GPU) == ""
 
 
-def test_what_a_gpu_does_not_tell_is_none(install: Any) -> None:
+def test_missing_figures_are_none(install: Any) -> None:
     refused = FakeNvml.NVMLError("Not Supported")
     install(FakeNvml(nvmlDeviceGetPowerUsage=refused, nvmlDeviceGetTotalEnergyConsumption=refused))
     state = read_gpu_state(GPU)
@@ -97,7 +97,7 @@ def test_what_a_gpu_does_not_tell_is_none(install: Any) -> None:
         ),
     ],
 )
-def test_without_nvml_a_sentence_says_why(install: Any, nvml: Any, reason: str) -> None:
+def test_missing_nvml_is_explained(install: Any, nvml: Any, reason: str) -> None:
     install(nvml)
     assert read_gpu_state(GPU) is None
     with pytest.raises(NoReading, match=reason):
@@ -107,7 +107,7 @@ def test_without_nvml_a_sentence_says_why(install: Any, nvml: Any, reason: str) 
     assert "\n" not in sentence
 
 
-def test_a_processor_has_no_such_state() -> None:
+def test_cpu_has_no_gpu_state() -> None:
     assert read_gpu_state("cpu") is None
     assert why_no_state(torch.device("cpu")) == ""
     with pytest.raises(NoReading, match="energy needs an NVIDIA GPU"):
@@ -118,7 +118,7 @@ def test_a_processor_has_no_such_state() -> None:
     ("error", "lost"),
     [(None, False), (torch.OutOfMemoryError("full"), False), (RuntimeError("illegal"), True)],
 )
-def test_a_gpu_without_memory_is_not_lost(
+def test_gpu_without_memory_is_not_lost(
     error: RuntimeError | None, lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def zeros(*_: object, **__: object) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from replay.timing.host_load import WIDTH, RestOfLayer
 
 
-def test_it_computes_one_token_and_draws_nothing() -> None:
+def test_rest_of_layer_computes_one_token_without_random_numbers() -> None:
     before = torch.get_rng_state()
     output = RestOfLayer(torch.device("cpu"))()
     assert output.shape == (1, 1, WIDTH)

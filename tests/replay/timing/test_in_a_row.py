@@ -12,7 +12,7 @@ from replay.timing import in_a_row
 
 CUDA = torch.device("cuda")
 STEP_MS = 0.001
-"""What the host takes for anything."""
+"""Time of every operation of the host."""
 
 
 class Gpu:
@@ -74,16 +74,14 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 @pytest.mark.parametrize("call_ms", [0.01, 0.4, 40.0])
 @pytest.mark.parametrize("said_ms", [0.001, 0.4])
-def test_what_calls_take_whatever_their_samples_say(
-    gpu: Gpu, call_ms: float, said_ms: float
-) -> None:
+def test_calls_in_a_row_show_their_true_time(gpu: Gpu, call_ms: float, said_ms: float) -> None:
     seen = in_a_row.look(lambda: gpu.enqueue(call_ms), CUDA, said_ms, host_ms=0.01)
     assert seen.left_ms == 0.0
     assert seen.gpu_ms == pytest.approx(call_ms, abs=5 * STEP_MS)
 
 
 @pytest.mark.parametrize("here_ms", [0.0, 0.2])
-def test_work_on_another_stream_that_waits_for_this_one(gpu: Gpu, here_ms: float) -> None:
+def test_work_on_another_stream_is_found(gpu: Gpu, here_ms: float) -> None:
     def call() -> None:
         gpu.enqueue(here_ms)
         gpu.ends["other"] = max(gpu.ends.values())
@@ -93,7 +91,7 @@ def test_work_on_another_stream_that_waits_for_this_one(gpu: Gpu, here_ms: float
     assert seen.left_ms == pytest.approx(0.2, abs=10 * STEP_MS)
 
 
-def test_turns_of_other_processes_are_no_part_of_a_call(gpu: Gpu) -> None:
+def test_time_of_other_processes_is_not_counted(gpu: Gpu) -> None:
     """They come every few milliseconds: amid a row, and seldom amid a call."""
     calls = 0
 
@@ -106,7 +104,7 @@ def test_turns_of_other_processes_are_no_part_of_a_call(gpu: Gpu) -> None:
     assert seen.gpu_ms == pytest.approx(0.4, abs=5 * STEP_MS)
 
 
-def test_a_call_that_waits_inside(gpu: Gpu) -> None:
+def test_call_that_waits_inside_has_no_time(gpu: Gpu) -> None:
     def call() -> None:
         gpu.enqueue(0.4)
         gpu.synchronize()
@@ -140,7 +138,7 @@ def test_nothing_is_known_on_a_cpu() -> None:
         (1.0, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 3, 4.0),
     ],
 )
-def test_work_is_looked_for_in_few_calls_and_again_where_there_seems_to_be_some(
+def test_suspected_work_is_checked_again(
     monkeypatch: pytest.MonkeyPatch, call_ms: float, left_ms: list[float], calls: int, found: float
 ) -> None:
     made = 0

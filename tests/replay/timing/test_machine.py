@@ -1,4 +1,4 @@
-"""What is written down of the machine."""
+"""The description of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from replay.timing.cores import core_siblings, physical_cores, usable_cpus
 from replay.timing.machine import cpu_flops_per_second, describe
 
 
-def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
+def test_hardware_threads_are_not_counted_as_cores(tmp_path: Path) -> None:
     for cpu, siblings in enumerate(("0,2", "1,3", "0,2", "1,3")):
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
@@ -28,7 +28,7 @@ def test_hardware_threads_are_no_cores(tmp_path: Path) -> None:
     assert core_siblings({0, 1}, tmp_path / "absent") == [[0], [1]]
 
 
-def test_the_machine_says_what_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_names_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {3, 5, 7}, raising=False)
     assert usable_cpus() == 3
     assert describe(torch.device("cpu")).usable_cpus == "3"
@@ -37,7 +37,7 @@ def test_the_machine_says_what_may_be_used(monkeypatch: pytest.MonkeyPatch) -> N
     assert usable_cpus() == 12
 
 
-def test_what_else_a_processor_does_is_not_in_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_load_does_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of three products lose their time slice; threads would wait for the one that does."""
     before = torch.get_num_threads()
     threads: list[int] = []

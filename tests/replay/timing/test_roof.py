@@ -1,4 +1,4 @@
-"""What the machine can do at most: two measured figures, and the line that they make."""
+"""Measured peaks of the machine, and the roof that they make."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay.timing.roof import measure_roof
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr(roof, "SECONDS", 0.005)
     monkeypatch.setattr(roof, "SIDES", {"cpu": (32, 64)})
     monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
@@ -31,14 +31,14 @@ def test_the_fastest_call_counts(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
     assert found.gb_per_s == pytest.approx(2 * 1000 / 0.002 / 1e9)
 
 
-def test_memory_limits_what_reads_much_for_its_work() -> None:
+def test_bandwidth_limits_calls_of_low_intensity() -> None:
     machine = Roof(tflops=2.0, gb_per_s=100.0)
     assert machine.at(10.0) == pytest.approx(1.0)
     assert machine.at(20.0) == pytest.approx(2.0)
     assert machine.at(400.0) == 2.0
 
 
-def test_a_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roof, "SECONDS", 0.0)
     monkeypatch.setattr(roof, "SIDES", {"cpu": (16, 2**20)})
     monkeypatch.setattr(roof, "COPIED_BYTES", {"cpu": 1000})
@@ -49,7 +49,7 @@ def test_a_slow_dtype_costs_no_large_product(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not implemented"), torch.OutOfMemoryError()])
-def test_where_there_is_no_product_there_is_no_roof(
+def test_roof_is_none_without_a_matrix_product(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(*arguments: object, **options: object) -> None:

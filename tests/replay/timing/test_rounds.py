@@ -95,7 +95,7 @@ def test_every_candidate_is_sampled_once_a_round_in_shuffled_order() -> None:
     assert [candidate.ms for candidate in candidates] == [[n + 1.0] * 20 for n in range(4)]
 
 
-def test_the_seed_decides_the_order() -> None:
+def test_seed_decides_the_order() -> None:
     def orders(seed: int) -> list[list[int]]:
         timer = FakeTimer()
         candidates = [Candidate(constant(1.0), rounds=8) for _ in range(5)]
@@ -114,7 +114,7 @@ def test_fewer_rounds_are_the_first_ones() -> None:
     assert (len(quick.ms), len(slow.ms)) == (10, 3)
 
 
-def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
+def test_candidate_that_raises_is_dropped() -> None:
     timer = FakeTimer()
     sound, failing = Candidate(constant(1.0), rounds=6), Candidate(raising_at(3), rounds=6)
     run_rounds({"sound": sound, "failing": failing}, timer, 0)
@@ -124,7 +124,7 @@ def test_one_that_raises_is_dropped_and_the_others_go_on() -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit(0), GeneratorExit()])
-def test_one_that_would_end_the_program_is_dropped(error: BaseException) -> None:
+def test_candidate_that_exits_is_dropped(error: BaseException) -> None:
     timer = FakeTimer()
     sound, failing = Candidate(constant(1.0), rounds=3), Candidate(raising(error), rounds=3)
     run_rounds({"sound": sound, "failing": failing}, timer, 0)
@@ -134,7 +134,7 @@ def test_one_that_would_end_the_program_is_dropped(error: BaseException) -> None
     assert never_warm.error is error
 
 
-def test_the_users_interrupt_is_nobodys_fault() -> None:
+def test_interrupt_in_warm_up_is_raised() -> None:
     interrupted = Candidate(raising(KeyboardInterrupt()), rounds=3)
     with pytest.raises(KeyboardInterrupt):
         run_rounds({"interrupted": interrupted}, FakeTimer(), 0)
@@ -142,7 +142,7 @@ def test_the_users_interrupt_is_nobodys_fault() -> None:
         warm_up(Candidate(raising(KeyboardInterrupt())), FakeTimer(), 3, 1.0)
 
 
-def test_a_dropped_candidate_keeps_no_tensors_alive() -> None:
+def test_dropped_candidate_keeps_no_tensors_alive() -> None:
     alive: list[weakref.ref[torch.Tensor]] = []
 
     def function() -> object:
@@ -193,9 +193,7 @@ def test_warm_up_is_bounded_in_time_and_calls() -> None:
     ("milliseconds", "asked", "rounds"),
     [(100.0, 30, 30), (1000.0, 30, 20), (60_000.0, 30, 6), (60_000.0, 2, 2)],
 )
-def test_rounds_shrink_to_what_there_is_time_for(
-    milliseconds: float, asked: int, rounds: int
-) -> None:
+def test_rounds_shrink_to_the_time_limit(milliseconds: float, asked: int, rounds: int) -> None:
     candidate = Candidate(constant(milliseconds))
     warm_up(candidate, FakeTimer(), asked, max_seconds=20)
     assert candidate.rounds == rounds
@@ -213,13 +211,13 @@ def test_rounds_end_when_all_are_known_well_twice_in_a_row() -> None:
     assert rounds_of(steady=constant(10.0), failing=raising_at(3)) == [9, 2]
 
 
-def test_one_that_has_no_rounds_left_keeps_nobody_waiting() -> None:
+def test_finished_candidate_does_not_prolong_the_rounds() -> None:
     slow, steady = Candidate(alternating(1.0, 2.0), rounds=6), Candidate(constant(1.0), rounds=60)
     run_rounds({"slow": slow, "steady": steady}, FakeTimer(), 0, enough=rounds.Enough(0.01))
     assert (len(slow.ms), len(steady.ms)) == (6, 14)  # looked at after 6, 9 and 14
 
 
-def test_measure_on_the_cpu() -> None:
+def test_measure_samples_every_candidate_on_the_cpu() -> None:
     small, large = torch.randn(8, 8), torch.randn(300, 300)
     samples = measure(
         {"small": lambda: small @ small, "large": lambda: large @ large, "bad": raising_at(1)},
@@ -252,7 +250,7 @@ def test_each_sample_follows_calls_of_the_same_function() -> None:
     assert Counter(in_rounds) == {"a": 15, "b": 15}
 
 
-def test_what_cannot_be_measured_is_refused() -> None:
+def test_invalid_measurements_are_refused() -> None:
     with pytest.raises(ValueError, match='the cache is always warm: ask for cache="warm"'):
         measure({}, "cpu", cache="cold")
     with pytest.raises(ValueError, match="cannot time on meta"):
@@ -261,7 +259,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
         measure({}, "cpu", cache="warm", rounds=0)
 
 
-def test_nothing_to_measure() -> None:
+def test_measure_accepts_no_candidates() -> None:
     assert measure({}, "cpu", cache="warm") == {}
 
 
@@ -282,7 +280,7 @@ def test_throttle_reasons_have_names() -> None:
     assert throttle_reasons(0x1 | 0x1000) == ("idle", "0x1000")
 
 
-def test_a_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
+def test_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
     def breaks() -> float:
         timer.lost = True
         raise RuntimeError("an illegal memory access was encountered")
@@ -316,7 +314,7 @@ def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]],
     assert "changes times that were taken before" in str(cheat.error)
 
 
-def test_what_a_failing_candidate_left_is_seen_to_before_the_next() -> None:
+def test_observer_cleans_up_after_a_failing_candidate() -> None:
     seen: list[str] = []
     fails = Candidate(raising_at(2), after=lambda: seen.append("after"), rounds=8)
     run_rounds({"fails": fails}, FakeTimer(), 0)

@@ -19,7 +19,7 @@ from replay.timing.statistics import (
 )
 
 
-def test_summary_by_hand() -> None:
+def test_summary_equals_figures_by_hand() -> None:
     summary = summarize([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (summary.p50, summary.n) == (3.0, 5)
     assert summary.p10 == pytest.approx(1.4)  # position 0.4 between 1 and 2
@@ -39,7 +39,7 @@ def test_one_sample_is_all_its_percentiles() -> None:
     assert (summary.p10, summary.p50, summary.p90, summary.iqr, summary.n) == (7, 7, 7, 0, 1)
 
 
-def test_no_samples_is_an_error() -> None:
+def test_missing_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         summarize([])
 
@@ -75,7 +75,9 @@ def test_ratio_is_the_median_of_round_ratios_not_the_ratio_of_medians() -> None:
         (0.9, 1.1, "ambiguous", "noisy"),
     ],
 )
-def test_verdicts(low: float, high: float, verdict: str, reason: str) -> None:
+def test_verdict_follows_from_the_interval(
+    low: float, high: float, verdict: str, reason: str
+) -> None:
     assert speed_verdict(low, high) == (verdict, reason)
 
 
@@ -124,14 +126,14 @@ def test_correlated_rounds_count_less() -> None:
     assert spread.high - spread.low < 0.25 * 100
 
 
-def test_equal_ratios_are_no_trend() -> None:
+def test_equal_ratios_show_no_correlation() -> None:
     few_values = [1.0, 1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0, 2.0] * 3
     interval = median_interval(few_values)
     assert interval == MedianInterval(1.0, 1.0)
 
 
 def test_calls_are_correlated_within_themselves() -> None:
-    """That calls differ is no correlation of their rounds."""
+    """A difference between calls must not count as a correlation of their rounds."""
     a, b = no_trend(30), [100 + each for each in no_trend(30)]
     together = median_interval(a, b)
     one_after_the_other = median_interval(a + b)
@@ -142,7 +144,7 @@ def test_calls_are_correlated_within_themselves() -> None:
     assert together == MedianInterval(21, 110)
 
 
-def test_noise_is_no_difference_and_the_interval_holds_the_true_ratio() -> None:
+def test_interval_contains_the_true_ratio_under_noise() -> None:
     noise = random.Random(0)
     baseline = [1 + 0.05 * noise.random() for _ in range(30)]
     same = [1 + 0.05 * noise.random() for _ in range(30)]
@@ -157,6 +159,6 @@ def test_only_common_rounds_are_paired() -> None:
     assert paired_ratios([2.0] * 3, [1.0] * 3 + [9.0] * 9) == [2.0] * 3
 
 
-def test_no_rounds_are_an_error() -> None:
+def test_missing_rounds_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         paired_speedup([], [1.0, 1.0, 1.0])

@@ -1,4 +1,4 @@
-"""What a sample consists of; CUDA is pretended, and only writes down what it is asked."""
+"""The steps of a sample; a pretended CUDA notes its calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_time_passes")
-def test_a_cpu_sample_lasts_long_enough_to_be_timed() -> None:
+def test_cpu_sample_lasts_long_enough_to_be_timed() -> None:
     calls = 0
 
     def function() -> None:
@@ -50,7 +50,7 @@ def test_calls_before_a_sample_are_not_timed_but_cost() -> None:
     assert len(calls) == 4
 
 
-def test_a_cpu_sample_ends_where_calls_became_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_sample_ends_where_calls_became_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter(range(1000))  # each call takes a second
     monkeypatch.setattr(timer.time, "perf_counter", lambda: next(clock))
     kept: list[object] = []
@@ -82,7 +82,7 @@ def test_any_call_of_a_sample_is_kept_in_the_end() -> None:
     assert max(places.values()) < 100  # 27 of each, on average
 
 
-def test_what_a_hook_does_when_the_call_returned_is_in_its_time_and_found() -> None:
+def test_hook_at_return_is_timed_and_found() -> None:
     """It begins with the next thing that anybody calls, but for the clock."""
     worked: list[float] = []
 
@@ -112,7 +112,7 @@ def test_what_a_hook_does_when_the_call_returned_is_in_its_time_and_found() -> N
     assert began < worked[0] < ended
 
 
-def test_a_hook_that_stays_is_found() -> None:
+def test_hook_that_stays_is_found() -> None:
     before = sys.getprofile()
     candidate = Candidate(lambda: sys.setprofile(lambda *_: None), warm_up_ms=[2.0])
     cpu = CpuTimer(calls_before=0)
@@ -126,7 +126,7 @@ def test_a_hook_that_stays_is_found() -> None:
 
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What CUDA was asked, and the layer's launches, in order."""
+    """Calls of CUDA and launches of the layer, in order."""
     asked: list[str] = []
 
     class Event:
@@ -172,7 +172,7 @@ SAMPLE = ["event", "call", "event", "layer"]
         ("warm", 2, ["call", "call", "synchronise", "layer", "wait", *SAMPLE]),
     ],
 )
-def test_a_sample_on_cuda(
+def test_cuda_sample_makes_its_calls_in_order(
     log: list[str], cache: timer.Cache, calls_before: int, expected: list[str]
 ) -> None:
     on_cuda = CudaTimer(CPU, cache, calls_before)

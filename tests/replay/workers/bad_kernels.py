@@ -50,7 +50,7 @@ def interrupt(*arguments: Any, **options: Any) -> Tensor:
 
 
 def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
-    """What it forked stays, with both pipes open."""
+    """Leave a forked process with both pipes open."""
     if os.fork() == 0:
         time.sleep(3600)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -96,7 +96,7 @@ def hang_when_timed(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _memory(size: int) -> Tensor:
-    """Memory that counts and costs nothing, since nobody touches it."""
+    """Memory that counts and costs nothing, because it is never touched."""
     return torch.empty(size, dtype=torch.uint8)
 
 

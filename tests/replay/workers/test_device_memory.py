@@ -1,4 +1,4 @@
-"""What a process keeps of a GPU's memory, on a pretended GPU."""
+"""Memory that a process keeps, on a pretended GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GIB = 2**30
     ("reserved", "allocated", "free", "gives_back"),
     [(4, 1, 100, False), (8, 1, 100, True), (8, 7.9, 10, False), (2, 1, 4, True), (0, 0, 0, False)],
 )
-def test_it_gives_back_what_others_may_need(
+def test_large_unused_memory_is_freed(
     monkeypatch: pytest.MonkeyPatch,
     reserved: float,
     allocated: float,
@@ -34,6 +34,6 @@ def test_it_gives_back_what_others_may_need(
     assert bool(given_back) == gives_back
 
 
-def test_a_cpu_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_memory_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: pytest.fail("asked"))
     give_back(torch.device("cpu"))

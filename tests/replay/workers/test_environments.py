@@ -113,7 +113,7 @@ def _interpreter(directory: Path, variables: str = "", options: str = "") -> Pat
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ours", "kernels")
-def test_a_library_that_only_the_other_environment_has_is_listed(
+def test_library_that_only_the_other_environment_has_is_listed(
     run_cli: RunCli, theirs: Path
 ) -> None:
     code, out, err = run_cli("kernels", "--device", "cpu", "--env", f"theirs={theirs}")
@@ -127,7 +127,7 @@ def test_a_library_that_only_the_other_environment_has_is_listed(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_one_table(
+def test_rows_of_two_environments_make_one_table(
     run_cli: RunCli,
     ours: Path,
     theirs: Path,
@@ -206,7 +206,7 @@ def test_one_table(
 
 
 @pytest.mark.slow
-def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
+def test_interpreter_without_torch_is_refused(run_cli: RunCli, tmp_path: Path) -> None:
     bare = _interpreter(tmp_path / "bare", "PYTHONPATH=", "-S")
     code, out, err = run_cli("kernels", "--device", "cpu", "--env", f"bare={bare}")
     assert (code, out) == (2, "")
@@ -216,13 +216,13 @@ def test_an_interpreter_without_torch(run_cli: RunCli, tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_python(tmp_path: Path) -> None:
+def test_program_other_than_python_is_refused(tmp_path: Path) -> None:
     environment = Environment("odd", "/bin/echo", 5)
     with pytest.raises(WorkerError, match=r"environment odd \(/bin/echo\) does not work: .*code 0"):
         environment.probe([kernel("a")], "cpu")
 
 
-def test_what_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_interpreter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.workers.process.ANSWERING_SECONDS", 0.1)
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
@@ -241,11 +241,13 @@ def test_environments_need_workers(run_cli: RunCli) -> None:
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
-def test_a_timeout_is_positive(run_cli: RunCli, seconds: str) -> None:
+def test_timeout_must_be_positive(run_cli: RunCli, seconds: str) -> None:
     assert run_cli("random", f"--timeout={seconds}")[0] == 2
 
 
-def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interpreters_are_read_from_options_and_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     mine = _interpreter(tmp_path / "mine")
     toml = tmp_path / "größe.toml"
@@ -273,7 +275,7 @@ def test_interpreters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ([], None, r"^cannot read .*kernels.toml \(No such file or directory\): name a TOML file"),
     ],
 )
-def test_interpreters_that_are_not_as_they_should_be(
+def test_invalid_interpreters_are_refused(
     tmp_path: Path, options: list[str], text: str | None, sentence: str
 ) -> None:
     file = tmp_path / "kernels.toml"
@@ -283,7 +285,7 @@ def test_interpreters_that_are_not_as_they_should_be(
         interpreters([*options, *([] if text == "" else [str(file)])])
 
 
-def test_a_directory_is_no_file_of_interpreters(tmp_path: Path) -> None:
+def test_directory_is_refused_as_file_of_interpreters(tmp_path: Path) -> None:
     directory = tmp_path / "kernels.toml"
     directory.mkdir()
     with pytest.raises(WorkerError, match=r"^cannot read .* \(Is a directory\): name a TOML file"):
@@ -291,13 +293,13 @@ def test_a_directory_is_no_file_of_interpreters(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_a_pipe_that_nobody_writes_to_is_no_file_of_interpreters(tmp_path: Path) -> None:
+def test_silent_pipe_is_refused_as_file_of_interpreters(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "kernels.toml")
     with pytest.raises(WorkerError, match=r"^cannot read .* \(not a regular file\)"):
         interpreters([str(tmp_path / "kernels.toml")])
 
 
-def test_kernels_run_where_their_library_is() -> None:
+def test_kernels_run_in_environments_with_their_library() -> None:
     kernels = [
         kernel("torch-math", library="torch"),
         *map(kernel, ("both", "there", "nowhere", "here")),
@@ -341,7 +343,7 @@ class FakeProcess:
         self.answers = answers
         self.requests: list[dict[str, Any]] = []
         self.closed_after: list[int] = []
-        """How many requests it had answered each time it was closed."""
+        """Number of answered requests at each time it was closed."""
 
     def close(self) -> None:
         self.closed_after.append(len(self.requests))
@@ -409,7 +411,7 @@ def ask(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess]]:
 Ask = Callable[..., tuple[list[Row], FakeProcess]]
 
 
-def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
+def test_crash_costs_one_row_in_its_place(ask: Ask) -> None:
     rows, process = ask(
         [{"at": LOADING}, CALL, {"at": "a"}, {"at": "b"}, died("b")],
         [CALL, row_of("a"), row_of("c"), row_of("torch-default")],
@@ -439,9 +441,7 @@ def test_a_death_costs_a_row_in_its_place(ask: Ask) -> None:
     ],
     ids=str,
 )
-def test_a_row_that_cannot_be_read_costs_itself(
-    ask: Ask, wrong: dict[str, Any], named: str
-) -> None:
+def test_unreadable_row_costs_only_itself(ask: Ask, wrong: dict[str, Any], named: str) -> None:
     sent: dict[str, Any] = {"row": row_of("b")["row"] | wrong if wrong else ["b"]}
     rows, _ = ask([{"at": LOADING}, CALL, row_of("a"), sent, row_of("c")])
     by_status = {row.status: row for row in rows}
@@ -451,13 +451,13 @@ def test_a_row_that_cannot_be_read_costs_itself(
 
 
 @pytest.mark.parametrize("stage", [LOADING, REFERENCE, TIMING, ""])
-def test_a_death_that_no_kernel_caused_costs_the_call(ask: Ask, stage: str) -> None:
+def test_crash_without_a_kernel_costs_the_call(ask: Ask, stage: str) -> None:
     rows, _ = ask([died(stage)])
     assert [(row.kernel, row.status) for row in rows] == [("", "crash")]
     assert rows[0].reason == f"call: gone while {stage or 'starting'}"
 
 
-def test_on_a_gpu_who_died_in_the_timing_is_found_out_first(ask: Ask) -> None:
+def test_crash_while_timing_on_a_gpu_is_located_first(ask: Ask) -> None:
     """Its samples are enqueued: `c` may only have been the next."""
     rows, process = ask(
         [CALL, {"at": TIMING}, {"at": "c"}, died("c")],
@@ -474,7 +474,7 @@ def test_on_a_gpu_who_died_in_the_timing_is_found_out_first(ask: Ask) -> None:
     assert [row.status for row in rows] == ["ok", "crash", "ok"]
 
 
-def test_given_up(ask: Ask) -> None:
+def test_kernel_is_given_up_after_three_crashes(ask: Ask) -> None:
     environment = Environment("other", "python", 5)
     alive = [CALL, row_of("a"), row_of("c")]
     for death in range(1, MAXIMUM_DEATHS + 1):
@@ -486,7 +486,7 @@ def test_given_up(ask: Ask) -> None:
     assert rows[1].reason == "gone; not tried again, it ended 3 workers"
 
 
-def test_kernels_after_one_that_dies_are_called_first_too(quick: Settings) -> None:
+def test_first_calls_continue_after_a_crash(quick: Settings) -> None:
     process = FakeProcess(
         [
             [{"at": "a"}, {"called": "a", "first_call_ms": 5.0}, {"at": "b"}, died("b")],
@@ -509,7 +509,7 @@ def test_kernels_after_one_that_dies_are_called_first_too(quick: Settings) -> No
 
 
 @pytest.mark.parametrize("stage", [LOADING, ""])
-def test_without_a_kernel_to_blame_no_more_are_called_first(quick: Settings, stage: str) -> None:
+def test_first_calls_end_after_a_crash_without_a_kernel(quick: Settings, stage: str) -> None:
     environment = Environment("other", "python", 5)
     environment._process = FakeProcess([[died(stage)]])  # type: ignore[assignment]
     nobody = made_workload("call", lambda device: pytest.fail("loaded here"))
@@ -549,7 +549,7 @@ CAN_RUN = [{"probed": "b", "reason": None}]
 BASELINE = row_of("torch-default")
 
 
-def test_one_with_its_own_process_has_its_row_in_its_place(apart: Apart) -> None:
+def test_kernel_with_its_own_process_keeps_its_place(apart: Apart) -> None:
     elsewhere = {"row": {**BASELINE["row"], "reason": "of the other process"}}
     common = [CALL, row_of("a"), row_of("c"), BASELINE]
     alone = [CALL, row_of("b"), elsewhere]
@@ -563,7 +563,7 @@ def test_one_with_its_own_process_has_its_row_in_its_place(apart: Apart) -> None
     assert apart([common], [alone])[1][0].kernels() == [["a", "c"]]  # asked once whether it can run
 
 
-def test_a_death_in_its_own_process_is_counted_there(apart: Apart) -> None:
+def test_crash_in_an_own_process_is_counted_there(apart: Apart) -> None:
     common = [CALL, row_of("a"), row_of("c"), BASELINE]
     for death in range(1, MAXIMUM_DEATHS + 1):
         asked = [CAN_RUN] if death == 1 else []
@@ -575,7 +575,7 @@ def test_a_death_in_its_own_process_is_counted_there(apart: Apart) -> None:
     assert rows[1].reason == "gone; not tried again, it ended 3 workers"
 
 
-def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
+def test_own_process_is_not_started_in_vain(apart: Apart) -> None:
     everyone = [CALL, *map(row_of, ASKED)]
     for name in ("baseline", "errors_against"):  # which every process has
         assert [row.kernel for row in apart([everyone], [], **{name: "b"})[0]] == [*ASKED]
@@ -584,7 +584,7 @@ def test_a_process_of_its_own_is_not_started_in_vain(apart: Apart) -> None:
     assert (row.kernel, row.reason) == ("", "cut short")
 
 
-def test_what_cannot_run_needs_no_process_of_its_own(apart: Apart) -> None:
+def test_kernel_that_cannot_run_gets_no_process(apart: Apart) -> None:
     everyone = [CALL, *map(row_of, ASKED)]
     apart([[{"probed": "b", "reason": "not installed"}], everyone], [])
 
@@ -616,7 +616,7 @@ def disturbed(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess, Fa
 Disturbed = Callable[..., tuple[list[Row], FakeProcess, FakeProcess]]
 
 
-def test_one_that_disturbs_others_gets_its_own_worker_and_they_a_new_one(
+def test_disturbing_kernel_gets_its_own_worker(
     disturbed: Disturbed,
 ) -> None:
     spoilt = {"row": {**row_of("a")["row"], "reason": "beside b"}}
@@ -631,13 +631,13 @@ def test_one_that_disturbs_others_gets_its_own_worker_and_they_a_new_one(
         *((name, "") for name in ASKED),
         ("torch-default", ""),
     ]
-    # From then on nobody needs to find out.
+    # From then on the result is known.
     _, shared, apart = disturbed([again], [alone])
     assert (shared.kernels(), shared.closed_after) == ([["a", "c"]], [])
     assert apart.kernels() == [["b"]]
 
 
-def test_what_others_are_compared_with_stays_with_them(disturbed: Disturbed) -> None:
+def test_baseline_stays_in_the_shared_worker(disturbed: Disturbed) -> None:
     everyone = [CALL, *map(row_of, ASKED), DISTURBS]
     for name in ("baseline", "errors_against"):
         _, shared, _ = disturbed([everyone], [], **{name: "b"})
@@ -645,15 +645,13 @@ def test_what_others_are_compared_with_stays_with_them(disturbed: Disturbed) -> 
 
 
 @pytest.mark.parametrize("library", ["torch", "triton"])
-def test_pytorch_s_kernels_and_ours_stay_with_the_others(
-    disturbed: Disturbed, library: str
-) -> None:
+def test_common_kernels_stay_in_the_shared_worker(disturbed: Disturbed, library: str) -> None:
     _, shared, _ = disturbed([[CALL, *map(row_of, ASKED), DISTURBS]], [], library=library)
     assert (shared.kernels(), shared.closed_after) == ([[*ASKED]], [])
 
 
 @pytest.mark.parametrize(("beside_b", "is_compared"), [(1.4, True), (1.6, False)])
-def test_no_speed_up_over_a_baseline_that_a_kernel_slows_down(
+def test_speed_up_is_withheld_when_the_kernel_slows_its_baseline(
     disturbed: Disturbed, beside_b: float, is_compared: bool
 ) -> None:
     def timed(name: str, ms: float = 1.0) -> dict[str, Any]:
@@ -670,7 +668,7 @@ def test_no_speed_up_over_a_baseline_that_a_kernel_slows_down(
     assert flags == {"a": (), "b": () if is_compared else told, "torch-default": ()}
 
 
-def test_a_library_that_disturbs_when_it_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_disturbs_at_probe_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Environment("other", "python", 5)
     process = FakeProcess([[{"probed": "b", "reason": None}, DISTURBS]])
     monkeypatch.setattr(environment, "_process", process)
@@ -678,18 +676,18 @@ def test_a_library_that_disturbs_when_it_is_looked_for(monkeypatch: pytest.Monke
     assert process.closed_after == [1]
 
 
-def test_a_defect_in_the_worker_is_no_kernels(ask: Ask) -> None:
+def test_bug_in_the_worker_ends_the_run(ask: Ask) -> None:
     with pytest.raises(WorkerError, match="OSError: disk full") as error:
         ask([{"failed": "OSError: disk full", "traceback": "Traceback …"}])
     assert "Traceback …" in str(error.value.__cause__)
 
 
-def test_a_worker_that_no_longer_starts(ask: Ask) -> None:
+def test_worker_that_no_longer_starts_is_reported(ask: Ask) -> None:
     with pytest.raises(WorkerError, match=r"environment other .* does not work: no torch"):
         ask([CannotStart("no torch")])
 
 
-def test_asking_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_crashes_as_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     environment = Environment("other", "python", 5)
     answers = [
         [{"at": "a"}, {"probed": "a", "reason": None, "version": "1"}, {"at": "b"}, died("b")],
@@ -703,7 +701,7 @@ def test_asking_what_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_only_an_unreadable_file_is_left_out_elsewhere(quick: Settings) -> None:
+def test_unreadable_file_is_skipped_in_other_environments(quick: Settings) -> None:
     class Fixed(Environment):
         def __init__(self, name: str, row: Row) -> None:
             super().__init__(name, "python", 5)

@@ -69,7 +69,7 @@ def rows_by(quick: Settings) -> Iterator[Rows]:
 
 
 @pytest.mark.parametrize("at", ["judge", "samples"])
-def test_an_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -> None:
+def test_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -> None:
     found = rows_by(Failing(lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math")))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
     for rows in found:
@@ -77,7 +77,7 @@ def test_an_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -
         assert rows[1].reason == said
 
 
-def test_nothing_is_faster_than_a_baseline_that_is_not_believed(
+def test_speed_up_is_withheld_over_a_rejected_baseline(
     rows_by: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baseline = "torch-default"
@@ -91,7 +91,7 @@ def test_nothing_is_faster_than_a_baseline_that_is_not_believed(
         assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} is not believed"
 
 
-def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:
+def test_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:
     opened = iter([True, False])
     first, second = rows_by(Failing(lambda asked: asked["do"] == "open" and next(opened)))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
@@ -99,7 +99,7 @@ def test_a_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows)
     assert [row.status for row in second] == ["ok", "ok"]
 
 
-def test_a_judge_that_ends_amid_a_call_costs_no_later_one(rows_by: Rows) -> None:
+def test_judge_that_ends_during_a_call_costs_no_later_one(rows_by: Rows) -> None:
     first, second = rows_by(Ending())
     assert [row.status for row in first + second] == ["ok", "error", "ok", "ok"]
     assert first[1].reason == (

@@ -1,4 +1,4 @@
-"""What the parent believes of a worker's rows."""
+"""Rows that the parent accepts or rejects."""
 
 from __future__ import annotations
 
@@ -83,13 +83,13 @@ def with_samples(
         ([judged("ok"), judged("inaccurate")], False),
     ],
 )
-def test_a_row_is_as_right_as_its_judge_says(answers: list[dict[str, Any]], believed: bool) -> None:
+def test_row_must_agree_with_its_judge(answers: list[dict[str, Any]], believed: bool) -> None:
     evidence = hearing_of(*answers)
     assert (evidence.why_rejected(row("mine", ms=1.0, accuracy_class="exact")) == "") == believed
     assert evidence.why_rejected(row("mine", status="inaccurate")) == ""
 
 
-def test_a_wrong_core_costs_no_more_than_its_time() -> None:
+def test_wrong_core_costs_only_its_time() -> None:
     evidence = hearing_of(judged("ok"))
     evidence.judge = cast("JudgeProcess", Pretended(judged("inaccurate")))
     evidence.answer({"do": "judge", "kernel": "mine", "of_core": True})
@@ -107,7 +107,7 @@ def test_a_wrong_core_costs_no_more_than_its_time() -> None:
         ("of-another-environment", ["quantised", "sparse"], "quantised"),
     ],
 )
-def test_a_worker_does_not_choose_the_rule(
+def test_worker_cannot_choose_the_accuracy_class(
     tmp_path: Path, kernel: str, declared: list[str], judged_as: str
 ) -> None:
     file = tmp_path / "mine.py"
@@ -131,7 +131,7 @@ def test_a_worker_does_not_choose_the_rule(
     ("here", "there", "believed"),
     [(100.0, 100.0, True), (104.0, 50.0, True), (106.0, 50.0, False), (1000.0, 100.0, False)],
 )
-def test_a_worker_whose_clock_is_slow_is_not_believed(
+def test_row_of_a_slow_clock_is_rejected(
     monkeypatch: pytest.MonkeyPatch, here: float, there: float, believed: bool
 ) -> None:
     clock = iter([5.0, 5.0 + here / 1000])
@@ -146,10 +146,10 @@ def test_a_worker_whose_clock_is_slow_is_not_believed(
     ("timed", "walked", "rounds", "believed"),
     [(8, 0, 30, True), (6, 0, 6, True), (7, 0, 30, False), (0, 8, 30, False), (5, 4, 6, False)],
 )
-def test_a_row_without_enough_judged_samples_is_not_believed(
+def test_row_without_enough_judged_samples_is_rejected(
     timed: int, walked: int, rounds: int, believed: bool
 ) -> None:
-    """Those of an energy block are others."""
+    """Samples of an energy block do not count."""
     workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
     evidence = CallEvidence(cast("JudgeProcess", Pretended(judged("ok"))), workload, settings())
     question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
@@ -176,7 +176,7 @@ def test_a_row_without_enough_judged_samples_is_not_believed(
     ],
     ids=str,
 )
-def test_a_time_that_samples_did_not_take_is_not_believed(
+def test_row_with_too_short_a_time_is_rejected(
     monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
 ) -> None:
     """On a CPU, and where every sample was announced."""
@@ -203,9 +203,7 @@ def test_a_time_that_samples_did_not_take_is_not_believed(
 
 
 @pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])
-def test_clocks_are_compared_again_before_one_is_not_believed(
-    agree: list[bool], blocks: int
-) -> None:
+def test_clocks_are_compared_again_before_a_row_is_rejected(agree: list[bool], blocks: int) -> None:
     """A message may take longer than a block of calls, on a busy machine."""
     asked: list[str] = []
     answers = iter(agree)
@@ -219,7 +217,7 @@ def test_clocks_are_compared_again_before_one_is_not_believed(
 
 
 @pytest.mark.parametrize(("agree", "calls"), [([True], 1), ([False, True], 1 + 2)])
-def test_the_only_call_of_a_block_can_be_judged(agree: list[bool], calls: int) -> None:
+def test_only_call_of_a_block_is_judged(agree: list[bool], calls: int) -> None:
     """And a block that two clocks disagree about is followed by one of twice as many."""
     answers = iter([answer for each in agree for answer in ({}, {"agree": each})])
     outputs: list[Tensor] = []
@@ -280,7 +278,7 @@ def test_samples_of_an_energy_block_are_judged_by_its_steps(court: Court) -> Non
     assert "exceeds" in judge.judge_samples("mine", "exact", [*samples[:3], stale], None)
 
 
-def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
+def test_chosen_keys_are_used_only_for_sparse_kernels(court: Court) -> None:
     judge, call = court(settings()), CALL.load(CPU)
     few = (torch.arange(90) < 9).expand(16, 90)
     on_few = scaled_dot_product_attention(call.query, call.key, call.value, few)
@@ -290,9 +288,7 @@ def test_only_a_sparse_kernel_says_which_keys_it_chose(court: Court) -> None:
     assert found == {"exact": "inaccurate", "sparse": "ok"}
 
 
-def test_a_call_that_is_expected_is_loaded_once(
-    court: Court, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expected_call_is_loaded_once(court: Court, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
 
     def source_from_json(source: dict[str, Any]) -> Source:
@@ -312,10 +308,10 @@ def test_a_call_that_is_expected_is_loaded_once(
 
 
 @pytest.mark.parametrize("roofline", [False, True])
-def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
+def test_reference_is_computed_ahead_unless_the_roof_is_measured(
     monkeypatch: pytest.MonkeyPatch, roofline: bool
 ) -> None:
-    """Of the device's own peak, which a worker measures as it loads a call."""
+    """A worker measures the device's peak while it loads a call."""
     monkeypatch.setattr(judge_worker, "source_from_json", lambda source: CALL.source)
     monkeypatch.setattr(judge_worker, "_judges", {})
     wanted = replace(settings(), roofline=roofline).to_json()
@@ -324,11 +320,11 @@ def test_the_reference_is_there_before_it_is_asked_for_unless_it_would_disturb(
     assert len(judge_worker._judges) == (not roofline)
 
 
-def test_what_goes_wrong_with_an_expected_call_is_said_when_it_is_opened() -> None:
+def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
     """And its answers are not taken for those to later questions."""
 
     class Answering:
-        """A process that reports a failure to whoever expects a call."""
+        """A process that reports a failure for an expected call."""
 
         def __init__(self) -> None:
             self.asked: list[str] = []

@@ -110,7 +110,7 @@ def open_descriptors() -> int:
         ("prints-and-dies", "crash", "exited with code 1", "the last words", 60),
     ],
 )
-def test_deaths(
+def test_each_end_of_a_worker_has_its_reason(
     worker: Callable[..., Process],
     monkeypatch: pytest.MonkeyPatch,
     script: str,
@@ -134,13 +134,13 @@ def test_deaths(
     assert open_descriptors() == before
 
 
-def test_a_death_is_noticed_long_before_the_timeout(worker: Callable[..., Process]) -> None:
+def test_end_of_a_worker_is_noticed_before_the_timeout(worker: Callable[..., Process]) -> None:
     """The pipes stay open: nothing but a look at the process can tell."""
     with pytest.raises(Died, match="exited with code 6"):
         list(worker("leaves-a-child-with-its-pipes", 3600).ask(do="something"))
 
 
-def test_a_death_while_idle_is_nobodys(worker: Callable[..., Process]) -> None:
+def test_end_while_idle_is_blamed_on_no_kernel(worker: Callable[..., Process]) -> None:
     process = worker("dies-idle")
     for _ in range(3):
         assert list(process.ask(do="something")) == [{"at": "a"}]
@@ -148,16 +148,16 @@ def test_a_death_while_idle_is_nobodys(worker: Callable[..., Process]) -> None:
         os.waitid(os.P_PID, process._child.pid, os.WEXITED | os.WNOWAIT)
 
 
-def test_a_long_line_in_pieces(worker: Callable[..., Process]) -> None:
+def test_long_line_is_read_in_pieces(worker: Callable[..., Process]) -> None:
     (message,) = worker("slow-and-partial").ask(do="something")
     assert message["at"] == "é" * 10**6
 
 
-def test_a_worker_without_output(worker: Callable[..., Process]) -> None:
+def test_worker_without_output_has_an_empty_log(worker: Callable[..., Process]) -> None:
     assert list(worker("closes-its-output").ask(do="something")) == [{"at": "a"}]
 
 
-def test_who_stops_listening_leaves_no_answers_behind(worker: Callable[..., Process]) -> None:
+def test_interrupted_request_leaves_no_answers(worker: Callable[..., Process]) -> None:
     process = worker("slow-and-partial")
     answers = process.ask(do="something")
     next(answers)
@@ -166,7 +166,9 @@ def test_who_stops_listening_leaves_no_answers_behind(worker: Callable[..., Proc
     assert message["at"].startswith("é")
 
 
-def test_a_worker_that_cannot_start(worker: Callable[..., Process], tmp_path: Path) -> None:
+def test_worker_that_cannot_start_is_reported(
+    worker: Callable[..., Process], tmp_path: Path
+) -> None:
     gc.collect()
     before = open_descriptors()
     for _ in range(2):
@@ -187,7 +189,7 @@ def test_workers_can_start_before_this_process_imports_torch() -> None:
 
 
 def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> list[dict[str, str]]:
-    """What processes would be started with."""
+    """Arguments that processes would be started with."""
     started: list[dict[str, str]] = []
 
     def popen(*_: object, env: dict[str, str], **__: object) -> None:
@@ -201,8 +203,8 @@ def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> lis
     return started
 
 
-def test_only_the_judge_waits_asleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How a kernel's threads wait is part of what is timed."""
+def test_judge_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel's threads must wait as usual, because their waits are timed."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     both = environments_of(monkeypatch, Process(sys.executable, 1.0), judge_process(1.0))
     assert [env.get("OMP_WAIT_POLICY") for env in both] == [None, "PASSIVE"]
@@ -219,7 +221,7 @@ def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPat
     assert worker["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
-def test_a_worker_runs_where_it_is_placed() -> None:
+def test_worker_runs_where_it_is_placed() -> None:
     cpu = max(os.sched_getaffinity(0))
     place = Placement({"CUDA_VISIBLE_DEVICES": "3"}, frozenset({cpu}))
     for process in (Process(sys.executable, 60, place=place), judge_process(60, place)):
@@ -237,7 +239,7 @@ def test_a_worker_runs_where_it_is_placed() -> None:
                 each.close()
 
 
-def test_a_worker_is_usable_or_not() -> None:
+def test_worker_reports_whether_a_device_works() -> None:
     environment = Environment("this", sys.executable, 60)
     try:
         assert environment.works_on(torch.device("cpu"))
@@ -253,7 +255,7 @@ def test_a_worker_is_usable_or_not() -> None:
         *(pytest.param(each, marks=pytest.mark.slow) for each in ("cpu", "cuda:7", None)),
     ],
 )
-def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) -> None:
+def test_answers_to_preparation_are_skipped(device: str | None) -> None:
     with first_processes(60) as first:
         first.prepare(device)
         first.warm_up("no such kernel")
@@ -264,7 +266,7 @@ def test_whatever_comes_of_a_preparation_nobody_hears_of_it(device: str | None) 
             assert process._child is child
 
 
-def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
+def test_worker_imports_compilers_while_the_judge_works(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     done: list[str] = []
@@ -298,14 +300,14 @@ def test_a_worker_imports_what_kernels_need_while_the_judge_is_at_work(
     assert done == [*at_first, "reply", "reply", "reply"]
 
 
-def test_kernels_that_compile_with_torch_say_so() -> None:
+def test_kernels_that_compile_with_torch_have_a_warm_up() -> None:
     compiled = {name for name, kernel in catalogue().items() if kernel.warm_up is import_compiler}
     assert compiled == {
         name for name in catalogue() if name == "flex" or name.endswith(("-compiled", "-autotuned"))
     }
 
 
-def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
+def test_worker_that_ends_in_preparation_is_replaced() -> None:
     process = Process(sys.executable, 60)
     request = {
         "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source.to_json(),
@@ -322,7 +324,7 @@ def test_a_worker_that_dies_of_its_preparation_is_replaced() -> None:
         process.close()
 
 
-def test_what_waits_for_a_worker_can_be_stopped() -> None:
+def test_wait_for_a_worker_can_be_stopped() -> None:
     place = Placement()
     process = Process(sys.executable, 600, place=place)
     seen: list[str] = []

@@ -1,4 +1,4 @@
-"""What one process puts there, another takes."""
+"""Tensors passed from one process to another."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_nothing_at_all(shared: SharedFile) -> None:
+def test_empty_message_is_passed(shared: SharedFile) -> None:
     assert Inbox(CPU).take(Outbox(shared.path, CPU).put({})) == {}
 
 
-def test_what_was_taken_stays_when_the_next_is_put(shared: SharedFile) -> None:
+def test_tensors_taken_stay_when_the_next_are_put(shared: SharedFile) -> None:
     outbox, inbox = Outbox(shared.path, CPU), Inbox(CPU)
     first = inbox.take(outbox.put({"output": torch.ones(9)}))["output"]
     second = inbox.take(outbox.put({"output": torch.zeros(9)}))["output"]
@@ -62,7 +62,7 @@ def test_what_was_taken_stays_when_the_next_is_put(shared: SharedFile) -> None:
     assert not second.any()
 
 
-def test_larger_ones_and_another_sender(shared: SharedFile) -> None:
+def test_file_grows_for_every_sender(shared: SharedFile) -> None:
     """Each finds out by itself that the file has grown, and none makes it shorter."""
     one, other, inbox = Outbox(shared.path, CPU), Outbox(shared.path, CPU), Inbox(CPU)
     for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
@@ -75,7 +75,7 @@ def _take_and_add(message: dict[str, Any], path: str, answers: Any) -> None:
     answers.put(Outbox(path, CPU).put({"output": found + 1}))
 
 
-def test_another_process(shared: SharedFile) -> None:
+def test_tensors_reach_another_process(shared: SharedFile) -> None:
     fork, sent = get_context("fork"), torch.randn(100)
     message = Outbox(shared.path, CPU).put({"output": sent})
     answers = fork.SimpleQueue()
@@ -85,14 +85,14 @@ def test_another_process(shared: SharedFile) -> None:
     assert torch.equal(Inbox(CPU).take(answers.get())["output"], sent + 1)
 
 
-def test_a_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mapping with holes would end the process instead."""
     monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 512)
     with pytest.raises(OSError, match="No space left"):
         Outbox("/dev/full", CPU).put({"output": torch.ones(10_000)})
 
 
-def test_a_message_that_promises_more_than_there_is(shared: SharedFile) -> None:
+def test_message_beyond_the_file_is_refused(shared: SharedFile) -> None:
     message = Outbox(shared.path, CPU).put({"output": torch.ones(4)})
     message["tensors"]["output"][1] = [CHUNK_BYTES]
     with pytest.raises(ValueError, match="in a file of"):

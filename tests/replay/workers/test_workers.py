@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 
 
 class Surroundings(NamedTuple):
-    """What a command gets, so that what it leaves behind can be found."""
+    """Environment of a command, with a mark that finds processes it leaves behind."""
 
     environment: dict[str, str]
     temporary: Path
@@ -65,7 +65,7 @@ class Surroundings(NamedTuple):
         )
 
     def processes(self) -> list[int]:
-        """Those that have the mark in their environment, which children inherit."""
+        """Processes with the mark in their environment, which children inherit."""
         found = []
         for entry in Path("/proc").glob("[0-9]*"):
             try:
@@ -195,7 +195,7 @@ def more_deaths(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in FAULTS]
 )
-def test_a_fault_is_classified(request: pytest.FixtureRequest, name: str) -> None:
+def test_fault_is_classified(request: pytest.FixtureRequest, name: str) -> None:
     status, reason, log = FAULTS[name]
     finished: Finished = request.getfixturevalue("more_deaths" if name in SLOW else "everything")
     row = finished.rows[name]
@@ -215,7 +215,7 @@ def test_a_fault_is_classified(request: pytest.FixtureRequest, name: str) -> Non
     assert row["call"]["shape"]["q_len"] == 64
 
 
-def test_the_other_rows_are_unaffected(everything: Finished) -> None:
+def test_other_rows_are_unaffected(everything: Finished) -> None:
     faults = [name for name in FAULTS if name not in SLOW]
     assert list(everything.rows) == ["good", *faults, "torch-math", "torch-default"]
     for name in ("good", "torch-math", "torch-default"):
@@ -227,20 +227,20 @@ def test_the_other_rows_are_unaffected(everything: Finished) -> None:
     assert everything.stderr.strip() == ""
 
 
-def test_nothing_stays_behind(everything: Finished) -> None:
+def test_no_process_stays_behind(everything: Finished) -> None:
     assert everything.surroundings.processes() == []
     assert everything.surroundings.left_files() == []
 
 
 @pytest.mark.slow
-def test_nothing_stays_behind_of_more_deaths(more_deaths: Finished) -> None:
+def test_no_process_stays_behind_after_more_crashes(more_deaths: Finished) -> None:
     assert list(more_deaths.rows) == ["good", *SLOW, "torch-math", "torch-default"]
-    test_nothing_stays_behind(more_deaths)
+    test_no_process_stays_behind(more_deaths)
 
 
 @pytest.mark.slow
-def test_given_up_after_three_workers_and_no_baseline(run_cli: RunCli, recorded: Path) -> None:
-    """The baseline crashes on every call: nobody has a speed-up, and the run does not fail.
+def test_kernel_is_given_up_after_three_workers(run_cli: RunCli, recorded: Path) -> None:
+    """The baseline crashes on every call: no row has a speed-up, and the run does not fail.
 
     It is the reference too, which is needed before any row is begun.
     """
@@ -283,7 +283,7 @@ def crash(*arguments, **options): os._exit(9)
 
 
 @pytest.mark.slow
-def test_kernels_that_want_a_process_of_their_own(tmp_path: Path, quick: Settings) -> None:
+def test_kernels_with_their_own_process_run_alone(tmp_path: Path, quick: Settings) -> None:
     """Together `second` would fail, and a crash would end what `first` is in."""
     file = tmp_path / "alone.py"
     file.write_text(ALONE)
@@ -334,9 +334,7 @@ def function(*arguments, **options):
 
 
 @pytest.mark.slow
-def test_kernels_that_disturb_others_are_alone_from_then_on(
-    tmp_path: Path, quick: Settings
-) -> None:
+def test_disturbing_kernels_run_alone_from_then_on(tmp_path: Path, quick: Settings) -> None:
     file = tmp_path / "disturbing.py"
     file.write_text(DISTURBING)
     names = ("function", "honest", "setting")
@@ -360,7 +358,7 @@ def test_kernels_that_disturb_others_are_alone_from_then_on(
 
 
 @pytest.mark.slow
-def test_what_is_compiled_disturbs_nobody(run_cli: RunCli) -> None:
+def test_compiled_kernels_disturb_no_other(run_cli: RunCli) -> None:
     code, out, _ = run_cli(
         *SHAPE, *QUICK, "--kernels", "flex,torch-math-compiled,torch-flash-autotuned", "--json", "-"
     )
@@ -432,7 +430,7 @@ def test_ctrl_c_ends_the_run_and_its_children(
 
 
 @pytest.mark.slow
-def test_a_killed_run_leaves_no_child_and_is_continued(
+def test_killed_run_leaves_no_child_and_is_continued(
     begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
     run_cli: RunCli,
     tmp_path: Path,

@@ -25,13 +25,13 @@ def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
     return scores.softmax(-1), scores
 
 
-def test_the_command_knows_them_all() -> None:
+def test_command_offers_every_distribution() -> None:
     assert tuple(DISTRIBUTIONS) == arguments.DISTRIBUTIONS
     assert {*MASKS, "causal"} == set(arguments.MASKS)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_a_seed_decides_all_values(name: str) -> None:
+def test_seed_decides_all_values(name: str) -> None:
     spec = Spec(**{**vars(SPEC), "distribution": name})
     one, same, other = (spec.call("cpu", torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
     assert torch.equal(one.key, same.key)
@@ -46,12 +46,12 @@ def test_a_seed_decides_all_values(name: str) -> None:
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 @pytest.mark.parametrize("kv_len", [1, 2])
-def test_hardly_any_keys(name: str, kv_len: int) -> None:
+def test_distributions_work_with_hardly_any_keys(name: str, kv_len: int) -> None:
     found, _ = weights(name, kv_len=kv_len)
     assert bool(found.isfinite().all())
 
 
-def test_uniform_values() -> None:
+def test_uniform_values_are_between_0_and_1() -> None:
     spec = Spec(**{**vars(SPEC), "distribution": "uniform"})
     key = spec.call("cpu", torch.Generator().manual_seed(0)).key
     assert 0 <= float(key.min()) < 0.01
@@ -70,7 +70,7 @@ def test_outlier_channels_take_the_range_and_change_little_else() -> None:
 
 @pytest.mark.parametrize(("name", "place"), [("sink", 0), ("late-sink", -1)])
 @pytest.mark.parametrize("scale", [None, 0.01])
-def test_a_sink_draws_most_of_the_weight(name: str, place: int, scale: float | None) -> None:
+def test_sink_draws_most_of_the_weight(name: str, place: int, scale: float | None) -> None:
     found, _ = weights(name, scale=scale)
     assert float(found[..., place].mean()) > 0.5
     spec = Spec(**{**vars(SPEC), "distribution": name})
@@ -78,13 +78,13 @@ def test_a_sink_draws_most_of_the_weight(name: str, place: int, scale: float | N
     assert float(value[:, :, place].std()) < 0.2 * float(value.std())
 
 
-def test_a_staircase_has_a_new_maximum_in_every_tile() -> None:
+def test_staircase_has_a_new_maximum_in_every_tile() -> None:
     _, scores = weights("staircase")
     maxima = scores.unflatten(-1, (8, 64)).amax(-1).mean((0, 1, 2))
     assert bool((maxima.diff() > 4).all())
 
 
-def test_half_of_the_weight_lies_below_what_8_bits_hold() -> None:
+def test_half_of_the_weight_underflows_in_8_bits() -> None:
     found, _ = weights("underflow")
     largest = found.amax(-1, keepdim=True)
     small = found.where(
@@ -93,7 +93,7 @@ def test_half_of_the_weight_lies_below_what_8_bits_hold() -> None:
     assert float(small.sum(-1).mean()) == pytest.approx(0.5, abs=0.1)
 
 
-def test_neighbours_are_alike_and_have_the_same_size() -> None:
+def test_neighbours_are_alike_with_equal_sizes() -> None:
     spec = Spec(**{**vars(SPEC), "distribution": "model-like", "batch": 8})
     value = spec.call("cpu", torch.Generator().manual_seed(0)).value
     neighbours = (value[:, :, 1:] * value[:, :, :-1]).mean() / value.square().mean()
@@ -112,14 +112,14 @@ def test_every_query_sees_a_key_and_misses_some(name: str) -> None:
     assert int(seen.sum()) < seen.numel() * 512
 
 
-def test_a_window_with_more_queries_than_keys() -> None:
+def test_window_works_with_more_queries_than_keys() -> None:
     spec = Spec(**{**vars(SPEC), "mask": "window", "q_len": 600, "kv_len": 20})
     mask = spec.call("cpu").attn_mask
     assert mask is not None
     assert int(mask.sum(-1).min()) > 0
 
 
-def test_a_scale_is_the_calls() -> None:
+def test_scale_of_the_spec_is_the_calls() -> None:
     call = Spec(**{**vars(SPEC), "scale": 0.5}).call("cpu")
     assert (call.scale, call.softmax_scale) == (0.5, 0.5)
     assert SPEC.call("cpu").softmax_scale == pytest.approx(1 / math.sqrt(64))

@@ -21,18 +21,18 @@ def shapes(name: str) -> list[tuple[int, ...]]:
     return [astuple(spec)[:8] for spec in SUITES[name][1]]
 
 
-def test_the_command_line_offers_every_suite() -> None:
+def test_command_line_offers_every_suite() -> None:
     assert set(SUITE_NAMES) == set(SUITES)
 
 
-def test_flux_shapes() -> None:
+def test_flux_shapes_are_as_published() -> None:
     assert shapes("flux") == [
         (1, 24, 24, length, length, 128, 128, False)
         for length in (4224, 4352, 4416, 4480, 4544, 4608)
     ]
 
 
-def test_sage_shapes() -> None:
+def test_sage_shapes_are_as_published() -> None:
     assert set(shapes("sage")) == {
         (4, 32, 32, length, length, dim, dim, causal)
         for length in (1024, 2048, 4096, 8192, 16384, 32768)
@@ -42,7 +42,7 @@ def test_sage_shapes() -> None:
     assert len(shapes("sage")) == 24
 
 
-def test_aiter_shapes() -> None:
+def test_aiter_shapes_are_as_published() -> None:
     assert [(b, h, s) for b, h, _, s, *_ in shapes("aiter")] == [
         (1, 5, 75600),
         (1, 24, 16452),
@@ -52,7 +52,7 @@ def test_aiter_shapes() -> None:
     assert {row[5:] for row in shapes("aiter")} == {(128, 128, False)}
 
 
-def test_video_and_language_shapes() -> None:
+def test_video_and_language_shapes_are_as_published() -> None:
     assert (2, 30, 30, 17776, 17776, 64, 64, False) in shapes("cogvideo")
     assert shapes("llama") == [
         (1, 32, 32, 4096, 4096, 128, 128, True),
@@ -63,7 +63,7 @@ def test_video_and_language_shapes() -> None:
     ]
 
 
-def test_a_suite_in_another_dtype_and_shorter() -> None:
+def test_suite_can_have_another_dtype_and_longest_shape() -> None:
     assert all(spec.dtype == torch.bfloat16 for spec in suite("sage"))
     assert all(spec.dtype == torch.float16 for spec in suite("sage", "float16"))
     assert {spec.longest for spec in suite("sage", longest=2048)} == {1024, 2048}
@@ -71,7 +71,7 @@ def test_a_suite_in_another_dtype_and_shorter() -> None:
         suite("flux", longest=100)
 
 
-def test_a_call_has_the_shape_it_was_asked_for() -> None:
+def test_call_has_the_shape_of_its_spec() -> None:
     call = replace(SMALL, is_causal=True, dtype=torch.float16).call("cpu", name="mine")
     assert call.shape == (1, 4, 2, 5, 7, 8, 16)
     assert (call.dtype, call.is_causal, call.enable_gqa) == (torch.float16, True, True)
@@ -94,7 +94,7 @@ def test_values_are_standard_normal() -> None:
     assert float(call.key.std()) == pytest.approx(1, abs=0.02)
 
 
-def test_a_seed_reproduces_and_every_call_differs() -> None:
+def test_seed_reproduces_and_every_call_differs() -> None:
     first, second = random_workloads("random", [SMALL, SMALL], seed=5)
     assert (first.name, second.name) == ("random-00", "random-01")
     again = random_workloads("random", [SMALL, SMALL], seed=5)[0]
@@ -115,6 +115,6 @@ def test_a_seed_reproduces_and_every_call_differs() -> None:
         ({"q_heads": 6, "kv_heads": 4}, "-hq 6 is not a multiple of -hk 4"),
     ],
 )
-def test_sizes_that_no_call_can_have(changed: dict[str, int], sentence: str) -> None:
+def test_impossible_sizes_are_refused(changed: dict[str, int], sentence: str) -> None:
     with pytest.raises(ShapeError, match=sentence):
         replace(SMALL, **changed)  # type: ignore[arg-type]

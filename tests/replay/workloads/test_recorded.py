@@ -26,7 +26,7 @@ def through_json(workload: Workload) -> Workload:
     return Workload.of(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
 
 
-def test_our_own_recordings(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> None:
+def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> None:
     call = make_call(origin={"call_index": 3}, with_output=True)
     PackedCall.of(call).write(tmp_path / "model-000003.safetensors")
     workloads, note = from_directory(tmp_path)
@@ -42,7 +42,7 @@ def test_our_own_recordings(tmp_path: Path, make_call: Callable[..., AttentionCa
 
 @pytest.fixture
 def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
-    """A directory of three recorded calls, of which one is cut off and one is a link."""
+    """A directory of three recorded calls: one is cut off, and one is a link."""
     paths = [tmp_path / f"model-{index}.safetensors" for index in range(3)]
     for index, path in enumerate(paths):
         PackedCall.of(make_call(origin={"call_index": index})).write(path)
@@ -51,7 +51,7 @@ def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
     return tmp_path
 
 
-def test_a_damaged_file_costs_one_row(damaged: Path) -> None:
+def test_damaged_file_costs_one_row(damaged: Path) -> None:
     workloads, _ = from_directory(damaged)
     assert len(workloads) == 3
     for each in (workloads, [through_json(each) for each in workloads]):
@@ -63,7 +63,7 @@ def test_a_damaged_file_costs_one_row(damaged: Path) -> None:
         assert "model-1.safetensors: a symbolic link" in reasons[1]
 
 
-def test_directories_without_recordings(tmp_path: Path) -> None:
+def test_directory_without_recordings_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="holds no recorded call"):
         from_directory(tmp_path)
     with pytest.raises(DatasetError, match="no such directory"):
@@ -72,14 +72,14 @@ def test_directories_without_recordings(tmp_path: Path) -> None:
 
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
-    """A call that two ranks share, and one of which a rank's part is missing."""
+    """A call that two ranks share, and a call without the part of one rank."""
     for rank in (0, 1):
         store_part(tmp_path, random_call(q_heads=4), rank, [0, 1])
     store_part(tmp_path, random_call(q_heads=4), 0, [0, 1], call_index=1, step=1)
     return tmp_path
 
 
-def test_parts_of_ranks_are_replayed_as_they_are_and_said_to_be_parts(parts: Path) -> None:
+def test_parts_of_ranks_are_replayed_with_a_note(parts: Path) -> None:
     workloads, note = from_directory(parts)
     assert [each.load(CPU).shape.q_heads for each in workloads] == [2, 2, 2]
     assert "these calls are parts that ranks share: --join-ranks replays whole calls" in note
@@ -96,7 +96,7 @@ def test_whole_calls_are_joined_on_request_also_by_a_worker(parts: Path) -> None
         assert torch.equal(call.query, random_call(q_heads=4).query)
 
 
-def test_a_whole_call_is_outlined_by_its_parts(parts: Path) -> None:
+def test_metadata_of_a_joined_call_follow_from_its_parts(parts: Path) -> None:
     whole, *_ = from_directory(parts, join_ranks=True)[0]
     part, *_ = from_directory(parts)[0]
     shape = part.source.metadata().shape
@@ -105,7 +105,7 @@ def test_a_whole_call_is_outlined_by_its_parts(parts: Path) -> None:
     assert whole.source.metadata().form != part.source.metadata().form
 
 
-def test_where_nothing_can_be_joined_that_is_said(parts: Path, tmp_path: Path) -> None:
+def test_calls_that_cannot_be_joined_are_refused(parts: Path, tmp_path: Path) -> None:
     for path in parts.glob("*rank1*"):
         path.unlink()
     with pytest.raises(DatasetError, match=r"2 calls are left out.*leave out --join-ranks to"):

@@ -30,7 +30,7 @@ def layers(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> list[Work
     return from_directory(tmp_path)[0]
 
 
-def test_every_model_comes_first_and_then_its_middle(layers: list[Workload]) -> None:
+def test_tiers_begin_with_every_model_and_its_middle(layers: list[Workload]) -> None:
     found = tiers(layers)
     by_tier = {
         tier: [call.name for call, its in zip(layers, found, strict=True) if its == tier]
@@ -44,14 +44,14 @@ def test_every_model_comes_first_and_then_its_middle(layers: list[Workload]) -> 
     assert sorted(found) == sorted([*range(16), *range(6)])
 
 
-def test_halving() -> None:
+def test_halving_spreads_numbers() -> None:
     assert halving(8) == [0, 4, 2, 6, 1, 5, 3, 7]
     assert [halving(count) for count in (0, 1, 2, 3)] == [[0][:0], [0], [0, 1], [0, 2, 1]]
     for count in range(70):
         assert sorted(halving(count)) == list(range(count))
 
 
-def test_another_length_is_in_the_first_tier_too() -> None:
+def test_another_length_is_in_the_first_tier() -> None:
     calls = [
         random_workload(str(place), "suite", Spec(1, 2, 2, length, length, 32, 32), 0)
         for place, length in enumerate([64, 64, 4096])
@@ -59,6 +59,6 @@ def test_another_length_is_in_the_first_tier_too() -> None:
     assert tiers(calls) == [0, 1, 0]
 
 
-def test_twins_stay_with_their_call(layers: list[Workload]) -> None:
+def test_counterparts_stay_with_their_call(layers: list[Workload]) -> None:
     found = tiers(with_counterparts(layers, 0))
     assert found[::3] == found[1::3] == found[2::3] == tiers(layers)

@@ -1,4 +1,4 @@
-"""Which call is given out next, to one taker or to several."""
+"""The order in which one or several takers get calls."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def calls(lengths: Sequence[int]) -> list[Workload]:
 
 
 def taken(schedule: Schedule, takers: str) -> list[str]:
-    """What takers get, a letter for each that asks."""
+    """Names of the calls that takers get; each letter is a taker."""
     found = (schedule.take(taker) for taker in takers)
     return ["" if each is None else each.name for each in found]
 
 
-def test_one_who_takes_all_gets_them_in_their_order() -> None:
+def test_single_taker_gets_calls_in_order() -> None:
     some = calls([64, 512, 64, 4096, 512])
     assert list(Schedule(some)) == some
 
 
-def test_takers_stay_with_the_forms_they_have_had_and_then_help_out() -> None:
+def test_takers_keep_their_forms_and_then_help_others() -> None:
     schedule = Schedule(calls([64, 64, 64, 512, 4096, 4096]))
     assert taken(schedule, "abab") == ["0:64", "3:512", "1:64", "4:4096"]
     assert taken(schedule, "bb") == ["5:4096", "2:64"]
     assert taken(schedule, "ab") == ["", ""]
 
 
-def test_a_taker_helps_where_most_is_left() -> None:
+def test_taker_helps_where_most_is_left() -> None:
     schedule = Schedule(calls([64, 64, 512, 512, 512, 512]))
     assert taken(schedule, "abc") == ["0:64", "2:512", "3:512"]
 
 
-def test_who_is_ready_for_a_form_gets_it() -> None:
+def test_taker_that_is_ready_for_a_form_gets_it() -> None:
     schedule = Schedule(calls([64, 512]))
     schedule.prefer(schedule.calls[1], "a")
     assert taken(schedule, "ab") == ["1:512", "0:64"]
@@ -59,13 +59,13 @@ def test_long_calls_come_before_short_ones() -> None:
     assert taken(schedule, "abab") == ["2:512", "4:4096", "3:512", "0:64"]
 
 
-def test_a_taker_helps_with_the_form_that_takes_longest() -> None:
+def test_taker_helps_with_the_form_that_takes_longest() -> None:
     schedule = Schedule(calls([64, 64, 64, 512, 512]), seconds=[1, 1, 1, 5, 5])
     assert taken(schedule, "abc") == ["3:512", "0:64", "4:512"]
 
 
 def ends(schedule: Schedule, seconds: dict[str, float], takers: str) -> dict[str, float]:
-    """When each is done, if calls take what the schedule was told."""
+    """Time at which each taker is done, if calls take the expected seconds."""
     at = dict.fromkeys(takers, 0.0)
     working = set(takers)
     while working:
@@ -88,26 +88,26 @@ def test_long_calls_of_one_form_do_not_keep_one_taker_busy_at_the_end() -> None:
     assert abs(at["a"] - at["b"]) <= 2.2
 
 
-def test_who_has_less_left_keeps_its_forms_while_its_calls_are_the_longer() -> None:
+def test_taker_keeps_its_forms_while_its_calls_are_longer() -> None:
     schedule = Schedule(calls([64, 64, 512, 512, 512, 512]), seconds=[2, 2, 1, 1, 1, 5])
     schedule.prefer(schedule.calls[0], "a")
     schedule.prefer(schedule.calls[2], "b")
     assert taken(schedule, "aa") == ["0:64", "1:64"]
 
 
-def test_a_lower_tier_comes_first() -> None:
+def test_lower_tier_comes_first() -> None:
     schedule = Schedule(calls([64, 64, 512, 512]), tiers=[0, 1, 0, 1])
     assert taken(schedule, "aaaa") == ["0:64", "2:512", "1:64", "3:512"]
 
 
-def test_a_call_that_is_too_late_is_left_out() -> None:
+def test_call_that_is_too_late_is_left_out() -> None:
     schedule = Schedule(calls([64, 512, 64]), is_in_time=lambda call: not call.name.endswith("512"))
     assert [each.name for each in schedule] == ["0:64", "2:64"]
     assert [each.name for each in schedule.left_out] == ["1:512"]
     assert schedule.waiting == 0
 
 
-def test_a_call_that_came_back_goes_to_another() -> None:
+def test_returned_call_goes_to_another_taker() -> None:
     schedule = Schedule(calls([64]))
     call = schedule.take("a")
     assert call is not None
@@ -129,7 +129,9 @@ def test_a_call_that_came_back_goes_to_another() -> None:
         ({"distribution": "sink"}, True),
     ],
 )
-def test_calls_of_a_form_compile_alike(change: dict[str, object], is_alike: bool) -> None:
+def test_forms_are_equal_for_calls_that_compile_alike(
+    change: dict[str, object], is_alike: bool
+) -> None:
     spec = Spec(1, 2, 2, 64, 64, 32, 32)
     one, other = (
         random_workload("call", "random", each, 0).source.metadata()
@@ -138,7 +140,7 @@ def test_calls_of_a_form_compile_alike(change: dict[str, object], is_alike: bool
     assert (one.form == other.form) == is_alike
 
 
-def test_a_recorded_call_is_outlined_by_its_header(recorded: object) -> None:
+def test_metadata_of_a_recorded_call_follow_from_its_header(recorded: object) -> None:
     found, _ = from_directory(str(recorded))
     first, second = (each.source.metadata() for each in found[:2])
     assert first.form == second.form
@@ -150,7 +152,7 @@ def test_a_recorded_call_is_outlined_by_its_header(recorded: object) -> None:
     assert counterpart_of(found[0], "random", 0).source.metadata() == first
 
 
-def test_a_call_that_nothing_is_known_of_is_like_no_other() -> None:
+def test_unknown_calls_have_different_forms() -> None:
     one, other = (made_workload(name, lambda device: pytest.fail("loaded")) for name in ("a", "b"))
     assert one.source.metadata().shape is None
     assert one.source.metadata().form != other.source.metadata().form

@@ -14,7 +14,7 @@ from tests.factories import made_workload, random_call
 CPU = torch.device("cpu")
 
 
-def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
+def test_counterpart_has_everything_but_the_values() -> None:
     fused = torch.randn(2, 9, 4, 3, 8).to(torch.bfloat16)
     query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
     key = key[:, :1].expand(2, 4, 9, 8)
@@ -38,7 +38,7 @@ def test_a_twin_has_everything_of_a_call_but_its_values() -> None:
     assert counterpart_of(recorded, "random", 5).name == "call-random"
 
 
-def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
+def test_matched_counterpart_has_the_moments_of_every_channel() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400)
     key = call.key * torch.arange(1, 33) + torch.linspace(-50, 50, 32)
     recorded = made_workload("call", lambda device: replace(call, key=key))
@@ -54,19 +54,19 @@ def test_a_matched_twin_has_the_moments_of_every_channel() -> None:
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kv_len", [0, 1, 2])
-def test_a_matched_twin_of_hardly_any_keys(kv_len: int) -> None:
+def test_matched_counterpart_works_with_hardly_any_keys(kv_len: int) -> None:
     recorded = made_workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
     assert bool(counterpart_of(recorded, "matched", 0).load(CPU).key.isfinite().all())
 
 
-def test_each_call_is_followed_by_its_twins() -> None:
+def test_call_is_followed_by_its_counterparts() -> None:
     calls = [made_workload(name, lambda device: random_call()) for name in ("a", "b")]
     names = [each.name for each in with_counterparts(calls, seed=0)]
     assert names == ["a", "a-random", "a-matched", "b", "b-random", "b-matched"]
 
 
 @pytest.mark.parametrize("kind", ["random", "matched"])
-def test_a_twin_s_value_is_part_of_the_key_where_the_call_s_is(kind: str) -> None:
+def test_value_of_a_counterpart_stays_part_of_the_key(kind: str) -> None:
     key = torch.randn(1, 1, 9, 24)
     call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
     found = counterpart_of(made_workload("call", lambda device: call), kind, 5).load(CPU)
