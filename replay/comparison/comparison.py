@@ -74,7 +74,7 @@ class KernelChange:
     kernel: KernelId
     pairs: tuple[Pair, ...]
     speed: SpeedChange | None
-    """None where no call has one."""
+    """None if no call has a change of speed."""
 
 
 @dataclass(frozen=True)

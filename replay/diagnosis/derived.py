@@ -23,7 +23,7 @@ class HeadRows(NamedTuple):
     head: int
     """Index of the query head."""
     queries: Tensor
-    """(R,) int64."""
+    """Indices of the queries: (R,) int64."""
 
 
 def can_be_gathered(call: AttentionCall) -> bool:

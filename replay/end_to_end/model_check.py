@@ -102,7 +102,7 @@ class ModelResult:
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
-    """The same with the model's own attention, in the same process."""
+    """Time of all attention calls with the model's own attention, in the same process."""
     more_launch_seconds: dict[str, float] = field(default_factory=dict)
     """Extra host time for these calls compared with the model's own attention, on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)

@@ -64,13 +64,13 @@ class Calls:
     """Numbers of attention calls in one run; each call is counted in one field."""
 
     swapped: int = 0
-    """Answered by the kernel."""
+    """Calls that the kernel answers."""
     fell_back: int = 0
-    """Not supported by the kernel and answered by the model's own attention."""
+    """Calls that the kernel does not support, so that the model's own attention answers."""
     own: int = 0
-    """Left to the baseline by the plan."""
+    """Calls that the plan leaves to the baseline."""
     not_recorded: int = 0
-    """Represented by no replayed call; the prediction assumes that their time does not change."""
+    """Calls without a replayed match; the prediction assumes that their time does not change."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Clues:
     preparation_seconds: float | None = None
     """Time of layout changes and quantisation before the kernel's core; part of the prediction."""
     scatter: float | None = None
-    """p90 / p10 of the rounds of the replayed call that costs the model most, of either kernel."""
+    """Ratio p90 / p10 of the rounds of the call that costs the model most, of either kernel."""
     sm_clock_mhz: float | None = None
     """Median over the replayed calls, while the kernel's rounds ran."""
     power_w: float | None = None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 SCATTERED = 2.0
 """Smallest p90 / p10 of a replayed call that indicates other load on the machine."""
 UNSTEADY = 1.2
-"""The same for a run of the model, which is longer."""
+"""Smallest p90 / p10 of a run of the model that indicates other load."""
 
 
 def reasons(checked: ModelResult, span: str = RUN) -> list[str]:

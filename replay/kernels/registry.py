@@ -59,7 +59,7 @@ class ScaledCore:
 
     run: Callable[[], Tensor]
     scale: Tensor
-    """0-dim."""
+    """Factor of the output, a 0-dim tensor."""
 
     def __call__(self) -> Tensor:
         return self.run()

@@ -54,7 +54,7 @@ class LayerCost:
     kernel does not support one of the layer's. None if it failed or is wrong, or no call
     matches."""
     baseline_ms: float | None
-    """The same with the baseline."""
+    """Mean per call with the baseline."""
     saved_ms: float | None
     """Time saved per run; negative if the kernel is slower, None if it failed or is wrong."""
 

@@ -27,7 +27,7 @@ class Counterparts:
     recorded: dict[str, float | None]
     """Figures by name: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
     synthetic: dict[str, dict[str, float | None]]
-    """The same by kind of counterpart."""
+    """Figures by kind of counterpart, then by name."""
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {

@@ -44,14 +44,14 @@ class Sections:
 
     title: str
     answer: str
-    """One sentence."""
+    """Summary in one sentence."""
     is_worse: bool
     """True if something got worse."""
     notes: tuple[str, ...]
     """Sentences about how the runs were compared."""
     counts: Table
     tables: tuple[Table, ...]
-    """Tables that have lines."""
+    """Tables without the empty ones."""
 
 
 def sections(comparison: Comparison) -> Sections:

@@ -58,7 +58,7 @@ def test_the_table_fits() -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Return checks that all pass at once."""
+    """Make all checks pass at once."""
     for module, name in (
         (surroundings, "processor"),
         (surroundings, "clocks"),

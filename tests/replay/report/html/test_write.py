@@ -116,7 +116,7 @@ def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
 
 
 def _without_finite_figures(row: Row) -> Row:
-    """Rows have the fields that a stored row has where its file has null."""
+    """Return a row as read from a file that has null for every figure."""
     assert row.accuracy is not None
     assert row.time_ms is not None
     nan = float("nan")
@@ -196,7 +196,7 @@ def test_saved_pictures_and_texts_stand_side_by_side(tmp_path: Path) -> None:
 
 
 def test_a_report_is_small(tmp_path: Path) -> None:
-    """Rows of 100 kernels × 50 calls of models with many heads, one in fifty written out."""
+    """The limit is for one fiftieth of 100 kernels × 50 calls, plus the fixed parts of a page."""
     few, more = tmp_path / "few.html", tmp_path / "more.html"
     write_html(pages.rows(2, 1, heads=48), few)
     write_html(pages.rows(10, 10, heads=48), more)
