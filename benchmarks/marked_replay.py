@@ -28,12 +28,13 @@ _rows = Session.rows
 def _marked(session: Session) -> Iterator[Row]:
     """Measure, and mark the progress."""
     from replay.bench.runner import DONE
+    from replay.distribution.pace import Pace
     from replay.report import progress
 
     shown_progress = progress.shown_progress
 
     @contextlib.contextmanager
-    def marked(pace: progress.Pace, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
+    def marked(pace: Pace, *, quiet: bool) -> Iterator[Callable[[Any, str], None]]:
         with shown_progress(pace, quiet=quiet) as report:
 
             def mark(workload: Any, stage: str) -> None:

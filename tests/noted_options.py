@@ -1,9 +1,8 @@
-"""Which options a command asks for, and which it refuses: none may be silently ignored."""
+"""Options of a parser, values for them, and arguments that note which of them are read."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 
@@ -18,13 +17,13 @@ class Noted(argparse.Namespace):
 
 
 def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Those that set an attribute: not --help and --version."""
+    """Return the options that set an attribute: all but --help and --version."""
     found = [action for action in parser._actions if action.option_strings]
     return [action for action in found if action.dest not in ("help", "version", argparse.SUPPRESS)]
 
 
 def values_of(action: argparse.Action) -> list[str]:
-    """Two values that an option takes; fewer where there are fewer."""
+    """Return two values that an option takes, or fewer if it takes fewer."""
     if action.nargs == 0:
         return []
     if action.choices is not None:
@@ -37,22 +36,3 @@ def values_of(action: argparse.Action) -> list[str]:
             continue
         return pair
     raise AssertionError(f"no value is known that {action.option_strings} takes")
-
-
-def ignored(
-    parser: argparse.ArgumentParser,
-    read: set[str],
-    mode: Sequence[str],
-    misuse: Callable[[argparse.Namespace], str],
-) -> list[str]:
-    """The options that a run did not read, and that are not refused beside what chose its mode."""
-
-    def is_taken(action: argparse.Action) -> bool:
-        try:
-            given = [*mode, action.option_strings[-1], *values_of(action)[:1]]
-            return not misuse(parser.parse_args(given))
-        except SystemExit:  # argparse's own refusal
-            return False
-
-    unread = [action for action in options(parser) if action.dest not in read]
-    return [action.option_strings[-1] for action in unread if is_taken(action)]

@@ -1,4 +1,4 @@
-"""What a replay is asked for: calls, kernels, how to measure, and where. Imports no torch.
+"""Choices that make up a replay: calls, kernels, measuring and place. Imports no torch.
 
 The choices are made before PyTorch is imported, because worker processes start before that.
 """
@@ -50,7 +50,7 @@ class CallChoice(Protocol):
     """A choice of calls."""
 
     def check(self) -> None:
-        """Raise Error for what is wrong and cheap to see."""
+        """Raise Error for a mistake that can be found in a fraction of a second."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
         """Open the recording; None if the calls are not recorded."""
@@ -229,7 +229,7 @@ class SuiteCalls:
 
 @dataclass(frozen=True)
 class MeasureChoice:
-    """How kernels are timed and judged."""
+    """Settings of timing and judging, before the device is known."""
 
     cache: Cache | None = None
     """None for cold on a GPU, warm on a CPU."""
@@ -246,7 +246,7 @@ class MeasureChoice:
     save_output: Path | None = None
     tolerances: Path | Thresholds | None = None
     for_model: bool = False
-    """Whether the rows predict what a model gains, for a plan or a check of the model."""
+    """Measure as in a model, for a plan or a check of the model."""
     seed: int = 0
 
     def settings(self, device: torch.device) -> Settings:
@@ -289,7 +289,7 @@ class MeasureChoice:
 
 @dataclass(frozen=True)
 class RunPlace:
-    """Where kernels run."""
+    """Device, environments and processes that kernels run in."""
 
     device: str | None = None
     """None for a GPU if there is one."""
@@ -302,7 +302,7 @@ class RunPlace:
     timeout: float = 300.0
     """Seconds without a sign of life after which a worker is ended."""
     in_process: bool = False
-    """Whether kernels run in this process, without workers."""
+    """Run kernels in this process, without workers."""
 
     def __post_init__(self) -> None:
         several = "--gpus" if self.gpus is not None else "--ray" if self.ray is not None else ""
@@ -324,7 +324,7 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """A replay that is wanted."""
+    """Calls to replay, and all choices about how."""
 
     calls: CallChoice
     kernels: str | None = None
@@ -343,7 +343,7 @@ class ReplayRequest:
             raise ChoiceError("--save-output writes where kernels run: leave out --ray")
 
     def check(self) -> None:
-        """Raise now what the replay would find out seconds later, as far as it is cheap to see.
+        """Raise the errors of a replay that can be found in a fraction of a second.
 
         PyTorch is imported only if a name of a device or a kernel looks wrong.
 
@@ -372,7 +372,7 @@ class ReplayRequest:
 
 
 def special_kernels(measure: MeasureChoice) -> list[str]:
-    """Return the kernels that are wanted as a baseline, or to compare outputs with."""
+    """Return the kernels that serve as baseline, or whose output others are compared with."""
     names = (measure.baseline, measure.errors_against)
     return [name for name in names if name not in (None, "reference", "captured")]
 

@@ -57,7 +57,7 @@ class Outcome:
     all_rows: list[Row]
     """The same, with those of incomplete calls."""
     is_in_order: bool
-    """Whether the rows came in this order."""
+    """True if the rows came in this order."""
     left_out: str
     """Says what there was no time for; empty for nothing."""
 
@@ -69,7 +69,7 @@ class _Part:
     assigned: Assignment
     calls: list[Workload]
     tiers: list[int]
-    """Of the calls (`replay.workloads.representative`), all equal if there is time for all."""
+    """Tier of each call (`replay.workloads.representative`); all equal without a time limit."""
     pace: Pace
     kernels: int
     """Number of kernels."""
@@ -214,7 +214,7 @@ class Session:
         return why_no_state(self.device)
 
     def rows(self) -> Generator[Row, None, None]:
-        """Yield rows as calls are finished; those that a resumed file has are in `kept`."""
+        """Yield rows as calls are finished, without the rows of a resumed file."""
         from replay.distribution.estimate import History
 
         history = History()
@@ -271,7 +271,7 @@ class Session:
         ]
 
     def _stages(self) -> list[Assignment]:
-        """Return the kernels of each round of the calls: those that are no variants come first."""
+        """Return the kernels of each round of all calls: variants come in a second round."""
         first = without_variants(self.assigned)
         return [self.assigned] if first is None else [first, self.assigned]
 
@@ -398,7 +398,7 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[
 
 
 def prepared(first: First, place: RunPlace, kernels: str | None) -> None:
-    """Let processes start their device and import what kernels compile with; nobody waits."""
+    """Let processes start their device and import compilers, without waiting for them."""
     first.prepare(place.device)
     first.warm_up(kernels)
 
@@ -435,7 +435,7 @@ def _able(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
 
 
 def without_variants(assigned: Assignment) -> Assignment | None:
-    """Return the kernels that are no other's variants; None where all are, or none."""
+    """Return the kernels without variants; None if that leaves all of them, or none."""
     plain = {
         name: [kernel for kernel in kernels if not kernel.variant_of]
         for name, kernels in assigned.items()

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """How to run a recorded model."""
+    """Options of running a recorded model."""
 
     plan: str | None = None
     """File of a plan to run the model with too."""
@@ -41,9 +41,9 @@ class ModelRequest:
     rounds: int | None = None
     """Timed runs per kernel; None for as many as fit into some seconds."""
     trust_code: bool = False
-    """Whether files of code that the recording or the plan names may run."""
+    """Run files of code that the recording or the plan names."""
     any_device: bool = False
-    """Whether to use a plan that was made on another type of GPU."""
+    """Use a plan that was made on another type of GPU."""
     timeout: float = 300.0
     """Seconds without a sign of life after which the model's process is ended."""
 
@@ -71,7 +71,7 @@ class ModelChecks(NamedTuple):
     model: str
     checks: list[ModelResult]
     trouble: str = ""
-    """Says why there is none; empty if there are some."""
+    """Sentence about why there are no checks; empty if there are some."""
 
 
 def verify(
@@ -383,7 +383,7 @@ def _variants(
     pythons: Mapping[str, str],
     capture: CaptureRecord,
 ) -> tuple[list[list[Variant]], list[ModelResult]]:
-    """Group the kernels to run in a model by process, and list those that already failed.
+    """Group the kernels to run in a model by process, and list the kernels that already failed.
 
     Different environments never share a process, nor do kernels that require their own. A kernel
     that supports no call of the model is left out: the replay reports why.

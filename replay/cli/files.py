@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Names of stdout. What is opened by them is stderr while kernels run (`replay.cli.stdout`)."""
+"""Names of stdout. While kernels run, they lead to stderr (`replay.cli.stdout`)."""
 
 
 class UsageError(Error):
@@ -35,7 +35,7 @@ class UsageError(Error):
 
 
 class NotWritten(Error):
-    """What was to go to a file is not there; the message names the file."""
+    """A file could not be written; the message names it."""
 
 
 def output_file(given: str) -> str:
@@ -50,7 +50,7 @@ def stdout_is_taken(arguments: argparse.Namespace) -> bool:
 
 @contextlib.contextmanager
 def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
-    """Note, once, why something cannot be written, and go on: there is more to be shown."""
+    """Collect the reason why a file cannot be written, once, and let the command go on."""
     try:
         yield
     except errors as error:
@@ -59,7 +59,7 @@ def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
 
 
 def say_unwritten(unwritten: Sequence[str]) -> int:
-    """Say on stderr what was noted; the exit code."""
+    """Print the collected reasons to stderr, and return the exit code."""
     for sentence in unwritten:
         print(f"replay: {printable(sentence)}", file=sys.stderr)
     return 2 if unwritten else 0
@@ -71,9 +71,9 @@ def opened(
 ) -> Iterator[Writable | None]:
     """Yield a file to write, None without a path; `-` is stdout.
 
-    What the file held stays until there is something to put in its place: the first text that is
-    written, or nothing at all if the `with` block ends without any. So somebody may follow what is
-    written, and a block that raises before leaves everything as it was.
+    The file keeps its content until the first text is written, or until the `with` block ends
+    without any text. A reader may therefore follow the file, and a block that raises before it
+    writes leaves the file as it was.
 
     Raises:
         NotWritten: it cannot be written.
@@ -86,10 +86,10 @@ def opened(
         output = _Output(path, append=append)
         try:
             if os.path.exists(path) and not os.path.isfile(path):
-                output.begin()  # a pipe keeps nothing, and somebody may wait at its other end
+                output.begin()  # a pipe keeps nothing, and its reader may be waiting
             yield output
         except BaseException:
-            with contextlib.suppress(NotWritten):  # the block has its own error to tell
+            with contextlib.suppress(NotWritten):  # the error of the block is reported
                 output.close()
             raise
         if not output.has_failed:
@@ -101,8 +101,8 @@ class _Output:
     """A file that is opened when something is written to it.
 
     Args:
-        path: what the user calls it; a kernel may change the current directory meanwhile.
-        append: keep what it holds.
+        path: as the user wrote it; a kernel may change the current directory meanwhile.
+        append: keep the content of the file.
     """
 
     def __init__(self, path: str, *, append: bool) -> None:
@@ -122,7 +122,7 @@ class _Output:
                 self._file.flush()
 
     def begin(self) -> TextIO:
-        """Open the file, unless that was done."""
+        """Open the file if it is closed."""
         with self._named():
             if self._file is None:
                 self._file = open(  # noqa: SIM115 - `close` closes it
@@ -135,7 +135,7 @@ class _Output:
         return self._file
 
     def close(self) -> None:
-        """Close the file; what failed before does not fail again."""
+        """Close the file; an error that was raised before is not raised again."""
         if self._file is None:
             return
         if self.has_failed:
@@ -155,10 +155,10 @@ class _Output:
 
 
 def check_place(path: str | os.PathLike[str] | None) -> None:
-    """Find out, before any work, whether a file can be written; without a path, or `-`, it can.
+    """Check before any work that a file can be written; None and `-` are always accepted.
 
     Raises:
-        UsageError: it cannot.
+        UsageError: the file cannot be written.
     """
     if path is None or os.fspath(path) == "-":
         return
@@ -181,10 +181,10 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES) -> None:
-    """Find out, before any work, whether the files that a verb writes can be written.
+    """Check before any work that the files of a verb can be written.
 
     Args:
-        read: the options, as attributes, that name a file which is read.
+        read: attributes of the options that name files to read.
 
     Raises:
         UsageError: a file cannot be written, or two options name one file.
@@ -223,11 +223,11 @@ def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
 
 
 def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
-    """Say which two options name one file, where at least one writes it; empty if none do.
+    """Return a sentence about two options that name one file to write; empty if there are none.
 
     Args:
-        read: the options, as attributes, that name a file which is read.
-        written: those that name one which is written.
+        read: attributes of the options that name files to read.
+        written: attributes of the options that name files to write.
     """
     found: dict[str, str] = {}
     for name in (*read, *written):

@@ -40,7 +40,7 @@ OPTIONS = {
     "--page-size": "--kernels 'NAME[page_size=N]'",
     "--variants": "--kernels 'GLOB*', which matches variants too",
 }
-"""What to write in place of each option."""
+"""Command or option that replaces each option."""
 
 
 def where_it_moved(given: Sequence[str]) -> str:

@@ -66,7 +66,7 @@ def verb(
 
 
 def add_common(group: argparse._ActionsContainer, *, verbosity: bool = True) -> None:
-    """Add what every verb has: help, tracebacks, and for long verbs how much is said."""
+    """Add the options of every verb: help, tracebacks and, for long verbs, verbosity."""
     group.add_argument("-h", "--help", action="help", help="show this help and exit")
     if verbosity:
         add_verbosity(group)

@@ -1,4 +1,4 @@
-"""What `replay --dir`, `random` and `suite` have in common: one replay, shown in full.
+"""One replay, shown in full: the common part of `replay --dir`, `random` and `suite`.
 
 Imports torch late.
 """

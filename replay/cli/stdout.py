@@ -15,10 +15,10 @@ STDOUT, STDERR = 1, 2
 
 @contextlib.contextmanager
 def reserved_stdout() -> Iterator[TextIO]:
-    """Yield a stdout of our own, while everybody else's leads to stderr.
+    """Yield a stdout for this package alone, while all other output goes to stderr.
 
-    Compiled code prints past Python, so the file descriptors are exchanged too. A stdout that is no
-    file, as in a notebook, has none.
+    Compiled code prints past Python, so the file descriptors are exchanged too. A stdout without a
+    file, as in a notebook, has no descriptor.
     """
     ours = sys.stdout
     with contextlib.ExitStack() as stack:

@@ -45,9 +45,9 @@ def parser(*, is_random: bool = False) -> OneSentenceParser:
     """Build the parser of `replay watch`, or of `replay watch random`."""
     command = options.verb(
         "watch random" if is_random else "watch",
-        "Replay again whenever the file of a kernel (FILE.py:FUNCTION), or one beside it that it\n"
-        "imports, changes, and say what changed since the run before. `watch random` has one call\n"
-        "of any shape.",
+        "Replay again whenever the file of a kernel (FILE.py:FUNCTION) changes, or one\n"
+        "beside it that it imports, and say what changed since the run before. `watch\n"
+        "random` has one call of any shape.",
         EXAMPLES,
     )
     if is_random:

@@ -1,4 +1,4 @@
-"""How long the calls of a replay take, and how long the rest will take."""
+"""Times of the calls of a replay, and a prediction of the time left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is left of a replay that is interrupted, fails midway, or has no room for its files."""
+"""A replay that is interrupted, fails midway, or has no room for its files, keeps its rows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def calls(path: Path) -> set[str]:
 @pytest.fixture
 def two_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
     """`two_calls(error)`: a replay raises once two calls are replayed."""
-    from replay.workers.execution import replay_here
+    from replay.bench.runner import replay_here
 
     def arrange(error: BaseException) -> None:
         def some(*given: Any, **options: Any) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def test_what_was_measured_before_control_c_is_shown_and_kept(
 def test_rows_of_a_call_that_is_not_complete_are_not_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from replay.workers.execution import replay_here
+    from replay.bench.runner import replay_here
 
     def some(*given: Any, **options: Any) -> Iterator[Any]:
         for number, row in enumerate(replay_here(*given, **options)):
@@ -201,7 +201,7 @@ def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with opened(str(tmp_path / "pipe")), pytest.raises(BlockingIOError):
-        os.read(reader, 1)  # nothing yet, and somebody who writes
+        os.read(reader, 1)  # a writer, and no text yet
     assert os.read(reader, 1) == b""
     os.close(reader)
 

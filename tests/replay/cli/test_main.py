@@ -27,6 +27,7 @@ from replay.cli.requests import measure_of
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.fields import FIELDS
 from replay.workloads.recorded import from_directory
+from replay.workloads.sources import DamagedSource, RecordedSource
 from replay.workloads.workload import with_counterparts
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -264,8 +265,7 @@ def test_random_values_beside_recorded_ones(
     monkeypatch.setattr(
         "replay.workloads.workload.with_counterparts", lambda calls, _: with_counterparts(calls, 9)
     )
-    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash")
-    arguments = (*arguments, "--versus-random")
+    arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--versus-random")
     code, out, _ = run_cli(*arguments, "--json=-")
     assert code == 0
     found = [row for row in rows(out) if row["kernel"] == "torch-flash"]
@@ -466,7 +466,7 @@ RESUMED = "; --resume continues the --json file"
 
 
 def test_a_full_disk_is_one_sentence_with_the_remedy(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, recorded: Path, tmp_path: Path
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -474,7 +474,7 @@ def test_a_full_disk_is_one_sentence_with_the_remedy(
     monkeypatch.setattr("replay.workers.execution.replay_here", fail)
     said = "replay: cannot write: No space left on device: make room"
     for given, remedy in (((), ""), (("--json", str(tmp_path / "rows")), RESUMED)):
-        code, _, err = run_cli(*SHAPE, *QUICK, *given)
+        code, _, err = run_cli("--dir", str(recorded), *QUICK, *given)
         assert (code, err) == (2, f"{said}{remedy}\n")
 
 
@@ -573,8 +573,8 @@ def test_tolerances_change_verdicts_and_are_recorded(
 ) -> None:
     path = tmp_path / "strict.toml"
     path.write_text("[exact]\nsame_dtype_factor = 0\nrounding_factor = 0\n")
-    arguments = ("--dir", str(recorded), "--call", "model-000000", *QUICK)
-    arguments = (*arguments, "--kernels", "torch-math", "--json", "-")
+    one = ("--dir", str(recorded), "--call", "model-000000", *QUICK)
+    arguments = (*one, "--kernels", "torch-math", "--json", "-")
     (usual,) = rows(run_cli(*arguments)[1])
     (strict,) = rows(run_cli(*arguments, "--tolerances", str(path))[1])
     assert (usual["status"], usual["tolerances"]) == ("ok", "")
@@ -589,7 +589,7 @@ def test_tolerances_change_verdicts_and_are_recorded(
 def test_a_recording_in_an_archive(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its calls are copied for the workers, those that are asked for."""
+    """Only the chosen calls are copied for the workers."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     archive = shutil.make_archive(str(tmp_path / "calls"), "zip", tmp_path, recorded.name)
     arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math")
@@ -610,9 +610,9 @@ def test_a_file_of_an_archive_that_was_altered_costs_its_row(
         file.seek(-1, 2)
         file.write(b"\xff")
     archive = shutil.make_archive(str(tmp_path / "calls"), "gztar", recorded)
-    kinds = {each.name: each.source["kind"] for each in from_directory(archive)[0]}
-    assert kinds.pop("model-000001.safetensors") == "damaged"  # workers cannot copy it
-    assert set(kinds.values()) == {"recorded"}
+    kinds = {call.name: type(call.source) for call in from_directory(archive)[0]}
+    assert kinds.pop("model-000001.safetensors") is DamagedSource  # workers cannot copy it
+    assert set(kinds.values()) == {RecordedSource}
     arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math", "--json=-")
     code, out, err = run_cli(*arguments)
     assert code == 1

@@ -25,7 +25,7 @@ from replay.plan.plan import Budget, LayerChoice, Plan
 from replay.rows.row import Row
 from tests.factories import accuracy, call_facts, census, random_call, row, speedup_over, store_part
 
-BUILT_IN = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
+BUILT_IN: dict[str, Any] = {"model": "llama", "given": {}, "size": "tiny", "weights": None}
 COUNTED = census(("layers.0", "prefill", 64, 4))
 
 

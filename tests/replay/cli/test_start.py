@@ -1,4 +1,4 @@
-"""What a replay does before it imports PyTorch: start the processes that import it too."""
+"""A replay starts its processes before it imports PyTorch, so that they import it meanwhile."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ finally:
 
 
 def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
-    """What happens to processes until PyTorch is imported or the command ends; and its stderr.
+    """Return the events of processes until PyTorch is imported or the command ends, and stderr.
 
     Args:
         driver: where its files are.

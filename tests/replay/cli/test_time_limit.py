@@ -84,7 +84,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with_a_clock(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """`run(12, …)`: there is time for so many seconds, of which each call is said to take four."""
+    """`run(12, …)` has time for 12 seconds; each call is expected to take four."""
 
     def run(seconds: int, *arguments: str) -> tuple[int, str, str]:
         clock = Clock()
