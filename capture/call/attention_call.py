@@ -30,45 +30,43 @@ class Origin:
     model: str = ""
     """Name given at capture: `cogvideo`, a directory, or the `name` passed to `record`."""
     weights: str = ""
-    """Which weights produced the values, in a phrase: `random, seed 0`, a checkpoint id …"""
+    """Weights that produced the values, in a phrase: `random, seed 0`, a checkpoint id …"""
     module: str = ""
     """Dotted path of the innermost watched module: `transformer.transformer_blocks.0.attn1`."""
     call_index: int = 0
     """Position among *all* attention calls of the recording, from 0."""
     step: int = 0
-    """Forward passes of the module that decides the phase before the one that made this call."""
+    """Earlier forward passes of the module that decides the phase."""
     phase: str = ""
     """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"
     """Device the model ran on, with the name of a GPU: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None
     rank: int | None = None
-    """Of the process that made the call, where there were several."""
+    """Rank of the process that made the call; None if it was the only one."""
     entry_point: str = "sdpa"
-    """How the model called attention: `sdpa`, or a library's function or registry."""
+    """Entry point that the model called: `sdpa`, or a library's function or registry."""
     backend: str = ""
     """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
     disabled_backends: list[str] = field(default_factory=list)
     """Torch backends that were switched off when the model made the call (`sdpa_kernel`,
     `torch.backends.cuda.enable_flash_sdp(False)` …), as kernel names; empty for plain SDPA."""
     heads: str = ""
-    """The query heads of the model's call that are stored, if not all: `0,2-3`. Of a part, those of
-    the whole call, where that is known."""
+    """Stored query heads of the model's call, such as `0,2-3`; empty for all. A part has the
+    numbers that its heads have in the whole call, where these are known."""
     split: str = ""
-    """What several ranks share out of the model's call, of which this is one part: `heads` or
+    """Dimension by which ranks divide the model's call, if this is one part of it: `heads` or
     `queries` (`capture.call.splits`); empty for a whole call."""
     split_ranks: list[int] = field(default_factory=list)
-    """The ranks that share the call, in the order of their parts; of a joined call, those that
-    shared it."""
+    """Ranks that share the call, or shared it before it was joined, in the order of their parts."""
     call_in_step: int = 0
-    """Position among the calls of this module in this step; counted where there are ranks."""
+    """Position among the calls of this module in this step; only counted if there are ranks."""
     difficulty: float | None = None
-    """The relative error of INT8 attention on a sample of its tokens, where calls were chosen by it
-    (`sample="hard"`) and it is a number (`capture.recording.difficulty`)."""
+    """Relative error of INT8 attention on a sample of the tokens (`capture.recording.difficulty`);
+    None unless calls were chosen by it (`sample="hard"`)."""
     versions: dict[str, str] = field(default_factory=dict)
     derived: str = ""
-    """What of which recorded call this is, and whether its output was computed anew
-    (`replay reproduce`); empty for a recorded call."""
+    """Changes that `replay reproduce` made to a recorded call; empty for a recorded call."""
 
     @property
     def device_type(self) -> str:
@@ -85,10 +83,10 @@ class AttentionCall:
     broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
     means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
 
-    Everything after `enable_gqa` is beyond SDPA (`capture.call.attention_variant` has the
-    formula). Of a packed call, whose sequences lie behind one another, B is 1 and Sq and Sk are the
-    totals. With a page table, `key` is (P, Hkv, page_size, D), `value` likewise, and Sk what the
-    table has room for.
+    Fields after `dropout_p` go beyond SDPA (`capture.call.attention_variant` has the formula). A
+    packed call, whose sequences follow one another, has a B of 1; its Sq and Sk are the totals.
+    With a page table, `key` is (P, Hkv, page_size, D), `value` likewise, and Sk is the room in the
+    table.
     """
 
     query: Tensor
@@ -101,16 +99,16 @@ class AttentionCall:
     enable_gqa: bool = False
     dropout_p: float = 0.0
     sinks: Tensor | None = None
-    """(Hq,): a logit for each head that takes weight from the keys and has no value."""
+    """(Hq,) logits, one per head, that take weight from the keys and have no value."""
     cu_seqlens_q: Tensor | None = None
-    """(N + 1,) int32, of a packed call: where each sequence's queries begin, and the total."""
+    """(N + 1,) int32, only in a packed call: first query of each sequence, then the total."""
     cu_seqlens_k: Tensor | None = None
-    """The same of its keys."""
+    """(N + 1,) int32, only in a packed call: first key of each sequence, then the total."""
     seqused_k: Tensor | None = None
-    """(B,) or, packed, (N,) int32: how many keys of each sequence count, from its first."""
+    """(B,) or, packed, (N,) int32: number of valid keys of each sequence, from its first."""
     page_table: Tensor | None = None
-    """(B, n) or, packed, (N, n) int32: the pages that each sequence's keys lie in
-    (`capture.call.pages`). Then `seqused_k` is there too, and `cu_seqlens_k` is not."""
+    """(B, n) or, packed, (N, n) int32: pages that hold each sequence's keys (`capture.call.pages`).
+    A call with a page table has `seqused_k`, and no `cu_seqlens_k`."""
     variant: AttentionVariant = PLAIN
     origin: Origin = field(default_factory=Origin)
 
@@ -129,12 +127,12 @@ class AttentionCall:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a kernel must know beyond SDPA, of `capture.call.attention_variant.FEATURES`."""
+        """Names from `FEATURES` of what a kernel must support beyond SDPA."""
         return features(self)
 
     @property
     def key_ranges(self) -> KeyRanges:
-        """Which keys each query sees, before any `attn_mask`; of all that pages have room for."""
+        """Range of keys that each query sees, before any `attn_mask`."""
         starts_k, kv_len = self.cu_seqlens_k, self.shape.kv_len
         if self.page_table is not None and self.cu_seqlens_q is not None:
             starts_k = _even_starts(self.page_table.shape[0], kv_len, self.device)
@@ -160,7 +158,7 @@ class AttentionCall:
 
     @property
     def value_is_in_key(self) -> bool:
-        """Whether the value is the key's first Dv columns, in the same memory: absorbed MLA."""
+        """True if the value is the key's first Dv columns in the same memory (absorbed MLA)."""
         return is_leading_part(self.value, self.key)
 
     @property
@@ -173,13 +171,13 @@ class AttentionCall:
 
     @property
     def softmax_scale(self) -> float:
-        """The factor applied to QKᵀ: `scale`, or 1/sqrt(D) when that is None."""
+        """Factor applied to QKᵀ: `scale`, or 1/sqrt(D) if that is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def arguments(self) -> dict[str, Any]:
-        """Keyword arguments that repeat the call: `F.scaled_dot_product_attention(**arguments)`.
+        """Return keyword arguments for `scaled_dot_product_attention` that repeat the call.
 
-        Those beyond SDPA are there if the call has them.
+        Options beyond SDPA are included if the call has them.
         """
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -204,8 +202,8 @@ class AttentionCall:
     def without_pages(self) -> AttentionCall:
         """Return the same call with each sequence's keys in one piece, gathered from its pages.
 
-        There is room for as many as the longest sequence has, in whole pages; those after a
-        sequence's last key are zeros. Waits for the GPU.
+        Every sequence has the room that the longest one needs, in whole pages; the rest is zeros.
+        Waits for the GPU.
         """
         if self.page_table is None or self.seqused_k is None:
             return self
@@ -215,8 +213,8 @@ class AttentionCall:
         table = table.where(pages.read_entries(table, self.seqused_k, page_size), 0)
         key, value = (pages.gathered(each, table) for each in (self.key, self.value))
         is_key = torch.arange(most * page_size, device=self.device) < self.seqused_k[:, None]
-        for each in (key, value):  # by their bytes: float8 has no masked_fill_
-            each.view(torch.uint8).masked_fill_(~is_key[:, None, :, None], 0)
+        for tensor in (key, value):  # as bytes, because float8 has no masked_fill_
+            tensor.view(torch.uint8).masked_fill_(~is_key[:, None, :, None], 0)
         starts_k = None
         if self.cu_seqlens_q is not None:
             key, value = (each.transpose(0, 1).flatten(1, 2)[None] for each in (key, value))
@@ -234,9 +232,9 @@ class AttentionCall:
 
 
 def _even_starts(sequences: int, total: int, device: torch.device) -> Tensor:
-    """`cu_seqlens_k` of sequences that all have room for as many keys."""
-    each = total // sequences
-    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * each
+    """Return the `cu_seqlens_k` of sequences that all have room for the same number of keys."""
+    room = total // sequences
+    return torch.arange(sequences + 1, dtype=torch.int32, device=device) * room
 
 
 TENSOR_FIELDS = ("query", "key", "value", "attn_mask", "output", *VARIANT_TENSORS)

@@ -1,12 +1,12 @@
-"""What an attention call can ask that SDPA has no argument for, and which keys it then sees.
+"""Options of an attention call that SDPA has no argument for, and the keys that queries then see.
 
-The score of query i and key j is `scale · q·k`, then `softcap · tanh(score / softcap)`, then plus
-`attn_mask`. Causality and window follow a diagonal, i + δ: δ is 0, as in SDPA, or with
-`bottom_right`, as in FlashAttention, Sk - Sq, which puts the last query beside the last key. A
-causal query sees keys up to the diagonal, a window (left, right) those from `left` before it to
-`right` after it. A sink is one more score of its head, without a value: it only takes weight. In a
-packed call the sequences lie behind one another, and none sees another's keys. Keys may lie in
-pages (`capture.call.pages`).
+The score of query i and key j is `scale · q·k`, capped to `softcap · tanh(score / softcap)`, plus
+`attn_mask`. Causality and window follow the diagonal i + δ. δ is 0, as in SDPA; with `bottom_right`
+it is Sk - Sq, as in FlashAttention, which puts the last query beside the last key. A causal query
+sees the keys up to the diagonal; a window (left, right) shows the keys from `left` before it to
+`right` after it. A sink is an additional score of its head without a value, so it only takes
+weight. In a packed call the sequences follow one another, and each sees only its own keys. Keys may
+lie in pages (`capture.call.pages`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""Keys that a query sees before and after the diagonal; None for all of that side."""
+"""Number of keys that a query sees before and after the diagonal; None for all on that side."""
 
 FEATURES = {
     "bottom-right": "causal mask aligned bottom right",
@@ -29,8 +29,7 @@ FEATURES = {
     "key-lengths": "number of valid keys per sequence",
     "paged": "page table",
 }
-"""What a kernel may know beyond SDPA, in words."""
-
+"""Features that a kernel may support beyond SDPA, in words."""
 
 VARIANT_TENSORS = {
     "sinks": 1,
@@ -39,12 +38,12 @@ VARIANT_TENSORS = {
     "seqused_k": 1,
     "page_table": 2,
 }
-"""A call's tensors beyond SDPA's, and how many dimensions each has."""
+"""Tensors of a call beyond SDPA's, and the number of dimensions of each."""
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """The plain options of a call beyond SDPA's arguments; the default asks for nothing.
+    """Plain options of a call beyond SDPA's arguments; the default asks for nothing.
 
     Raises:
         ValueError: `softcap` is not positive: no kernel could divide by it.
@@ -54,10 +53,10 @@ class AttentionVariant:
     window: Window = (None, None)
     softcap: float | None = None
     max_seqlen_q: int | None = None
-    """The longest sequence of a packed call, as its caller stated it, or more.
+    """Length of the longest sequence of a packed call, as its caller stated it.
 
-    Kernels answer no more queries of a sequence: the outputs of others are what their memory held.
-    Recordings are checked; calls are not, which would wait for the GPU.
+    Kernels leave the outputs of further queries uninitialised. Recordings are checked for this;
+    calls in memory are not, because that would wait for the GPU.
     """
     max_seqlen_k: int | None = None
 
@@ -69,11 +68,11 @@ class AttentionVariant:
             )
 
     def arguments(self) -> dict[str, Any]:
-        """The options that are set, by name."""
+        """Return the options that are set, by name."""
         return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
 
     def __str__(self) -> str:
-        """`window 1023/0, soft cap 50`; the longest sequences are left out."""
+        """Format as `window 1023/0, soft cap 50`, without the longest sequences."""
         left, right = ("∞" if side is None else str(side) for side in self.window)
         return ", ".join(
             part
@@ -87,10 +86,10 @@ class AttentionVariant:
 
     @classmethod
     def from_json(cls, data: Any) -> AttentionVariant:
-        """Read what `arguments` gave.
+        """Read the JSON that `arguments` returned.
 
         Raises:
-            ValueError: it is no such thing.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, dict) or not data.keys() <= _DEFAULTS.keys():
             raise ValueError("a variant of attention that this version does not know")
@@ -98,26 +97,27 @@ class AttentionVariant:
         lengths = [data.get("max_seqlen_q"), data.get("max_seqlen_k")]
         softcap = data.get("softcap")
         if not isinstance(window, list | tuple) or len(window) != 2:
-            raise ValueError("a window has a left and a right side")
-        if any(type(each) not in (int, type(None)) for each in (*window, *lengths)):
-            raise ValueError("window and lengths are whole numbers or null")
-        if any(each is not None and not 0 <= each < 2**48 for each in (*window, *lengths)):
+            raise ValueError("a window must have a left and a right side")
+        numbers = (*window, *lengths)
+        if any(type(number) not in (int, type(None)) for number in numbers):
+            raise ValueError("window and lengths must be whole numbers or null")
+        if any(number is not None and not 0 <= number < 2**48 for number in numbers):
             raise ValueError("a window or length is out of range")
         if type(softcap) not in (int, float, type(None)):
-            raise ValueError("a soft cap is a positive number")
+            raise ValueError("a soft cap must be a positive number")
         if type(data.get("bottom_right", False)) is not bool:
-            raise ValueError("bottom_right is true or false")
+            raise ValueError("bottom_right must be true or false")
         return cls(**{**data, "window": tuple(window)})
 
 
 _DEFAULTS = vars(AttentionVariant())
 
 PLAIN = AttentionVariant()
-"""SDPA itself."""
+"""The variant of SDPA itself."""
 
 
 class CallOptions(Protocol):
-    """A call, made or recorded."""
+    """Anything with the fields of a call: the model's arguments, or a recorded call."""
 
     @property
     def query(self) -> Tensor: ...
@@ -138,7 +138,7 @@ class CallOptions(Protocol):
 
 
 def features(call: CallOptions) -> tuple[str, ...]:
-    """What a kernel must know beyond SDPA to answer a call, of `FEATURES`."""
+    """Return the names from `FEATURES` that a kernel must support beyond SDPA for a call."""
     variant, packed, asked = call.variant, call.cu_seqlens_q is not None, []
     if variant is not PLAIN:
         has_window = variant.window != (None, None)
@@ -162,7 +162,7 @@ def features(call: CallOptions) -> tuple[str, ...]:
 
 
 def beyond(call: CallOptions) -> str:
-    """What a call asks beyond SDPA, in a phrase: `window 1023/0, sinks`; empty for nothing."""
+    """Describe what a call asks beyond SDPA: `window 1023/0, sinks`; empty for nothing."""
     packed, is_paged = call.cu_seqlens_q, call.page_table is not None
     parts = [
         str(call.variant),
@@ -175,38 +175,39 @@ def beyond(call: CallOptions) -> str:
 
 
 def beyond_arguments(call: CallOptions) -> dict[str, Any]:
-    """What a call asks beyond SDPA as keyword arguments: those that change what is computed."""
+    """Return the keyword arguments beyond SDPA that change what a call computes."""
     asked = features(call)
     given = call.variant.arguments() if asked else {}
     if "bottom-right" not in asked:
         given.pop("bottom_right", None)
     tensors = {name: getattr(call, name) for name in VARIANT_TENSORS}
-    return {**{name: each for name, each in tensors.items() if each is not None}, **given}
+    given_tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    return {**given_tensors, **given}
 
 
 class KeyRanges(NamedTuple):
-    """The keys that causality, window and sequences leave each query: those from first to end."""
+    """Keys that causality, window and sequences let each query see: from `first` up to `end`."""
 
     first: Tensor
     """(1, Sq) or (B, Sq) int64."""
     end: Tensor
-    """The same; not after `first` where no key is left."""
+    """(1, Sq) or (B, Sq) int64: the key after the last one; at most `first` if no key is seen."""
 
     def of(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Both of one batch element, (Sq,)."""
+        """Return `first` and `end` of one batch element, (Sq,)."""
         row = min(batch, self.first.shape[0] - 1)
         return self.first[row], self.end[row]
 
 
 class QueryPositions(NamedTuple):
-    """What causality and window are relative to, for each query."""
+    """Place of each query in its sequence, which causality and window are relative to."""
 
     begin: Tensor
-    """(1, Sq) or (B, Sq) int64: the first key of its sequence."""
+    """(1, Sq) or (B, Sq) int64: first key of the query's sequence."""
     length: Tensor
-    """How many keys of that sequence count."""
+    """Number of valid keys of that sequence."""
     diagonal: Tensor
-    """The key, counted from `begin`, that it lies beside; maybe none."""
+    """Key on the query's diagonal, counted from `begin`; it may lie outside the sequence."""
 
 
 def query_positions(
@@ -219,7 +220,7 @@ def query_positions(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> QueryPositions:
-    """Where each query stands in its sequence; arguments as of `key_ranges`."""
+    """Return the place of each query in its sequence; arguments as for `key_ranges`."""
     rows = torch.arange(q_len, device=device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
@@ -252,12 +253,12 @@ def key_ranges(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> KeyRanges:
-    """Which keys each query sees, before any `attn_mask`.
+    """Return the keys that each query sees, before any `attn_mask`.
 
     Args:
-        q_len: queries in all; `kv_len` keys in all.
-        cu_seqlens_q: (N + 1,) where each of N packed sequences begins; `cu_seqlens_k` its keys.
-        seqused_k: (B,), or (N,) if packed: keys of each sequence that count, from the first.
+        q_len: number of queries; `kv_len` is the number of keys.
+        cu_seqlens_q: (N + 1,) first query of each packed sequence; `cu_seqlens_k` its first key.
+        seqused_k: (B,), or (N,) if packed: number of valid keys of each sequence.
     """
     begin, end, diagonal = query_positions(
         q_len,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 LARGEST = 1 << 16
-"""No model has more heads."""
+"""Limit of head numbers: models have fewer heads."""
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
     """Return the numbers of `0,2,8-11`, sorted, each once.
 
     Raises:
-        ValueError: it is something else, or a number is 65,536 or more.
+        ValueError: the text is something else, or a number is 65,536 or more.
     """
     numbers: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         ends = (first, last) if dash else (first, first)
         if not all(end.isdecimal() and len(end) < 6 and int(end) < LARGEST for end in ends):
-            raise ValueError(f"{part.strip()!r} is no number or range of numbers, such as 8-11")
+            raise ValueError(f"invalid range {part.strip()!r} (must be a number or such as 8-11)")
         if int(ends[0]) > int(ends[1]):
-            raise ValueError(f"{part.strip()!r} ends before it begins")
+            raise ValueError(f"invalid range {part.strip()!r} (ends before it begins)")
         numbers.update(range(int(ends[0]), int(ends[1]) + 1))
     return tuple(sorted(numbers))
 

@@ -1,4 +1,4 @@
-"""One call put together from the parts of it that ranks of a distributed model made."""
+"""Joins the parts of one call that the ranks of a distributed model made."""
 
 from __future__ import annotations
 
@@ -18,42 +18,38 @@ _SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 
 
 class JoinError(ValueError):
-    """The parts are not those of one call; the message says why."""
+    """The parts do not belong to one call; the message says why."""
 
 
 def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
-    """Return the whole call, of the first part's origin.
+    """Return the whole call, with the origin of the first part.
 
-    Tensors are dense, in the order of dimensions of the first part. A key/value head that several
-    ranks hold, because there are fewer of them than ranks, is one again.
+    Tensors are dense, with the dimensions in the order of the first part. Where several ranks hold
+    the same key/value head, because there are fewer heads than ranks, it is joined only once.
 
     Args:
-        parts: in their order, each (B, Hq, Sq, D) with its own Hq (`heads`) or Sq (`queries`).
+        parts: parts in their order, (B, Hq, Sq, D), which differ in Hq (`heads`) or Sq (`queries`).
         split: one of `capture.call.splits.SPLITS`.
 
     Raises:
         JoinError: the parts do not fit together.
     """
     first = parts[0]
-    for each in parts[1:]:
-        _check_alike(first, each)
-    tensors = _by_heads(parts) if split == "heads" else _by_queries(parts)
-    whole = first.with_tensors(tensors)
-    return replace(
-        whole,
-        enable_gqa=any(each.enable_gqa for each in parts)
-        or whole.shape.q_heads != whole.shape.kv_heads,
-    )
+    for part in parts[1:]:
+        _check_alike(first, part)
+    whole = first.with_tensors(_by_heads(parts) if split == "heads" else _by_queries(parts))
+    is_grouped = whole.shape.q_heads != whole.shape.kv_heads
+    return replace(whole, enable_gqa=any(part.enable_gqa for part in parts) or is_grouped)
 
 
 def _check_alike(first: AttentionCall, other: AttentionCall) -> None:
-    """Raise JoinError unless two parts differ in their tensors' values and lengths alone."""
+    """Raise JoinError if two parts differ in more than the values and lengths of their tensors."""
     for name in ("is_causal", "scale", "dropout_p", "variant"):
         if getattr(first, name) != getattr(other, name):
             raise JoinError(f"the ranks' calls differ in {name}")
     ours, theirs = first.tensors(), other.tensors()
     if ours.keys() != theirs.keys():
-        raise JoinError(f"some ranks alone have {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
+        raise JoinError(f"only some ranks have {', '.join(sorted(ours.keys() ^ theirs.keys()))}")
     for name in ours:
         if ours[name].dtype != theirs[name].dtype:
             raise JoinError(f"the ranks' calls differ in the dtype of {name}")
@@ -83,8 +79,7 @@ def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
     first = parts[0]
     if first.is_causal or first.variant != PLAIN or first.features:
         raise JoinError(
-            "is_causal, a window or lengths count from the first or last query of a part, not of "
-            "the whole call"
+            "is_causal, a window or lengths refer to the queries of a part, not of the whole call"
         )
     tensors = {
         "query": _joined(parts, "query", _QUERIES),
@@ -99,9 +94,9 @@ def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
 
 
 def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
-    """Return the parts whose key/value heads the whole call has, each head once.
+    """Return the parts whose key/value heads together are those of the whole call.
 
-    Where there are fewer key/value heads than ranks, neighbours hold the same one.
+    Where there are fewer key/value heads than ranks, neighbouring ranks hold the same head.
     """
     runs: list[list[AttentionCall]] = []
     for part in parts:
@@ -115,7 +110,8 @@ def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
         else:
             runs.append([part])
     for grouped in (runs, [[part] for part in parts]):
-        if len({sum(each.shape.q_heads for each in run) / _kv_heads(run) for run in grouped}) == 1:
+        ratios = {sum(part.shape.q_heads for part in run) / _kv_heads(run) for run in grouped}
+        if len(ratios) == 1:
             return [run[0] for run in grouped]
     raise JoinError("its key/value heads would serve different numbers of query heads")
 
@@ -129,22 +125,22 @@ def _kv_heads(run: Sequence[AttentionCall]) -> int:
 
 def _joined(parts: Sequence[AttentionCall], name: str, dim: int) -> Tensor:
     tensors = [getattr(part, name) for part in parts]
-    sizes = {(*each.shape[:dim], *each.shape[dim + 1 :]) for each in tensors}
+    sizes = {(*tensor.shape[:dim], *tensor.shape[dim + 1 :]) for tensor in tensors}
     if len(sizes) > 1:
-        shapes = " and ".join(str(tuple(each.shape)) for each in tensors[:2])
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors[:2])
         raise JoinError(f"{name} of shapes {shapes} do not fit together")
     return concatenated(tensors, dim)
 
 
 def _joined_mask(parts: Sequence[AttentionCall], dim: int) -> Tensor:
-    """The mask of the whole call, which may be one for all that is shared out."""
+    """Return the mask of the whole call: one that all parts have, or their masks joined."""
     masks = [part.attn_mask for part in parts]
     is_for_all = all(mask is not None and mask.shape[dim] == 1 for mask in masks)
     if is_for_all and all(_is_same(masks[0], mask) for mask in masks):
         return _the_same(parts, "attn_mask")
     for part, mask in zip(parts, masks, strict=True):
         if mask is not None and mask.shape[dim] != part.query.shape[dim]:
-            raise JoinError("some ranks alone have a mask that is the same for all they share out")
+            raise JoinError("only some ranks have a mask for all heads or queries")
     return _joined(parts, "attn_mask", dim)
 
 
@@ -156,7 +152,7 @@ def _the_same(parts: Sequence[AttentionCall], name: str) -> Tensor:
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Whether they have the same bits: a NaN equals itself."""
+    """Return whether two tensors have the same bits, so that a NaN equals itself."""
     if a is None or b is None or a.shape != b.shape:
         return a is b
-    return torch.equal(*(each.contiguous().view(torch.uint8) for each in (a, b)))
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

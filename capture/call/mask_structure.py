@@ -1,10 +1,10 @@
-"""What a dense mask amounts to: causal, a window, padding, packed sequences, or nothing at all.
+"""Recognises dense masks: causal, a window, padding, packed sequences, or nothing masked at all.
 
-Models hand SDPA such masks as they are, element by element, since it has no argument for them; a
-kernel that is told the structure need not read the mask, nor the keys that it hides. Each of these
-masks leaves every query one unbroken span of keys. So the mask is read once, in blocks, for where
-visibility changes along its rows; all the rest is about two numbers for each query. The options
-that one row suggests are accepted if they give every query exactly the span that it has.
+Models pass such masks to SDPA element by element, since it has no argument for them. A kernel that
+knows the structure need not read the mask, nor the keys that it hides. Each of these masks leaves
+every query one contiguous range of keys. So the mask is read once, in blocks, to find where
+visibility changes along its rows; everything else works on two numbers per query. The options that
+one row suggests are accepted if they give every query exactly the range that it has.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from capture.call.attention_variant import (
 from capture.call.strides import narrow_expanded
 
 BLOCK_ELEMENTS = 2**20
-"""Elements of a mask that are looked at together, or those of one query where these are more."""
+"""Elements of a mask that are read at once; a single query may have more."""
 
 NO_MASK = "no mask"
-"""The structure of a mask that masks nothing, in words."""
+"""Words for a mask that masks nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskStructure:
-    """The keys that a mask leaves, as options of a call; the default leaves all."""
+    """Keys that a mask leaves visible, as options of a call; the default leaves all."""
 
     is_causal: bool = False
     bottom_right: bool = False
@@ -42,13 +42,13 @@ class MaskStructure:
     seqused_k: Tensor | None = None
     """(1,), (B,) or, packed, (N,) int32."""
     cu_seqlens_q: Tensor | None = None
-    """(N + 1,) int32; `cu_seqlens_k` too."""
+    """(N + 1,) int32, like `cu_seqlens_k`."""
     cu_seqlens_k: Tensor | None = None
     starts_k: Tensor | None = None
-    """(1,) or (B,) int64: the first key that counts, of padding on the left."""
+    """(1,) or (B,) int64: first valid key after padding on the left."""
 
     def __str__(self) -> str:
-        """`causal, padding`, `window 1023/0`, `3 packed sequences, causal`, `no mask`."""
+        """Format as `causal, padding`, `window 1023/0`, `3 packed sequences, causal`, `no mask`."""
         left, right = ("∞" if side is None else str(side) for side in self.window)
         shape = "causal" if self.is_causal else ""
         if self.window != (None, None):
@@ -63,11 +63,11 @@ class MaskStructure:
         return ", ".join(filter(None, parts)) or NO_MASK
 
     def restated(self, call: AttentionCall) -> AttentionCall | None:
-        """The call that the structure was found in, without its mask, with the same output.
+        """Return the call that the structure was found in, with options in place of its mask.
 
-        Its other tensors are the same objects. None where a call has no option for the structure:
-        padding on the left, and sequences that are packed in a batch of several. Keys that are
-        hidden no longer matter at all, where a NaN in one reached every output before.
+        The output is the same and the other tensors are the same objects; only a NaN in a hidden
+        key no longer reaches the outputs. Returns None where a call has no option for the
+        structure: padding on the left, and sequences packed in a batch of several.
         """
         batch = call.shape.batch
         if self.starts_k is not None or (self.cu_seqlens_q is not None and batch > 1):
@@ -92,7 +92,7 @@ class MaskStructure:
         )
 
     def key_ranges(self, q_len: int, kv_len: int, device: torch.device) -> KeyRanges:
-        """The keys that it leaves each query."""
+        """Return the keys that the structure leaves each query."""
         first, end = key_ranges(
             q_len,
             kv_len,
@@ -109,10 +109,10 @@ class MaskStructure:
 
 
 def structure_of(call: AttentionCall) -> MaskStructure | None:
-    """What a call's mask amounts to, with the call's own causality and window; on its device.
+    """Return the structure of a call's mask together with its causality and window.
 
-    None without a mask, for one that is nothing simpler, and where the call has lengths of
-    sequences besides.
+    Returns None without a mask, for a mask without such a structure, and for a call that also has
+    lengths of sequences.
     """
     if call.attn_mask is None or call.cu_seqlens_q is not None or call.seqused_k is not None:
         return None
@@ -120,10 +120,14 @@ def structure_of(call: AttentionCall) -> MaskStructure | None:
 
 
 def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> MaskStructure | None:
-    """What a mask (broadcasts to (B, Hq, Sq, Sk)) amounts to, of the keys that spans leave.
+    """Return the structure of a mask that broadcasts to (B, Hq, Sq, Sk); None if it has none.
 
-    It counts if it is bool, or its values are 0 and -inf or the lowest of its dtype. A query to
-    which the lowest value hides every key gets the mean of all values, which no option says.
+    The mask must be bool, or have only the values 0, -inf and the lowest of its dtype. Where the
+    lowest value hides every key of a query, SDPA returns the mean of all values, which no option
+    expresses.
+
+    Args:
+        within: keys that the call's own causality and window leave.
     """
     if not (q_len and kv_len):
         return None
@@ -139,7 +143,7 @@ def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> M
 
 
 def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
-    """Options that more kernels know, and more people write, come first."""
+    """Return a sort key: options that more kernels support and more people write come first."""
     return (
         structure.cu_seqlens_q is not None,
         structure.window[1] not in (0, None),
@@ -150,7 +154,7 @@ def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
 
 
 def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None:
-    """The keys that each query sees; None if they are no span, or differ between heads."""
+    """Return the keys that each query sees; None if they have gaps, or differ between heads."""
     mask = narrow_expanded(attn_mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
     batch, heads, _, keys = mask.shape
@@ -180,7 +184,7 @@ def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None
 
 
 def _unbroken(visible: Tensor) -> Tensor | None:
-    """(2, B, H, rows): first and end of the visible keys; None if a row has several runs of them.
+    """Return first and end of the visible keys, (2, B, H, rows); None if a row has gaps.
 
     Args:
         visible: (B, H, rows, keys) bool.
@@ -192,7 +196,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
     changes = torch.bincount(flat, minlength=starts_visible.numel())
     if bool((changes + starts_visible.int() + ends_visible.int() > 2).any()):
         return None
-    # A row's changes are the first visible key and the first hidden one behind it.
+    # A row changes at its first visible key, and at the first hidden key behind that.
     lowest = torch.full_like(changes, keys).scatter_reduce(0, flat, key + 1, "amin")
     highest = torch.zeros_like(changes).scatter_reduce(0, flat, key + 1, "amax")
     first = lowest.masked_fill(starts_visible, 0)
@@ -201,7 +205,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
 
 
 def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
-    """Lengths and alignments to try, without causality and window."""
+    """Yield the lengths and alignments to try, without causality and window."""
     first, end = seen
     is_empty = end <= first
     used = end.masked_fill(is_empty, 0).amax(dim=1).to(torch.int32)
@@ -219,7 +223,7 @@ def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStruct
 
 
 def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | None:
-    """Packed sequences, each query of which sees keys behind all those of the sequence before."""
+    """Return packed sequences that fit: a query that sees only later keys begins a new one."""
     is_empty = end <= first
     reached = end.masked_fill(is_empty, 0).cummax(dim=0).values
     begins = torch.where(is_empty, reached, first)[1:] >= reached[:-1]
@@ -229,8 +233,8 @@ def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | No
         return None
     keys = torch.where(is_empty, reached, first)[rows]
     starts_q, starts_k = (
-        torch.cat([each.new_tensor([0]), each, each.new_tensor([total])]).to(torch.int32)
-        for each, total in ((rows, first.shape[0]), (keys, kv_len))
+        torch.cat([begin.new_tensor([0]), begin, begin.new_tensor([total])]).to(torch.int32)
+        for begin, total in ((rows, first.shape[0]), (keys, kv_len))
     )
     structure = MaskStructure(cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
     used = (reached[starts_q[1:].long() - 1] - starts_k[:-1]).to(torch.int32)
@@ -242,7 +246,7 @@ def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | No
 def _fitted(
     structure: MaskStructure, seen: KeyRanges, q_len: int, kv_len: int
 ) -> MaskStructure | None:
-    """The structure with the causality and window that make its spans those seen, if any do."""
+    """Return the structure with the causality and window that fit the seen keys, if any do."""
     device = seen.first.device
     begin, length, diagonal = query_positions(
         q_len,
@@ -260,7 +264,7 @@ def _fitted(
     if (left or 0) < 0 or (right or 0) < 0:
         return None
     rights: tuple[int | None, ...] = (right,)
-    if right is None:  # a causal window is what people write, also where nothing shows its end
+    if right is None:  # people write causal windows, also where no row shows the right end
         rights = (None, 0) if left is None else (0, None)
     for to_the_right in rights:
         is_causal = to_the_right == 0
@@ -274,14 +278,14 @@ def _fitted(
 
 
 def _one_of(distances: Tensor, where: Tensor) -> int | None:
-    """The first of the distances that count; None if none does."""
+    """Return the first distance at which `where` is true; None if it never is."""
     distances, where = torch.broadcast_tensors(distances, where)
     place = where.flatten().to(torch.uint8).argmax()
     return int(distances.flatten()[place]) if bool(where.flatten()[place]) else None
 
 
 def _same(one: KeyRanges, other: KeyRanges) -> bool:
-    """Whether both leave every query the same keys."""
+    """Return whether both leave every query the same keys."""
     neither = (one.end <= one.first) & (other.end <= other.first)
     alike = (one.first == other.first) & (one.end == other.end)
     return bool((neither | alike).all())

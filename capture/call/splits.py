@@ -1,7 +1,8 @@
-"""How ranks of a distributed model share an attention call. Imports no torch."""
+"""Names of the ways that ranks of a distributed model share a call. Imports no torch."""
 
 from __future__ import annotations
 
 SPLITS = ("heads", "queries")
-"""By its heads (tensor parallel, or Ulysses, whose all-to-all gives each rank all tokens of some
-heads), or by its queries, of which each rank has some, and all the keys."""
+"""Dimensions by which ranks divide a call. With `heads` (tensor parallel, or Ulysses after its
+all-to-all) each rank has all tokens of some heads; with `queries` it has some queries and all
+keys."""

@@ -1,4 +1,4 @@
-"""How structured the attention of a call is: what makes it hard for a kernel, in a few figures."""
+"""A few figures about a call's attention that show what makes it hard for a kernel."""
 
 from __future__ import annotations
 
@@ -12,40 +12,37 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 
 QUERIES = 256
-"""Of each head at most, evenly spaced."""
+"""Most queries of a head that are looked at, evenly spaced."""
 FEWEST_KEYS = 16
-"""Of a query that counts: the entropy over fewer says little."""
+"""Fewest keys that a counted query sees: the entropy over fewer says little."""
 OUTLIER = 4.0
-"""How many times the median channel's size an outlier channel has."""
+"""Size of an outlier channel, in units of the median channel's."""
 
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Means over batch, heads and queries, but for the channels.
+    """Figures of one call: means over batch, heads and queries, except `outlier_channels`.
 
-    NaN where nothing counts: no query sees enough keys, or a head has fewer than two.
+    A figure is NaN where no query sees enough keys, or a head has fewer than two keys.
     """
 
     outlier_channels: float
-    """Channels of K whose root mean square is over four times that of the head's median channel, of
-    the head that has most. They take the range of an 8-bit scale (KIVI, Liu et al. 2024)."""
+    """Largest number, over the heads, of channels of K whose root mean square is over four times
+    the median channel's. They take up the range of an 8-bit scale (KIVI, Liu et al. 2024)."""
     key_offset: float
-    """‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels: what smoothing K
-    removes (SageAttention, Zhang et al. 2024), in units of what remains. Infinite for equal keys,
-    and NaN for zeros."""
+    """‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels: the part that
+    smoothing K removes (SageAttention, Zhang et al. 2024), in units of the rest. Infinite for equal
+    keys, and NaN for zeros."""
     entropy: float
-    """Of the attention weights, relative to that of uniform ones: 1 is uniform."""
+    """Entropy of the attention weights relative to uniform weights: 1 is uniform."""
     largest: float
-    """The largest weight of a query."""
+    """Largest weight of a query."""
     top_mass: float
     """Total weight of the heaviest 1 % of a query's keys."""
 
 
 def call_statistics(call: AttentionCall) -> CallStatistics:
-    """Figures of one call, head by head, with its mask, window, soft cap and sinks.
-
-    Works in float32, on at most 256 queries of a head.
-    """
+    """Compute the figures of a call in float32, with its mask, window, soft cap and sinks."""
     call = call.without_pages()
     groups = call.query.shape[1] // call.key.shape[1]
     queries = call.query.shape[2]
@@ -67,20 +64,20 @@ def call_statistics(call: AttentionCall) -> CallStatistics:
 
 
 def mean(statistics: Iterable[CallStatistics]) -> CallStatistics:
-    """The mean of each figure over calls, and the most outlier channels; NaN does not count."""
-    members = list(statistics)
+    """Return the mean of each figure over calls, and the most outlier channels, without NaN."""
+    calls = list(statistics)
     found = {
-        field.name: _mean([getattr(each, field.name) for each in members])
+        field.name: _mean([getattr(call, field.name) for call in calls])
         for field in fields(CallStatistics)
     }
     return CallStatistics(
-        **found | {"outlier_channels": _most(each.outlier_channels for each in members)}
+        **found | {"outlier_channels": _most(call.outlier_channels for call in calls)}
     )
 
 
 def _of_keys(key: Tensor) -> tuple[float, float]:
-    """Outlier channels and offset of a head's keys (Sk, D)."""
-    if len(key) < 2:  # nothing is told from a token's own values
+    """Return the outlier channels and the offset of a head's keys (Sk, D)."""
+    if len(key) < 2:  # a single token has no deviation to compare with
         return math.nan, math.nan
     sizes = key.square().mean(0).sqrt()
     outliers = int((sizes > OUTLIER * sizes.median()).sum())
@@ -94,7 +91,7 @@ def _of_keys(key: Tensor) -> tuple[float, float]:
 def _of_weights(
     call: AttentionCall, batch: int, head: int, key: Tensor, rows: Tensor
 ) -> Iterator[tuple[float, float, float]]:
-    """Entropy, largest weight and top mass of each of these queries that sees enough keys."""
+    """Yield entropy, largest weight and top mass of the queries that see enough keys."""
     scores = call.query[batch, head, rows].float() @ key.T * call.softmax_scale
     if (cap := call.variant.softcap) is not None:
         scores = cap * (scores / cap).tanh()

@@ -1,8 +1,8 @@
-"""Preserves strides, which safetensors cannot store and a kernel's speed depends on.
+"""Preserves strides, which a kernel's speed depends on and safetensors cannot store.
 
 A recorded tensor is often a view: of a fused projection (gaps between rows), of a BSHD tensor
 (heads and positions swapped), or of a mask expanded over heads (stride 0). Files store the values
-without gaps in the order of the memory, each expanded dimension once, and the layout separately.
+without gaps in memory order, expanded dimensions only once, and the layout separately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 _LONGEST = 2**48
-"""No size or stride of real memory reaches it, and products of four fit Python's checks."""
+"""Limit of sizes and strides, which real memory does not reach."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Layout:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     order: tuple[int, ...] = ()
-    """The dimensions in the order of the file; empty if that is the tensor's own."""
+    """Dimensions in the order of the file; empty if that is the tensor's own order."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
@@ -35,10 +35,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Read what `dataclasses.asdict` made of a layout of four dimensions.
+        """Read a layout of four dimensions from JSON.
 
         Raises:
-            ValueError: it is no such layout.
+            ValueError: `data` is something else.
         """
         if not isinstance(data, dict):
             raise ValueError("a layout is not an object")
@@ -50,7 +50,7 @@ class Layout:
 
     @property
     def unexpanded(self) -> tuple[int, ...]:
-        """The sizes, of expanded (stride 0) dimensions 1."""
+        """Sizes, with 1 for each expanded (stride 0) dimension."""
         return tuple(
             1 if stride == 0 and size > 1 else size
             for size, stride in zip(self.size, self.stride, strict=True)
@@ -58,13 +58,13 @@ class Layout:
 
     @property
     def stored(self) -> tuple[int, ...]:
-        """The shape of the values in the file."""
+        """Shape of the values in the file."""
         sizes = self.unexpanded
         return tuple(sizes[dim] for dim in self._dimensions)
 
     @property
     def extent(self) -> int:
-        """Elements of memory from the first to the last one of the restored tensor."""
+        """Elements of memory that the restored tensor spans, gaps included."""
         if not self.is_representable or not math.prod(self.size):
             return math.prod(self.stored)
         return 1 + sum(
@@ -73,9 +73,9 @@ class Layout:
 
     @property
     def is_representable(self) -> bool:
-        """Whether distinct elements have distinct addresses, expanded (stride 0) dimensions aside.
+        """True if elements do not share addresses, except along expanded (stride 0) dimensions.
 
-        Overlapping windows (`Tensor.unfold`) do not; they are restored as contiguous tensors.
+        Overlapping windows (`Tensor.unfold`) do, and are restored as contiguous tensors.
         """
         reach = 0
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
@@ -88,7 +88,7 @@ class Layout:
 
     @property
     def is_stored_as_in_memory(self) -> bool:
-        """Whether the values in the file are the memory of the tensor, without gaps."""
+        """True if the tensor's memory has no gaps, so that the file holds it as it is."""
         sizes, expected = self.unexpanded, 1
         for dim in reversed(self._dimensions):
             if sizes[dim] != 1:
@@ -102,7 +102,7 @@ class Layout:
         return values.permute([self._dimensions.index(dim) for dim in range(len(self.size))])
 
     def in_memory_order(self) -> Layout:
-        """Return the layout that stores the values in the order of the memory."""
+        """Return the layout that stores the values in memory order."""
         if not self.is_representable or not math.prod(self.size):
             return self
         moving = [dim for dim, size in enumerate(self.unexpanded) if size > 1]
@@ -132,7 +132,7 @@ def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:
-    """Restore on `device` the tensor passed to `pack`; it may share the memory of `values`.
+    """Restore on `device` the tensor that was passed to `pack`; it may share `values`' memory.
 
     Raises:
         ValueError: the shape of `values` does not match `layout`.
@@ -153,7 +153,7 @@ def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
 
 
 def is_leading_part(part: Tensor, whole: Tensor) -> bool:
-    """Whether `part` is `whole[..., :n]`: the same memory, not a copy."""
+    """Return whether `part` is `whole[..., :n]` in the same memory."""
     if part.shape[:-1] != whole.shape[:-1] or not 0 < part.shape[-1] <= whole.shape[-1]:
         return False
     same_strides = all(
@@ -165,32 +165,31 @@ def is_leading_part(part: Tensor, whole: Tensor) -> bool:
 
 
 def picked(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """Copy some entries of a dimension: without gaps, the order of the dimensions preserved."""
+    """Copy some entries of a dimension without gaps, keeping the memory order of dimensions."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     chosen = tensor.detach().permute(order).index_select(order.index(dim), indices)
-    return chosen.permute([order.index(each) for each in range(tensor.ndim)])
+    return chosen.permute([order.index(other) for other in range(tensor.ndim)])
 
 
 def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
-    """Concatenate: without gaps, the order of the first one's dimensions preserved.
+    """Concatenate without gaps, keeping the memory order of the first tensor's dimensions.
 
-    Other dimensions that are expanded in all stay expanded.
+    Other dimensions stay expanded if they are expanded in all tensors.
     """
     first = tensors[0]
+    dims = range(first.ndim)
     expanded = [
-        each
-        for each in range(first.ndim)
-        if each != dim and first.shape[each] > 1 and not any(t.stride(each) for t in tensors)
+        other
+        for other in dims
+        if other != dim and first.shape[other] > 1 and not any(t.stride(other) for t in tensors)
     ]
     size = list(first.shape)
-    for each in expanded:
-        tensors = [tensor.narrow(each, 0, 1) for tensor in tensors]
-    # A dimension of size 1 may claim the stride of the one that it lies within.
-    order = sorted(
-        range(first.ndim), key=lambda each: (first.stride(each), first.shape[each]), reverse=True
-    )
+    for other in expanded:
+        tensors = [tensor.narrow(other, 0, 1) for tensor in tensors]
+    # A dimension of size 1 may have the stride of the dimension that it lies within.
+    order = sorted(dims, key=lambda other: (first.stride(other), first.shape[other]), reverse=True)
     joined = torch.cat([tensor.detach().permute(order) for tensor in tensors], order.index(dim))
-    joined = joined.permute([order.index(each) for each in range(first.ndim)])
+    joined = joined.permute([order.index(other) for other in dims])
     size[dim] = joined.shape[dim]
     return joined.expand(size)
 
@@ -203,8 +202,8 @@ def narrow_expanded(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Cached because the calls of a model have few layouts: thousands of calls then share them, which
-# also saves the garbage collector from visiting as many objects.
+# Cached because thousands of calls share few layouts. That also saves the garbage collector from
+# visiting as many objects.
 @functools.lru_cache(maxsize=1024)
 def _layout(size: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...] = ()) -> Layout:
     return Layout(size, stride, order)
@@ -216,7 +215,7 @@ def _in_memory_order(size: tuple[int, ...], stride: tuple[int, ...]) -> Layout:
 
 
 def _copied(values: Tensor, layout: Layout, device: str | torch.device) -> Tensor:
-    """Copy unexpanded values into memory of their own, with the strides of `layout`."""
+    """Copy unexpanded values into new memory with the strides of `layout`."""
     size = layout.unexpanded
     if layout.is_representable:
         restored = torch.empty_strided(size, layout.stride, dtype=values.dtype, device=device)
@@ -227,7 +226,7 @@ def _copied(values: Tensor, layout: Layout, device: str | torch.device) -> Tenso
 
 def _numbers(value: Any, name: str) -> tuple[int, ...]:
     if not isinstance(value, list | tuple) or not all(
-        type(each) is int and 0 <= each < _LONGEST for each in value
+        type(number) is int and 0 <= number < _LONGEST for number in value
     ):
         raise ValueError(f"{name} is not a list of sizes: {str(value)[:80]}")
     return tuple(value)

@@ -1,1 +1,1 @@
-"""."""
+"""Numbers, names and tables as both commands print them."""

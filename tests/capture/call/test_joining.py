@@ -107,8 +107,8 @@ def test_a_value_that_is_part_of_the_key_stays_so() -> None:
     [
         ({"is_causal": True}, "differ in is_causal"),
         ({"scale": 0.25}, "differ in scale"),
-        ({"output": normal(1, 2, 9, 32)}, "some ranks alone have output"),
-        ({"attn_mask": normal(1, 1, 9, 13)}, "some ranks alone have attn_mask"),
+        ({"output": normal(1, 2, 9, 32)}, "only some ranks have output"),
+        ({"attn_mask": normal(1, 1, 9, 13)}, "only some ranks have attn_mask"),
         ({"value": normal(1, 2, 13, 32, dtype=torch.float16)}, "differ in the dtype of value"),
         ({"query": normal(1, 2, 8, 32)}, r"query of shapes \(1, 2, 9, 32\) and \(1, 2, 8, 32\)"),
         ({"key": normal(1, 1, 13, 32), "value": normal(1, 1, 13, 32)}, "different numbers of"),

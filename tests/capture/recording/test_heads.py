@@ -33,7 +33,7 @@ def test_ranges(text: str, numbers: tuple[int, ...], again: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-1", "3-", "2-1", "1-2-3", "65536", "0-99999999"])
 def test_what_is_no_range(text: str) -> None:
-    with pytest.raises(ValueError, match=r"is no number or range|ends before it begins"):
+    with pytest.raises(ValueError, match=r"invalid range .*(must be a number|ends before it)"):
         parse_ranges(text)
 
 
