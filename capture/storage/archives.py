@@ -1,7 +1,7 @@
-"""Datasets in a `.zip`, `.tar` or `.tar.gz` file.
+"""Datasets in a `.zip`, `.tar` or `.tar.gz` file, which need not be trustworthy.
 
-Anybody may have packed it. Nothing is unpacked to a path that the archive names: members of the one
-folder that has the dataset are read one by one, and copied like files from anywhere else.
+Nothing is unpacked to a path that the archive names. The members of the one folder that holds the
+dataset are read one by one, and copied to the cache like files from anywhere else.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 EXPANSION = 64
 EXPANSION_AT_LEAST = 2 << 30
-"""How many times its size an archive may contain, or this many bytes if that is more."""
+"""Limit of an archive's content: a multiple of its size, or this many bytes if that is more."""
 MEMBERS = 1_000_000
-"""How many there may be."""
+"""Limit of the number of members."""
 
 _PIECE = 1 << 20
 """Bytes that are copied at once."""
 _HEADER_AT_MOST = 16 << 20
-"""Bytes of a tar's header, which is read into memory."""
+"""Limit of a tar's header, which is read into memory, in bytes."""
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, OSError),
-    *(ValueError, OverflowError, RuntimeError),  # among them of too much recursion
+    *(ValueError, OverflowError, RuntimeError),  # including too much recursion
 )
-"""What the libraries raise for a damaged archive, or one of a kind that they do not read."""
+"""Errors that the libraries raise for an archive that is damaged or of an unknown kind."""
 
 
 class _Readable(Protocol):
@@ -59,16 +59,16 @@ class ArchiveMember:
     """A file in an archive."""
 
     name: str
-    """With folders."""
+    """Path in the archive."""
     nbytes: int
-    """As declared."""
+    """Size that the archive declares."""
     obstacle: str
-    """Why it cannot be read; usually empty."""
+    """Reason why the member cannot be read; usually empty."""
     opened: Callable[[], _Readable]
 
 
 def is_archive(name: str) -> bool:
-    """Whether a file name is of an archive, in small letters or capitals."""
+    """Return whether a file name has the ending of an archive, in any case."""
     return name.lower().endswith(ENDINGS)
 
 
@@ -79,11 +79,11 @@ class Archive:
         """List an archive's members.
 
         Raises:
-            DatasetError: it is damaged, of another kind, or contains no dataset or several.
+            DatasetError: the archive cannot be read, or does not contain exactly one dataset.
         """
         self.address = address
         self.cache = cache_directory
-        with _damage_told(address):
+        with _as_dataset_error(address):
             with path.open("rb") as file:
                 first = file.read(2)
             if first == b"PK":
@@ -91,28 +91,25 @@ class Archive:
             else:
                 members = _tar_members(self._unzipped(path) if first == b"\x1f\x8b" else path)
             self._members = _dataset_among(members, address)
-        contained, limit = sum(each.nbytes for each in self._members.values()), _limit(path)
+        contained, limit = sum(member.nbytes for member in self._members.values()), _limit(path)
         if contained > limit:
-            raise DatasetError(
-                f"{address}: {path.stat().st_size} bytes that contain {contained}, and at most "
-                f"{limit} are unpacked"
-            )
+            raise DatasetError(f"{address}: contains {contained} bytes (at most {limit} are read)")
 
     def sizes(self) -> dict[str, int]:
         return {name: member.nbytes for name, member in self._members.items()}
 
     def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
         if name not in self._members:
-            raise DatasetError(f"{self.address}: {name} is missing in it")
+            raise DatasetError(f"{self.address}: {name} is missing")
         member = self._members[name]
         where = f"{self.address}: {printable(member.name)}"
         if member.obstacle:
             raise DatasetError(f"{where} {member.obstacle}")
-        with _damage_told(where), contextlib.closing(member.opened()) as packed:
+        with _as_dataset_error(where), contextlib.closing(member.opened()) as packed:
             _copy(packed, to, limit, arrived)
 
     def _unzipped(self, path: Path) -> Path:
-        """Decompress a tar to the cache, once: members of a compressed one are slow to find."""
+        """Decompress a tar to the cache once, because a compressed tar is slow to search."""
         found = path.stat()
         state = (found.st_size, found.st_mtime_ns, found.st_ino)
         plain = cache.version(self.cache, repr(state).encode()) / "decompressed.tar"
@@ -134,7 +131,7 @@ def _zip_members(path: Path) -> Iterator[ArchiveMember]:
         if info.is_dir():
             continue
         if kind not in (0, stat.S_IFREG):
-            obstacle = "is no regular file"
+            obstacle = "is not a regular file"
         elif info.flag_bits & 1:
             obstacle = "is encrypted: unpack the archive, and give the directory"
         elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -150,18 +147,19 @@ def _tar_members(path: Path) -> Iterator[ArchiveMember]:
             if info.isdir():
                 continue
             regular = info.isreg() and not info.issparse()
-            obstacle = "" if regular else "is no regular file"
+            obstacle = "" if regular else "is not a regular file"
             opened = partial(_Part, path, info.offset_data, info.size)
             yield ArchiveMember(info.name, info.size, obstacle, opened)
 
 
 def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, ArchiveMember]:
-    """The files of the one dataset among members, by their names without folders.
+    """Return the files of the one dataset among members, by their names without folders.
 
-    That is the folder nearest to the top that has a manifest or, where none has, recorded calls.
+    The dataset is the folder nearest to the top that has a manifest or, if no folder has one,
+    recorded calls.
 
     Raises:
-        DatasetError: there is none or more than one, or a name leads out of the archive.
+        DatasetError: there is not exactly one dataset, or a name leads out of the archive.
     """
     folders: dict[str, dict[str, ArchiveMember]] = defaultdict(dict)
     others = 0
@@ -171,8 +169,8 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
         parts = [part for part in member.name.split("/") if part not in ("", ".")]
         if member.name.startswith("/") or ".." in parts or re.match("[A-Za-z]:", member.name):
             raise DatasetError(
-                f"{address}: the name of its member {printable(member.name[:200])} leads out of "
-                "it: pack the directory by a relative path"
+                f"{address}: its member {printable(member.name[:200])} leads out of the archive: "
+                "pack the directory by a relative path"
             )
         if not parts or not is_of_dataset(parts[-1]):
             others += 1
@@ -180,7 +178,7 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
         folder = folders["/".join(parts[:-1])]
         if parts[-1] in folder:
             raise DatasetError(
-                f"{address}: has two members {printable(member.name[:200])}: pack it anew"
+                f"{address}: has two members called {printable(member.name[:200])}: pack it again"
             )
         folder[parts[-1]] = member
     if others:
@@ -199,7 +197,7 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
 
 
 class _Cautious(io.BufferedReader):
-    """A file of which nobody reads much at once, as the header of a tar can make `tarfile` do."""
+    """A file that refuses to read much at once, which a tar's header can make `tarfile` do."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _HEADER_AT_MOST:
@@ -208,7 +206,7 @@ class _Cautious(io.BufferedReader):
 
 
 class _Part:
-    """Bytes of a file, from `offset` on."""
+    """Part of a file: some bytes from `offset` on."""
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
         self._file = path.open("rb")
@@ -227,11 +225,11 @@ class _Part:
 
 
 def _copy(packed: _Readable, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
-    """Write what is read to a new file.
+    """Write the content of a member to a new file.
 
     Raises:
-        ValueError: there are more than `limit` bytes.
-        DatasetError: it cannot be written.
+        ValueError: the content is longer than `limit` bytes.
+        DatasetError: the file cannot be written.
     """
     left = limit
     with cache.writing(to.parent):
@@ -247,11 +245,11 @@ def _copy(packed: _Readable, to: Path, limit: int, arrived: Callable[[int], None
 
 
 @contextlib.contextmanager
-def _damage_told(where: str) -> Iterator[None]:
+def _as_dataset_error(where: str) -> Iterator[None]:
     try:
         yield
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DatasetError(
-            f"{where} cannot be unpacked ({printable(reason)}): it may not be whole, copy it again"
+            f"{where} cannot be unpacked ({printable(reason)}): it may be incomplete, copy it again"
         ) from error

@@ -1,11 +1,11 @@
-"""Where copies of datasets lie that are not a local directory, and how they get there.
+"""The cache of datasets that are not a local directory.
 
-    ~/.cache/attention-replay/datasets/      (`$XDG_CACHE_HOME`, or what the system has for it)
-        bucket-calls-1f0e…/                  one of these per place, named by its address
-            5b1c…/                           one version of it; an earlier one goes after a day
+    ~/.cache/attention-replay/datasets/      (`$XDG_CACHE_HOME`, or the system's own place)
+        bucket-calls-1f0e…/                  one directory per address, and named after it
+            5b1c…/                           one version; unused for a day, it makes way for newer
 
-A file gets its name when it is complete: processes that fetch the same one, or die while they do,
-leave nothing that is half of one. The cache may be deleted at any time.
+A file gets its name when it is complete, so processes that copy the same file, or die while they
+do, leave no incomplete file of that name. The cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from pathlib import Path
 from capture.errors import DatasetError
 
 UNUSED_SECONDS = 24 * 3600
-"""How long a version is kept after its last use, once there is a newer one."""
+"""Time that a version is kept after its last use, once there is a newer one."""
 
 
 def user_cache() -> Path:
-    """The directory of copies of this user; it may not exist."""
+    """Return the directory of this user's copies, which may not exist."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         base = Path(chosen)
     elif sys.platform == "darwin":
@@ -41,16 +41,16 @@ def user_cache() -> Path:
 
 
 def directory_of(address: str, root: Path) -> Path:
-    """The directory of a place's versions, by a name in which people recognise the address."""
+    """Return the directory for the versions of an address, with a recognisable name."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", address.partition("?")[0]).strip("-.")[-60:]
     return root / f"{readable.strip('-.') or 'dataset'}-{_digest(address.encode())}"
 
 
 def version(directory: Path, *content: bytes) -> Path:
-    """The directory of what has this content, made if it is new, beside other versions.
+    """Return the directory of the version with this content; create it if it is new.
 
     Raises:
-        DatasetError: it cannot be made.
+        DatasetError: the directory cannot be created.
     """
     found = directory / _digest(*content)
     with writing(directory):
@@ -62,10 +62,10 @@ def version(directory: Path, *content: bytes) -> Path:
 
 @contextlib.contextmanager
 def placed(path: Path) -> Iterator[Path]:
-    """Yield a name to write to; what is there at the end becomes `path`, if nothing was raised.
+    """Yield a temporary path; the file written there becomes `path` if nothing was raised.
 
     Raises:
-        DatasetError: it cannot be written.
+        DatasetError: the file cannot be renamed.
     """
     temporary = path.parent / f".{secrets.token_hex(8)}.part"
     try:
@@ -78,10 +78,10 @@ def placed(path: Path) -> Iterator[Path]:
 
 
 def require_room(directory: Path, nbytes: int, address: str) -> None:
-    """Make a directory, and refuse what would not fit into it.
+    """Create a directory, and check that `nbytes` fit into it.
 
     Raises:
-        DatasetError: its file system has less than `nbytes` left, or it cannot be made.
+        DatasetError: they do not fit, or the directory cannot be created.
     """
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +95,7 @@ def require_room(directory: Path, nbytes: int, address: str) -> None:
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Turn what the system says of the cache into a `DatasetError`."""
+    """Raise a `DatasetError` in place of an `OSError` about the cache."""
     try:
         yield
     except OSError as error:
@@ -106,7 +106,7 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 def _forget_others(directory: Path, current: Path) -> None:
-    """Delete what nobody used for a day: earlier versions, and what killed processes left."""
+    """Delete earlier versions and leftovers of killed processes that were unused for a day."""
     before = time.time() - UNUSED_SECONDS
     with contextlib.suppress(OSError):
         for other in [*directory.iterdir(), *current.glob(".*.part")]:
@@ -118,7 +118,5 @@ def _forget_others(directory: Path, current: Path) -> None:
 
 
 def _digest(*content: bytes) -> str:
-    found = hashlib.sha256()
-    for each in content:
-        found.update(hashlib.sha256(each).digest())
-    return found.hexdigest()[:16]
+    digests = b"".join(hashlib.sha256(part).digest() for part in content)
+    return hashlib.sha256(digests).hexdigest()[:16]

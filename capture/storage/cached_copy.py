@@ -1,7 +1,7 @@
-"""What a dataset is read from when it is not a directory of this machine.
+"""Copies of datasets that are not a directory of this machine.
 
-Its files are copied to a directory of the cache: first those that list the calls, then the call
-files that somebody asks for. There they are read, and checked, like any others.
+The files that list the calls are copied to a directory of the cache at once, and each call's file
+when it is first read. There they are read and checked like any other dataset.
 """
 
 from __future__ import annotations
@@ -26,67 +26,67 @@ from capture.storage.names import (
 )
 
 ProgressReport = Callable[[int, int], None]
-"""Called with the bytes that arrived since the last time, and those that are to arrive in all."""
+"""Called with the bytes that arrived since the last call, and the bytes expected in all."""
 
 _AT_A_TIME = 8
 """Files that are copied at the same time."""
 
 
 def no_report(arrived: int, total: int) -> None:
-    """The `ProgressReport` of those who want none."""
+    """Ignore the progress."""
 
 
 class Unreachable(DatasetError):
-    """A place does not answer, or lets nobody in: no other file of it can be had either."""
+    """An address does not answer or denies access, so that no file can be copied from it."""
 
 
 class DatasetFiles(Protocol):
-    """The files of a directory that is somewhere else."""
+    """The files of a dataset that is not a directory of this machine."""
 
     address: str
-    """What the user gave, without passwords."""
+    """Address that the user gave, without passwords."""
     cache: Path
-    """The directory of its copies."""
+    """Directory of the dataset's copies."""
 
     def sizes(self) -> dict[str, int] | None:
-        """The bytes of each file; None where files cannot be listed.
+        """Return the bytes of each file; None if files cannot be listed.
 
         Raises:
-            DatasetError: there is no such directory, or it cannot be reached.
+            DatasetError: the dataset is missing or cannot be reached.
         """
         ...
 
     def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
-        """Write a file of at most `limit` bytes to the path `to`, where there is none.
+        """Write a file of at most `limit` bytes to the new path `to`.
 
         Args:
-            arrived: called with the bytes since the last time.
+            arrived: called with the bytes since the last call.
 
         Raises:
-            DatasetError: it is missing, longer, or no regular file.
-            Unreachable: nothing can be had of the directory.
+            DatasetError: the file is missing, longer, or not a regular file.
+            Unreachable: no file of the dataset can be copied.
         """
         ...
 
 
 class WantedFile(NamedTuple):
-    """The file of a call."""
+    """The file of a call that is to be copied."""
 
     path: Path
-    """Where its copy belongs."""
+    """Path of the copy."""
     nbytes: int
     checksum: str | None
-    """As the manifest has it, which may have none."""
+    """Checksum in the manifest, if it has one."""
 
 
 class CachedCopy:
-    """A dataset somewhere else, and the directory of its copy."""
+    """A dataset that is not a directory here, and the directory of its copy."""
 
     def __init__(self, files: DatasetFiles, report: ProgressReport = no_report) -> None:
-        """Copy what lists the calls, manifest and journals; all files where there is none of them.
+        """Copy the manifest and journals, or all files if there is no manifest.
 
         Raises:
-            DatasetError: the place cannot be read, or has no recorded calls.
+            DatasetError: the dataset cannot be read, or has no recorded calls.
         """
         self.address = files.address
         self._files = files
@@ -105,7 +105,7 @@ class CachedCopy:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _index(self) -> tuple[dict[str, int], int]:
-        """The files that list the calls, with the bytes that each may have, and those they have."""
+        """Return the files to copy first with the limit of each in bytes, and their total size."""
         sizes = self._files.sizes()
         if sizes is None:
             return {MANIFEST: LONGEST_MANIFEST}, 0
@@ -126,18 +126,18 @@ class CachedCopy:
     def fetch(
         self, wanted: WantedFile, arrived: Callable[[int], None] = lambda count: None
     ) -> None:
-        """Copy a call's file, unless it is here, and compare its checksum.
+        """Copy a call's file, unless it is in the cache, and compare its checksum.
 
         Raises:
-            DatasetError: it is missing or altered.
-            Unreachable: nothing can be had of the dataset.
+            DatasetError: the file is missing or altered.
+            Unreachable: no file of the dataset can be copied.
         """
         path, nbytes, checksum = wanted
         if plain_files.is_there(path):
             return
         with cache.placed(path) as temporary:
             self._files.copy(path.name, temporary, nbytes, arrived)
-            if checksum is not None and not checksums.matches(temporary, checksum):
+            if checksum is not None and checksums.checksum(temporary) != checksum:
                 raise DatasetError(
                     f"{self.address}: {path.name} was altered since it was recorded (checksum "
                     "differs)"
@@ -146,14 +146,14 @@ class CachedCopy:
     def fetch_all(
         self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
-        """Copy calls' files, several at a time; return why those that cannot be had cannot.
+        """Copy calls' files, several at a time; return an error for each that cannot be copied.
 
         Raises:
             DatasetError: there is no room for them.
-            Unreachable: nothing can be had of the dataset.
+            Unreachable: no file of the dataset can be copied.
         """
-        missing = [each for each in wanted if not plain_files.is_there(each.path)]
-        total = sum(each.nbytes for each in missing)
+        missing = [file for file in wanted if not plain_files.is_there(file.path)]
+        total = sum(file.nbytes for file in missing)
         cache.require_room(self.directory, total, self.address)
         stopped = threading.Event()
 
@@ -165,7 +165,7 @@ class CachedCopy:
         errors = {}
         pool = ThreadPoolExecutor(_AT_A_TIME)
         try:
-            futures = {pool.submit(self.fetch, each, arrived): each.path for each in missing}
+            futures = {pool.submit(self.fetch, file, arrived): file.path for file in missing}
             for future in as_completed(futures):
                 try:
                     future.result()
@@ -180,10 +180,10 @@ class CachedCopy:
 
 
 def _content(directory: Path, names: Iterable[str]) -> Iterator[bytes]:
-    """What tells one version of a dataset from another.
+    """Yield content that distinguishes versions of a dataset.
 
-    Call files have checksums in the manifest or a journal; without these, nothing tells whether one
-    has changed, and none is taken from an earlier copy.
+    The manifest and journals have the checksums of call files. Without them nothing shows whether a
+    call's file has changed, so random bytes keep earlier copies from being used.
     """
     index = sorted(name for name in names if not name.endswith(CALL))
     if not index:

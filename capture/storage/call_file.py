@@ -47,14 +47,14 @@ class PackedCall:
 
     @classmethod
     def with_values(cls, header: CallHeader, values: dict[str, Tensor]) -> PackedCall:
-        """Complete `header` by what only the values on the CPU tell."""
+        """Add to `header` the mask's structure, which is found in the values on the CPU."""
         return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
     def write(self, path: Path) -> FileEntry:
         """Write the file and return its manifest entry.
 
         Raises:
-            OSError, ValueError: it cannot be written; what there is of it has been deleted.
+            OSError, ValueError: the file cannot be written, and was deleted.
         """
         metadata = {_HEADER_KEY: json.dumps(self.header.to_json()), "format": FORMAT}
         try:
@@ -74,9 +74,9 @@ class FileEntry:
     header: CallHeader
     nbytes: int
     checksum: str | None
-    """From the manifest (see `checksums`); None if the manifest does not list the file."""
+    """Checksum in the manifest (see `checksums`); None if the manifest does not list the file."""
     cached_copy: CachedCopy | None = field(default=None, compare=False, repr=False)
-    """What the file is copied from when it is first read, unless it was written here."""
+    """Copy that the file is fetched to when it is first read; None for a file of this machine."""
 
     @property
     def origin(self) -> Origin:
@@ -109,7 +109,7 @@ class FileEntry:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of the file."""
+        """Return the manifest's entry of the file."""
         return {
             "file": self.path.name,
             "bytes": self.nbytes,
@@ -118,7 +118,7 @@ class FileEntry:
         }
 
     def with_checksum(self) -> FileEntry:
-        """Compute the checksum if there is none; a file that is no such call stays without."""
+        """Compute the checksum if it is missing and the file is the recorded call."""
         if self.checksum:
             return self
         with contextlib.suppress(DatasetError):
@@ -198,14 +198,14 @@ class FileEntry:
 
 
 def file_path(directory: Path, data: Any) -> Path:
-    """Return the path of the file that a manifest's entry is about.
+    """Return the path of the file that a manifest's entry names.
 
     Raises:
-        ValueError: it names none, or one outside the directory.
+        ValueError: the entry names no file, or one outside the directory.
     """
     name = required(data, "file", str)
     if not FILE.fullmatch(name):
-        raise ValueError(f"{name[:80]!r} is no file of the directory")
+        raise ValueError(f"invalid file name {name[:80]!r} (must be in the directory)")
     return directory / name
 
 
@@ -219,19 +219,15 @@ def _header(file: TensorFile) -> CallHeader:
 
 
 def _recorded_checksum(data: dict[str, Any]) -> str | None:
-    """The checksum in a manifest's entry of a file, of either version of the format."""
-    if "sha256" in data:
-        whole = required(data, "sha256", str | None)
-        checksum = whole and f"{checksums.WHOLE}:{whole}"
-    else:
-        checksum = required(data, "checksum", str | None)
+    """Return the checksum in a manifest's entry of a file."""
+    checksum: str | None = required(data, "checksum", str | None)
     if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
-        raise ValueError(f"a checksum of an unknown kind: {checksum[:40]!r}")
+        raise ValueError(f"unknown kind of checksum: {checksum[:40]!r}")
     return checksum
 
 
 def _sequences_fault(call: AttentionCall) -> str:
-    """Why the lengths of a call's sequences are none; empty if they are, or there are none."""
+    """Say what is wrong with the lengths of a call's sequences; empty if nothing is."""
     for name, total in (("cu_seqlens_q", call.shape.q_len), ("cu_seqlens_k", call.shape.kv_len)):
         starts = getattr(call, name)
         if starts is None:
@@ -241,7 +237,7 @@ def _sequences_fault(call: AttentionCall) -> str:
     stated = call.variant.max_seqlen_q
     if stated is not None and call.cu_seqlens_q is not None:
         longest = int(call.cu_seqlens_q.diff().max())
-        if stated < longest:  # kernels write no more rows of a sequence, whatever they then return
+        if stated < longest:  # kernels would leave the other outputs uninitialised
             return f"max_seqlen_q is {stated}, and its longest sequence has {longest} queries"
     used = call.seqused_k
     if used is not None:
@@ -249,31 +245,31 @@ def _sequences_fault(call: AttentionCall) -> str:
         if call.page_table is not None:
             given = call.page_table.shape[1] * call.key.shape[2]
         if bool(((used < 0) | (used > given)).any()):
-            return "seqused_k counts keys that are not there"
+            return "seqused_k counts more keys than there are"
     return ""
 
 
 def _pages_fault(call: AttentionCall, nbytes: int) -> str:
-    """Why a call's page table is none, of a file of so many bytes; empty if it is, or without."""
+    """Say what is wrong with a call's page table, in a file of `nbytes`; empty if nothing is."""
     table, used = call.page_table, call.seqused_k
     if table is None or used is None:
         return ""
     pool, kv_heads, page_size, _ = call.key.shape
     if bool(((table < 0) | (table >= pool)).any()):
-        return f"page_table names a page that is none of the {pool}"
+        return f"page_table names a page outside the pool of {pool}"
     longest = -(-int(used.max()) // page_size) * page_size
     numbers = table.shape[0] * longest * kv_heads * (call.shape.head_dim + call.shape.v_head_dim)
     gathered = numbers * call.key.element_size()
     if gathered > max(GAPS * nbytes, GAPS_AT_LEAST):
         return (
-            f"its sequences take {gathered} bytes of memory out of their pages for a file of "
-            f"{nbytes}: no more than {GAPS} times the file or {GAPS_AT_LEAST} bytes are reserved"
+            f"its sequences take {gathered} bytes of memory for a file of {nbytes} (limit: {GAPS} "
+            f"times the file, or {GAPS_AT_LEAST})"
         )
     return ""
 
 
 def _mask_structure(header: CallHeader, values: dict[str, Tensor]) -> str:
-    """What the mask of a call that is not yet restored amounts to, in words."""
+    """Return the structure of the mask among packed values, in words."""
     if "attn_mask" not in values or values.keys() & {"cu_seqlens_q", "seqused_k"}:
         return ""
     q_len, kv_len = header.shape.q_len, header.shape.kv_len

@@ -1,4 +1,4 @@
-"""What the manifest says of one capture of one model."""
+"""The manifest's record of one capture of one model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CaptureRecord:
     model: str
     weights: str
     settings: dict[str, Any] = field(default_factory=dict)
-    """What is needed to rebuild the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
+    """Settings that rebuild the run: size, checkpoint, prompt, steps, seed, dtype, device …"""
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     started: str = ""
@@ -24,28 +24,28 @@ class CaptureRecord:
     """False during the run, and afterwards if it was interrupted or failed."""
     sample: str = ""
     modules: str = ""
-    """Glob of the module paths whose calls could be stored."""
+    """Globs of the module paths whose calls could be stored."""
     phase: str = ""
-    """The phase whose calls could be stored; empty for all."""
+    """Phase whose calls could be stored; empty for all."""
     heads: str = ""
-    """The query heads of each call that were stored, `0,2-3`; empty for all."""
+    """Query heads of each call that were stored, `0,2-3`; empty for all."""
     calls_seen: int = 0
     census: dict[str, Any] = field(default_factory=dict)
-    """Counts of all calls, stored or not: see `capture.hooks.census`. Empty after a rebuild."""
+    """Counts of all calls, stored or not (`capture.hooks.census`); empty after a rebuild."""
 
     missed_attention: list[dict[str, Any]] = field(default_factory=list)
-    """Attention that ran and is not in the census: see `capture.hooks.missed_attention`."""
+    """Attention that ran and is not in the census (`capture.hooks.missed_attention`)."""
 
     def is_same(self, other: CaptureRecord) -> bool:
-        """Whether both are about one capture, perhaps at different times."""
+        """Return whether both describe one capture, perhaps at different times."""
         return bool(self.started) and (self.model, self.started) == (other.model, other.started)
 
     def supersedes(self, other: CaptureRecord) -> bool:
-        """Whether the other is of an earlier time of this capture, which has ended since."""
+        """Return whether the other describes this capture before it ended."""
         return self.is_same(other) and self.complete and not other.complete
 
     def to_json(self) -> dict[str, Any]:
-        """Return what the manifest says of the capture."""
+        """Return the manifest's record of the capture."""
         fields = with_names(vars(self), {"missed_attention": "gone_past"})
         if not self.missed_attention:
             del fields["gone_past"]
@@ -53,10 +53,10 @@ class CaptureRecord:
 
     @classmethod
     def from_json(cls, data: Any) -> CaptureRecord:
-        """Read what `to_json` made of a record.
+        """Read a record that `to_json` returned.
 
         Raises:
-            ValueError: something is missing, unknown or of another type.
+            ValueError: a field is missing, unknown or of another type.
         """
         if isinstance(data, dict):
             data = with_names(data, {"gone_past": "missed_attention"})
@@ -67,12 +67,12 @@ class CaptureRecord:
             required(past, "kind", str)
             required(past, "example", str)
             if min(required(past, "forwards", int), required(past, "modules", int)) < 0:
-                raise ValueError("less than nothing went past the recording")
+                raise ValueError("gone_past has a negative count")
         return record
 
 
 def _check_census(census: dict[str, Any]) -> None:
-    """Raise ValueError unless it has the form of `capture.hooks.census.Census.to_json`."""
+    """Raise ValueError unless a census has the form of `capture.hooks.census.Census.to_json`."""
     signatures = required(census, "signatures", list[Any])
     for signature in signatures:
         for name in ("query", "key", "value"):
@@ -83,7 +83,7 @@ def _check_census(census: dict[str, Any]) -> None:
         required(signature, "is_causal", bool)
         required(signature, "scale", float | None)
         required(signature, "enable_gqa", bool)
-        for name in ("beyond", "road", "refusal"):  # not in older manifests
+        for name in ("beyond", "road", "refusal"):
             typed(str, signature.get(name, ""), name)
     for row in required(census, "rows", list[Any]):
         required(row, "module", str)
@@ -91,4 +91,4 @@ def _check_census(census: dict[str, Any]) -> None:
         if required(row, "calls", int) < 1:
             raise ValueError("a row of the census counts no call")
         if not 0 <= required(row, "signature", int) < len(signatures):
-            raise ValueError("a row of the census has no signature")
+            raise ValueError("a row of the census names a missing signature")

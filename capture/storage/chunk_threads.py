@@ -1,4 +1,4 @@
-"""Works on the chunks of a file by several threads."""
+"""Works on the chunks of a file with several threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Result = TypeVar("Result")
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return `work` of each item; by this thread alone where others cannot be started.
+    """Return the results of `work` for all items, from this thread alone if no other can start.
 
     Args:
-        work: may be called twice for an item.
+        work: function of one item, which may be called twice for it.
     """
     if len(items) < 2:
         return [work(item) for item in items]

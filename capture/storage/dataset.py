@@ -6,13 +6,13 @@
         llama.journal                    of a capture that has not ended (`capture.storage.journal`)
 
 A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
-header, everything else (`Header`). Values are stored in the order of the memory, expanded
-dimensions once, strides in the header. A file's header is written last, the manifest under a
-temporary name that is then changed; nothing is pickled. A directory with neither manifest nor
-journal is read from its files.
+header, everything else (`CallHeader`). Values are stored in memory order, expanded dimensions only
+once, with the strides in the header. A file's header is written last, and the manifest is renamed
+when it is complete. Nothing is pickled. A directory with neither manifest nor journal is read from
+its files.
 
-Anybody may have written what is read here, so everything is checked before it is believed, and all
-that can be wrong is a `DatasetError` (SECURITY.md).
+A dataset need not be trustworthy, so everything is checked before it is used, and every fault is
+raised as a `DatasetError` (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -40,26 +40,24 @@ from capture.storage.notebook import dataset_html
 from capture.text.counted import counted
 from capture.text.printable import quoted
 
-_FIRST_FORMAT = "attention-replay/1"
-"""Readable still: its checksums are of whole files."""
 _MOST_CAPTURES = 10_000
 _MOST_DAMAGED = 1_000
-"""Entries; a manifest with more is read no further, and the files are read instead."""
+"""Limit of damaged entries; if a manifest has more, the files are read instead."""
 
 
 @dataclass(frozen=True)
 class DamagedFile:
-    """A file that is no readable call."""
+    """A file that is not a readable call."""
 
     path: Path
     error: DatasetError
-    """Never raised, so that it holds no frame and nothing of the file."""
+    """Reason, which was never raised, so that it keeps no frame alive."""
 
 
 class Dataset(Sequence[AttentionCall]):
-    """The recorded calls of a directory, in the order they were made, model by model.
+    """The recorded calls of a directory, model by model, in the order in which they were made.
 
-    Indexing and iterating load tensors to the CPU; `entries` gives everything else without loading.
+    Indexing and iterating load tensors to the CPU; `entries` has everything else.
     """
 
     def __init__(
@@ -72,15 +70,15 @@ class Dataset(Sequence[AttentionCall]):
     ) -> None:
         self.directory = directory
         self.cached_copy: CachedCopy | None = None
-        """What the files are copied from, to a directory of the cache; None if they are its own."""
+        """Copy in the cache that `directory` belongs to; None for a directory of the user."""
         self.entries = entries
         self.captures = captures
         self.note = note
-        """A warning about how the directory was read; usually empty."""
+        """Warning about how the directory was read; usually empty."""
         self.damaged = damaged
-        """Files that should be calls but are not among the entries."""
+        """Files that are listed as calls but cannot be among the entries."""
         self.checks = True
-        """Whether indexing and iterating compare checksums."""
+        """True if indexing and iterating compare checksums."""
 
     @classmethod
     def open(
@@ -91,7 +89,7 @@ class Dataset(Sequence[AttentionCall]):
         Args:
             where: a directory, an archive of one, or an address (see `load`).
             check: compare the checksum of every file that is loaded by indexing or iterating.
-            report: is told of what is copied from elsewhere.
+            report: called with the progress of copies to the cache.
 
         Raises:
             DatasetError: the dataset is missing, cannot be reached, contains no recorded calls, or
@@ -99,7 +97,8 @@ class Dataset(Sequence[AttentionCall]):
         """
         cached_copy = cached_copy_of(where, report)
         directory = Path(where) if cached_copy is None else cached_copy.directory
-        # First: a capture that ends meanwhile is in the manifest before its journal goes.
+        # Journals are read first, because a capture that ends meanwhile is in the manifest before
+        # its journal is deleted.
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
         dataset.cached_copy = cached_copy
@@ -120,7 +119,7 @@ class Dataset(Sequence[AttentionCall]):
 
     @classmethod
     def open_or_new(cls, directory: Path) -> Dataset:
-        """Like `open`, but accept a directory without recorded calls, for writing."""
+        """Open a directory for writing, also one without recorded calls."""
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
         dataset._add_journals(unfinished)
@@ -130,10 +129,10 @@ class Dataset(Sequence[AttentionCall]):
     def listed(
         cls, directory: Path, unfinished: Sequence[JournalContents] | None = None
     ) -> Dataset:
-        """Read the manifest alone, without the journals of captures that have not ended.
+        """Read only the manifest, without the journals of captures that have not ended.
 
         Args:
-            unfinished: these journals, if they have been read.
+            unfinished: the journals, if they have been read.
 
         Raises:
             DatasetError: the manifest has another format.
@@ -148,10 +147,10 @@ class Dataset(Sequence[AttentionCall]):
             return cls._rebuilt(directory, f"{manifest} is damaged ({error})", unfinished)
         unchecked = sum(entry.checksum is None for entry in entries.values())
         note = unchecked and (
-            f"{manifest} has no checksum of {unchecked} of its files: if they were altered, "
-            "nothing shows it"
+            f"{manifest} lacks the checksums of {unchecked} of its files, so that changes to them "
+            "would go unnoticed"
         )
-        captures += _not_said(captures, entries.values())
+        captures += _missing_records(captures, entries.values())
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
     @classmethod
@@ -164,15 +163,16 @@ class Dataset(Sequence[AttentionCall]):
         record: CaptureRecord | None = None,
         completed: Collection[int] | None = None,
     ) -> Dataset:
-        """Return the calls of a capture that has a journal, as a dataset with this one capture.
+        """Return a dataset with the one capture that a journal describes.
 
         Args:
-            over: nobody writes to it any more, so that files without a line may be complete too.
-            record: what was captured, if that is known beside the journal.
-            completed: which calls are complete, likewise.
+            over: True if no process writes the capture, so that files without a line may be
+                complete too.
+            record: record of the capture, if it is known without the journal.
+            completed: calls that are complete, if they are known without the journal.
 
         Raises:
-            ValueError: the journal is damaged, and no file says what was captured.
+            ValueError: the journal is damaged, and no file describes the capture.
         """
         if record is None and journalled.capture is not None:
             try:
@@ -193,68 +193,68 @@ class Dataset(Sequence[AttentionCall]):
             if path not in entries and journalled.may_be_complete(path, completed):
                 with contextlib.suppress(DatasetError):
                     entry = FileEntry.read(path)
-                    # Where no line is of this capture, what its files say counts.
+                    # Without a readable line, the files say which model was captured.
                     if record is None or (not entries and record.model != entry.origin.model):
                         record = _record_of(entry)
                     is_its_own = entry.origin.call_index == index_of(path)
                     if is_its_own and entry.origin.model == record.model:
                         entries[path] = entry
         if record is None:
-            raise ValueError("no line of it says what was captured")
+            raise ValueError("no line describes the capture")
         ordered = sorted(entries.values(), key=lambda entry: entry.origin.call_index)
         if completed is not None:
             ordered = [entry for entry in ordered if entry.origin.call_index in completed]
         return cls(directory, ordered, [record])
 
     def merge(self, other: Dataset) -> None:
-        """Add the calls of another's one capture, in place of an earlier one of the same model.
+        """Add the one capture of another dataset, in place of an earlier one of the same model.
 
-        What is listed of the same capture stays, and so does an earlier one if `other` is empty.
+        Entries of the same capture stay. An earlier capture stays if the other has no calls.
         """
         [capture] = other.captures
         earlier = self.capture_of(capture.model)
         if earlier is not None and not other.entries:
             return
         if earlier is not None and not earlier.is_same(capture):
-            self.entries = [each for each in self.entries if each.origin.model != capture.model]
-        self.captures = [each for each in self.captures if each.model != capture.model]
-        self.captures.append(capture)
-        listed = {each.path for each in self.entries}
-        self.entries += [each for each in other.entries if each.path not in listed]
+            self.entries = [entry for entry in self.entries if entry.origin.model != capture.model]
+        others = [record for record in self.captures if record.model != capture.model]
+        self.captures = [*others, capture]
+        listed = {entry.path for entry in self.entries}
+        self.entries += [entry for entry in other.entries if entry.path not in listed]
 
     def lacks(self, journalled: JournalContents) -> int:
-        """How many calls of a capture were only in memory; 0 if its journal cannot tell."""
+        """Return the number of calls that were only in memory; 0 if the journal is damaged."""
         there = {entry.origin.call_index for entry in self.entries}
         return 0 if journalled.damaged else len(journalled.sampled - there)
 
     def read_damaged(self) -> int:
-        """Take what the manifest says illegibly from the files, as many as can be read."""
-        again = []
-        for each in self.damaged:
+        """Read the files whose entries are damaged; return how many could be read."""
+        read = []
+        for damaged in self.damaged:
             with contextlib.suppress(DatasetError):
-                again.append(FileEntry.read(each.path))
-        self.entries += again
-        self.captures += _not_said(self.captures, again)
-        read = {entry.path for entry in again}
-        self.damaged = [each for each in self.damaged if each.path not in read]
-        return len(again)
+                read.append(FileEntry.read(damaged.path))
+        self.entries += read
+        self.captures += _missing_records(self.captures, read)
+        paths = {entry.path for entry in read}
+        self.damaged = [damaged for damaged in self.damaged if damaged.path not in paths]
+        return len(read)
 
     def capture_of(self, model: str) -> CaptureRecord | None:
-        """What is listed of a model."""
-        return next((each for each in self.captures if each.model == model), None)
+        """Return the record of a model's capture."""
+        return next((record for record in self.captures if record.model == model), None)
 
     @property
     def address(self) -> str:
-        """Where the dataset is, as the user gave it."""
+        """Location of the dataset, as the user gave it."""
         return str(self.directory) if self.cached_copy is None else self.cached_copy.address
 
     def fetch(
         self, entries: Sequence[FileEntry] | None = None, report: ProgressReport = no_report
     ) -> list[DamagedFile]:
-        """Copy files of a dataset that is elsewhere, by default all; loading them does so too.
+        """Copy files to the cache, by default all, before they are loaded.
 
         Returns:
-            Those that cannot be had.
+            Files that cannot be copied.
 
         Raises:
             DatasetError: there is no room for them, or the dataset cannot be reached.
@@ -270,7 +270,7 @@ class Dataset(Sequence[AttentionCall]):
             self._add_unfinished(journalled)
 
     def _name_as_given(self, address: str) -> None:
-        """Let what was found on reading speak of the dataset, and not of its copy."""
+        """Name the dataset's address in place of its copy in notes and errors."""
         self.note = self.note.replace(str(self.directory), address)
         self.damaged = [
             DamagedFile(each.path, DatasetError(each.error.reason, f"{address}/{each.path.name}"))
@@ -286,7 +286,7 @@ class Dataset(Sequence[AttentionCall]):
             if listed is not None and listed.supersedes(capture):
                 return
             is_other = listed is not None and not listed.is_same(capture)
-            # One that was killed before a call was complete left nothing to protect.
+            # A capture that was killed before its first call was complete left nothing to list.
             has_ended_empty = journalled.active is False and not found.entries
             if not journalled.replaces and not is_other and not has_ended_empty:
                 self.merge(found)
@@ -303,8 +303,8 @@ class Dataset(Sequence[AttentionCall]):
             return
         if journalled.active is None:
             self._add_note(
-                f"{model} is still being recorded or was killed, which a file system without locks "
-                "does not tell; if killed, finish it with "
+                f"{model} is still being recorded or was killed (the file system has no locks that "
+                "would show it); if it was killed, finish it with "
                 f"`capture repair {quoted(self.directory)}`"
             )
             return
@@ -315,9 +315,9 @@ class Dataset(Sequence[AttentionCall]):
         )
         if journalled.damaged:
             state += f", and {counted(journalled.damaged, 'line')} of its journal cannot be read"
-        kept = "; the one that the manifest lists is read" if is_other else ""
+        kept = "; the capture that the manifest lists is read" if is_other else ""
         if journalled.replaces:
-            kept = "; the earlier one, which it was to replace, is read"
+            kept = "; the earlier capture, which it was to replace, is read"
         self._add_note(f"{state}{kept}; finish it with `capture repair {quoted(self.directory)}`")
 
     def _add_note(self, text: str) -> None:
@@ -331,17 +331,17 @@ class Dataset(Sequence[AttentionCall]):
         # Listed once, before journals are read: captures write files meanwhile.
         paths = sorted(directory.glob("[!.]*.safetensors"))
         for journalled in journals(directory) if unfinished is None else unfinished:
-            paths = [each for each in paths if not is_call_file(each, journalled.stem)]
+            paths = [path for path in paths if not is_call_file(path, journalled.stem)]
         for path in paths:
             try:
                 entries.append(FileEntry.read(path))
             except DatasetError as error:
                 damaged.append(DamagedFile(path, DatasetError(error.reason, error.path)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
-        captures = _not_said([], entries)
+        captures = _missing_records([], entries)
         note = why if plain_files.is_there(directory / MANIFEST) else ""
         if entries:
-            note = f"{why}: read the files instead, without a census or checksums"
+            note = f"{why}: the files were read instead, without a census or checksums"
         return cls(directory, entries, captures, note, damaged)
 
     @property
@@ -349,10 +349,10 @@ class Dataset(Sequence[AttentionCall]):
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest atomically, to the disk; files that had no checksum get one.
+        """Write the manifest atomically to the disk, after adding missing checksums.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the manifest cannot be written.
             DatasetError: a file without a checksum cannot be read.
         """
         self.entries = [entry.with_checksum() for entry in self.entries]
@@ -370,7 +370,7 @@ class Dataset(Sequence[AttentionCall]):
         plain_files.sync(self.directory)
 
     def _manifest(self) -> Iterator[str]:
-        """The manifest, each capture and file on a line: `indent=` takes ten times as long."""
+        """Yield the manifest, one capture or file per line: `indent=` takes ten times as long."""
         yield f'{{"format": {json.dumps(FORMAT)},\n"captures": [\n'
         yield ",\n".join(json.dumps(capture.to_json()) for capture in self.captures)
         yield '\n],\n"files": [\n'
@@ -378,9 +378,9 @@ class Dataset(Sequence[AttentionCall]):
         yield "\n]}\n"
 
     def joined(self) -> JoinedCalls:
-        """Return whole calls, each joined from the parts that ranks recorded of it.
+        """Return the whole calls, joined from the parts that ranks recorded, and all other calls.
 
-        Calls that no ranks share are among them; of those that lack a part, `missing` tells.
+        Calls that lack a part are left out, and listed in `missing`.
         """
         return JoinedCalls(self.entries, check=self.checks)
 
@@ -412,12 +412,12 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
     """Open a dataset that `record` or the `capture` command wrote.
 
     Args:
-        where: its directory, or a `.zip`, `.tar` or `.tar.gz` of it, or the address of either:
+        where: its directory, or a `.zip`, `.tar` or `.tar.gz` of it, or an address of either:
             `hf://datasets/ORG/NAME[@REVISION][/FOLDER]`, `s3://BUCKET/PATH`, `https://…`, or any
-            other that fsspec reads. Of what is not a directory here, only what is loaded is copied,
-            to a cache (see the extra `remote`).
+            other that fsspec reads (extra `remote`). Files are copied to a cache as they are
+            loaded.
         check: compare the checksum of every call that is loaded. Without it, loading is faster
-            and an altered value goes unnoticed; sizes, shapes and headers are always compared.
+            and altered values go unnoticed; sizes, shapes and headers are always compared.
 
     Returns:
         A list-like `Dataset`, which loads a call when it is indexed.
@@ -432,17 +432,17 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
     return Dataset.open(where, check=check)
 
 
-def _not_said(
+def _missing_records(
     captures: Sequence[CaptureRecord], entries: Iterable[FileEntry]
 ) -> list[CaptureRecord]:
-    """What is known of captures that have entries and no record."""
-    said = {capture.model for capture in captures}
+    """Return a record for each capture that has entries and no record."""
+    recorded = {capture.model for capture in captures}
     entries_of = {entry.origin.model: entry for entry in entries}
-    return [_record_of(entry) for model, entry in entries_of.items() if model not in said]
+    return [_record_of(entry) for model, entry in entries_of.items() if model not in recorded]
 
 
 def _record_of(entry: FileEntry) -> CaptureRecord:
-    """What one of its calls says of a capture."""
+    """Return what one of its calls shows about a capture."""
     origin = entry.origin
     return CaptureRecord(
         model=origin.model,
@@ -453,36 +453,36 @@ def _record_of(entry: FileEntry) -> CaptureRecord:
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
-    """Return the captures and the list of files, each of which is still to be checked.
+    """Return the captures, and the list of files, which is not checked yet.
 
     Raises:
         ValueError: the manifest is damaged, or is not a regular file.
-        DatasetError: it has another format.
+        DatasetError: the manifest has another format.
     """
     try:
         content = plain_files.read(manifest, LONGEST_MANIFEST)
     except DatasetError as error:
         raise ValueError(error.reason) from error
     data = parsed(content)
-    if isinstance(data, dict) and data.get("format") not in (FORMAT, _FIRST_FORMAT):
+    if isinstance(data, dict) and data.get("format") != FORMAT:
         found = shown(data.get("format"))
         raise DatasetError(
-            f"format {found}, but this version reads {FORMAT!r}: read it with the "
-            "version that wrote it, or record anew",
+            f"format {found}, but this version reads {FORMAT!r}: use the version that wrote it, or "
+            "record again",
             manifest,
         )
     records = required(data, "captures", list[Any])
     items = required(data, "files", list[Any])
     if len(records) > _MOST_CAPTURES:
-        raise ValueError(f"{len(records)} captures, and at most {_MOST_CAPTURES} are read")
+        raise ValueError(f"{len(records)} captures (at most {_MOST_CAPTURES} are read)")
     return [CaptureRecord.from_json(record) for record in records], items
 
 
 def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], list[DamagedFile]]:
-    """Return a manifest's entries, and those that are none.
+    """Return a manifest's entries, and its damaged entries.
 
     Raises:
-        ValueError: too many are none.
+        ValueError: too many entries are damaged.
     """
     entries: dict[Path, FileEntry] = {}
     damaged: list[DamagedFile] = []
@@ -495,7 +495,7 @@ def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], l
             entries[path] = FileEntry.from_json(manifest.parent, item)
         except ValueError as error:
             if len(damaged) == _MOST_DAMAGED:
-                raise ValueError(f"more than {_MOST_DAMAGED} of its entries are") from error
+                raise ValueError(f"more than {_MOST_DAMAGED} damaged entries") from error
             reason = f"its entry in the manifest is damaged ({error})"
             damaged.append(DamagedFile(path, DatasetError(reason, path)))
     return entries, damaged

@@ -1,4 +1,4 @@
-"""What a file's header and the manifest say of a call: everything except its tensors."""
+"""The header of a call in its file and in the manifest: everything except the tensors."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch import Tensor
 from capture.call import pages
 from capture.call.attention_call import TENSOR_FIELDS, AttentionCall, Origin
 from capture.call.attention_variant import PLAIN, VARIANT_TENSORS, AttentionVariant
-from capture.call.mask_structure import NO_MASK
 from capture.call.shape import Shape
 from capture.call.strides import Layout
 from capture.storage.json_data import fields_of, required, with_names
 
 SCORES_PER_BYTE = 1 << 14
-"""Of a file. Calls of the longest videos have some 100, one of a million tokens some 4,000."""
+"""Limit of attention scores per byte of a file. Calls of the longest videos have about 100, a call
+of a million tokens about 4,000."""
 HEADS_AT_LEAST = 1 << 16
-"""Of all batches together; in a larger file one per byte."""
+"""Number of heads, over all batches, that is always allowed; larger files may have one per byte."""
 GAPS, GAPS_AT_LEAST = 64, 2 << 30
-"""Memory that a call may take when it is restored: so many times its file, or so many bytes. The
-first tokens in a cache for 32,768 have gaps of a gigabyte."""
+"""Limit of the memory of a restored call: this multiple of its file, or this many bytes. The first
+tokens in a cache for 32,768 have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _LENGTHS = {"int32", "int64"}
@@ -52,8 +52,8 @@ class CallHeader:
     """The mask's structure in words (`capture.call.mask_structure`); empty without one."""
     variant: AttentionVariant = PLAIN
     value_in_key: int = 0
-    """How many columns of the key, from the first, are the value, which is then not stored again;
-    0 where it has its own memory."""
+    """Number of the key's first columns that are the value, which is then not stored again; 0 if
+    the value has its own memory."""
 
     @property
     def shape(self) -> Shape:
@@ -67,20 +67,17 @@ class CallHeader:
 
     @property
     def is_paged(self) -> bool:
-        """Whether the key is a pool of pages."""
+        """True if the key is a pool of pages."""
         return "page_table" in self.layouts
 
     @property
     def dtype(self) -> str:
-        """The query's dtype, e.g. `bfloat16`."""
+        """Dtype of the query, such as `bfloat16`."""
         return self.dtypes["query"]
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallHeader:
-        """Describe a call in memory.
-
-        The layouts are those of the tensors, in the tensors' own order of dimensions.
-        """
+        """Describe a call in memory, with the layouts of its tensors as they are."""
         tensors = stored_tensors(call)
         return cls(
             origin=call.origin,
@@ -96,10 +93,10 @@ class CallHeader:
 
     @classmethod
     def from_json(cls, data: Any) -> CallHeader:
-        """Read what `to_json` made of a header, perhaps of a later version.
+        """Read a header that `to_json` returned, perhaps in a later version.
 
         Raises:
-            ValueError: something is missing, of another type, or no call of attention.
+            ValueError: a field is missing or of another type, or the fields contradict each other.
         """
         layouts = required(data, "layouts", dict[str, Any])
         origin = with_names(required(data, "origin", dict[str, Any]), {"road": "entry_point"})
@@ -111,7 +108,7 @@ class CallHeader:
             dropout_p=required(data, "dropout_p", float),
             dtypes=required(data, "dtypes", dict[str, str]),
             layouts={name: Layout.from_json(layout) for name, layout in layouts.items()},
-            mask_structure=_mask_structure(data),
+            mask_structure=required(data, "mask_structure", str),
             variant=AttentionVariant.from_json(data.get("variant", {})),
             value_in_key=required({"value_in_key": 0, **data}, "value_in_key", int),
         )
@@ -120,10 +117,7 @@ class CallHeader:
         return header
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a file's header and the manifest say of the call.
-
-        Ten times as fast as `dataclasses.asdict`, which copies every value.
-        """
+        """Return the header as plain data, ten times as fast as `dataclasses.asdict`."""
         layouts = {name: vars(layout) for name, layout in self.layouts.items()}
         return {
             **vars(self),
@@ -133,43 +127,43 @@ class CallHeader:
         }
 
     def excess(self, nbytes: int) -> str:
-        """Say what is out of proportion to a file of so many bytes; empty if nothing is.
+        """Say what is out of proportion to a file of `nbytes`; empty if nothing is.
 
-        A stride can span any amount of memory, and an expanded dimension stand for any number of
-        elements, whatever the size of the file.
+        A stride can span any amount of memory, and an expanded dimension can stand for any number
+        of elements, however small the file is.
         """
         batch, q_heads, _, q_len, kv_len, _, v_head_dim = self.shape
-        if self.is_paged:  # a query sees those of its own sequence alone
+        if self.is_paged:  # a query only sees the keys of its own sequence
             table, page_size = self.layouts["page_table"].size[2:], self.layouts["key"].size[2]
             kv_len = pages.kv_len(table, page_size, is_packed=False)
         scores = batch * q_heads * q_len * kv_len
         if scores > SCORES_PER_BYTE * nbytes:
             return (
-                f"{scores} attention scores in a file of {nbytes} bytes: no more than "
-                f"{SCORES_PER_BYTE} per byte are computed"
+                f"{scores} attention scores in a file of {nbytes} bytes (limit: {SCORES_PER_BYTE} "
+                "per byte)"
             )
         if batch * q_heads > max(nbytes, HEADS_AT_LEAST):
             return (
-                f"{batch} × {q_heads} heads in a file of {nbytes} bytes: no more than one per byte "
-                f"or {HEADS_AT_LEAST} are computed"
+                f"{batch} × {q_heads} heads in a file of {nbytes} bytes (limit: one per byte, or "
+                f"{HEADS_AT_LEAST})"
             )
         output = batch * q_heads * q_len * v_head_dim * getattr(torch, self.dtype).itemsize
         memory = output + sum(self._restored_bytes(name) for name in self.layouts)
         if memory > max(GAPS * nbytes, GAPS_AT_LEAST):
             return (
-                f"its tensors take {memory} bytes of memory for a file of {nbytes}: no more than "
-                f"{GAPS} times the file or {GAPS_AT_LEAST} bytes are reserved"
+                f"its tensors take {memory} bytes of memory for a file of {nbytes} (limit: {GAPS} "
+                f"times the file, or {GAPS_AT_LEAST})"
             )
         return ""
 
     def _restored_bytes(self, name: str) -> int:
         layout = self.layouts[name]
-        # A mask is only read as it is; what else is expanded, some kernels copy in full.
+        # A mask is read as it is. Other expanded tensors may be copied in full by a kernel.
         elements = 0 if name == "attn_mask" else math.prod(layout.size)
         return max(layout.extent, elements) * getattr(torch, self.dtypes[name]).itemsize
 
     def fault(self) -> str:
-        """Say why this is no call of attention; empty if it is."""
+        """Say why these fields cannot describe a call of attention; empty if they can."""
         names = self.layouts.keys()
         needed = {"query", "key"} if self.value_in_key else {"query", "key", "value"}
         if not needed <= names <= set(TENSOR_FIELDS) or (self.value_in_key and "value" in names):
@@ -181,14 +175,14 @@ class CallHeader:
                 return f"{name} of dtype {dtype[:40]!r}"
         sizes = {name: layout.size for name, layout in self.layouts.items()}
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
-            return "sizes that no memory has"
+            return "sizes beyond any memory"
         if self.is_paged and (fault := self._pages_fault(sizes)):
             return fault
         batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = self.shape
         if not (batch and q_heads and kv_heads and head_dim and v_head_dim):
             return f"shape {self.shape}: only the lengths may be 0"
         if q_heads % kv_heads:
-            return f"{q_heads} query heads, no multiple of {kv_heads} key/value heads"
+            return f"{q_heads} query heads for {kv_heads} key/value heads"
         if not 0 <= self.value_in_key <= head_dim:
             return f"a value of {self.value_in_key} of the key's {head_dim} columns"
         in_memory = (batch, kv_heads, kv_len)
@@ -213,7 +207,7 @@ class CallHeader:
         return self._variant_fault(sizes)
 
     def _variant_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
-        """Why the tensors beyond SDPA's do not fit the others; empty if they do."""
+        """Say why the tensors beyond SDPA's do not fit the others; empty if they do."""
         given = {name: sizes[name] for name in VARIANT_TENSORS if name in sizes}
         for name, size in given.items():
             dimensions = VARIANT_TENSORS[name]
@@ -237,7 +231,7 @@ class CallHeader:
         return ""
 
     def _pages_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
-        """Why the key is no pool of pages for a page table; empty if it is."""
+        """Say why the key cannot be a pool of pages for the page table; empty if it can."""
         if "seqused_k" not in sizes:
             return "a page table without lengths of keys"
         if unfit := sizes.keys() & {"attn_mask", "cu_seqlens_k"}:
@@ -248,17 +242,10 @@ class CallHeader:
         return ""
 
 
-def _mask_structure(data: dict[str, Any]) -> str:
-    """The words for a mask; of an earlier version, which knew only one thing about masks."""
-    if "mask_structure" in data:
-        return required(data, "mask_structure", str)
-    return NO_MASK if required(data, "mask_is_noop", bool) else ""
-
-
 def stored_tensors(call: AttentionCall) -> dict[str, Tensor]:
-    """Return a call's tensors as files store them: with leading dimensions of 1.
+    """Return a call's tensors as files store them, with leading dimensions of 1.
 
-    Of a value that is part of the key there is none.
+    A value that is part of the key is left out.
     """
     tensors = call.tensors()
     if call.value_is_in_key:

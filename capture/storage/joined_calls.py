@@ -20,14 +20,14 @@ from capture.storage.header import GAPS, GAPS_AT_LEAST
 
 @dataclass(frozen=True)
 class JoinedCall:
-    """A call of the whole model, in one file for each rank that shares it."""
+    """A call of the whole model, in one file per rank that shares it."""
 
     entries: tuple[FileEntry, ...]
-    """In the order of the parts; a call that no ranks share is one file."""
+    """Files in the order of the parts; a single file for a call that is not shared."""
 
     @property
     def origin(self) -> Origin:
-        """That of the first part, as one process would have recorded the call."""
+        """Origin of the first part, as if one process had recorded the whole call."""
         origin = self.entries[0].origin
         if len(self.entries) == 1:
             return origin
@@ -36,7 +36,7 @@ class JoinedCall:
 
     @property
     def name(self) -> str:
-        """A name that no other call of the dataset has."""
+        """Name that is unique in the dataset."""
         first = self.entries[0].path.stem
         if len(self.entries) == 1:
             return first
@@ -47,7 +47,7 @@ class JoinedCall:
         """Load the parts and join them on `device`.
 
         Raises:
-            DatasetError: a file cannot be read (`FileEntry.load`), or they are not parts of a call.
+            DatasetError: a file cannot be read, or the parts do not belong to one call.
         """
         if len(self.entries) == 1:
             return self.entries[0].load(device, check=check)
@@ -61,7 +61,7 @@ class JoinedCall:
         return replace(whole, origin=self.origin)
 
     def _excess(self) -> str:
-        """Say what is out of proportion to the files; empty if nothing is (`Header.excess`)."""
+        """Say what is out of proportion to the files; empty if nothing is (`CallHeader.excess`)."""
         nbytes = sum(entry.nbytes for entry in self.entries)
         memory = sum(
             math.prod(layout.size) * getattr(torch, entry.header.dtypes[name]).itemsize
@@ -79,9 +79,9 @@ class JoinedCalls(Sequence[AttentionCall]):
     def __init__(self, entries: Sequence[FileEntry], *, check: bool) -> None:
         self._check = check
         self.calls: list[JoinedCall] = []
-        """What they are joined from, in the order in which the first of their ranks made them."""
+        """Files of each call, in the order in which the first of its ranks made the calls."""
         self.missing: list[str] = []
-        """Why parts are left out, a sentence for each call that lacks some."""
+        """A sentence for each call that is left out, because parts are missing."""
         groups: dict[tuple[object, ...], list[FileEntry]] = {}
         for entry in entries:
             if not is_part(entry.origin):
@@ -105,12 +105,12 @@ class JoinedCalls(Sequence[AttentionCall]):
 
     @property
     def note(self) -> str:
-        """What is left out, in a sentence; empty if nothing is."""
+        """A sentence about the calls that are left out; empty if none are."""
         if not self.missing:
             return ""
         count = len(self.missing)
         calls = "1 call is" if count == 1 else f"{count} calls are"
-        return f"{calls} left out, with no part of every rank: {self.missing[0]}"
+        return f"{calls} left out, because a rank's part is missing: {self.missing[0]}"
 
     def __len__(self) -> int:
         return len(self.calls)
@@ -129,7 +129,7 @@ class JoinedCalls(Sequence[AttentionCall]):
 
 
 def is_part(origin: Origin) -> bool:
-    """Whether it is that of a part of a call, which other ranks recorded the rest of."""
+    """Return whether an origin is that of a part, the rest of which other ranks recorded."""
     return bool(origin.split)
 
 
@@ -139,17 +139,17 @@ def model_of(origin: Origin) -> str:
 
 
 def _fault(origin: Origin) -> str:
-    """Why a part can be joined with none; empty if it can."""
+    """Say why a part cannot be joined with others; empty if it can."""
     sharing = origin.split_ranks
     if origin.split not in SPLITS:
-        return f"is split by {origin.split[:40]!r}: {' and '.join(SPLITS)} can be joined"
+        return f"is split by {origin.split[:40]!r} (only {' and '.join(SPLITS)} can be joined)"
     if origin.rank not in sharing or len(set(sharing)) < len(sharing) or min(sharing) < 0:
-        return f"was recorded by rank {origin.rank}, which shares no call with others"
+        return f"was recorded by rank {origin.rank}, which is not among the sharing ranks"
     return ""
 
 
 def _key(origin: Origin) -> tuple[object, ...]:
-    """What the parts of one call have in common, and no other call."""
+    """Return a key that the parts of one call share, and no other call has."""
     return (
         model_of(origin),
         origin.split,

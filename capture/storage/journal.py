@@ -1,6 +1,6 @@
-"""What a capture in progress has written, in a file that only grows.
+"""The journal of a capture in progress: a file that only grows.
 
-    cogvideo.journal        one JSON object per line, and behind a tab its CRC-32:
+    cogvideo.journal        one JSON object per line, followed by a tab and its CRC-32:
         {"capture": {…}, "replaces": false, "boot": "…"}
                                                 the first line
         {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
@@ -10,10 +10,10 @@
         {"dropped": [12]}                       a call was given up, or could not be written
         {"finished": {…}}                       the capture as the manifest will describe it
 
-A file is complete, and its checksum known, before its line is written. The manifest is written from
-the journal when the capture ends, and then the journal is deleted. One that is left behind, and
-that no process holds a lock on, is of a capture that was killed. A line that could not be written
-whole, because the disk was full, is skipped, and so is one that was damaged since.
+A call's file is complete, and its checksum known, before its line is written. The manifest is
+written from the journal when the capture ends; then the journal is deleted. A journal that is left
+without a lock belongs to a capture that was killed. Lines that a full disk cut off, or that were
+damaged later, are skipped.
 
 The file of a killed capture's call may be complete although its line was never written, or is lost.
 Such a file is read (`JournalContents.may_be_complete`) if the system has not restarted since: until
@@ -41,24 +41,24 @@ from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_
 from capture.storage.names import JOURNAL, LONGEST_JOURNAL
 
 _TORN = b"(torn)\n"
-"""Ends a line that is not whole, so that nobody takes it for one."""
+"""Ending that marks a line as incomplete."""
 
 
 class Journal:
-    """The journal of the capture that this process makes, locked against others."""
+    """The journal that this process writes, locked against other processes."""
 
     def __init__(self, path: Path, descriptor: int, note: str) -> None:
         self.path = path
         self.note = note
-        """That the file system has no locks; usually empty."""
+        """Warning that the file system has no locks; usually empty."""
         self._descriptor = descriptor
         self._torn = False
-        """It ends with part of a line, which could not be cut off."""
+        """True if the file ends with part of a line, which could not be cut off."""
         self._lock = threading.Lock()
 
     @property
     def stem(self) -> str:
-        """How the names of this capture's files begin."""
+        """Beginning of the names of this capture's files."""
         return self.path.name.removesuffix(JOURNAL)
 
     @classmethod
@@ -66,15 +66,15 @@ class Journal:
         """Create a journal.
 
         Raises:
-            FileExistsError: there is one.
-            OSError: it cannot be written.
+            FileExistsError: a journal of that name exists.
+            OSError: the journal cannot be written.
         """
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
         note = ""
         try:
             try:
-                wait_for_lock(descriptor, path)  # one who reads the directory may look at it
+                wait_for_lock(descriptor, path)  # a reader of the directory may hold it briefly
             except LocksUnsupported as error:
                 note = (
                     f"{path.parent} is on a file system without locks ({error.strerror}): "
@@ -89,10 +89,10 @@ class Journal:
         return journal
 
     def append(self, **line: Any) -> None:
-        """Write one line, whole or not at all.
+        """Write a complete line, or none.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the line cannot be written.
         """
         data = _signed(json.dumps(line).encode())
         with self._lock:
@@ -110,7 +110,7 @@ class Journal:
             self._torn = False
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk."""
+        """Wait until the lines are on the disk."""
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -130,38 +130,38 @@ class Journal:
 
 @dataclass
 class JournalContents:
-    """What a journal says; everything as it was read, nothing believed yet."""
+    """The content of a journal, of which nothing is checked yet."""
 
     path: Path
     active: bool | None = False
-    """A process is still writing it; None if nobody can tell, on a file system without locks."""
+    """True if a process is still writing it; None on a file system without locks."""
     capture: dict[str, Any] | None = None
-    """None if no line that says it can be read."""
+    """Record of the capture; None if its lines cannot be read."""
     replaces: bool = False
-    """It was to replace the manifest's capture of the same model."""
+    """True if the capture was to replace the manifest's capture of the same model."""
     files: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By the index of the call."""
+    """Lines of the completed files, by the index of the call."""
     sampled: set[int] = field(default_factory=set)
-    """Calls that were chosen and of which no file was completed."""
+    """Calls that were chosen but have no complete file."""
     dropped: set[int] = field(default_factory=set)
     """Calls that were given up."""
     ended: bool = False
-    """Its end is written down; what is missing is the manifest."""
+    """True if the end of the capture is written down, so that only the manifest is missing."""
     damaged: int = 0
-    """Lines that cannot be read."""
+    """Number of lines that cannot be read."""
     boot: str = ""
-    """Of the system when it began; empty if that does not say."""
+    """Identifier of the system's boot when the capture began; empty if the system has none."""
 
     @property
     def stem(self) -> str:
-        """How the names of this capture's files begin."""
+        """Beginning of the names of this capture's files."""
         return self.path.name.removesuffix(JOURNAL)
 
     def may_be_complete(self, path: Path, completed: Collection[int] | None = None) -> bool:
-        """Whether a file that is not in `files` is of a complete call, if its header can be read.
+        """Return whether a file without a line may hold a complete call, given a readable header.
 
         Args:
-            completed: the calls that are complete, if that is known.
+            completed: calls that are known to be complete; None if this is not known.
         """
         index = index_of(path)
         if completed is not None:
@@ -170,10 +170,10 @@ class JournalContents:
         return is_as_written and index not in self.dropped
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in what a line says.
+        """Add the content of a line.
 
         Raises:
-            ValueError, KeyError, TypeError, AttributeError, OverflowError: it is none.
+            ValueError, KeyError, TypeError, AttributeError, OverflowError: the line is invalid.
         """
         if "capture" in line:
             self.capture, self.replaces = dict(line["capture"]), bool(line["replaces"])
@@ -184,14 +184,14 @@ class JournalContents:
             index = int(line["call"]["origin"]["call_index"])
             path = self.path.with_name(str(line["file"]))
             if not is_call_file(path, self.stem) or index_of(path) != index:
-                raise ValueError("it names the file of another call")
+                raise ValueError("the line names the file of another call")
             self.sampled.discard(index)
             self.files[index] = line
         else:
             chosen = [int(line["sampled"])] if "sampled" in line else []
-            dropped = [int(each) for each in line.get("dropped", ())]
+            dropped = [int(index) for index in line.get("dropped", ())]
             if not chosen and not dropped:
-                raise ValueError("it says nothing")
+                raise ValueError("the line is empty")
             for index in dropped:
                 self.files.pop(index, None)
             self.dropped.update(dropped)
@@ -200,16 +200,16 @@ class JournalContents:
 
 
 def read(path: Path) -> JournalContents | None:
-    """Read a journal; None if nothing has been written to it yet.
+    """Read a journal; return None if nothing has been written to it yet.
 
     Raises:
-        DatasetError: it is no regular file, or cannot be read.
+        DatasetError: the path is not a regular file, or cannot be read.
     """
     found = JournalContents(path, is_locked(path))
     for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
         if line.endswith(_TORN) or not line.strip():
             continue
-        if not line.endswith(b"\n"):  # it is being written, or its writer was killed
+        if not line.endswith(b"\n"):  # the line is being written, or its writer was killed
             break
         try:
             found.add(parsed(_verified(line)))
@@ -218,7 +218,7 @@ def read(path: Path) -> JournalContents | None:
     if found.capture is None and not found.damaged:
         if not call_files(path.parent, found.stem):
             return None
-        found.damaged = 1  # what was there has been cut off
+        found.damaged = 1  # there are files, so lines have been lost
     return found
 
 
@@ -227,43 +227,41 @@ def _signed(line: bytes) -> bytes:
 
 
 def _verified(line: bytes) -> bytes:
-    """A line without its checksum; earlier versions wrote none.
+    """Return a line without its checksum.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: the line is not as it was written.
     """
-    text, tab, checksum = line.rstrip(b"\n").rpartition(b"\t")
-    if not tab:
-        return line
+    text, _, checksum = line.rstrip(b"\n").rpartition(b"\t")
     if int(checksum, 16) != zlib.crc32(text):
-        raise ValueError("it was altered")
+        raise ValueError("the line was altered")
     return text
 
 
 def call_files(directory: Path, stem: str) -> list[Path]:
-    """The files of a capture's calls, complete or not."""
+    """Return the files of a capture's calls, complete or not."""
     return sorted(path for path in directory.iterdir() if is_call_file(path, stem))
 
 
 def is_call_file(path: Path, stem: str) -> bool:
-    """Whether a file's name is that of a call of the capture."""
+    """Return whether a file's name belongs to a call of the capture."""
     return re.fullmatch(rf"{re.escape(stem)}-\d+\.safetensors", path.name) is not None
 
 
 def index_of(path: Path) -> int:
-    """The index of the call that a file is of, by its name."""
+    """Return the index of the call that a file holds, by its name."""
     return int(path.stem.rpartition("-")[2])
 
 
 def _boot() -> str:
-    """What tells this run of the system from others; empty where nothing does."""
+    """Return an identifier of the system's current boot; empty if there is none."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
 
 
 def stems(directory: Path, slug: str) -> list[str]:
-    """The stems in use for a model: `SLUG`, and `SLUG_2` … of captures that were to replace it."""
+    """Return the stems in use for a model: `SLUG`, and `SLUG_2` … for captures replacing it."""
     pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(JOURNAL)})")
     found = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted({match[1] for match in found if match})
@@ -275,7 +273,7 @@ def journals(directory: Path) -> list[JournalContents]:
     for path in sorted(directory.glob(f"*{JOURNAL}")):
         try:
             journalled = read(path)
-        except DatasetError:  # gone meanwhile, or not a file
+        except DatasetError:  # deleted meanwhile, or not a file
             continue
         if journalled is not None:
             found.append(journalled)

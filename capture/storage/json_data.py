@@ -1,4 +1,4 @@
-"""Reads JSON that anybody may have written, and checks it field by field."""
+"""Reads JSON that need not be trustworthy, and checks it field by field."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _DEEPEST = 32
-"""Levels of nesting: what is deeper cannot be copied or written again."""
+"""Levels of nesting; deeper values cannot be copied or written again."""
 _SHORTEST = 16
-"""Bytes of text for each list and object, on average: an empty one takes twenty times its text. Of
-a manifest it is some 80."""
+"""Fewest bytes of text per list or object, on average, because an empty one takes twenty times its
+text in memory. A manifest has about 80."""
 _FEW = 1 << 20
-"""Lists and objects that are never too many."""
+"""Number of lists and objects that is always allowed."""
 
 
 def parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: it is not valid, is nested too deeply, or would take memory out of proportion.
+        ValueError: the text is not JSON, is nested too deeply, or would take too much memory.
     """
     lists, objects = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if text.count(lists) + text.count(objects) > max(_FEW, len(text) // _SHORTEST):  # type: ignore[arg-type]
@@ -42,9 +42,9 @@ def with_names(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]
 
 
 def fields_of(kind: type, data: Any, *, ignore_unknown: bool = False) -> dict[str, Any]:
-    """Return `data` as keyword arguments of a dataclass, each of the type it declares.
+    """Return `data` as keyword arguments of a dataclass, after checking their types.
 
-    Supported are str, bool, int, float, None, `list[T]`, `dict[str, T]` and, for plain JSON,
+    Supported types are str, bool, int, float, None, `list[T]`, `dict[str, T]` and, for plain JSON,
     `dict[str, Any]`. A missing field keeps its default.
 
     Raises:
@@ -74,7 +74,7 @@ def typed(hint: Any, value: Any, name: str) -> Any:
     """Return a value that has the type of `hint`.
 
     Raises:
-        ValueError: it has another type, or is not finite.
+        ValueError: the value has another type, or is not finite.
     """
     if not _fits(hint, value):
         raise ValueError(f"{name} is {shown(value)}")
@@ -85,7 +85,7 @@ def required(data: Any, name: str, hint: Any) -> Any:
     """Return a field of an object.
 
     Raises:
-        ValueError: it is missing or of another type than `hint`.
+        ValueError: the field is missing or of another type than `hint`.
     """
     if not isinstance(data, dict):
         raise ValueError(f"not an object: {shown(data)}")
@@ -116,20 +116,22 @@ def _analysed(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _is_shallow(value: Any) -> bool:
-    """Whether a tree has at most `_DEEPEST` levels."""
+    """Return whether a value has at most `_DEEPEST` levels."""
     level = [value]
     for _ in range(_DEEPEST):
         nested = [part for part in level if isinstance(part, dict | list)]
         if not nested:
             return True
         level = [
-            part for each in nested for part in (each.values() if isinstance(each, dict) else each)
+            part
+            for part_of in nested
+            for part in (part_of.values() if isinstance(part_of, dict) else part_of)
         ]
     return False
 
 
 def shown(value: Any) -> str:
-    """Format a value, of which there may be much, for an error message."""
+    """Format a value of any size for an error message."""
     if isinstance(value, dict | list):
         return f"a {type(value).__name__}"
     return repr(value if not isinstance(value, str) else value[:80])[:120]

@@ -1,4 +1,4 @@
-"""The names of recorded calls, for those who do not want to open the dataset. Imports no torch."""
+"""Lists the names of recorded calls without opening the dataset. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from capture.storage.names import JOURNAL, LONGEST_MANIFEST, MANIFEST
 
 
 def listed_files(directory: Path) -> list[str] | None:
-    """The files of calls that a manifest lists, whether there or not, in its order.
+    """Return the files of calls that a manifest lists, in its order, whether they exist or not.
 
-    None where that says too little: there is no manifest, it is damaged or another version's, or
-    captures have not ended, whose journals list more.
+    Returns None if the manifest is missing or damaged, or if captures that have not ended list more
+    files in their journals.
     """
     if any(directory.glob(f"*{JOURNAL}")):
         return None

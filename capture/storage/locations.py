@@ -1,4 +1,4 @@
-"""Where a dataset is: a directory here, an archive, or an address."""
+"""Locations of datasets: a directory, an archive or an address."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from capture.text.printable import quoted
 
 
 def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> CachedCopy | None:
-    """What to copy a dataset from; None for a directory of this machine.
+    """Return the copy of a dataset in the cache; None for a directory of this machine.
 
     Raises:
-        DatasetError: it is neither, is missing, cannot be reached, or has no recorded calls.
+        DatasetError: the dataset is missing, cannot be reached, or has no recorded calls.
     """
     where = os.fspath(where)
     if remote.is_address(where):
@@ -32,10 +32,10 @@ def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> Cac
 
 
 def directory_of(where: str | Path) -> Path | None:
-    """The directory of this machine that a dataset is in; None for an archive or an address.
+    """Return the directory that a dataset is in; None for an archive or an address.
 
     Raises:
-        DatasetError: it is none of these, or is missing.
+        DatasetError: the location is something else, or is missing.
     """
     where = os.fspath(where)
     path = Path(where)
@@ -45,8 +45,8 @@ def directory_of(where: str | Path) -> Path | None:
         if is_archive(path.name):
             return None
         raise DatasetError(
-            f"{where}: is a file: give a directory that `capture` wrote, or one packed as "
-            f"{', '.join(ENDINGS)}"
+            f"{where}: is a file: give a directory that `capture` wrote, or an archive of one "
+            f"({', '.join(ENDINGS)})"
         )
     if path.is_dir():
         return path
@@ -59,10 +59,10 @@ def directory_of(where: str | Path) -> Path | None:
 
 
 def why_read_only(where: str | Path) -> str:
-    """Why nothing can be recorded into a place; empty if it may be a directory."""
+    """Say why nothing can be recorded into a location; empty if it may be a directory."""
     where = os.fspath(where)
     if remote.is_address(where):
-        return f"{remote.without_secrets(where)} is an address, which is only read"
+        return f"{remote.without_secrets(where)} is an address, which is read-only"
     if is_archive(where.rstrip("/")) and not Path(where).is_dir():
-        return f"{where} is an archive, which is only read"
+        return f"{where} is an archive, which is read-only"
     return ""

@@ -16,22 +16,22 @@ except ImportError:  # not a Unix
 
 PATIENCE_SECONDS = 30.0
 PATIENCE_AT_THE_END_SECONDS = 5.0
-"""Where a model waits, and what is not done now, whoever holds the lock or comes later does."""
+"""Shorter patience while a model waits; the lock's holder or a later process then does the rest."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class LocksUnsupported(OSError):
-    """The file system, usually a network one, has no locks."""
+    """The file system has no locks, like some network file systems."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
-    """Lock an open file for this process until it is closed; False if another one holds it.
+    """Lock an open file until it is closed; return False if another process holds its lock.
 
     Args:
-        shared: others may hold it likewise, and nobody otherwise.
+        shared: let other processes hold a shared lock too.
 
     Raises:
-        LocksUnsupported: nothing can be locked here.
+        LocksUnsupported: the file system has no locks.
     """
     if fcntl is None:
         raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
@@ -47,14 +47,14 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 
 def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> None:
-    """Lock an open file that nobody locks for long.
+    """Lock an open file, after waiting for another process to release it.
 
     Args:
-        seconds: how long to wait; by default half a minute.
+        seconds: time to wait (default: half a minute).
 
     Raises:
-        LocksUnsupported: nothing can be locked here.
-        TimeoutError: another process has held the lock all the while.
+        LocksUnsupported: the file system has no locks.
+        TimeoutError: another process has held the lock for that time.
     """
     deadline = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
     while not try_lock(descriptor):
@@ -64,16 +64,16 @@ def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> 
 
 
 def unlock(descriptor: int) -> None:
-    """Release the lock, also for a child process that was forked while it was held."""
+    """Release the lock, also on behalf of a child process that was forked while it was held."""
     with contextlib.suppress(OSError):
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def is_locked(path: Path) -> bool | None:
-    """Whether a process holds the lock of a file; None where nothing can be locked.
+    """Return whether a process holds the lock of a file; None if the file system has no locks.
 
-    Others who ask at the same time do not count.
+    Processes that ask the same at the same time do not disturb each other.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -90,15 +90,13 @@ def is_locked(path: Path) -> bool | None:
 
 @contextlib.contextmanager
 def locked(directory: Path, seconds: float | None = None) -> Iterator[None]:
-    """Hold a directory's lock, which nobody holds for longer than writing a manifest takes.
-
-    Does nothing where there are no locks.
+    """Hold a directory's lock; do nothing if the file system has no locks.
 
     Args:
-        seconds: how long to wait; by default half a minute.
+        seconds: time to wait (default: half a minute).
 
     Raises:
-        TimeoutError: another process has held it all the while.
+        TimeoutError: another process has held the lock for that time.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

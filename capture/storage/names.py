@@ -1,4 +1,4 @@
-"""The files of a dataset, by their names."""
+"""Names of the files of a dataset."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import re
 
 MANIFEST = "manifest.json"
 LONGEST_MANIFEST = 256 << 20
-"""Bytes. A stored call takes some 3,000."""
+"""Limit of a manifest that is read, in bytes. A stored call takes about 3,000."""
 
 JOURNAL = ".journal"
-"""Ends the name of what a capture in progress has written."""
+"""Ending of the journal's name of a capture in progress."""
 LONGEST_JOURNAL = 1 << 30
-"""Bytes of a journal that is read. A capture of 500,000 calls writes less."""
+"""Limit of a journal that is read, in bytes. A capture of 500,000 calls writes less."""
 
 CALL = ".safetensors"
 
 FILE = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
-"""A name in the directory itself, and no hidden one: those are unfinished files."""
+"""Pattern of a name in the directory itself. Hidden names belong to unfinished files."""
 
 
 def is_of_dataset(name: str) -> bool:
-    """Whether a file of that name, without a directory, can be of a dataset."""
+    """Return whether a file of that name, without a directory, can belong to a dataset."""
     known = name == MANIFEST or name.endswith((JOURNAL, CALL))
     return known and FILE.fullmatch(name) is not None

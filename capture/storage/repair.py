@@ -1,4 +1,4 @@
-"""Puts what journals say into the manifest: when a capture ends, or after it was killed."""
+"""Moves the content of journals into the manifest when a capture ends, or after it was killed."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from capture.text.counted import counted
 
 
 class EndedCapture(NamedTuple):
-    """What the process that made a capture knows of it at its end, whatever its journal says."""
+    """A capture as the process that made it knows it, whatever its journal says."""
 
     stem: str
-    """How the names of its files begin."""
+    """Beginning of the names of its files."""
     capture: CaptureRecord
     replaces: bool
-    """It is to replace the manifest's capture of the same model."""
+    """True if it is to replace the manifest's capture of the same model."""
     completed: Collection[int] | None
-    """The calls whose files are complete; None for those that the journal lists."""
+    """Calls whose files are complete; None for those in the journal."""
 
 
 def repair(directory: str | Path) -> list[str]:
     """Finish what killed captures left, and restore a missing or damaged manifest.
 
-    Complete calls are listed, incomplete files deleted. A capture that was to replace an earlier
-    one of the same model is moved to a directory of its own beside the files. On a file system
-    without locks, make sure that nobody records into the directory.
+    Complete calls are listed, and incomplete files are deleted. A capture that was to replace an
+    earlier one of the same model is moved to a directory of its own. On a file system without
+    locks, make sure that nothing records into the directory.
 
     Returns:
-        What was done, a sentence each.
+        A sentence for each change.
 
     Raises:
-        DatasetError: there is no such directory, or it cannot be written.
+        DatasetError: the directory is missing, or cannot be written.
     """
     if reason := why_read_only(directory):
         raise DatasetError(f"{reason}: repair the directory that it was made from")
@@ -58,9 +58,9 @@ def repair(directory: str | Path) -> list[str]:
             again = dataset.read_damaged()
             if before.note or again:
                 dataset.save_manifest()
-                files = f"{counted(again, 'file')} read whose entry was damaged" if again else ""
+                files = f"read {counted(again, 'file')} with a damaged entry" if again else ""
                 why = "; ".join(filter(None, (before.note, files)))
-                done.append(f"wrote {directory / MANIFEST} anew: {why}")
+                done.append(f"wrote {directory / MANIFEST} again: {why}")
     except OSError as error:
         raise DatasetError(
             f"cannot repair {_where(error, directory)}: {error.strerror or error}"
@@ -69,7 +69,7 @@ def repair(directory: str | Path) -> list[str]:
 
 
 def _where(error: OSError, directory: Path) -> str:
-    """The directory, and which of its files could not be written, if that is another path."""
+    """Return the directory, and the file that could not be written if the error names one."""
     named = error.filename
     return f"{directory}: {named}" if named and str(named) != str(directory) else str(directory)
 
@@ -80,18 +80,18 @@ def finish(
     ended: EndedCapture | None = None,
     certain: bool = False,
 ) -> dict[str, str]:
-    """Move what journals say that nobody writes any more into the manifest.
+    """Move the content of journals that no process writes any more into the manifest.
 
-    The caller holds the directory's lock. Killed at any moment, the next call does the rest. No
-    file that the manifest lists is deleted, but those of a capture that a complete one replaces.
+    The caller holds the directory's lock. If this is killed at any moment, the next call does the
+    rest. Files that the manifest lists stay, unless a complete capture replaces theirs.
 
     Args:
-        ended: a capture whose journal this process has just closed.
-        certain: on a file system without locks, nobody writes to the directory.
+        ended: capture whose journal this process has just closed.
+        certain: True if nothing writes to the directory, which a file system without locks cannot
+            show.
 
     Returns:
-        What was done for captures that had not ended, and what was wrong: a sentence for each file
-        name's stem.
+        A sentence for each capture that had not ended or was damaged, by the stem of its files.
 
     Raises:
         OSError: the directory cannot be written; then the journals stay.
@@ -99,19 +99,21 @@ def finish(
     done = _delete_empty_journals(directory, certain=certain)
     found = journals(directory)
     over = [
-        each
-        for each in found
-        if each.active is False or (each.active is None and (certain or _is_of(each, ended)))
+        journal
+        for journal in found
+        if journal.active is False
+        or (journal.active is None and (certain or _is_of(journal, ended)))
     ]
-    writing = {each.stem for each in found if each not in over}
+    writing = {journal.stem for journal in found if journal not in over}
     dataset = Dataset.listed(directory, found)
     added: list[JournalContents] = []
     over_without_calls: list[JournalContents] = []
     for journalled in over:
         is_own = _is_of(journalled, ended)
-        known = (ended.capture, ended.completed) if ended is not None and is_own else (None, None)
+        known: tuple[CaptureRecord | None, Collection[int] | None] = None, None
+        # This process knows its own capture better than a journal that may be damaged.
         if ended is not None and is_own:
-            journalled.replaces = ended.replaces
+            known, journalled.replaces = (ended.capture, ended.completed), ended.replaces
         try:
             listing = Dataset.from_journal(
                 directory, journalled, over=True, record=known[0], completed=known[1]
@@ -124,19 +126,22 @@ def finish(
         count, lost = len(listing.entries), listing.lacks(journalled)
         earlier = dataset.capture_of(capture.model)
         is_other = earlier is not None and not earlier.is_same(capture)
+        # A journal that came back with an old copy of the directory has nothing new.
         if earlier is not None and earlier.supersedes(capture):
             journalled.path.unlink(missing_ok=True)
             done[journalled.stem] = (
-                f"deleted {journalled.path}: {capture.model} is complete, and this is from an "
-                "earlier copy"
+                f"deleted {journalled.path}, which is older than the complete capture of "
+                f"{capture.model}"
             )
         elif not count:
+            # Deleted after the manifest is written, so that a kill in between loses nothing.
             over_without_calls.append(journalled)
             if not is_own:
                 done[journalled.stem] = (
                     f"deleted {journalled.path}: a killed capture of {capture.model} had no "
                     "complete call" + (f"; {lost} had been only in memory" if lost else "")
                 )
+        # An incomplete capture must not take the place of an earlier one.
         elif not capture.complete if journalled.replaces else is_other:
             done[journalled.stem] = _set_aside(listing, journalled, _listed(dataset))
         else:
@@ -152,6 +157,7 @@ def finish(
     if added:
         dataset.read_damaged()
         dataset.save_manifest()
+    # Files are deleted only now: the manifest on the disk no longer needs them.
     listed = _listed(dataset)
     for journalled in over_without_calls:
         _delete_unlisted(journalled, listed)
@@ -168,7 +174,7 @@ def _is_of(journalled: JournalContents, ended: EndedCapture | None) -> bool:
 
 
 def _damage(listing: Dataset, journalled: JournalContents, *, is_own: bool) -> str:
-    """What is said of a journal that does not list all there is, unless a kill explains that."""
+    """Say that a journal is damaged; empty if it is not, or if a kill explains what it lacks."""
     unlisted = sum(entry.checksum is None for entry in listing.entries)
     if not journalled.damaged and not (is_own and unlisted):
         return ""
@@ -177,17 +183,17 @@ def _damage(listing: Dataset, journalled: JournalContents, *, is_own: bool) -> s
         return f"{journalled.path} was damaged: {lines} of it cannot be read"
     return (
         f"{journalled.path} was damaged: {unlisted} of {counted(len(listing), 'call')} had to be "
-        "read from the files, without the checksums that it had"
+        "read from the files, without their checksums"
     )
 
 
 def _listed(dataset: Dataset) -> set[Path]:
-    """The files that a manifest lists, also where it does not say enough of them."""
-    return {*(each.path for each in dataset.entries), *(each.path for each in dataset.damaged)}
+    """Return the files that a manifest lists, also in damaged entries."""
+    return {file.path for files in (dataset.entries, dataset.damaged) for file in files}
 
 
 def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
-    """Delete those of processes that were killed before they wrote a line, and say so, by stem."""
+    """Delete journals without a line, whose processes were killed; return a sentence for each."""
     done = {}
     for path in directory.glob(f"*{JOURNAL}"):
         held, stem = is_locked(path), path.name.removesuffix(JOURNAL)
@@ -200,9 +206,9 @@ def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
 
 
 def _delete_unlisted(journalled: JournalContents, listed: set[Path]) -> None:
-    """Delete a journal and the files of its calls that were dropped, or never complete."""
+    """Delete a journal, and the files of its calls that were dropped or never complete."""
     for path in call_files(journalled.path.parent, journalled.stem):
-        # A damaged journal may be wrong about what is no call of its capture.
+        # A damaged journal may lack lines of complete calls, so readable files stay.
         is_given_up = not journalled.damaged or index_of(path) in journalled.dropped
         if path not in listed and (is_given_up or not _is_call(path)):
             path.unlink(missing_ok=True)
@@ -223,13 +229,13 @@ def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
 
 
 def _set_aside(listing: Dataset, journalled: JournalContents, listed: set[Path]) -> str:
-    """Move a capture beside which the manifest lists another of the same model to a directory."""
+    """Move a capture to its own directory, because the manifest lists another of its model."""
     directory, [capture] = listing.directory, listing.captures
     aside, number = directory / f"unfinished-{journalled.stem}", 1
     while os.path.lexists(aside / MANIFEST) or aside.is_symlink():
         number += 1
         aside = directory / f"unfinished-{journalled.stem}-{number}"
-    aside.mkdir(exist_ok=True)  # it exists if this was killed before
+    aside.mkdir(exist_ok=True)  # it exists if an earlier repair was killed
     own = [entry for entry in listing.entries if entry.path not in listed]
     for entry in own:
         with contextlib.suppress(FileNotFoundError):  # moved before
@@ -237,16 +243,16 @@ def _set_aside(listing: Dataset, journalled: JournalContents, listed: set[Path])
     moved = [replace(entry, path=aside / entry.path.name) for entry in own]
     moved = [entry for entry in moved if entry.path.exists()]
     there = {entry.path for entry in moved}
-    for path in call_files(aside, journalled.stem):  # of one that was killed before
+    for path in call_files(aside, journalled.stem):  # moved by an earlier repair that was killed
         if path not in there:
             with contextlib.suppress(DatasetError):
                 moved.append(FileEntry.read(path))
     if moved:
         Dataset(aside, moved, listing.captures).save_manifest()
-    else:  # the manifest, too, was written before
+    else:  # an earlier repair moved everything and wrote the manifest
         aside.rmdir()
     _delete_unlisted(journalled, listed)
     return (
-        f"{capture.model}: its earlier capture stays; of the new one, which is not complete, "
-        f"{counted(len(moved), 'call')} went to {aside}"
+        f"{capture.model}: its earlier capture stays; {counted(len(moved), 'call')} of the new, "
+        f"incomplete one went to {aside}"
     )

@@ -1,4 +1,4 @@
-"""The directory that a capture goes to, before, at the beginning and at the end of it."""
+"""The directory that a capture is written to: checks before, at its beginning and at its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from capture.storage.repair import EndedCapture, finish
 from capture.text.printable import quoted
 
 _LONGEST = 100
-"""Characters of a model's name in file names."""
+"""Longest part of a model's name in file names, in characters."""
 
 
 @dataclass
 class CaptureTarget:
-    """A dataset's directory, and the capture that is to be added to it."""
+    """A dataset's directory, and a capture that is added to it."""
 
     directory: Path
     """Absolute, since a model may change the working directory."""
@@ -39,18 +39,18 @@ class CaptureTarget:
     _journal: Journal | None = None
     _replaced: bool = False
     _begun: dict[Path, os.stat_result] = field(default_factory=dict)
-    """The directory and the journal, which the model may replace with others."""
+    """State of the directory and the journal at the beginning: the model may replace them."""
 
     @classmethod
     def check(cls, out: str | Path, model: str, *, overwrite: bool) -> CaptureTarget:
-        """Make sure that a capture can begin, without deleting anything.
+        """Check that a capture can begin, without deleting anything.
 
         Raises:
             CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite`
                 is False.
         """
         if not str(out):
-            raise CaptureError("the directory has no name; give one with `out=`")
+            raise CaptureError("the directory's name is empty; give one with `out=`")
         cls.refuse_read_only(out)
         try:
             target = cls(Path(out).absolute(), model, overwrite)
@@ -59,16 +59,16 @@ class CaptureTarget:
                 raise CaptureError(_cannot_write(out))
             target._refuse_active()
             target._replaces(Dataset.open_or_new(target.directory))
-        except (OSError, ValueError) as error:  # or no possible name of a directory
+        except (OSError, ValueError) as error:  # a ValueError for an impossible name
             raise CaptureError(_cannot_write(out, error)) from error
         return target
 
     @staticmethod
     def refuse_read_only(out: str | Path) -> None:
-        """Make sure that a capture goes to a directory.
+        """Check that a capture is written to a directory.
 
         Raises:
-            CaptureError: it is to go to an archive or an address.
+            CaptureError: `out` is an archive or an address.
         """
         if reason := why_read_only(out):
             raise CaptureError(
@@ -79,7 +79,7 @@ class CaptureTarget:
         """Finish what killed captures left in the directory, and create this one's journal.
 
         Raises:
-            CaptureError: see `check`; or another process records this model there.
+            CaptureError: as for `check`, or another process records this model there.
         """
         try:
             with locked(self.directory):
@@ -96,24 +96,24 @@ class CaptureTarget:
         return self._journal
 
     def withdraw(self) -> None:
-        """Undo `begin`: nothing was recorded."""
+        """Undo `begin`, because nothing was recorded."""
         assert self._journal is not None
         self._journal.path.unlink(missing_ok=True)
         self._journal.close()
 
     def end(self, capture: CaptureRecord, completed: Collection[int] | None = None) -> list[str]:
-        """Put the capture into the manifest; return what went wrong, a sentence each.
+        """Put the capture into the manifest; return a sentence for each problem.
 
         Args:
-            capture: the capture's record. If it is not complete and was to replace another, that
-                one stays and this one's files go to a directory of their own.
-            completed: the calls whose files are complete; by default, those that the journal lists.
+            capture: record of the capture. If it is incomplete and was to replace an earlier one,
+                the earlier one stays, and its files go to a directory of their own.
+            completed: calls whose files are complete (default: the calls in the journal).
         """
         assert self._journal is not None
         problems = []
         try:
             CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
-        except (TypeError, ValueError) as error:  # a call has no JSON, say a scale of infinity
+        except (TypeError, ValueError) as error:  # a call that JSON cannot express
             problems.append(f"the manifest will lack the census: {error}")
             capture.census = {}
         try:
@@ -121,42 +121,42 @@ class CaptureTarget:
         except OSError as error:
             problems.append(f"the manifest will lack the census: {error.strerror}")
         try:
-            # Until then the journal is locked, lest another capture that ends puts this one into
-            # the manifest.
+            # The journal stays locked until here, so that another capture that ends does not put
+            # this one into the manifest.
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
                 self._journal.close()
-                self._make_lost_journal_anew(capture)
+                self._replace_lost_journal(capture)
                 for path, begun in self._begun.items():
                     if not os.path.samestat(os.stat(path), begun):
                         problems.append(
-                            f"{path} was replaced meanwhile: the calls are not listed; if it was"
-                            " moved, `capture repair` lists those that lie there now"
+                            f"{path} was replaced meanwhile, so the calls are not listed; if it "
+                            "was moved, `capture repair` lists its calls in the new place"
                         )
                         return problems
-                told = finish(
+                sentences = finish(
                     self.directory,
                     ended=EndedCapture(self._journal.stem, capture, self._replaced, completed),
                 )
                 if self._journal.path.exists():
                     problems.append(
-                        f"{self._journal.path} was damaged meanwhile: list its calls with "
+                        f"{self._journal.path} was damaged meanwhile; list its calls with "
                         f"`capture repair {quoted(self.directory)}`"
                     )
         except (OSError, DatasetError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
-                f"could not write the manifest ({reason}): once that is mended, list the calls "
-                f"with `capture repair {quoted(self.directory)}`"
+                f"could not write the manifest ({reason}); once the cause is removed, list the "
+                f"calls with `capture repair {quoted(self.directory)}`"
             )
         else:
-            if self._journal.stem in told:
-                problems.append(told[self._journal.stem])
+            if self._journal.stem in sentences:
+                problems.append(sentences[self._journal.stem])
         finally:
             self._journal.close()
         return problems
 
-    def _make_lost_journal_anew(self, capture: CaptureRecord) -> None:
-        """Where somebody deleted it, for what is known without it."""
+    def _replace_lost_journal(self, capture: CaptureRecord) -> None:
+        """Create the journal again if it was deleted, so that `finish` finds the capture."""
         assert self._journal is not None
         path = self._journal.path
         is_here = os.path.samestat(os.stat(self.directory), self._begun[self.directory])
@@ -165,13 +165,13 @@ class CaptureTarget:
             self._begun[path] = os.stat(path)
 
     def abandon(self) -> None:
-        """Leave the capture to the parent process; for a forked child."""
+        """Leave the capture to the parent process, in a forked child."""
         if self._journal is not None:
             self._journal.abandon()
 
     def _refuse_active(self) -> None:
         mine = stems(self.directory, slug(self.model))
-        active = {each.active for each in journals(self.directory) if each.stem in mine}
+        active = {found.active for found in journals(self.directory) if found.stem in mine}
         if True in active:
             raise CaptureError(
                 f"another capture of {self.model} is writing to {self.directory}; wait, or choose "
@@ -179,13 +179,13 @@ class CaptureTarget:
             )
         if None in active:
             raise CaptureError(
-                f"another capture of {self.model} is writing to {self.directory} or was killed, "
-                "which a file system without locks does not tell; if killed, finish it with "
-                f"`capture repair {quoted(self.directory)}`"
+                f"another capture of {self.model} is writing to {self.directory} or was killed "
+                "(the file system has no locks that would show it); if it was killed, finish it "
+                f"with `capture repair {quoted(self.directory)}`"
             )
 
     def _replaces(self, dataset: Dataset) -> bool:
-        """Whether the capture is to replace one in the dataset, if that is allowed."""
+        """Return whether the capture replaces one in the dataset, after checking that it may."""
         # Two names with the same slug would write the same files.
         earlier = [c.model for c in dataset.captures if slug(c.model) == slug(self.model)]
         if earlier and not (self.overwrite and earlier == [self.model]):
@@ -201,30 +201,30 @@ class CaptureTarget:
 
 @contextlib.contextmanager
 def no_empty_directory(directory: Path) -> Iterator[None]:
-    """Remove `directory`, and those above it, on exit if empty and not there before."""
+    """Remove `directory` and its parents on exit if they are new and still empty."""
     try:
-        missing = [each for each in (directory, *directory.parents) if not each.is_dir()]
-    except (OSError, ValueError):  # no possible name, which somebody else will say
+        missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
+    except (OSError, ValueError):  # an impossible name, which a later check reports
         missing = []
     try:
         yield
     finally:
         with contextlib.suppress(OSError, ValueError):
-            for each in missing:
-                each.rmdir()
+            for path in missing:
+                path.rmdir()
 
 
 def current_rank() -> int | None:
-    """Return the rank of this process, or None if there is only one.
+    """Return the rank of this process, or None if it is the only one.
 
-    From `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
+    It is read from `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
     """
     rank = torch.distributed.get_rank() if _is_group() else _environment("RANK")
     return rank if number_of_ranks() > 1 else None
 
 
 def number_of_ranks() -> int:
-    """Return how many processes run together, from where `current_rank` has it; 0 if unsaid."""
+    """Return the number of processes that run together, 0 if unknown; see `current_rank`."""
     return torch.distributed.get_world_size() if _is_group() else _environment("WORLD_SIZE")
 
 
@@ -233,7 +233,7 @@ def _is_group() -> bool:
 
 
 def rank_name(name: str, rank: int | None) -> str:
-    """Return the name of a rank's capture; of the only process, the name itself."""
+    """Return the name of a rank's capture, which is the model's name without a rank."""
     return name if rank is None else f"{name}.rank{rank}"
 
 

@@ -1,8 +1,8 @@
 """Writes and reads safetensors files with torch only.
 
 The format is public and small: the length of a JSON header in 8 bytes, the header, then the tensors
-(https://github.com/huggingface/safetensors, "Format"). The library's own function for writing
-requires numpy, which torch does not; its reader computes no checksum on the way.
+(https://github.com/huggingface/safetensors, "Format"). The library's own writer requires numpy,
+which torch does not, and its reader computes no checksum on the way.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DTYPES = {
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 _LONGEST_HEADER = 1 << 20
-"""Bytes. That of a recorded call has about 2,000."""
+"""Limit of a header, in bytes. The header of a recorded call has about 2,000."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
@@ -53,7 +53,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the format does not support the dtype, or a tensor is not contiguous.
+        ValueError: a tensor's dtype is not in the format, or it is not contiguous.
     """
     chunks = checksums.chunked(_parts(tensors, metadata))
     descriptor = plain_files.create(path)
@@ -118,7 +118,7 @@ class TensorFile:
         """Read the header.
 
         Raises:
-            DatasetError: the file is not such a file.
+            DatasetError: the file is not a safetensors file.
         """
         self.path = path
         self.nbytes = os.fstat(descriptor).st_size
@@ -142,10 +142,10 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, nbytes: int | None = None) -> Iterator[TensorFile]:
-        """Open a file, which must have `nbytes` bytes if these are given.
+        """Open a file, and check that it has `nbytes` bytes if these are given.
 
         Raises:
-            DatasetError: it is missing, not a regular file, of another size, or not in this format.
+            DatasetError: the file is missing, not regular, of another size, or in another format.
         """
         with plain_files.opened(path) as descriptor:
             found = os.fstat(descriptor).st_size
@@ -154,26 +154,22 @@ class TensorFile:
             yield cls(path, descriptor)
 
     def read(self, checksum: str | None = None) -> dict[str, Tensor]:
-        """Read all tensors, by several threads, and compare the file's checksum if it is given.
+        """Read all tensors with several threads, and compare the file's checksum if it is given.
 
         Raises:
             DatasetError: the file cannot be read, or its checksum differs.
         """
         tensors = self._empty()
-        pieces = [memoryview(self._head), *map(_memory, tensors.values())]
-        chunks = checksums.chunked(pieces)
-        in_chunks = checksum is not None and checksum.startswith(f"{checksums.CHUNKED}:")
+        chunks = checksums.chunked([memoryview(self._head), *map(_memory, tensors.values())])
 
         def fill(index: int) -> bytes:
             self._fill(index * checksums.CHUNK, chunks[index])
-            return checksums.digest(chunks[index]) if in_chunks else b""
+            return checksums.digest(chunks[index]) if checksum is not None else b""
 
         with plain_files.refusing(self.path):
             digests = in_threads(fill, range(len(chunks)))
-        if checksum is not None:
-            found = checksums.combined(digests) if in_chunks else checksums.whole(pieces)
-            if found != checksum:
-                raise DatasetError("altered since it was recorded (checksum differs)", self.path)
+        if checksum is not None and checksums.combined(digests) != checksum:
+            raise DatasetError("altered since it was recorded (checksum differs)", self.path)
         return tensors
 
     def _empty(self) -> dict[str, Tensor]:
@@ -207,7 +203,7 @@ def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, Stored
         ValueError: they do not fill the `nbytes` after the header exactly.
     """
     if not isinstance(header, dict):
-        raise ValueError("its header is no object")
+        raise ValueError("its header is not an object")
     metadata = required({"__metadata__": {}, **header}, "__metadata__", dict[str, str])
     found = []
     for name, entry in header.items():
@@ -239,7 +235,7 @@ def _counts(entry: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """A contiguous CPU tensor's memory, without a copy; the tensor must outlive it."""
+    """Return a contiguous CPU tensor's memory without a copy; the tensor must outlive it."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")

@@ -534,7 +534,7 @@ def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> Non
     assert (recording.kept, recording.lost) == (0, 3)
     assert recording.problems[1] == (
         f"{out} was replaced meanwhile: the calls are not listed; if it was moved, "
-        "`capture repair` lists those that lie there now"
+        "`capture repair` lists its calls in the new place"
     )
     assert not any(elsewhere.iterdir())
 

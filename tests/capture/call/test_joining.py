@@ -122,7 +122,7 @@ def test_parts_of_different_calls_are_refused(change: dict[str, Any], reason: st
 
 def test_masks_of_different_kinds_are_refused() -> None:
     first, second = (random_call(attn_mask=normal(1, heads, 9, 13, seed=heads)) for heads in (1, 2))
-    with pytest.raises(JoinError, match="the same for all they share out"):
+    with pytest.raises(JoinError, match="a mask for all heads or queries"):
         join([first, second], "heads")
 
 

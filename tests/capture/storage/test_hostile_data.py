@@ -108,7 +108,7 @@ def test_a_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> 
     assert len(again) == 2
     why = "a symbolic link; put the file itself here" if kind == "link" else "not a regular file"
     assert again.note == (
-        f"{manifest} is damaged ({why}): read the files instead, without a census or checksums"
+        f"{manifest} is damaged ({why}): the files were read instead, without a census or checksums"
     )
 
 
@@ -144,7 +144,7 @@ def test_a_stride_reserves_no_memory_that_the_file_does_not_account_for(
         raise AssertionError("2.4 GB are reserved")
 
     monkeypatch.setattr(torch, "empty_strided", reserve)
-    refused(dataset, r"take \d+ bytes of memory for a file of \d+: no more than 64 times the file")
+    refused(dataset, r"take \d+ bytes of memory for a file of \d+ .limit: 64 times the file")
 
 
 def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
@@ -161,7 +161,7 @@ def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
     values = {name: values[:, :1, :1] for name, values in load_file(entry.path).items()}
     write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
     rewrite(entry, expand)
-    refused(dataset, r"2199023255552 attention scores in a file of \d+ bytes: no more than 16384")
+    refused(dataset, r"2199023255552 attention scores in a file of \d+ bytes .limit: 16384")
 
 
 def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
@@ -175,7 +175,7 @@ def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
     values = {name: values[:, :, :0] for name, values in load_file(entry.path).items()}
     write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
     rewrite(entry, expand)
-    refused(dataset, r"1048576 × 2 heads in a file of \d+ bytes: no more than one per byte")
+    refused(dataset, r"1048576 × 2 heads in a file of \d+ bytes .limit: one per byte")
 
 
 @pytest.mark.parametrize(
@@ -310,9 +310,9 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
 @pytest.mark.parametrize(
     ("key", "items", "sentence"),
     [
-        ("files", [{}] * 2_000, "more than 1000 of its entries are"),
+        ("files", [{}] * 2_000, "more than 1000 damaged entries"),
         ("files", [[]] * 1_100_000, "more lists and objects than its length accounts for"),
-        ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures, and at most 10000"),
+        ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures (at most 10000"),
     ],
 )
 def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(

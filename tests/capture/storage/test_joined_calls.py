@@ -47,7 +47,9 @@ def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any
         "model.rank0-000000 lacks the part of rank 1",
         "model.rank1-000000 lacks the part of rank 0",
     ]
-    assert found.note == f"2 calls are left out, with no part of every rank: {found.missing[0]}"
+    assert (
+        found.note == f"2 calls are left out, because a rank's part is missing: {found.missing[0]}"
+    )
 
 
 def test_ranks_that_work_in_groups(tmp_path: Path) -> None:
@@ -73,10 +75,10 @@ def test_whole_calls_stay(tmp_path: Path) -> None:
     ("origin", "reason"),
     [
         ({"split": "batches"}, "is split by 'batches': heads and queries can be joined"),
-        ({"split_ranks": [0, 2]}, "recorded by rank 1, which shares no call with others"),
-        ({"split_ranks": [0, 1, 1]}, "recorded by rank 1, which shares no call with others"),
-        ({"split_ranks": [-1, 1]}, "recorded by rank 1, which shares no call with others"),
-        ({"rank": None}, "recorded by rank None, which shares no call with others"),
+        ({"split_ranks": [0, 2]}, "recorded by rank 1, which is not among the sharing ranks"),
+        ({"split_ranks": [0, 1, 1]}, "recorded by rank 1, which is not among the sharing ranks"),
+        ({"split_ranks": [-1, 1]}, "recorded by rank 1, which is not among the sharing ranks"),
+        ({"rank": None}, "recorded by rank None, which is not among the sharing ranks"),
     ],
 )
 def test_parts_of_nothing_are_left_out(tmp_path: Path, origin: dict[str, Any], reason: str) -> None:

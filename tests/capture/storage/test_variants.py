@@ -100,8 +100,8 @@ PACKED = torch.tensor([0, 2, 3])
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"page_table": PAGED.page_table + POOL}, f"a page that is none of the {POOL}"),
-        ({"page_table": PAGED.page_table - POOL}, f"a page that is none of the {POOL}"),
+        ({"page_table": PAGED.page_table + POOL}, f"a page outside the pool of {POOL}"),
+        ({"page_table": PAGED.page_table - POOL}, f"a page outside the pool of {POOL}"),
         ({"page_table": PAGED.page_table.float()}, "page_table of dtype 'float32'"),
         ({"page_table": PAGED.page_table[:1]}, "a page table of 1 rows for 2 sequences"),
         ({"page_table": PAGED.page_table[:, :0]}, f"{POOL} pages of 4 keys, 0 for each sequence"),
