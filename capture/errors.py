@@ -1,4 +1,4 @@
-"""Errors the user can fix, which the command lines print as one sentence, and a warning."""
+"""Errors that the user can fix, which the commands print as one sentence, and a warning."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class MissingPackage(Error):
 
     @classmethod
     def behind(cls, error: BaseException) -> BaseException:
-        """Convert a failed import of a missing package; return any other error unchanged.
+        """Convert the error of a missing package; return any other error unchanged.
 
-        A missing submodule of an installed package, including ours, is a bug that pip cannot fix.
+        A missing submodule of an installed package is a bug that pip cannot fix.
         """
         if not isinstance(error, ModuleNotFoundError) or error.name is None or "." in error.name:
             return error
@@ -33,8 +33,8 @@ class DatasetError(Error):
     """A dataset, or one of its files, cannot be read; the message names the file.
 
     Args:
-        reason: what is wrong, without the file where `path` has it.
-        path: the file, or what the user calls it.
+        reason: description of the fault, without the file that `path` names.
+        path: the file, or its name as the user gave it.
     """
 
     def __init__(self, reason: str, path: str | os.PathLike[str] | None = None) -> None:
@@ -47,11 +47,11 @@ class DatasetError(Error):
 
 
 class RecordingWarning(UserWarning):
-    """A recording is not what was asked for; the model's run is not affected."""
+    """A recording is incomplete; the model's run is not affected."""
 
 
 def described(error: BaseException) -> str:
-    """The class of an error and what it says; a model's own class need not be able to."""
+    """Return the class and text of an error, or only the class if its text cannot be read."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"

@@ -1,4 +1,4 @@
-"""Imports of what makes hundreds of thousands of objects, as PyTorch does. Imports no torch."""
+"""Imports large packages such as PyTorch quickly and interruptibly. Imports no torch itself."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from types import FrameType
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the end if Ctrl-C was pressed and somebody swallowed it.
+    """Raise KeyboardInterrupt at the end if Ctrl-C was pressed and a library swallowed it.
 
-    Libraries catch all there is around imports of theirs, and go on with half of a module, so that
-    the command does too, or fails with a sentence about versions.
+    Libraries catch every exception around imports, and go on with half of a module.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
-    if before is not signal.default_int_handler or not is_main:  # the program's own way
+    if before is not signal.default_int_handler or not is_main:  # the program handles Ctrl-C
         yield
         return
     pressed = False
@@ -47,7 +46,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Look for no garbage meanwhile: that takes up to a third of such an import, and finds none."""
+    """Switch off garbage collection, which takes up to a third of an import and finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -58,11 +57,10 @@ def without_collecting() -> Iterator[None]:
 
 
 def import_for_good(*names: str) -> None:
-    """Import modules that stay as long as the process, which is a command's own.
+    """Import modules that stay as long as the process.
 
-    No search for garbage goes through their objects from then on, and the end of the process does
-    not take them apart. Where the first is there already, there is more in the process than the
-    command, and what that holds is still collected.
+    If the first module is new, the process belongs to a command. Then the garbage collector ignores
+    the modules' objects, and the end of the process does not free them one by one.
     """
     is_own = names[0] not in sys.modules
     with interruptible(), without_collecting():

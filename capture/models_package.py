@@ -1,8 +1,7 @@
-"""Imports our own `models` package, whatever else has that name.
+"""Imports our own `models` package under another name.
 
-A user's project often has a `models` package too, and Python allows one module per name. Ours is
-loaded by path, under a different name, and only by the command lines, so that `import models` still
-imports the user's.
+A user's project often has a `models` package too, and Python allows only one module per name. Ours
+is loaded by its path, so that `import models` still imports the user's.
 """
 
 from __future__ import annotations

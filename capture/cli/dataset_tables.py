@@ -1,4 +1,4 @@
-"""Prints the contents of a dataset as tables."""
+"""Prints the contents of a dataset, and the checks of its files, as tables."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def show(dataset: Dataset, console: Console) -> None:
 
 
 STATISTICS = (
-    "outliers: channels of K of over 4 times the size of the head's median channel, in the head "
-    "that has most · K mean/dev.: what smoothing K removes, in units of what remains · entropy: of "
-    "the attention weights, 1 is uniform · largest: weight of a query · top 1 %: weight of the "
-    "heaviest keys · of queries that see at least 16 keys"
+    "outliers: channels of K over 4 times as large as the head's median channel, in the head with "
+    "most · K mean/dev.: the part of K that smoothing removes, in units of the rest · entropy of "
+    "the attention weights: 1 is uniform · largest weight of a query · top 1 %: weight of the "
+    "heaviest keys · all for queries that see at least 16 keys"
 )
 
 
@@ -68,10 +68,10 @@ def show_statistics(dataset: Dataset, console: Console) -> None:
             table.add_column(heading, justify="right", no_wrap=True)
         for module in sorted(layers, key=_natural):
             calls = layers[module]
-            each = mean(calls)
-            figures = (each.key_offset, each.entropy, each.largest, each.top_mass)
+            means = mean(calls)
+            figures = (means.key_offset, means.entropy, means.largest, means.top_mass)
             shown = (_figure(figure, ".3f") for figure in figures)
-            outliers = _figure(each.outlier_channels, ".0f")
+            outliers = _figure(means.outlier_channels, ".0f")
             table.add_row(_text(module or "-"), str(len(calls)), outliers, *shown)
         console.print(table)
         console.print()
@@ -79,12 +79,12 @@ def show_statistics(dataset: Dataset, console: Console) -> None:
 
 
 def _figure(value: float, form: str) -> str:
-    """A number, or a dash where no call has one."""
+    """Format a number, or a dash for NaN."""
     return "-" if math.isnan(value) else format(value, form)
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """A key that sorts `layers.2` before `layers.10`."""
+    """Return a key that sorts `layers.2` before `layers.10`."""
     return [
         (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
     ]

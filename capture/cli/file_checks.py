@@ -38,13 +38,12 @@ class FileCheck:
 def check_files(dataset: Dataset) -> list[FileCheck]:
     """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
 
-    Outputs of calls that ask what SDPA has no argument for are not recomputed.
-
     The output is recomputed with the recorded backend on the type of device that produced it, or on
     the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
-    relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes.
+    relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes. Outputs of
+    calls with options beyond SDPA are not recomputed.
     """
-    damaged = [FileCheck(each.path, False, each.error.reason) for each in dataset.damaged]
+    damaged = [FileCheck(file.path, False, file.error.reason) for file in dataset.damaged]
     return [*map(_verify_entry, dataset.entries), *damaged]
 
 

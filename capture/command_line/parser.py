@@ -24,12 +24,12 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class OneSentenceParser(argparse.ArgumentParser):
-    """Reports invalid arguments in one sentence instead of the full usage, and exits 2.
+    """A parser that reports invalid arguments in one sentence without the usage, and exits with 2.
 
-    An empty value is invalid too, as an unset variable of a shell script gives; an option that
-    takes one says `type=str`. Options of one letter are not run together: argparse takes `-hkv 2`
-    for `-h -k -v 2`, and `-hv 2` for a wish for help. An option that is given twice has one value,
-    unless its action is `Listed`. What was given is in `given` of the parsed arguments.
+    An empty value, such as an unset variable of a shell script gives, is invalid unless the option
+    says `type=str`. Options of one letter cannot be combined, because argparse takes `-hkv 2` for
+    `-h -k -v 2`. An option that is given twice must have the same value, unless its action is
+    `Listed`. The parsed arguments have the given values in `given`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -43,9 +43,9 @@ class OneSentenceParser(argparse.ArgumentParser):
     ) -> tuple[Any, list[str]]:
         given = list(sys.argv[1:] if args is None else args)
         options = given[: given.index("--")] if "--" in given else given
-        for before, each in zip(["", *options], options, strict=False):
-            name = each.partition("=")[0]
-            looks_so = re.match("--?[a-zA-Z]", each) and " " not in each
+        for before, argument in zip(["", *options], options, strict=False):
+            name = argument.partition("=")[0]
+            looks_so = re.match("--?[a-zA-Z]", argument) and " " not in argument
             if looks_so and not self._is_option(name) and not self._awaits_value(before):
                 near = difflib.get_close_matches(name, self._meant(), n=2)
                 hint = f": did you mean {' or '.join(near)}?" if near else ""
@@ -59,19 +59,19 @@ class OneSentenceParser(argparse.ArgumentParser):
         return namespace, others
 
     def _require_current_directory(self) -> None:
-        """Refuse to begin where no path can be found, once --help and --version have answered."""
+        """Exit if the current directory is deleted, after --help and --version have answered."""
         try:
             os.getcwd()
         except FileNotFoundError:
             self.exit(2, f"{self.prog}: the current directory was deleted: change to another one\n")
 
     def _meant(self) -> list[str]:
-        """Options that somebody may have misspelt: not -h, -q and -v."""
+        """Return the options that may be suggested for a misspelt one, without -h, -q and -v."""
         options = self._option_string_actions.items()
         return [name for name, action in options if len(name) > 2 or action.nargs != 0]
 
     def _awaits_value(self, given: str) -> bool:
-        """Whether what follows is its value, or shows that it has none, which argparse says."""
+        """Return whether the next argument is the value of this option."""
         action = self._option_string_actions.get(given)
         return action is not None and action.nargs is None
 
@@ -128,11 +128,11 @@ def _version(package: str) -> str:
 
 
 LARGEST = 2**63 - 1
-"""More than any size or seed of torch."""
+"""Largest integer that an option takes, which torch's sizes and seeds do not exceed."""
 
 
 def not_empty(given: str) -> str:
-    """Return a text that is not empty, for `add_argument(type=…)` and whatever parses one."""
+    """Return the text after checking that it is not empty, for `add_argument(type=…)`."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
     return given
@@ -150,7 +150,7 @@ def natural(given: str) -> int:
 
 def _integer(given: str, least: int) -> int:
     not_empty(given)
-    # The length first: Python refuses to convert thousands of digits, in words of its own.
+    # The length is checked first, because Python refuses to convert thousands of digits.
     if given.isdecimal() and (len(given) > len(str(LARGEST)) or int(given) > LARGEST):
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, not {given}")
     if not given.isdecimal() or int(given) < least:
@@ -177,7 +177,7 @@ def share(given: str) -> float:
 
 
 def _number(given: str) -> float:
-    """Return a finite number; NaN, which is in no range, for anything else but nothing."""
+    """Return a finite number, or NaN, which is outside of every range, for any other text."""
     not_empty(given)
     try:
         value = float(given)

@@ -1,6 +1,6 @@
-"""Options that are given more than once: a list grows, and anything else has one value.
+"""Options that are given more than once: lists grow, and other options must agree.
 
-Each action notes in `namespace.given`, by attribute, what was given: a default may be given too.
+Each action notes the given value in `namespace.given`, also if it equals the default.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Once(argparse._StoreAction):
-    """Stores the value, and refuses another one, of which argparse would keep the last."""
+    """Stores the value, and refuses a second, different one."""
 
     def __call__(
         self,
@@ -25,7 +25,7 @@ class Once(argparse._StoreAction):
 
 
 class Listed(argparse._StoreAction):
-    """Stores names with commas between them, or numbers: those of every time it is given."""
+    """Collects the names (with commas between them) or numbers of every time it is given."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Listed(argparse._StoreAction):
 
 
 def note_flags(namespace: argparse.Namespace) -> None:
-    """Note flags and lists too, which differ from their defaults where they were given."""
+    """Note flags and lists, which differ from their defaults if they were given."""
     for name, value in vars(namespace).items():
         if value is True or (isinstance(value, list) and value):
             namespace.given.setdefault(name, value)

@@ -1,4 +1,4 @@
-"""Makes stdin, stdout and stderr usable, whatever a command was started with."""
+"""Makes stdin, stdout and stderr usable, however a command was started."""
 
 from __future__ import annotations
 
@@ -12,25 +12,23 @@ import sys
 from typing import Any, NoReturn
 
 PLAIN = str.maketrans("×·µ…–−²√→", "x-u.--2v>")
-"""What is printed for a character that the encoding lacks: as wide, so that tables stay aligned."""
+"""Replacements for characters that the encoding lacks, as wide, so that tables stay aligned."""
 
 _STDOUT = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def make_usable() -> None:
-    """Open streams that are closed, and let none fail at a character that its encoding lacks.
+    """Open closed streams, and replace characters that an encoding lacks.
 
-    No terminal is 0 columns wide, as `COLUMNS` may say.
-
-    Where a stream is closed, as a service's may be, the next file or pipe takes its number, and
-    what is printed ends up there. A terminal or a variable (`PYTHONIOENCODING`) may want ASCII.
+    The next file that is opened would take the number of a closed stream, and receive what is
+    printed. A width of 0 in `COLUMNS` is ignored.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "w" if descriptor else "r"
@@ -45,7 +43,7 @@ def make_usable() -> None:
 
 
 def is_of_stdout(error: Exception) -> bool:
-    """Whether an exception says that stdout cannot be written."""
+    """Return whether an exception means that stdout cannot be written."""
     if not isinstance(error, OSError) or error.filename is not None:
         return False
     if not isinstance(error, BrokenPipeError):
@@ -56,18 +54,18 @@ def is_of_stdout(error: Exception) -> bool:
 
 
 def is_full_stdout() -> bool:
-    """Whether stdout is a full device, or a file on a full disk."""
+    """Return whether stdout is a full device, or a file on a full disk."""
     try:
-        os.write(_STDOUT, b"")  # a full device does not take this either
+        os.write(_STDOUT, b"")  # fails on a full device
         return stat.S_ISREG(os.fstat(_STDOUT).st_mode) and not os.fstatvfs(_STDOUT).f_bavail
     except OSError as error:
         return error.errno in _FULL
 
 
 def give_up_stdout(command: str, error: OSError) -> int:
-    """Say that stdout cannot be written, unless its reader has gone, and return the exit code."""
+    """Report that stdout cannot be written, unless its reader has gone; return the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, _STDOUT)  # where what is still in the buffer goes
+    os.dup2(nowhere, _STDOUT)  # receives the rest of the buffer
     os.close(nowhere)
     if not isinstance(error, BrokenPipeError):
         print(f"{command}: cannot write to stdout: {error.strerror}", file=sys.stderr)
@@ -75,7 +73,7 @@ def give_up_stdout(command: str, error: OSError) -> int:
 
 
 def exit_with(command: str, code: Any) -> NoReturn:
-    """Exit, once stdout is written."""
+    """Exit after stdout is written."""
     try:
         sys.stdout.flush()
     except OSError as error:

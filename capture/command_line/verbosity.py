@@ -1,4 +1,4 @@
-"""`--quiet` and `--verbose` of both commands. Imports no torch."""
+"""The options `--quiet` and `--verbose` of both commands. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from capture.text.printable import printable
 
 NARRATORS = ("capture", "replay")
-"""The loggers of our packages."""
+"""Loggers of our packages."""
 
 
 def add_verbosity(parser: argparse._ActionsContainer) -> None:
-    """Add the two options, which exclude each other."""
+    """Add `--quiet` and `--verbose`, which exclude each other."""
     either = parser.add_mutually_exclusive_group()
     either.add_argument(
         "-q",
@@ -28,13 +28,13 @@ def add_verbosity(parser: argparse._ActionsContainer) -> None:
         "-v",
         "--verbose",
         action="store_true",
-        help="say what happens and where the time goes",
+        help="print steps and their times",
     )
 
 
 @contextlib.contextmanager
 def narrated(verbose: bool) -> Iterator[None]:
-    """Print what our packages log on stderr, if wanted, each line with the seconds since now."""
+    """Print our packages' log on stderr if `verbose`, with the seconds since now."""
     loggers = [logging.getLogger(name) for name in NARRATORS] if verbose else []
     narrator = _Narrator(time.monotonic())
     before = [logger.level for logger in loggers]
@@ -50,7 +50,7 @@ def narrated(verbose: bool) -> Iterator[None]:
 
 
 class _Narrator(logging.Handler):
-    """Prints to what `sys.stderr` is at that moment, so that progress bars stay whole."""
+    """A handler that prints to the current `sys.stderr`, so that progress bars stay intact."""
 
     def __init__(self, start: float) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Which modules compute attention, by their classes."""
+"""Recognises modules that compute attention by their classes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import nn
 
 
 def class_name(module: nn.Module) -> str:
-    """A module's class, also of one that TorchScript compiled."""
+    """Return the name of a module's class, also if TorchScript compiled it."""
     return str(getattr(module, "original_name", type(module).__name__))
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module's class says that it computes attention, or its TorchScript does."""
+    """Return whether a module computes attention, by its class or its TorchScript."""
     if isinstance(module, torch.jit.ScriptModule):
         return script_attends(module)
     name = class_name(module)
@@ -25,11 +25,11 @@ _PARTS = re.compile(
     r"(Processor|Norm|Bias|Mask|Output|Embeddings?|Cache|Proj|Projection|Gate)\d*$"
     r"|(Down|Mid|Up)Block"
 )
-"""What belongs to attention and computes none; a UNet's blocks leave it to modules of theirs."""
+"""Classes that belong to attention and compute none, and blocks that leave it to inner modules."""
 
 
 def script_attends(module: nn.Module) -> bool:
-    """Whether TorchScript's code of a module calls attention."""
+    """Return whether a module's TorchScript calls attention."""
     try:
         return "scaled_dot_product_attention" in str(module.inlined_graph)
     except (RuntimeError, AttributeError):  # a container without a forward

@@ -1,8 +1,8 @@
 """Counts every attention function and operator that runs outside of the calls that were seen.
 
-Modes of PyTorch see each function and operator of the thread that they are entered in, at some
-microseconds each; so they are for an audit alone. They miss other threads and what no operator is:
-attention by matrix products, and libraries that call their kernels directly.
+PyTorch's modes see each function and operator of the thread that enters them. They cost some
+microseconds each time, so only an audit uses them. They miss other threads, attention by matrix
+products, and libraries that call their kernels directly.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from capture.text.counted import counted
 
 
 class Audit:
-    """Counts during `counted()`, by name and the path of the module around."""
+    """Counts of unseen attention during `counted()`, by name and path of the surrounding module."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         self._tracker = tracker
         self._is_counted = False
-        """What runs is a part of what was counted."""
+        """True while a counted function runs, whose parts are not counted."""
         self.calls: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count until the exit what this thread runs."""
+        """Count attention that this thread runs, until the exit."""
         with _Functions(self), _Operators(self):
             yield
 
@@ -49,17 +49,17 @@ class Audit:
             self._is_counted = False
 
     def __str__(self) -> str:
-        """One sentence: `48 calls of aten::… (such as in layers.1)`."""
+        """Format as `audit: not seen: 48 calls of aten::… (such as in layers.1)`."""
         by_name: Counter[str] = Counter()
         for (name, _), count in self.calls.items():
             by_name[name] += count
         examples = dict(reversed(self.calls))
-        told = ", ".join(
+        unseen = ", ".join(
             f"{counted(count, 'call')} of {name} "
             f"(such as in {examples[name] or 'no watched module'})"
             for name, count in by_name.items()
         )
-        return f"audit: not seen: {told}" if told else "audit: no attention operator was missed"
+        return f"audit: not seen: {unseen}" if unseen else "audit: no attention operator was missed"
 
 
 class _Functions(TorchFunctionMode):
@@ -70,8 +70,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # PyTorch looks up by name what was called, and finds what took the built-in's place. That
-        # itself is no built-in and does not arrive here: it was called by a reference held before.
+        # PyTorch passes the function by its name, which is now our replacement. A call of the
+        # replacement itself does not arrive here, so the caller held the built-in from before.
         name = "scaled_dot_product_attention"
         if getattr(func, "__name__", "") != name or is_inside():
             return func(*args, **(kwargs or {}))
@@ -94,7 +94,7 @@ class _Operators(TorchDispatchMode):
 
 @functools.lru_cache(maxsize=4096)
 def _attention(operator: Any) -> str:
-    """The name of an operator that computes attention; empty for others."""
+    """Return the name of an operator that computes attention; empty for other operators."""
     found = operator.name() if callable(getattr(operator, "name", None)) else str(operator)
     computes = re.search("attention|attn|_transformer_encoder_layer_fwd", found.lower())
     return "" if computes is None or "backward" in found else found.partition(".")[0]

@@ -1,4 +1,4 @@
-"""What `torch.autocast` does to SDPA's arguments."""
+"""Applies `torch.autocast` to SDPA's arguments as SDPA does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from capture.hooks.interceptor import Arguments
 
 is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Whether autocast is on in this thread, for any type of device."""
+"""Function that returns whether autocast is on in this thread, for any type of device."""
 
 
 def autocast_dtype(query: Tensor) -> torch.dtype | None:

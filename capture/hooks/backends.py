@@ -1,4 +1,4 @@
-"""The backends that PyTorch's SDPA chooses from, under the names of the kernels they are."""
+"""The backends that PyTorch's SDPA chooses from, by the names of their kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = {
     3: "torch-cudnn",
     4: "torch-overrideable",
 }
-"""By what PyTorch's dispatcher returns."""
+"""Kernel names by the number that PyTorch's dispatcher returns."""
 
 _IS_ENABLED = {
     "torch-math": torch.backends.cuda.math_sdp_enabled,
@@ -28,9 +28,9 @@ _IS_ENABLED = {
 
 
 def chosen_backend(call: Arguments | AttentionCall) -> str:
-    """The backend that PyTorch chooses for a call here and now; empty where it cannot say.
+    """Return the backend that PyTorch would choose for a call now; empty if it cannot say.
 
-    Some subclasses of tensors and some devices cannot report the backend that SDPA uses.
+    Some subclasses of tensors and some devices cannot report the backend.
     """
     try:
         choice = torch._fused_sdp_choice(
@@ -49,12 +49,12 @@ def chosen_backend(call: Arguments | AttentionCall) -> str:
 
 
 def disabled_backends() -> list[str]:
-    """The backends that are switched off now, by `sdpa_kernel` or `torch.backends.cuda`."""
+    """Return the backends that `sdpa_kernel` or `torch.backends.cuda` has switched off."""
     return [name for name, is_enabled in _IS_ENABLED.items() if not is_enabled()]
 
 
 def function_or_backend(arguments: Arguments, sdpa: Callable[..., Tensor]) -> str:
-    """The backend that PyTorch chooses for this call, or the function called in SDPA's place."""
+    """Return the backend of an SDPA call, or the name of the function called in its place."""
     if sdpa is TORCH_SDPA:
         return chosen_backend(arguments)
     return f"{sdpa.__module__}.{getattr(sdpa, '__qualname__', sdpa)}"

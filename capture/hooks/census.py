@@ -2,7 +2,7 @@
 
 As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
 "kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures. A
-scale that is no number, which JSON does not have, is told in `refusal`: such calls are not stored.
+scale that JSON cannot express, such as infinity, is named in `refusal`; such calls are not stored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from capture.storage.json_data import with_names
 
 
 class CallSignature(NamedTuple):
-    """What two calls must have in common to cost the same."""
+    """The properties that two calls must share to cost the same."""
 
     query: tuple[int, ...]
     key: tuple[int, ...]
@@ -36,10 +36,10 @@ class CallSignature(NamedTuple):
     scale: float | None
     enable_gqa: bool
     beyond: str = ""
-    """What the call asks beyond SDPA, in a phrase (`capture.call.attention_variant.beyond`)."""
+    """Options beyond SDPA, in a phrase (`capture.call.attention_variant.beyond`)."""
     entry_point: str = "sdpa"
     refusal: str = ""
-    """Why calls like this cannot be stored."""
+    """Reason why calls like this cannot be stored; empty if they can."""
 
     @classmethod
     def of(cls, arguments: Arguments) -> CallSignature:
@@ -67,7 +67,7 @@ class CallSignature(NamedTuple):
 
     @property
     def stratum(self) -> tuple[object, ...]:
-        """The signature without the key length, which a growing cache changes at every step."""
+        """Signature without the key length, which a growing cache changes at every step."""
         return (
             self.query,
             self.key[:-2],
@@ -101,7 +101,7 @@ class Census:
     @property
     def calls(self) -> int:
         """Calls counted so far."""
-        return sum(count.calls for count in [*self._counts.values()])  # threads may add others
+        return sum(count.calls for count in [*self._counts.values()])  # copied: threads add others
 
     def add(self, site: CallSite, arguments: Arguments) -> None:
         """Count a call."""
@@ -115,14 +115,14 @@ class Census:
         """Return the count of calls like this one, which itself is not counted yet.
 
         Args:
-            cast_to: the dtype that autocast casts the arguments to.
+            cast_to: dtype that autocast casts the arguments to.
         """
         signature = CallSignature.of(cast(arguments, cast_to))
         key = site.module, site.phase, signature
         return self._counts.setdefault(key, CallCount(signature, site.step, site.step))
 
     def items(self) -> list[tuple[tuple[str, str, CallSignature], CallCount]]:
-        """Every count, with its module, phase and signature."""
+        """Return every count with its module, phase and signature."""
         return [*self._counts.items()]
 
     def modules(self) -> list[str]:
@@ -158,12 +158,12 @@ class Census:
 
 
 def _alike(scale: float | None) -> float | None:
-    """Return the scale, and for every NaN the same one: two NaN are not equal otherwise."""
+    """Return the scale, and the same object for every NaN, so that two of them are equal."""
     return math.nan if scale is not None and math.isnan(scale) else scale
 
 
 def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
-    """Return the shape of a key or value; of pages, whose pool is larger, what a table takes."""
+    """Return the shape of a key or value; for pages, that of the keys that the table holds."""
     table = arguments.page_table
     if table is None:
         return _sizes(tensor)

@@ -1,4 +1,4 @@
-"""Marks functions that a compiled graph calls once, while it is traced, and not again."""
+"""Marks functions that run once while a graph is traced, and not when it is called."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """What `torch.compiler.assume_constant_result` does, without importing the compiler.
+    """Do the same as `torch.compiler.assume_constant_result`, without importing the compiler.
 
-    That takes more than a second of processor time, also in programs that only read recordings.
+    The import takes more than a second, also in programs that only read recordings.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -2,7 +2,7 @@
 
 The function is replaced in every loaded module that refers to it: in `torch.nn.functional` itself,
 where models look it up at call time, and in modules that ran `from torch.nn.functional import
-scaled_dot_product_attention`. Attention that does not begin as a call of SDPA takes one of
+scaled_dot_product_attention`. Attention that does not begin as a call of SDPA begins at one of
 `capture.hooks.entry_points`.
 """
 
@@ -27,10 +27,7 @@ TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class Arguments(NamedTuple):
-    """Arguments of an attention call by name, as `AttentionCall` has them.
-
-    SDPA's, positional or keyword in the original call, and what other functions take beside them.
-    """
+    """Arguments of an attention call by name: SDPA's, and those of other functions beyond them."""
 
     query: Tensor
     key: Tensor
@@ -47,21 +44,21 @@ class Arguments(NamedTuple):
     page_table: Tensor | None = None
     variant: AttentionVariant = PLAIN
     entry_point: str = "sdpa"
-    """How the model made the call."""
+    """Entry point that the model called."""
     backend: str = ""
-    """What computed it, as a kernel's name, where it was not SDPA."""
+    """Name of the kernel that computed the call; empty for SDPA."""
     refusal: str = ""
-    """Why it is no `AttentionCall`; then it can only be counted."""
+    """Reason why the call cannot be an `AttentionCall` and is only counted; usually empty."""
     returns: str = ""
-    """What the caller wants beside the output; no kernel returns it."""
+    """Results beside the output that the caller wants and no kernel returns; usually empty."""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """What a kernel must know beyond SDPA, of `capture.call.attention_variant.FEATURES`."""
+        """Names from `FEATURES` of what a kernel must support beyond SDPA."""
         return features(self)
 
     def fields(self) -> dict[str, Any]:
-        """By name, those that an `AttentionCall` has too."""
+        """Return the arguments that an `AttentionCall` has too, by name."""
         fields = self._asdict()
         for name in ("entry_point", "backend", "refusal", "returns"):
             del fields[name]
@@ -82,15 +79,15 @@ def bind(
     """Bind arguments to SDPA's signature (`inspect.signature` cannot read the builtin's)."""
     # SDPA also accepts numpy and tensor scalars; the census and headers need plain numbers.
     scale = None if scale is None else float(scale)
-    # Three times as fast as the class itself, and this is on the path of every call.
+    # Three times as fast as calling the class, and every call comes here.
     sdpas = (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
     bound = _tuple(Arguments, sdpas + _BEYOND)
     return bound if attn_mask is None else _without_bias(bound)
 
 
 def _without_bias(arguments: Arguments) -> Arguments:
-    """Say with `is_causal` what a `CausalBias` says, whose own memory holds nothing."""
-    bias = sys.modules.get("torch.nn.attention.bias")  # whose import takes Triton's with it
+    """Replace a `CausalBias`, which has no values in memory, by `is_causal`."""
+    bias = sys.modules.get("torch.nn.attention.bias")  # not imported, since that imports Triton
     mask = arguments.attn_mask
     if bias is None or not isinstance(mask, bias.CausalBias):
         return arguments
@@ -102,7 +99,7 @@ def _without_bias(arguments: Arguments) -> Arguments:
 
 _tuple = tuple.__new__
 _BEYOND = tuple(Arguments._field_defaults.values())
-"""What no call of SDPA has."""
+"""Defaults of the arguments that SDPA does not have."""
 
 
 Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Tensor]
@@ -110,32 +107,32 @@ Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Ten
 the function it calls."""
 
 Traced = Callable[[Arguments, Callable[[], Tensor]], Tensor]
-"""`traced(arguments, proceed) -> output`: what `torch.compile` traces in place of the call. A model
-compiled earlier is recompiled if the code of this function, or a value it reads, has changed since
-it was traced."""
+"""`traced(arguments, proceed) -> output`: function that `torch.compile` traces in place of the
+call. A compiled model is recompiled if the code of this function, or a value it reads, has
+changed."""
 
 Observer = Callable[..., None]
-"""`observer(output, sdpa, *args, **kwargs)`: told what the function `sdpa` returned for these
-arguments. Its own parameters after the first two are SDPA's."""
+"""`observer(output, sdpa, *args, **kwargs)`: called after the function `sdpa` has returned `output`
+for these arguments. Its parameters after the first two are SDPA's."""
 
 _active = threading.Lock()
 
 
 class _Position:
-    """Where a thread is."""
+    """State of a thread: its handled calls."""
 
     __slots__ = ("handled", "inside")
 
     def __init__(self) -> None:
         self.inside = False
-        """A handled or observed call."""
+        """True inside a handled or observed call."""
         self.handled = 0
-        """Calls so far, of those that have begun."""
+        """Number of handled calls that have begun so far."""
 
 
 class _PerThread(threading.local):
     def __init__(self) -> None:
-        self.position = _Position()  # looking that up takes longer than all that is done with it
+        self.position = _Position()  # one object, because a thread-local look-up is slow
 
 
 _thread = _PerThread()
@@ -147,14 +144,13 @@ def intercept(
 ) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler`.
 
-    While it is active, compiled modules run eagerly or, with `traced`, compiled with `traced` in
-    place of the call. `nn.MultiheadAttention` leaves its fused fast path, so that no call is
-    missed, unless `keeps_fast_path`. Everything is restored on exit, also after an exception, and
-    earlier compiled code is used again. SDPA calls made by an SDPA
-    implementation are part of the outer call and are not handled again.
+    Meanwhile compiled modules run eagerly or, with `traced`, compiled with `traced` in place of the
+    call. `nn.MultiheadAttention` leaves its fused fast path, so that no call is missed, unless
+    `keeps_fast_path`. On exit everything is restored and earlier compiled code is used again. SDPA
+    calls inside an SDPA implementation are part of the outer call and are not handled again.
 
     Raises:
-        RuntimeError: another interception is active; each would count the other's calls.
+        RuntimeError: another interception is active, which would see this one's calls.
     """
 
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
@@ -166,14 +162,12 @@ def intercept(
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Tell `observer` of every SDPA call that has returned, as `intercept` would see it.
+    """Call `observer` after every SDPA call, in a third of the time that `intercept` takes.
 
-    The fused fast path of `nn.MultiheadAttention`, whose bits are others, stays in use.
-
-    A third of the time that `intercept` takes for a call: what the caller passed is passed on.
+    `nn.MultiheadAttention` stays on its fused fast path, because other code gives other bits.
 
     Raises:
-        RuntimeError: an interception is active; each would count the other's calls.
+        RuntimeError: an interception is active, which would see the same calls.
     """
 
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
@@ -184,7 +178,7 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 class _State:
-    """Of an interception; read in every call."""
+    """State of an interception, which every call reads."""
 
     __slots__ = ("is_over",)
 
@@ -193,7 +187,7 @@ class _State:
 
 
 _Replacing = Callable[[Callable[..., Tensor], _State], Callable[..., Tensor]]
-"""`replacing(sdpa, state)`: the function to put in place of `sdpa`."""
+"""`replacing(sdpa, state)`: returns the function to put in place of `sdpa`."""
 
 
 @contextlib.contextmanager
@@ -234,17 +228,17 @@ def answer(
 
 
 def is_inside() -> bool:
-    """Whether the calling thread is inside a handled call."""
+    """Return whether the calling thread is inside a handled call."""
     return _thread.position.inside
 
 
 def calls_handled() -> int:
-    """How many calls of this thread were handled so far."""
+    """Return the number of calls of this thread that were handled so far."""
     return _thread.position.handled
 
 
 def _like_the_original(replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Name a replacement as what it replaces, so that it is pickled as that."""
+    """Give a replacement the name of the original, so that it is pickled as the original."""
     functools.update_wrapper(replacement, TORCH_SDPA, assigned=("__name__", "__doc__"))
     replacement.__module__, replacement.__qualname__ = F.__name__, replacement.__name__
     return replacement
@@ -258,10 +252,10 @@ def _handled(
 ) -> Callable[..., Tensor]:
     @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        # First, because nothing below can be traced.
+        # Checked first, because the code below cannot be traced.
         if traced is not None and torch.compiler.is_compiling():
             return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
-        # A caller may still hold this function after the interception ended, e.g. in a closure.
+        # A caller may still hold this function after the interception ended, as in a closure.
         position = _thread.position
         if state.is_over or position.inside:
             return sdpa(*args, **kwargs)
@@ -271,7 +265,7 @@ def _handled(
             arguments = None
         if arguments is None:
             return sdpa(*args, **kwargs)  # let SDPA raise its own error
-        position.inside = True  # as in `answer`, without one more function on every call's path
+        position.inside = True  # like `answer`, without the cost of another function call
         position.handled += 1
         try:
             return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
@@ -288,7 +282,7 @@ def _observed(
 
     @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
-        if is_compiling():  # torch.export traces in spite of the stance, and nothing below can be
+        if is_compiling():  # torch.export traces in spite of the stance
             return sdpa(*args, **kwargs)
         position = thread.position
         if position.inside or state.is_over:
@@ -300,7 +294,7 @@ def _observed(
             try:
                 observer(output, sdpa, *args, **kwargs)
             except TypeError as error:
-                # Somebody's function in SDPA's place may take arguments that SDPA does not.
+                # A program's own function in SDPA's place may take more arguments than SDPA.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
             return output
@@ -313,7 +307,7 @@ def _observed(
 @contextlib.contextmanager
 def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
     state = _State()
-    # F may already hold another replacement, which is then what models call.
+    # F may already hold a replacement of the program's, which models then call.
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
     replacements = {key: replacing(sdpa, state) for key, sdpa in originals.items()}
     try:
@@ -321,7 +315,7 @@ def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
         yield
     finally:
         state.is_over = True
-        # Everywhere, because modules imported meanwhile may have imported the replacement.
+        # In all modules, because those imported meanwhile may hold the replacement.
         _swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 
 
@@ -331,7 +325,7 @@ def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
         if not isinstance(module, types.ModuleType) or vars(module) is globals():
             continue
         namespace = vars(module)
-        # Lists are copied at once, whatever other threads import meanwhile.
+        # Copied into a list at once, because other threads may import modules.
         if functions.keys().isdisjoint(map(id, list(namespace.values()))):
             continue
         for name, held in list(namespace.items()):

@@ -1,7 +1,7 @@
-"""Finds attention that ran without a call being seen, so that a short census says so.
+"""Finds attention that ran without a call being seen, so that an incomplete census says so.
 
-An attention module whose forward pass ends without a call on any road used another: a function that
-it holds a reference to, TorchScript, a kernel of its own, or plain matrix products.
+An attention module whose forward pass ends without a call at any entry point computes attention in
+another way: by a function that it held from before, TorchScript, its own kernel or matrix products.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class MissedAttention:
     """Forward passes of one class of attention modules in which no call was seen."""
 
     kind: str
-    """The class, or what an audit found beside: an operator."""
+    """Class of the modules, or an operator that an audit found."""
     forwards: int
-    """At least: of TorchScript, what runs cannot be counted, and is 0."""
+    """Number of forward passes, which is 0 for TorchScript, whose passes cannot be counted."""
     modules: int
     example: str
-    """The path of one of the modules."""
+    """Path of one of the modules."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,7 +43,7 @@ class MissedAttention:
 
 
 class FusedLayers:
-    """Counts the calls of PyTorch's fused layer, by the path of the module around it."""
+    """Counts of the calls of PyTorch's fused layer, by the path of the module around it."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         self._tracker = tracker
@@ -70,7 +70,7 @@ class FusedLayers:
 def find_missed_attention(
     tracker: ModuleTracker, fused: FusedLayers, audit: Audit | None = None
 ) -> list[MissedAttention]:
-    """Return what went past all roads so far, by class."""
+    """Return the attention that no entry point has seen so far, by class."""
     ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
     ran_paths = [watched.path for watched in ran]
     found: dict[str, list[tuple[str, int]]] = {}

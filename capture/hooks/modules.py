@@ -21,17 +21,17 @@ from capture.hooks.signals import is_meant_for_program
 
 
 class CallSite(NamedTuple):
-    """Where in the model a call was made."""
+    """Place in the model where a call was made."""
 
     module: str = ""
     """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Forward passes, before the current one, of the module that decides the phase."""
+    """Earlier forward passes of the module that decides the phase."""
     phase: str = "encode"
 
 
 OUTSIDE = CallSite()
-"""Outside all watched modules."""
+"""Site of calls outside of all watched modules."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,28 +41,28 @@ class WatchedModule:
     path: str
     module: nn.Module
     role: ModuleRole | None
-    """None if its phase is always its caller's."""
+    """Role of the module; None if it always has its caller's phase."""
     forwards: int = 0
-    """Forward passes so far, without those that a backward pass repeated."""
+    """Forward passes so far, without the repetitions of backward passes."""
     step: int = 0
-    """Of the latest forward pass."""
+    """Step of the latest forward pass."""
     is_attention: bool = False
     is_script: bool = False
-    """TorchScript lets nobody watch it."""
+    """True for TorchScript, which takes no hooks."""
     unseen: int = 0
     """Forward passes of an attention module that ended without an attention call."""
 
 
 class RunningModules(threading.local):
-    """The modules that the calling thread is in, from the outermost."""
+    """The modules that the calling thread is in, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, CallSite, int]] = []
-        """With the number of attention calls before an attention module."""
+        """Module, site, and the number of attention calls before an attention module began."""
 
 
 class _Hook:
-    """A forward hook, which is no part of a model that is copied, pickled or exported."""
+    """A forward hook that does nothing in a copied, pickled or exported model."""
 
     __slots__ = ("_running", "_watched")
 
@@ -70,7 +70,7 @@ class _Hook:
         self._running, self._watched = running, watched
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Does nothing with any arguments, and is there where this package is not.
+        # A function that does nothing with any arguments, and exists without this package.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -91,7 +91,7 @@ class _Enter(_Hook):
             if watched.role is not None:
                 try:
                     phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
-                except Exception as error:  # a model's own classes answer, and may not
+                except Exception as error:  # from the model's own classes
                     if is_meant_for_program(error):
                         raise
             if phase is None and outer is not None:
@@ -111,24 +111,24 @@ class _Leave(_Hook):
         watched, stack = self._watched, self._running.stack
         if not stack or stack[-1][0] is not module:
             if not any(entered is module for entered, _, _ in stack):
-                return  # entered before it was hooked
+                return  # the module began before it was hooked
             while stack[-1][0] is not module:
                 stack.pop()
         before = stack.pop()[2]
-        # One that raised has no output; a repetition ends as soon as it has what it needs.
+        # A forward pass that raised has no output, and a recomputation may end early.
         if watched.is_attention and output is not None and not in_backward():
             watched.unseen += calls_handled() == before
 
 
 class ModuleTracker:
-    """Tracks the forward passes of every module below some roots, per thread.
+    """A tracker of the forward passes of every module below some roots, per thread.
 
-    The phase of a forward pass (`capture.hooks.phases`) is that of the innermost module around it
+    The phase of a forward pass (`capture.hooks.phases`) is that of the innermost surrounding module
     that decides phases: a denoiser, a language model, or the outermost watched module.
 
     Args:
-        roots: modules by the prefix of their paths; with an empty prefix, the path of the root
-            itself is its class name.
+        roots: modules by the prefix of their paths; a root with an empty prefix has its class name
+            as path.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
@@ -162,7 +162,7 @@ class ModuleTracker:
         self.running = RunningModules()
 
     def component(self, path: str) -> str:
-        """The name of the root that a path begins with; empty if there is none."""
+        """Return the name of the root that a path begins with; empty if there is none."""
         name = path.partition(".")[0]
         return name if name in self._components else ""
 
@@ -177,35 +177,35 @@ class ModuleTracker:
 
     @property
     def site(self) -> CallSite:
-        """The current position of the calling thread."""
+        """Current site of the calling thread."""
         stack = self.running.stack
         return stack[-1][1] if stack else outside()
 
     @property
     def may_have_run(self) -> bool:
-        """Whether a watched module has run, or one that takes no hooks is among them."""
+        """False if no watched module has run, and all of them take hooks."""
         return any(
-            each.forwards or each.is_script or each.module in self._unhooked
-            for each in self.watched
+            watched.forwards or watched.is_script or watched.module in self._unhooked
+            for watched in self.watched
         )
 
     def forget(self) -> None:
-        """Let go of the modules, which nobody will ask for any more."""
+        """Release the modules at the end of a recording."""
         self._watched, self._unhooked = {}, set()
 
     @contextlib.contextmanager
     def watch(self) -> Iterator[None]:
-        """Hook every module, and unhook on exit.
+        """Hook every module, and remove the hooks on exit.
 
-        TorchScript takes no hooks. PyTorch's `TransformerEncoderLayer` takes another code path with
-        hooks, and gives other results: in evaluation, it is counted as a part of what calls it.
+        TorchScript takes no hooks. PyTorch's `TransformerEncoderLayer` leaves its fused path if it
+        has hooks and gives other results, so in evaluation it counts as a part of its caller.
         """
         handles = []
         try:
             for module, watched in self._watched.items():
                 if watched.is_script or module in self._unhooked:
                     continue
-                # The hook carries what is known of the module: DataParallel runs replicas.
+                # The hook holds the module's state, because DataParallel runs replicas of it.
                 enter, leave = _Enter(self.running, watched), _Leave(self.running, watched)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
@@ -219,12 +219,12 @@ class ModuleTracker:
 
 
 def outside() -> CallSite:
-    """The position of a thread that is in no watched module."""
+    """Return the site of a thread that is outside of all watched modules."""
     return OUTSIDE._replace(phase=RECOMPUTE) if in_backward() else OUTSIDE
 
 
 def roots_of(watched: Any) -> dict[str, nn.Module]:
-    """Return the modules to hook, by name: a single module, a pipeline's modules, or a mapping's.
+    """Return the modules to hook, by name: one module, a pipeline's modules, or a mapping's.
 
     Raises:
         TypeError: `watched` contains no module.
@@ -244,14 +244,14 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
 
 
 def _never_runs(module: nn.Module) -> bool:
-    """Whether it is a container, such as `nn.ModuleDict`, with nothing in it."""
+    """Return whether a module is an empty container, such as `nn.ModuleDict()`."""
     forward = getattr(getattr(module, "forward", None), "__func__", None)
     is_container = forward in (nn.Module.forward, nn.Sequential.forward)
     return is_container and next(module.children(), None) is None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """Unwrap a module that `torch.compile` wrapped, so that paths are the model's own."""
+    """Unwrap a module that `torch.compile` wrapped, so that the paths are the model's own."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 
@@ -259,12 +259,12 @@ def _uncompiled(module: nn.Module) -> nn.Module:
 def denoisers(roots: Mapping[str, nn.Module]) -> list[str]:
     """Return the names of the components whose forward takes a time step.
 
-    Without one, a `transformer` or `unet`.
+    If there are none, `transformer` or `unet` is returned.
     """
     found = [name for name, root in roots.items() if takes_time_step(_uncompiled(root))]
     return found or [name for name in ("transformer", "unet") if name in roots][:1]
 
 
 def matches(path: str, globs: str) -> bool:
-    """Whether a module's path matches one of the comma-separated globs."""
+    """Return whether a module's path matches one of the comma-separated globs."""
     return any(fnmatch.fnmatchcase(path, glob.strip()) for glob in globs.split(","))

@@ -1,10 +1,10 @@
-"""What a forward pass does, told by what its module is and what it is given.
+"""Decides the phase of a forward pass by its module and arguments.
 
-- `denoise`: its forward takes a time step.
-- `decode`: a language model reads at most `FEW` tokens on a cache that already holds some.
-- `prefill`: a language model reads anything else, later chunks of a prompt included.
-- `encode`: any other module, also an encoder inside a language model.
-- `recompute`: a backward pass runs it once more (gradient checkpointing).
+- `denoise`: the module's forward takes a time step.
+- `decode`: a language model reads at most `FEW` tokens, with a cache that already holds some.
+- `prefill`: a language model reads anything else, including later chunks of a prompt.
+- `encode`: any other module runs, including an encoder inside a language model.
+- `recompute`: a backward pass runs the module again (gradient checkpointing).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from capture.hooks.signals import is_meant_for_program
 RECOMPUTE = "recompute"
 
 FEW = 8
-"""Tokens of a decoding step: one, or as many as are guessed and verified together."""
+"""Most tokens of a decoding step, which may verify several guessed tokens together."""
 
 _TIME_STEPS = ("t", "sigma", "time_step", "noise_level", "decoder_noise_time")
-"""Names of a time step beside those that contain `timestep`."""
+"""Names of a time step, in addition to names that contain `timestep`."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _TOKENS = (
     "decoder_input_ids",
@@ -35,11 +35,11 @@ _TOKENS = (
     "inputs_embeds",
     "hidden_states",
 )
-"""Names of what a language model or one of its layers reads, (B, S) or (B, S, width)."""
+"""Names of the tokens that a language model or its layer reads, (B, S) or (B, S, width)."""
 
 
 class ModuleRole:
-    """What a module is, as far as that decides phases."""
+    """The properties of a module that decide phases."""
 
     def __init__(self, module: nn.Module) -> None:
         places = _places(module)
@@ -51,26 +51,26 @@ class ModuleRole:
         self.is_cross_attention = "key_value_states" in places
         self.generates = _can_generate(module)
         self.encodes = False
-        """It is an encoder inside a language model."""
+        """True for an encoder inside a language model."""
         self.layers: list[int | None] = [getattr(module, "layer_idx", None)]
-        """Which layers' parts of a cache are its own; None for the first."""
+        """Layers of a cache that belong to the module; None for the first."""
         if self.caches and self.layers == [None]:
             own = (getattr(part, "layer_idx", None) for part in module.modules())
             self.layers = [*dict.fromkeys(layer for layer in own if layer is not None)] or [None]
 
     @property
     def decides(self) -> bool:
-        """Whether the phase may be another than that of the module it is called by."""
+        """True if the module's phase may differ from its caller's."""
         return bool(self.time_steps or self.caches or self.generates or self.encodes)
 
     def phase(
         self, outer: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
     ) -> str | None:
-        """Return the phase of a forward pass with these arguments; None if it is its caller's.
+        """Return the phase of a forward pass with these arguments; None for its caller's phase.
 
         Args:
-            outer: the caller's phase; None if no watched module calls it.
-            step: forward passes of the module before this one.
+            outer: phase of the caller; None without a watched caller.
+            step: number of earlier forward passes of the module.
         """
         if outer != "denoise" and any(
             _given(name, place, args, kwargs) is not None for name, place in self.time_steps.items()
@@ -91,15 +91,15 @@ class ModuleRole:
         tokens = self._new_tokens(args, kwargs)
         longest = kwargs.get("max_length_q")
         if isinstance(longest, int) and kwargs.get("cache") is not None:
-            # Continuous batching packs sequences, and some may read a prompt while others decode.
+            # Continuous batching packs sequences that read a prompt with others that decode.
             return "decode" if longest == 1 else "prefill"
         if cache is not None:
-            # Of cross-attention, the cache holds what the encoder wrote, not tokens.
+            # For cross-attention, the cache holds the encoder's states, not tokens.
             crosses = self.is_cross_attention and kwargs.get("key_value_states") is not None
-            # Any layer's: those of linear attention may hold no tokens.
+            # One filled layer is enough, because layers of linear attention may hold no tokens.
             is_filled = any(_tokens_in(cache, layer, crosses=crosses) for layer in self.layers)
             return "decode" if is_filled and tokens <= FEW else "prefill"
-        # Where there is no cache to see, the model may keep one to itself.
+        # Without a cache among the arguments, the model may keep one itself.
         return "decode" if not self.caches and step > 0 and tokens == 1 else "prefill"
 
     def _new_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -116,7 +116,7 @@ def roles(root: nn.Module) -> dict[nn.Module, ModuleRole]:
     for module, role in found.items():
         if role.generates and role.caches:
             for inner in module.modules():
-                # Another of transformers' models, which keeps no cache.
+                # An inner model of transformers without a cache is an encoder.
                 is_model = hasattr(inner, "can_generate") and not found[inner].generates
                 is_encoder = not found[inner].caches or getattr(inner, "is_decoder", True) is False
                 found[inner].encodes = found[inner].encodes or (is_model and is_encoder)
@@ -124,12 +124,12 @@ def roles(root: nn.Module) -> dict[nn.Module, ModuleRole]:
 
 
 def deciding(root: nn.Module) -> dict[nn.Module, ModuleRole]:
-    """Return the modules where the phase may change, and the root itself first."""
+    """Return the root and the modules below it where the phase may change."""
     known = roles(root)
     found = {root: known[root]}
 
     def look(module: nn.Module, around: ModuleRole) -> None:
-        if around.time_steps:  # nothing in a denoiser is anything else
+        if around.time_steps:  # everything inside a denoiser denoises
             return
         for inner in module.children():
             role = known[inner]
@@ -145,25 +145,25 @@ def deciding(root: nn.Module) -> dict[nn.Module, ModuleRole]:
 
 
 def stepping(root: nn.Module) -> dict[nn.Module, ModuleRole]:
-    """Return the modules whose forward passes are a model's steps: itself, or those it wraps."""
+    """Return the modules whose forward passes are a model's steps: the root or wrapped models."""
     found = deciding(root)
     wrapped = {module: role for module, role in found.items() if module is not root}
     return {root: found[root]} if found[root].decides or not wrapped else wrapped
 
 
 def takes_time_step(module: nn.Module) -> bool:
-    """Whether a module is a denoiser: its forward takes a time step."""
+    """Return whether a module is a denoiser, whose forward takes a time step."""
     return any(_is_time_step(name, module) for name in _places(module))
 
 
 def in_backward() -> bool:
-    """Whether a backward pass runs this code: it recomputes what was not kept."""
-    # The same in both variants of torch.utils.checkpoint, and on every thread of autograd's.
+    """Return whether a backward pass runs this code, to recompute activations."""
+    # This works in both variants of torch.utils.checkpoint, and on every thread of autograd.
     return torch._C._current_graph_task_id() != -1
 
 
 def _places(module: nn.Module) -> Mapping[str, int]:
-    """The position of every parameter of a module's forward, by name."""
+    """Return the position of every parameter of a module's forward, by name."""
     if isinstance(module, torch.jit.ScriptModule):
         return {}
     if "forward" in vars(module):  # accelerate and diffusers wrap it on the instance
@@ -177,8 +177,8 @@ def _parameters(forward: Any, skipped: int) -> Mapping[str, int]:
     except (TypeError, ValueError):
         return {}
     return {
-        each.name: place if each.kind is each.POSITIONAL_OR_KEYWORD else sys.maxsize
-        for place, each in enumerate(parameters)
+        parameter.name: place if parameter.kind is parameter.POSITIONAL_OR_KEYWORD else sys.maxsize
+        for place, parameter in enumerate(parameters)
     }
 
 
@@ -188,7 +188,7 @@ def _parameters_of_method(forward: Any) -> Mapping[str, int]:
 
 
 def _is_time_step(name: str, module: nn.Module) -> bool:
-    # Würstchen's name is too short to mean a time step anywhere else.
+    # The name `r` means a time step only in diffusers' Würstchen.
     wuerstchen = name == "r" and type(module).__module__.startswith("diffusers.")
     return "timestep" in name or name in _TIME_STEPS or wuerstchen
 
@@ -200,20 +200,20 @@ def _given(name: str, place: int, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _can_generate(module: nn.Module) -> bool:
     try:
         return bool(getattr(module, "can_generate", lambda: False)())
-    except Exception as error:  # a model's own classes answer, and may not
+    except Exception as error:  # from the model's own classes
         if is_meant_for_program(error):
             raise
         return False
 
 
 def _tokens_in(cache: Any, layer: int | None, *, crosses: bool) -> int:
-    """Return how many tokens a cache holds: in one layer's part, if it has parts."""
+    """Return the number of tokens in a cache, or in one layer's part of it."""
     if crosses and isinstance(updated := getattr(cache, "is_updated", None), Mapping):
         return int(updated.get(layer or 0, False))
     if hasattr(cache, "get_seq_length"):
         try:
             return int(cache.get_seq_length(layer or 0))
-        except (TypeError, ValueError):  # no part of its own, as of a layer of linear attention
+        except (TypeError, ValueError):  # a layer without a part, such as linear attention
             return int(cache.get_seq_length())
     while isinstance(cache, tuple | list):  # ((key, value), …), or one layer's (key, value)
         cache = cache[0] if cache else None

@@ -1,4 +1,4 @@
-"""Exceptions that are meant for the program, wherever it happens to be: not failures of ours."""
+"""Recognises exceptions that are meant for the program and only arrive while our code runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import threading
 from types import CodeType
 
 _PACKAGES = {"capture", "torch", "builtins"} | sys.stdlib_module_names
-"""What our own work raises, and runs in."""
+"""Packages whose code our own work runs, and whose errors it raises."""
 
 
 def is_meant_for_program(error: BaseException) -> bool:
-    """Whether an error only happened to arrive while our code ran, say of a time limit.
+    """Return whether an error is not a failure of ours, such as the program's time limit.
 
     A signal handler of the program raised it, or another thread put it into this one.
     """
@@ -33,9 +33,9 @@ def _is_of_signal_handler(error: BaseException) -> bool:
 
 
 def _is_of_another_thread(error: BaseException) -> bool:
-    """Whether it is of somebody else's class, and nobody else's code raised it.
+    """Return whether an error has a class of the program but was raised in our own code.
 
-    A tensor or model of the program's own classes may raise too, but from code of its own.
+    A tensor or model of the program's own classes raises errors from its own code.
     """
     traceback = error.__traceback__
     if traceback is None or _package(type(error).__module__) in _PACKAGES:

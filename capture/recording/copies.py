@@ -1,8 +1,8 @@
 """Copies a call's tensors to host memory as they are now, while the model goes on.
 
-A GPU's tensors are first copied on the GPU, in the order of the model's own work, so that what the
-model does to them later does not matter; then a stream of our own moves the copies to pinned
-memory. Where the GPU has no room for the first copy, the model's stream moves them, head by head.
+A GPU's tensors are first copied on the GPU, on the model's own stream, so that later changes by the
+model do not matter. Then a stream of our own moves the copies to pinned memory. If the GPU has no
+room for the first copy, the model's stream moves the tensors, head by head.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from capture.recording.memory import HostBuffer
 
 _ALIGNMENT = 64
 _ROOM = 2
-"""Copies are made on the GPU if it has room for this many."""
+"""Number of copies that must fit on the GPU for one to be made there."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class HostCopy:
     """A call's tensors in host memory; complete after `wait`."""
 
     values: dict[str, Tensor]
-    """As a file stores them (`capture.call.strides`); views of the buffer."""
+    """Values as a file stores them (`capture.call.strides`), which are views of the buffer."""
     layouts: dict[str, Layout]
     buffer: HostBuffer
 
@@ -38,28 +38,28 @@ class HostCopy:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """The bytes that a file stores of the tensors: of expanded dimensions one element each."""
+    """Return the bytes that a file stores of the tensors, without expanded dimensions."""
     return sum(narrow_expanded(tensor).nbytes for tensor in tensors.values())
 
 
 def buffer_size(tensors: Mapping[str, Tensor]) -> int:
-    """The bytes that `HostCopier.copy` needs: what is stored, each tensor at an aligned address."""
+    """Return the bytes that `HostCopier.copy` needs, with each tensor at an aligned address."""
     return sum(_aligned(narrow_expanded(tensor).nbytes) for tensor in tensors.values())
 
 
 class HostCopier:
-    """Copies tensors into buffers, with one stream for each GPU."""
+    """A copier of tensors into buffers, with one stream per GPU."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._lock = threading.Lock()
 
     def copy(self, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> HostCopy:
-        """Start copying; the tensors may change as soon as this returns.
+        """Start copying tensors, which may change as soon as this returns.
 
         Args:
             tensors: of any shape, strides and device.
-            buffer: of at least `buffer_size(tensors)` bytes.
+            buffer: buffer of at least `buffer_size(tensors)` bytes.
 
         Raises:
             RuntimeError: a tensor cannot be copied.
@@ -74,7 +74,7 @@ class HostCopier:
         gpu = next((s.device for s in sources.values() if s.device.type == "cuda"), None)
         at_once = [name for name, source in sources.items() if source.device != gpu]
         if buffer.filled is not None and (at_once or gpu is None):
-            buffer.filled.synchronize()  # an earlier call's copy, which nobody waited for
+            buffer.filled.synchronize()  # an earlier, dropped call's copy may still be arriving
         for name in at_once:
             values[name].copy_(sources[name])
         if gpu is not None:
@@ -112,24 +112,24 @@ class HostCopier:
 
 
 def _copies_on(device: torch.device, sources: list[Tensor]) -> list[Tensor] | None:
-    """Contiguous copies on the GPU, or None if it has no room for them."""
+    """Return contiguous copies on the GPU, or None if it has no room for them."""
     needed = _ROOM * sum(source.nbytes for source in sources)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed > unused and needed > torch.cuda.mem_get_info(device)[0]:
         return None
     try:
         return [source.clone(memory_format=torch.contiguous_format) for source in sources]
-    except torch.OutOfMemoryError:  # what is unused is in pieces
+    except torch.OutOfMemoryError:  # the free memory is fragmented
         return None
 
 
 def _copy_in_parts(target: Tensor, source: Tensor) -> None:
-    """Copy from the GPU with little memory there: what has gaps is made contiguous in parts."""
+    """Copy from the GPU in contiguous parts, which takes little memory there."""
     if source.is_contiguous() or source.ndim <= 2:
         target.copy_(source, non_blocking=True)
         return
-    for part, of in zip(target, source, strict=True):
-        _copy_in_parts(part, of)
+    for target_part, source_part in zip(target, source, strict=True):
+        _copy_in_parts(target_part, source_part)
 
 
 def _aligned(nbytes: int) -> int:

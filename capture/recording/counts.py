@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class RecordingCounts:
-    """What became of calls that are not stored, and what recording has cost so far."""
+    """Counts of calls that are not stored, and of the time and memory that recording took."""
 
     nbytes: int = 0
     """Size of the tensors of the kept calls."""

@@ -1,4 +1,4 @@
-"""What the manifest says about a run: its settings, versions and weights."""
+"""The manifest's description of a run: its settings, versions and weights."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import parsed, typed
 
 _LONGEST_NAME = 4096
-"""Characters of what the header of every file repeats."""
+"""Longest name or description of weights, in characters; every file's header repeats them."""
 _LONGEST_DESCRIPTION = 16 << 20
-"""Bytes that a capture may take of the manifest, beside its calls."""
+"""Longest description of a capture in the manifest, without its calls, in bytes."""
 
 
 def versions() -> dict[str, str]:
-    """Of Python, torch, CUDA and those model libraries that the program has imported."""
+    """Return the versions of Python, torch, CUDA and the imported model libraries."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if torch.version.cuda:
         found["cuda"] = torch.version.cuda
@@ -31,11 +31,11 @@ def versions() -> dict[str, str]:
 
 
 def name_of_weights(module: Any) -> str:
-    """A phrase for the weights of a model that may know its `name_or_path`."""
+    """Describe the weights of a model by its `name_or_path`, if it has one."""
     path = getattr(module, "name_or_path", None) or getattr(
         getattr(module, "config", None), "_name_or_path", None
     )
-    # A randomly initialised model built from a checkpoint's config has that name too.
+    # A model with random weights has this name too, if a checkpoint's config built it.
     return f"{path} (its name_or_path)" if path else "not stated"
 
 
@@ -43,7 +43,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings as JSON would give them back.
 
     Raises:
-        CaptureError: they are not JSON.
+        CaptureError: the settings are not JSON.
     """
     try:
         plain: dict[str, Any] = json.loads(json.dumps(settings, allow_nan=False))
@@ -53,16 +53,16 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> CaptureRecord:
-    """Return a capture as it will be read back.
+    """Return a capture's record as it will be read back.
 
     Raises:
-        CaptureError: it cannot.
+        CaptureError: the record cannot be read back.
     """
     try:
         typed(int | None, seed, "`seed=`")
         typed(int | None, rank, "`rank=`")
-        for name, said in (("name", capture.model), ("weights", capture.weights)):
-            if len(typed(str, said, f"`{name}=`")) > _LONGEST_NAME:
+        for name, value in (("name", capture.model), ("weights", capture.weights)):
+            if len(typed(str, value, f"`{name}=`")) > _LONGEST_NAME:
                 raise ValueError(f"`{name}=` has more than {_LONGEST_NAME} characters")
         manifest = json.dumps({"captures": [capture.to_json()]})
         if len(manifest) > _LONGEST_DESCRIPTION:

@@ -1,12 +1,11 @@
-"""How hard a call is for a quantised kernel: the error of INT8 attention on a sample of its tokens.
+"""Difficulty of a call for a quantised kernel: the error of INT8 attention on a sample of tokens.
 
-What makes a call hard (outlier channels of K beside the rest, blocks whose peak is far above their
-root mean square, the range of V, close scores) shows in the error itself, and so does what makes it
-easy again: weights on one key, or values with a mean that all of them share. So a few queries
-attend to a thousand of the keys twice, with the model's values and with those rounded to INT8, and
-the difficulty is the relative L1 distance of the two. Query and key are rounded as SageAttention
-does it (Zhang et al. 2024), with a scale per 64 tokens and K's mean taken off, the value with a
-scale per channel.
+The error reflects everything that makes a call hard (outlier channels of K, blocks whose peak is
+far above their root mean square, the range of V, close scores) and everything that makes it easy
+again (weights on one key, a mean that all values share). So a few queries attend to a thousand keys
+twice, with the model's values and with values rounded to INT8; the difficulty is the relative L1
+distance of the two outputs. Query and key are rounded as in SageAttention (Zhang et al. 2024), with
+a scale per 64 tokens and without K's mean, and the value with a scale per channel.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 
 QUERIES, KEYS, BATCH = 32, 1024, 4
-"""Of each head, and batch elements; at most, evenly spaced, the first and the last among them."""
+"""Most queries and keys of a head, and batch elements, evenly spaced from the first to the last."""
 BLOCK = 64
 """Tokens that share a scale."""
 LARGEST = 127.0
 
 
 def with_difficulty(call: AttentionCall) -> AttentionCall:
-    """Put a call's difficulty into its origin; waits for the call's device."""
+    """Put a call's difficulty into its origin, after waiting for the call's device."""
     found = difficulty(call).item()
     known = found if math.isfinite(found) else None
     return replace(call, origin=replace(call.origin, difficulty=known))
@@ -35,10 +34,10 @@ def with_difficulty(call: AttentionCall) -> AttentionCall:
 
 @torch.no_grad()
 def difficulty(call: AttentionCall) -> Tensor:
-    """Return the difficulty, float32 without dimensions, on the call's device.
+    """Return the difficulty, a float32 scalar on the call's device.
 
-    NaN for a call without tokens, and one whose values are NaN or infinite. Does not wait for the
-    device, unless keys lie in pages. Takes neither random numbers nor PyTorch's attention.
+    It is NaN for a call without tokens, or with NaN or infinite values. Nothing waits for the
+    device unless keys lie in pages, and neither random numbers nor PyTorch's attention are used.
     """
     with torch.autocast(call.device.type, enabled=False):
         call = call.without_pages()
@@ -48,7 +47,7 @@ def difficulty(call: AttentionCall) -> Tensor:
         if not (len(rows) and len(columns)):
             return torch.tensor(math.nan, device=call.device)
         query = call.query[batch][:, :, rows].float()
-        key, value = (each[batch][:, :, columns].float() for each in (call.key, call.value))
+        key, value = (kv[batch][:, :, columns].float() for kv in (call.key, call.value))
         exact = _attention(call, query, key, value, (batch, rows, columns))
         mean = key.mean(2, keepdim=True)
         query, key = _rounded_by_block(query), _rounded_by_block(key - mean) + mean
@@ -58,11 +57,11 @@ def difficulty(call: AttentionCall) -> Tensor:
 
 
 Indices = tuple[Tensor, Tensor, Tensor]
-"""The chosen batch elements, queries and keys."""
+"""Chosen batch elements, queries and keys."""
 
 
 def _evenly(length: int, most: int, device: torch.device) -> Tensor:
-    """Return indices of at most so many of `length`; of over a block, of whole blocks."""
+    """Return at most `most` evenly spaced indices; more than a block are whole blocks."""
     count = min(length, most)
     count -= count % BLOCK if count > BLOCK else 0
     return torch.linspace(0, length - 1, count, device=device, dtype=torch.float64).round().long()
@@ -71,9 +70,9 @@ def _evenly(length: int, most: int, device: torch.device) -> Tensor:
 def _attention(
     call: AttentionCall, query: Tensor, key: Tensor, value: Tensor, chosen: Indices
 ) -> Tensor:
-    """Attention of the chosen tokens with the call's scale, mask, window, soft cap and sinks.
+    """Compute attention of the chosen tokens with the call's options.
 
-    Zero for a query that sees none of the chosen keys.
+    The output is zero for a query that sees none of the chosen keys.
     """
     heads, groups = key.shape[1], query.shape[1] // key.shape[1]
     scores = query.unflatten(1, (heads, groups)) @ key.unsqueeze(2).mT * call.softmax_scale
@@ -102,7 +101,7 @@ def _attention(
 
 
 def _rounded_by_block(tensor: Tensor) -> Tensor:
-    """Round (B, H, S, D) with a scale per `BLOCK` tokens."""
+    """Round a tensor (B, H, S, D) with a scale per `BLOCK` tokens."""
     blocks = tensor.unflatten(2, (-1, min(tensor.shape[2], BLOCK)))
     return _rounded(blocks, blocks.abs().amax((3, 4), keepdim=True)).flatten(2, 3)
 

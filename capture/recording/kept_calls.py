@@ -1,4 +1,4 @@
-"""What becomes of the calls that a recording's sampler wants: written, given up or lost."""
+"""Stores the calls that a recording's sampler wants, and keeps count of them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class KeptCalls:
         self._kept: dict[int, tuple[CallCount, int]] = {}
         """Count of the calls like each kept call, and its size, by the kept call's index."""
         self._failed: deque[int] = deque()
-        """Calls that the writer's thread could not write; it must not wait for a lock."""
+        """Calls that the writer's thread could not write, noted here without a lock."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -71,8 +71,8 @@ class KeptCalls:
             found = as_local(arguments, result)
             if found is None:
                 self._tell(
-                    f"{site.module} splits its tensors by something else than batch and heads: its "
-                    "calls are counted and not stored"
+                    f"{site.module} splits its tensors by more than batch and heads: its calls are "
+                    "counted and not stored"
                 )
                 return
             arguments, result, part = found
@@ -83,7 +83,7 @@ class KeptCalls:
             stack = self._tracker.running.stack
             part = WHOLE if options.rank is None else of_weights(stack[-1][0], *arguments[:2])
         if options.heads is not None:
-            part = WHOLE  # some of a part's heads are not to be joined with anything
+            part = WHOLE  # some heads of a part cannot be joined with other parts
         output = result if options.keeps_output else None
         call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
         if options.heads is not None:
@@ -96,7 +96,7 @@ class KeptCalls:
             call = with_difficulty(call)
         tensors, header = stored_tensors(call), CallHeader.of(call)
         nbytes = stored_bytes(tensors)
-        if fault := header.fault() or header.excess(nbytes):  # nobody could load it
+        if fault := header.fault() or header.excess(nbytes):  # the file could not be loaded
             self._tell(f"a call cannot be stored: {fault}")
             return
         difficulty = call.origin.difficulty
@@ -124,12 +124,12 @@ class KeptCalls:
                 raise
 
     def failed(self, index: int, error: Exception) -> None:
-        """Note a call that could not be stored; also called by the writer's thread."""
+        """Note a call that could not be stored. The writer's thread calls this too."""
         self._failed.append(index)
         self._tell(f"could not store a call in {self._directory}: {reason_of(error)}")
 
     def give_up(self) -> None:
-        """Forget what the writer has not written by now, and say so."""
+        """Forget the calls that the writer has not written by now, and say so."""
         writer = self.writer
         assert writer is not None
         self._forget_failed(writer)
@@ -188,13 +188,13 @@ class KeptCalls:
 
 
 def reason_of(error: Exception) -> str:
-    """One line; for a model's own class without a text, its name."""
+    """Return the error's text in one line, or the name of a class that has no text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     name = type(error).__name__
     try:
         return f"{name}: {error}".partition("\n")[0]
-    except Exception as another:  # a model's own class need not have a text
+    except Exception as another:  # raised by the text of a model's own class
         if is_meant_for_program(another):
             raise
         return name

@@ -1,4 +1,4 @@
-"""How much memory recorded calls may wait in, and the buffers that they wait in."""
+"""Host memory for recorded calls that wait to be written: its limit and its buffers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from capture.recording.counts import RecordingCounts
 
 SHARE = 4
-"""The default limit is free memory divided by this."""
+"""Divisor of the free memory that gives the default limit."""
 
 _LARGE = 1 << 20
 _CGROUPS = (
@@ -29,12 +29,12 @@ _CGROUPS = (
 
 
 def default_buffer_bytes() -> int:
-    """A quarter of the memory that this machine, or this container, has free."""
+    """Return a quarter of the free memory of this machine or container."""
     return max(available_bytes() // SHARE, 64 << 20)
 
 
 def available_bytes() -> int:
-    """Memory that can still be allocated: of the machine, or of the container's limit."""
+    """Return the memory that the machine or the container's limit still allows to allocate."""
     found = []
     try:
         with Path("/proc/meminfo").open() as file:
@@ -45,7 +45,7 @@ def available_bytes() -> int:
     for limit, used in _CGROUPS:
         try:
             found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # no such control group, or "max"
+        except (OSError, ValueError):  # without such a control group, or without a limit
             continue
     return max(min(found), 0)
 
@@ -58,9 +58,9 @@ class HostBuffer:
     """uint8, (bytes,)."""
     pinned: bool
     for_pinned: bool = False
-    """Pinned, or used instead where memory cannot be pinned."""
+    """True if the buffer is pinned, or stands in for one that could not be pinned."""
     filled: torch.cuda.Event | None = None
-    """When the last copy into it is over, if a GPU makes it."""
+    """End of a GPU's latest copy into the buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -69,12 +69,12 @@ class HostBuffer:
 
 @dataclass
 class BufferPool:
-    """Buffers that are used again: pinning memory takes longer than copying to it."""
+    """Buffers that are used again, because pinning memory takes longer than copying to it."""
 
     counts: RecordingCounts = field(default_factory=RecordingCounts)
     """Counts the time that allocating and pinning takes."""
     nbytes: int = 0
-    """Memory held, in use or not."""
+    """Size of all buffers, in use or free."""
     _taken: set[HostBuffer] = field(default_factory=set)
     _free: dict[tuple[int, bool], list[HostBuffer]] = field(
         default_factory=lambda: defaultdict(list)
@@ -83,11 +83,11 @@ class BufferPool:
     def take(self, nbytes: int, *, pinned: bool, limit: int) -> HostBuffer:
         """Return a free buffer of exactly this size, or allocate one.
 
-        If that would hold more than `limit` bytes, free buffers of other sizes are released. Memory
-        that cannot be pinned is not: copies to it take longer.
+        If all buffers would exceed `limit` bytes, free buffers of other sizes are released. Memory
+        that cannot be pinned is used unpinned, which makes copies slower.
 
         Raises:
-            MemoryError, RuntimeError: it cannot be allocated.
+            MemoryError, RuntimeError: memory cannot be allocated.
         """
         if free := self._free[nbytes, pinned]:
             buffer = free.pop()
@@ -96,7 +96,7 @@ class BufferPool:
         if self.nbytes + nbytes > limit:
             self.trim()
         began = time.perf_counter()
-        with torch.inference_mode(False):  # else it could not be written to outside of one
+        with torch.inference_mode(False):  # otherwise only code in inference mode could write to it
             try:
                 buffer = HostBuffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
             except (RuntimeError, OSError):
@@ -109,7 +109,7 @@ class BufferPool:
         return buffer
 
     def give_back(self, buffer: HostBuffer) -> None:
-        """Make a buffer free again; small ones are not worth keeping."""
+        """Make a buffer free again, or release it if it is small."""
         self._taken.discard(buffer)
         if buffer.nbytes >= _LARGE:
             self._free[buffer.nbytes, buffer.for_pinned].append(buffer)
@@ -117,7 +117,7 @@ class BufferPool:
             self.nbytes -= buffer.nbytes
 
     def close(self) -> None:
-        """Release all memory, also of buffers that nobody gave back."""
+        """Release all memory, also of buffers that were not given back."""
         for buffer in list(self._taken):
             self.give_back(buffer)
         self.trim()
@@ -129,7 +129,7 @@ class BufferPool:
                 buffer = buffers.pop()
                 self.nbytes -= buffer.nbytes
                 if buffer.filled is not None:
-                    buffer.filled.synchronize()  # a dropped call's copy, which nobody waited for
+                    buffer.filled.synchronize()  # a dropped call's copy may still be arriving
                 if buffer.pinned:
                     torch.cuda.cudart().cudaHostUnregister(buffer.memory.data_ptr())
 
@@ -141,9 +141,10 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
     # PyTorch's own pinned memory comes in powers of two, which would waste up to half of it.
     pages = mmap.mmap(-1, nbytes)
-    with contextlib.suppress(AttributeError, OSError):  # where the system has none
+    with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are pinned much faster
-    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()  # by all threads; pinning has one
+    # Zeroed to map the pages with all threads; pinning would do it with one.
+    memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     portable = 1  # pinned for every GPU
     torch.cuda.check_error(
         torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), nbytes, portable)

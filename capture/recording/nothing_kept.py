@@ -26,8 +26,8 @@ def nothing_kept(recording: Recording) -> str:
         )
     if recording.counts.without_heads:
         return (
-            f"none of the attention calls has the heads {recording.capture.heads}, or as many of "
-            "them for each key/value head as for the others; choose others with `heads=`"
+            f"none of the attention calls has the heads {recording.capture.heads} with equally "
+            "many for each key/value head; choose others with `heads=`"
         )
     refusals = {count.signature.refusal for _, count in recording.census.items()}
     if "" not in refusals:
@@ -47,7 +47,7 @@ def nothing_kept(recording: Recording) -> str:
 
 
 def _other_attention(recording: Recording) -> str:
-    """What the model did instead, as far as one can tell, and whether anything can be done."""
+    """Say what the model did instead, as far as it shows, with a remedy if there is one."""
     past = recording.missed_attention
     if any(each.kind in _OF_PYTORCH for each in past):
         return (
@@ -56,12 +56,12 @@ def _other_attention(recording: Recording) -> str:
             "False), which changes the last bits of their outputs"
         )
     if past:
-        return f"attention is computed in its own code, which no road sees: {past[0]}"
+        return f"attention is computed in the model's own code, which is not seen: {past[0]}"
     if not recording.may_have_run:
         return "the model did not run while it was recorded"
     return (
-        "none of its modules is known to compute attention; if one does, with matmul and softmax "
-        "or with a kernel of its own, no road sees that"
+        "none of its modules is known to compute attention; attention by matmul and softmax, or by "
+        "a kernel of the model's own, is not seen"
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps of a cache in pages, which may fill a GPU, the pages that one call reads."""
+"""Reduces a paged cache, which may fill a GPU, to the pages that one call reads."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from capture.call.strides import picked
 
 
 def with_pages_read(call: AttentionCall) -> AttentionCall:
-    """Return the call with a pool of those pages alone, in the order in which they lay.
+    """Return the call with a pool of only these pages, in their order in memory.
 
-    They move together and get new numbers; a page that sequences share stays one. Entries of the
-    table that no token needs become 0. Waits for the GPU.
+    The pages get new numbers, and a page that sequences share is stored once. Entries of the table
+    that no token needs become 0. Waits for the GPU.
 
     Raises:
-        ValueError: the table names a page that is not there.
+        ValueError: the table names a page outside the pool.
     """
     assert call.page_table is not None
     assert call.seqused_k is not None
@@ -27,9 +27,9 @@ def with_pages_read(call: AttentionCall) -> AttentionCall:
     table = torch.zeros_like(call.page_table)
     table[is_read] = numbers.to(table.dtype)
     if not kept.numel():
-        kept = kept.new_zeros(1)  # so that there is a page
+        kept = kept.new_zeros(1)  # a pool must have a page
     first, last = int(kept[0]), int(kept[-1])
-    if first < 0 or last >= call.key.shape[0]:  # to look it up would end the CUDA context
+    if first < 0 or last >= call.key.shape[0]:  # reading such a page would end the CUDA context
         raise ValueError(f"the page table names pages {first} to {last} of {call.key.shape[0]}")
     key = picked(call.key, 0, kept)
     shares = call.value_is_in_key

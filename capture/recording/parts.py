@@ -1,6 +1,6 @@
-"""Which part of the model's call a rank has: by what the user says, or by distributed tensors.
+"""Finds a rank's part of the model's call, by the user's word or by distributed tensors.
 
-Asks no other rank: a recording must not wait for anybody.
+Other ranks are not asked, because a recording must not wait for them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class RankPart(NamedTuple):
     split: str = ""
     """One of `capture.call.splits.SPLITS`; empty for a whole call."""
     ranks: tuple[int, ...] = ()
-    """Those that share the call, in the order of their parts."""
+    """Ranks that share the call, in the order of their parts."""
     heads: str = ""
-    """The query heads of the whole call that are this part's, where that is known."""
+    """Numbers that this part's query heads have in the whole call; empty if unknown."""
 
 
 WHOLE = RankPart()
@@ -43,14 +43,14 @@ def declared(
     rank: int | None,
     heads: Sequence[int] | None = None,
 ) -> RankPart | None:
-    """Return the part that a user says this rank has; None if nothing is said.
+    """Return the part that this rank has according to the user; None without `split`.
 
     Args:
-        heads: what alone is to be recorded of each call.
+        heads: the only heads of each call that are recorded.
 
     Raises:
-        ValueError: it cannot be so.
-        CaptureError: nothing says how many ranks there are, or `heads` were given too.
+        ValueError: the arguments contradict each other.
+        CaptureError: the number of ranks is unknown, or `heads` were given too.
     """
     if split is None:
         if ranks is not None:
@@ -60,14 +60,14 @@ def declared(
         raise ValueError(f"split must be {', '.join(SPLITS)} or None, not {split!r}")
     if heads is not None:
         raise CaptureError(
-            "some heads of each part make no whole call: leave out `heads=` or `split=`"
+            "some heads of each part do not make a whole call: leave out `heads=` or `split=`"
         )
     if rank is None:  # the only one
         return WHOLE
     if ranks is None and number_of_ranks() <= rank:
         raise CaptureError(
-            "which ranks share a call is not known: start them with torchrun, or record in a "
-            "program, with split_ranks=[0, 1]"
+            "the ranks that share a call are not known: start them with torchrun, or record in a "
+            "program with split_ranks=[0, 1]"
         )
     sharing = tuple(ranks if ranks is not None else range(number_of_ranks()))
     if rank not in sharing:
@@ -78,40 +78,40 @@ def declared(
 
 
 def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
-    """Return the part that an attention module's distributed weights tell of.
+    """Return the part that an attention module's distributed weights show.
 
-    A weight whose rows here are those that make the query, alone or fused with key and value, and
-    that is sharded by rows, says that heads are shared out: torch's `parallelize_module`,
-    transformers' `tp_plan`.
+    Ranks share heads if a weight is sharded by rows, and its local rows produce the query, alone or
+    fused with key and value, as with torch's `parallelize_module` or transformers' `tp_plan`.
 
     Args:
         query: (B, Hq, Sq, D), with the heads of this rank.
-        key: (B, Hkv, Sk, D), likewise.
+        key: (B, Hkv, Sk, D), with the heads of this rank.
     """
     heads, kv_heads, head_dim = query.shape[-3], key.shape[-3], query.shape[-1]
     for weight in _distributed(module):
-        here, everywhere = weight.to_local().shape, weight.shape
-        is_of_query = here[0] % (heads * head_dim) == 0  # with a gate, twice as many
-        is_fused = here[0] == (heads + 2 * kv_heads) * head_dim
-        if len(here) != 2 or here[0] == everywhere[0] or not (is_of_query or is_fused):
+        local, whole = weight.to_local().shape, weight.shape
+        is_of_query = local[0] % (heads * head_dim) == 0  # twice as many rows with a gate
+        is_fused = local[0] == (heads + 2 * kv_heads) * head_dim
+        if len(local) != 2 or local[0] == whole[0] or not (is_of_query or is_fused):
             continue
-        sharding = [at for at, each in enumerate(weight.placements) if each.is_shard(0)]
+        sharding = [dim for dim, place in enumerate(weight.placements) if place.is_shard(0)]
         if len(sharding) == 1:
-            return _part(weight, sharding[0], heads, ways=everywhere[0] / here[0])
+            return _part(weight, sharding[0], heads, ways=whole[0] / local[0])
     return WHOLE
 
 
 def _distributed(module: nn.Module) -> Iterator[DTensor]:
     from torch.distributed.tensor import DTensor
 
-    return (each for each in module.parameters() if isinstance(each, DTensor))
+    return (weight for weight in module.parameters() if isinstance(weight, DTensor))
 
 
 def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> RankPart:
     """Return the part of a rank.
 
     Args:
-        ways: how many times what this rank has makes the whole: its ranks, if all have as much.
+        ways: size of the whole in units of this rank's part; the number of ranks, if all parts are
+            equal.
     """
     from torch.distributed import get_process_group_ranks
 
@@ -123,31 +123,31 @@ def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> RankPar
 
 
 def is_distributed(arguments: Arguments) -> bool:
-    """Whether the tensors are distributed ones (`torch.distributed.tensor`)."""
+    """Return whether the tensors are distributed (`torch.distributed.tensor`)."""
     return type(arguments.query) is not Tensor and hasattr(arguments.query, "to_local")
 
 
 def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPart] | None:
-    """Return what this rank has of a call with distributed tensors, and which part that is.
+    """Return this rank's tensors of a call with distributed tensors, and which part they are.
 
-    None if it is neither a whole call nor some heads of one.
+    Returns None if they are neither a whole call nor some heads of one.
     """
     from torch.distributed.tensor import DTensor
 
-    given = {name: each for name, each in arguments._asdict().items() if isinstance(each, DTensor)}
+    given = {name: arg for name, arg in arguments._asdict().items() if isinstance(arg, DTensor)}
     query = given["query"]
     placements = query.placements
-    for name in ("key", "value"):  # a single head may be every rank's
-        each = given.get(name)
-        if each is None or (each.placements != placements and each.shape[_HEADS] > 1):
+    for name in ("key", "value"):  # every rank may hold a single head
+        tensor = given.get(name)
+        if tensor is None or (tensor.placements != placements and tensor.shape[_HEADS] > 1):
             return None
-    if isinstance(output, DTensor) and all(each.is_replicate() for each in output.placements):
-        # Gathered on the way, so that each rank has its own part and sends nothing.
+    if isinstance(output, DTensor) and all(place.is_replicate() for place in output.placements):
+        # The output was gathered. Every rank takes its own part of it, without communication.
         gathered: Any = output.detach()
         output = gathered.redistribute(query.device_mesh, placements)
     if isinstance(output, DTensor) and output.placements != placements:
         return None
-    by_heads = [at for at, each in enumerate(placements) if each.is_shard(_HEADS)]
+    by_heads = [dim for dim, place in enumerate(placements) if place.is_shard(_HEADS)]
     for name, tensor in given.items():
         for mesh_dim, placement in enumerate(tensor.placements):
             heads = 0 if name == "sinks" else _HEADS
@@ -157,8 +157,8 @@ def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPar
                 return None
     if len(by_heads) > 1 or query.ndim != 4:
         return None
-    here: dict[str, Any] = {name: each.to_local() for name, each in given.items()}
-    local = arguments._replace(**here)
+    local_tensors: dict[str, Any] = {name: tensor.to_local() for name, tensor in given.items()}
+    local = arguments._replace(**local_tensors)
     part = WHOLE
     if by_heads:
         heads = local.query.shape[_HEADS]

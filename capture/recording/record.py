@@ -49,45 +49,45 @@ def record(
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
 
-    Once the block has begun, nothing that goes wrong with the recording reaches it: a call that
-    cannot be stored is left out, a `RecordingWarning` tells of the first, and the recording's
-    `problems` list all. The block's own exceptions pass, after what was recorded is on the disk.
+    After the block has begun, problems with the recording do not reach it. A call that cannot be
+    stored is left out, the first problem is issued as a `RecordingWarning`, and all are listed in
+    the recording's `problems`. The block's own exceptions pass after recorded calls are on the
+    disk.
 
     Args:
-        module: what to watch: a `torch.nn.Module`, a diffusers pipeline, or a dict of name →
-            module. Calls made elsewhere are counted but not stored.
+        module: `torch.nn.Module`, diffusers pipeline, or dict of name → module to watch. Calls made
+            elsewhere are counted but not stored.
         max: number of calls to store.
-        name: the capture's name in the dataset; by default the class name. With a rank, `.rankN`
+        name: name of the capture in the dataset (default: the class name). With a rank, `.rankN`
             follows, so that all ranks can share a directory.
-        sample: `spread` over layers, steps, phases and shapes; `hard`, those most difficult for a
-            quantised kernel, for which the model waits at every call that may be stored; the
-            `first` ones; `every:N`, the first of every N; or `reservoir`, at random by `seed`, each
-            with equal probability.
+        sample: `spread` over layers, steps, phases and shapes; `hard`, the most difficult for a
+            quantised kernel, where the model waits at every call that may be stored; `first`;
+            `every:N`, the first of every N; or `reservoir`, at random by `seed`.
         modules: comma-separated globs of the module paths whose calls may be stored. By default
-            those of a pipeline's denoisers (all components that take a time step: transformers,
-            UNets, priors, ControlNets), otherwise every watched module.
+            these are a pipeline's denoisers (all components that take a time step), or else every
+            watched module.
         phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
-        heads: store only these query heads, from 0, with the key/value heads that they attend to.
-            Of a call with grouped heads, as many query heads of each of those.
-        weights: a phrase saying which weights produced the values; by default the model's
-            `name_or_path`, if it has one.
-        seed: the seed of the run, stored for reference; also that of `reservoir`.
-        rank: the rank of this process, stored for reference. By default that of
-            `torch.distributed`, or the environment's RANK, if there are several.
-        split: what the ranks share out of each call, so that `load(out).joined()` can put it
-            together: `heads` (tensor parallel, Ulysses) or `queries` (each rank has all keys). By
-            default heads, where distributed tensors (`torch.distributed.tensor`) say so.
-        split_ranks: the ranks that share a call, in the order of their parts; by default all.
-        settings: what is needed to rebuild the run, stored in the manifest (plain JSON).
-        max_bytes: limit on the total size of the stored calls.
+        heads: store only these query heads, from 0, and the key/value heads that they attend to.
+            Each of these key/value heads must serve the same number of the query heads.
+        weights: phrase for the weights that produced the values (default: the model's
+            `name_or_path`, if it has one).
+        seed: seed of the run, stored for reference, and seed of `reservoir`.
+        rank: rank of this process, stored for reference (default: the rank in `torch.distributed`
+            or the environment's RANK, if there are several processes).
+        split: dimension by which ranks share each call, so that `load(out).joined()` can join the
+            parts: `heads` (tensor parallel, Ulysses) or `queries` (each rank has all keys). By
+            default heads, if distributed tensors (`torch.distributed.tensor`) show it.
+        split_ranks: ranks that share a call, in the order of their parts (default: all).
+        settings: plain JSON that describes how to rebuild the run, stored in the manifest.
+        max_bytes: limit of the total size of the stored calls.
         buffer_bytes: host memory for calls that wait to be written; when it is full, the model
-            waits. By default a quarter of the memory that is free at the beginning.
-        durable: have each call on the disk before the model goes on. Otherwise calls that were
-            still in memory are lost if the process is killed; an exception, Ctrl-C, SIGTERM,
-            SIGHUP (unless the program handles them) and the end of the program write them first.
+            waits (default: a quarter of the free memory).
+        durable: write each call to the disk before the model goes on. Otherwise calls in memory are
+            lost if the process is killed. They are written at an exception, Ctrl-C, SIGTERM or
+            SIGHUP (unless the program handles them) and at the end of the program.
         output: also store the model's own attention output.
-        overwrite: replace the directory's capture of the same name, when this one is complete.
-        audit: also count the attention operators that this thread runs outside of the calls seen
+        overwrite: replace the directory's capture of the same name when this one is complete.
+        audit: also count attention operators that this thread runs outside of the calls seen
             (`recording.audit`). The model is slower, and PyTorch's own transformer modules leave
             their fused path.
 
@@ -95,11 +95,10 @@ def record(
         A `Recording` with live counts.
 
     Raises:
-        TypeError: `module` is no model, or holds none.
-        ValueError: `sample`, `phase`, `heads`, `seed`, `rank`, `split` or a limit is none: limits
-            are integers, in bytes those of size.
-        CaptureError: before the block begins: `out` is not writable or already contains a capture
-            of that name, `settings` are not JSON, or no module matches.
+        TypeError: `module` is not a model, or contains none.
+        ValueError: `sample`, `phase`, `heads`, `seed`, `rank`, `split` or a limit is invalid.
+        CaptureError: before the block begins, if `out` is not writable or already contains this
+            capture, `settings` are not JSON, or no module matches.
         RuntimeError: another recording is active.
 
     Example:

@@ -18,7 +18,7 @@ from capture.text.limits import natural, positive
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Which calls a recording keeps, and how it stores them."""
+    """Options of a recording: the calls that it keeps, and how it stores them."""
 
     sample: str
     max_calls: int
@@ -33,7 +33,7 @@ class RecordOptions:
     rank: int | None
     """Rank of this process; None if it is the only one."""
     part: RankPart | None
-    """Part of each call that this rank has; None if the user did not say."""
+    """Part of each call that this rank has; None if it is not given."""
     keeps_output: bool
     buffer_bytes: int
     """Host memory for calls that wait to be written."""
@@ -61,7 +61,7 @@ class RecordOptions:
         output: bool,
         audit: bool,
     ) -> RecordOptions:
-        """Check the arguments of `record`, and resolve those that were left out.
+        """Check the arguments of `record`, and fill in the defaults.
 
         Raises:
             ValueError: an argument has an invalid value.

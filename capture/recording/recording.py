@@ -38,7 +38,7 @@ def _close_all() -> None:
 
 
 def _level_outside() -> int:
-    """The `stacklevel` at which its caller's warning points at code that is not ours."""
+    """Return the `stacklevel` at which the caller's warning points at the program's code."""
     ours = (str(Path(__file__).parents[1]) + os.sep, contextlib.__file__)
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -47,7 +47,7 @@ def _level_outside() -> int:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-atexit.register(_close_all)  # of a program that ends inside the block; later, no thread runs
+atexit.register(_close_all)  # for programs that end inside the block, while threads still run
 
 
 class Recording:
@@ -56,19 +56,19 @@ class Recording:
     def __init__(self, context: RecordingContext) -> None:
         self.capture = context.capture
         self.counts = context.counts
-        """What became of calls that are not stored, and what recording has cost."""
+        """Counts of calls that are not stored, and of the time and memory that recording took."""
         self.problems: list[str] = []
-        """What went wrong with the recording, a sentence each; the same reason only once."""
+        """Problems of the recording, a sentence each; the same sentence appears only once."""
         self.calls = CallRecorder(context, self.tell)
         self.fused = FusedLayers(context.tracker)
         self.audit = Audit(context.tracker) if context.options.audit else None
-        """Attention operators that an audit counted; None without one."""
+        """Attention operators that an audit counted; None without an audit."""
         self.may_have_run = True
-        """False after the end, where no watched module ran."""
+        """False after the end if no watched module ran."""
         self._context, self._target = context, context.target
         self._writer: Writer | None = None
         self._missed_attention: list[MissedAttention] | None = None
-        """None until the end: then nothing holds the model any more."""
+        """Found at the end, when the model is released; None until then."""
         self._told = itertools.count()
 
     def __repr__(self) -> str:
@@ -100,21 +100,21 @@ class Recording:
 
     @property
     def missed_attention(self) -> list[MissedAttention]:
-        """Attention that ran without a call being seen: the census lacks it."""
+        """Attention that ran without a call being seen, which the census lacks."""
         if self._missed_attention is not None:
             return self._missed_attention
         return find_missed_attention(self._context.tracker, self.fused, self.audit)
 
     @property
     def summary(self) -> str:
-        """One line: by component, how many calls were kept, eligible, and not to be sampled.
+        """Numbers of calls kept, eligible and not sampled, by component, in one line.
 
         Empty for one component whose calls were all eligible: `kept` and `seen` say as much.
         """
         return self.calls.seen.summary
 
     def begin(self) -> None:
-        """Create the journal; from now on calls are recorded.
+        """Create the journal, and record calls from now on.
 
         Raises:
             CaptureError: another process records there, or the directory is not writable.
@@ -141,14 +141,14 @@ class Recording:
         _live.add(self)
 
     def tell(self, problem: str) -> None:
-        """Add to `problems`; the first is warned of at once."""
+        """Add to `problems`, and issue a warning about the first one at once."""
         if problem in self.problems:
             return
         self.problems.append(problem)
         if next(self._told):
             return
-        # Neither an exception, if the user turned warnings into them, nor what the user's own way
-        # of showing them raises, must reach the model or the thread that writes.
+        # Users may turn warnings into exceptions, or show them by functions that raise. Neither may
+        # reach the model or the thread that writes.
         try:
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=_level_outside())
         except Exception as error:
@@ -159,8 +159,8 @@ class Recording:
         """End the recording: write what is in memory and put it into the manifest.
 
         Returns:
-            False if it has ended before, or another thread is ending it. Raises nothing but what
-            interrupts it; see `problems`.
+            False if the recording has ended before, or another thread is ending it. Only
+            exceptions that interrupt it are raised; the others are added to `problems`.
         """
         with self.calls.lock:
             if self._writer is None:
@@ -175,7 +175,7 @@ class Recording:
             if is_meant_for_program(error):
                 raise
             self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
-        finally:  # also after Ctrl-C, once more
+        finally:  # also after a second Ctrl-C
             self._end(self._writer, complete=complete)
             self.counts.flush_seconds = time.perf_counter() - began
         return True
@@ -183,11 +183,11 @@ class Recording:
     def abandon(self) -> None:
         """Leave the recording to the parent process, in a child that was forked from it."""
         self.calls.is_closed = True
-        self.calls.lock = threading.RLock()  # a thread of the parent may have held it
+        self.calls.lock = threading.RLock()  # the old one may be held by a thread of the parent
         self._target.abandon()
 
     def _end(self, writer: Writer, *, complete: bool) -> None:
-        """Put what is stored into the manifest."""
+        """Put the stored calls into the manifest."""
         try:
             self.calls.kept.give_up()
             self.capture.complete = complete and not self.lost

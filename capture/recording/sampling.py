@@ -1,28 +1,27 @@
 """Samples calls from a run of unknown length.
 
-A sampler is first asked whether it `wants` a call, before anything is computed from its tensors,
-and is then `offer`ed those that it wants.
+A sampler is first asked whether it `wants` a call, before anything is computed from its tensors.
+Then it is `offer`ed the calls that it wants.
 
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
-always spread evenly over the calls seen so far:
+always spread evenly over the calls seen so far. The dropped call is chosen by four rules in turn:
 
 - Calls of one phase and shape form a stratum. Strata get equal shares of the sample; a stratum with
-  fewer calls than its share leaves the rest to the others. Only a call of the largest strata is
-  dropped.
-- Of those, the call is dropped whose module and step have the most kept calls, of whatever stratum.
-- Of those, it is one of a step s off the grid: frac(s/φ), with φ the golden ratio, is not below the
-  share of the steps so far that have a kept call. The steps on the grid are evenly spaced, whatever
-  their number (the three-gap theorem), and yield only to other calls of the same step.
+  fewer calls than its share leaves the rest to the others. Only the largest strata lose a call.
+- Among their calls, modules and steps with the most kept calls, in all strata, lose a call first.
+- Then calls off the grid of steps are dropped first. A step s is on the grid if frac(s/φ), with φ
+  the golden ratio, is below the share of steps so far that have a kept call. Steps on the grid are
+  evenly spaced for any share (the three-gap theorem); their calls yield only to the same step's.
 - Ties are broken by frac(l/g + s/g² + k/φ) for layer l and stratum k, with g the plastic number: in
   one stratum, the points of that sequence below a threshold form an even lattice over layers and
   steps (M. Roberts, "The unreasonable effectiveness of quasirandom sequences", 2018), and strata
   differ in where theirs begins.
 
 Keeping N of T calls this way keeps a small multiple of N calls for a while (about 110 for 10 of
-1500), of which N remain.
+1500), and N of them remain.
 
-`hard` keeps those of the highest difficulty (`capture.recording.difficulty`), and drops the easiest
-kept call for a harder one: of T calls in random order, it keeps N · (1 + ln(T / N)) for a while.
+`hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
+easiest for a harder one: it keeps N · (1 + ln(T / N)) of T calls in random order for a while.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ _GOLDEN = 1.618033988749895
 SAMPLES = "spread, hard, first, every:N or reservoir (N at least 1)"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
-"""What a forward pass whose calls are stored may be; see `capture.hooks.phases`."""
+"""Phases of a forward pass whose calls may be stored (`capture.hooks.phases`)."""
 
 
 class SamplingDecision(NamedTuple):
-    """Whether to keep the offered call, and the indices of the calls to drop for it."""
+    """A sampler's answer: whether to keep the offered call, and which kept calls to drop for it."""
 
     keep: bool
     drop: tuple[int, ...] = ()
@@ -58,16 +57,16 @@ REJECTED = SamplingDecision(keep=False)
 
 @dataclass(eq=False, slots=True)
 class Stratum:
-    """Interchangeable calls."""
+    """Calls of one phase and shape, which are interchangeable."""
 
     number: int
     layers: dict[str, int] = field(default_factory=dict)
-    """Modules in order of first appearance; their positions are coordinates."""
+    """Position of each module in the order of first appearance, which is its coordinate."""
     calls: dict[int, SpreadCall] = field(default_factory=dict)
-    """The kept ones, by index."""
+    """Kept calls, by index."""
     worst: _DropCandidates | None = None
     worst_at: int = -1
-    """The sampler's `changes` when that was found."""
+    """Value of the sampler's `changes` when `worst` was found."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,30 +76,30 @@ class SamplePlace:
     stratum: Stratum
     module: str
     origin: float
-    """Where the tie-breaking sequence begins here."""
+    """Beginning of the tie-breaking sequence."""
 
 
 class Sampler(Protocol):
-    """Decides which calls to keep. `refused_for_bytes` counts calls that did not fit."""
+    """A sampler, which decides which calls to keep."""
 
     is_final: ClassVar[bool]
-    """It never drops a call that it kept."""
+    """True if it never drops a kept call."""
     by_difficulty: ClassVar[bool]
-    """It has to be told how difficult each call is that it is offered."""
+    """True if it needs the difficulty of each offered call."""
     changes: int
-    """Grows when the answer of `wants` may have changed."""
+    """Counter that grows whenever the answer of `wants` may have changed."""
     kept: int
     nbytes: int
     refused_for_bytes: int
+    """Number of calls that did not fit into the limit of bytes."""
 
     def place(self, stratum: Hashable, module: str) -> SamplePlace:
-        """Return the place of a module's calls of one stratum: phase and shape."""
+        """Return the place of a module's calls in one stratum."""
 
     def wants(self, place: SamplePlace, step: int) -> bool:
-        """Whether to offer the next call.
+        """Return whether the next call is to be offered.
 
-        Asked for each call, except those of a place and step of which it did not want one while
-        `changes` was what it is now.
+        It need not be asked again about a place and step that it refused, until `changes` grows.
         """
 
     def offer(
@@ -114,15 +113,15 @@ class Sampler(Protocol):
         """Decide whether to keep a wanted call; the caller deletes the dropped ones.
 
         Args:
-            call_index: identifies the call in later decisions.
-            nbytes: the call's size.
-            difficulty: None where it is not asked for, or the call has none.
+            call_index: number of the call in later decisions.
+            nbytes: size of the call.
+            difficulty: difficulty of the call; None if it is not needed, or the call has none.
         """
 
 
 @dataclass
 class _Limited:
-    """Keeps at most `max_calls` calls and `max_bytes` bytes."""
+    """A sampler of at most `max_calls` calls and `max_bytes` bytes."""
 
     is_final: ClassVar[bool] = True
     by_difficulty: ClassVar[bool] = False
@@ -141,7 +140,7 @@ class _Limited:
         return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a call of that size can be kept beside the others."""
+        """Return whether a call of that size can be kept beside the others."""
         within_bytes = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
         return self.kept < self.max_calls and within_bytes
 
@@ -153,7 +152,7 @@ class _Limited:
         nbytes: int,
         difficulty: float | None = None,
     ) -> SamplingDecision:
-        """Keep it if it fits; samplers that weigh calls against each other decide otherwise."""
+        """Keep a call if it fits; samplers that compare calls override this."""
         if not self.fits(nbytes):
             self.refused_for_bytes += 1
             return REJECTED
@@ -164,7 +163,7 @@ class _Limited:
 
 @dataclass
 class FirstSampler(_Limited):
-    """Keeps the first calls."""
+    """A sampler of the first calls."""
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         return self.kept < self.max_calls
@@ -172,23 +171,23 @@ class FirstSampler(_Limited):
 
 @dataclass
 class EverySampler(_Limited):
-    """Keeps the first of every `every` calls."""
+    """A sampler of the first of every `every` calls."""
 
     every: int = 1
     _seen: int = 0
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         self._seen += 1
-        self.changes += 1  # every call is to be asked for
+        self.changes += 1  # so that it is asked about every call
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
 
 
 @dataclass
 class ReservoirSampler(_Limited):
-    """Keeps each call with equal probability: Waterman's algorithm R (Knuth, TAOCP 3.4.2).
+    """A sampler with equal probabilities: Waterman's algorithm R (Knuth, TAOCP 3.4.2).
 
-    With `max_bytes` the probability depends on the size: a call that does not fit in place of the
-    drawn one is refused.
+    With `max_bytes` the probability depends on the size, because a call that does not fit in place
+    of the drawn one is refused.
     """
 
     is_final: ClassVar[bool] = False
@@ -203,7 +202,7 @@ class ReservoirSampler(_Limited):
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         self._seen += 1
-        self.changes += 1  # every call is to be asked for
+        self.changes += 1  # so that it is asked about every call
         self._drawn = int(self._random.random() * self._seen)
         return self.kept < self.max_calls or self._drawn < self.max_calls
 
@@ -234,13 +233,13 @@ class HardCall(NamedTuple):
 
     difficulty: float
     earliness: int
-    """-call_index: of equally difficult calls the earlier one stays."""
+    """Negative call index, so that the earlier of equally difficult calls stays."""
     nbytes: int
 
 
 @dataclass
 class HardSampler(_Limited):
-    """Keeps the most difficult calls; one without a difficulty only where there is room."""
+    """A sampler of the most difficult calls, and of calls without a difficulty if there is room."""
 
     is_final: ClassVar[bool] = False
     by_difficulty: ClassVar[bool] = True
@@ -289,16 +288,16 @@ class SpreadCall(NamedTuple):
     step: int
     nbytes: int
     priority: float
-    """Breaks ties; the highest is dropped."""
+    """Tie-breaker: the call with the highest priority is dropped."""
 
 
 class _DropRank(NamedTuple):
-    """Orders calls: the highest is dropped."""
+    """Order of calls for dropping: the highest rank is dropped."""
 
     crowd: int
-    """Kept calls of the same module, plus those of the same step."""
+    """Number of kept calls of the same module, plus that of the same step."""
     off_grid: bool
-    """Whether its step is not on the grid of evenly spaced steps."""
+    """True if the step is not on the grid of evenly spaced steps."""
     priority: float
     call_index: int
 
@@ -307,21 +306,21 @@ _LOWEST = _DropRank(-1, False, 0.0, -1)
 
 
 class _DropCandidates:
-    """The highest ranks among some kept calls, for any new call to be compared with.
+    """The highest ranks among some kept calls, which any new call is compared with.
 
-    A new call adds one to the crowd of calls of its module, and one to that of calls of its step.
+    A new call adds one to the crowd of its module's calls, and one to that of its step's calls.
     """
 
     def __init__(self, ranks: Iterable[tuple[SpreadCall, _DropRank]], *, or_new: bool) -> None:
         self.or_new = or_new
-        """Whether the new call itself may be the one to drop."""
+        """True if the new call itself may be the one to drop."""
         self.overall = _LOWEST
         self.of_module: dict[str, _DropRank] = {}
         self.of_step: dict[int, _DropRank] = {}
         self.of_both: dict[tuple[str, int], _DropRank] = {}
         for call, rank in ranks:
             module, step = call.place.module, call.step
-            # On the grid, priority only decides among the calls of a step.
+            # On the grid, the priority decides only among the calls of a step.
             elsewhere = rank if rank.off_grid else rank._replace(priority=-1.0)
             self.overall = max(self.overall, elsewhere)
             elsewhere = elsewhere._replace(crowd=rank.crowd + 1)
@@ -347,14 +346,14 @@ class _DropCandidates:
 
 @dataclass
 class SpreadSampler(_Limited):
-    """Keeps calls spread over all strata, modules and steps."""
+    """A sampler of calls spread over all strata, modules and steps."""
 
     is_final: ClassVar[bool] = False
 
     _calls: dict[int, SpreadCall] = field(default_factory=dict)
     _modules: Counter[str] = field(default_factory=Counter)
     _steps: Counter[int] = field(default_factory=Counter)
-    """Those with kept calls only, as in `_modules`."""
+    """Steps with kept calls only, like `_modules`."""
     _last_step: int = 0
     _grid: float = 1.0
     """Share of the steps so far that have a kept call."""
@@ -388,7 +387,7 @@ class SpreadSampler(_Limited):
         return SamplingDecision(keep=True, drop=tuple(call.call_index for call in dropped))
 
     def _victim(self, place: SamplePlace, step: int) -> int | None:
-        """Return the call to drop for a new one; None if that would be the new one itself."""
+        """Return the call to drop for a new one; None if the new one would be dropped."""
         stratum = place.stratum
         worst = stratum.worst
         if worst is None or stratum.worst_at != self.changes:
@@ -399,15 +398,15 @@ class SpreadSampler(_Limited):
         if not worst.or_new:
             return rank.call_index
         crowd = beside + 2
-        if crowd != rank.crowd:  # most calls are decided here
+        if crowd != rank.crowd:  # decides most calls without the other comparisons
             return None if crowd > rank.crowd else rank.call_index
         own = (crowd, self._off_grid(step), _priority(place, step), math.inf)
         return None if own > rank else rank.call_index
 
     def _worst(self, stratum: Stratum) -> _DropCandidates:
-        """Return the highest ranks in the largest strata, were there one more call of `stratum`."""
+        """Return the highest ranks in the largest strata after adding a call to `stratum`."""
         size = len(stratum.calls) + 1
-        kept = {call.place.stratum for call in self._calls.values()}  # there may be many more
+        kept = {call.place.stratum for call in self._calls.values()}  # fewer than all strata
         largest = max([size, *(len(other.calls) for other in kept)])
         calls = [
             call
@@ -459,7 +458,7 @@ def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) 
     """Create the sampler that `sample` names: one of `SAMPLES`.
 
     Raises:
-        ValueError: another name, or a limit that is no integer or below 1.
+        ValueError: the name is unknown, or a limit is not an integer of at least 1.
     """
     max_calls = positive("max", max_calls)
     if max_bytes is not None:
@@ -479,7 +478,7 @@ def interval_of(sample: str) -> int:
     """Return the N of `every:N`.
 
     Raises:
-        ValueError: it is something else, or N is below 1.
+        ValueError: the text is something else, or N is below 1.
     """
     name, _, number = sample.partition(":")
     if name != "every" or not number.isdecimal() or int(number) < 1:

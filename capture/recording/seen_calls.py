@@ -26,39 +26,39 @@ class SimilarCalls:
 
     count: CallCount
     place: SamplePlace | None
-    """None where calls are not to be stored."""
+    """Place in the sample; None if the calls are not to be stored."""
     refused_step: int = -1
-    """The step in which the sampler last wanted none of them."""
+    """Step in which the sampler last refused one of the calls."""
     refused_at: int = -1
-    """Its `changes` then."""
+    """Value of the sampler's `changes` at that refusal."""
 
 
 class SeenCalls:
     """All calls of a recording, stored or not.
 
     Args:
-        lock: held while a call is looked at that is like no earlier one.
+        lock: lock that is held while the first call of a new group is looked at.
     """
 
     def __init__(self, context: RecordingContext, lock: threading.RLock) -> None:
         self.census = Census()
         self.groups: dict[tuple[object, ...], SimilarCalls] = {}
-        """By what is quickly read from a call."""
+        """Groups of calls by properties that are quickly read from a call."""
         self._places: dict[CallCount, SamplePlace | None] = {}
         self._tracker, self._sampler = context.tracker, context.sampler
         self._options = context.options
         self._lock = lock
         self._visits: dict[str, list[int]] = {}
-        """By module: the step of its latest call, and that call's position in the step."""
+        """Step of each module's latest call, and the call's position in the step."""
 
     def visit(self, site: CallSite) -> None:
-        """Count a call of a module in its step, by which ranks' calls are matched."""
+        """Count a call of a module in its step, which matches the calls of ranks."""
         latest = self._visits.setdefault(site.module, [-1, 0])
         latest[1] = latest[1] + 1 if latest[0] == site.step else 0
         latest[0] = site.step
 
     def position(self, site: CallSite) -> int:
-        """The position of a module's latest call in its step, from 0; it was visited."""
+        """Return the position of a module's latest call in its step, from 0."""
         return self._visits[site.module][1]
 
     def find(
@@ -68,11 +68,11 @@ class SeenCalls:
         arguments: Arguments,
         dtype: torch.dtype | None,
     ) -> SimilarCalls:
-        """Find out about calls like one that is met for the first time.
+        """Return the group of a call whose properties are new.
 
         Args:
-            like: what to find it by the next time; None if that cannot be told.
-            dtype: what autocast casts the arguments to.
+            like: properties to find the group by the next time; None if they cannot be compared.
+            dtype: dtype that autocast casts the arguments to.
         """
         with self._lock:
             with outside_of_modes():
@@ -80,19 +80,16 @@ class SeenCalls:
             if count not in self._places:
                 self._places[count] = self._place(site, count)
             found = SimilarCalls(count, self._places[count])
-            # A nested tensor is unlike any other, and so is NaN; of a tensor as an option, only its
-            # identity is.
-            has_nan = count.signature.scale is math.nan
-            if like and not (
-                has_nan or arguments.query.is_nested or any(isinstance(e, Tensor) for e in like)
-            ):
+            # Nested tensors, NaN and tensors as options do not compare as equal the next time.
+            is_unequal = count.signature.scale is math.nan or arguments.query.is_nested
+            if like and not is_unequal and not any(isinstance(part, Tensor) for part in like):
                 with contextlib.suppress(TypeError):  # symbolic sizes have no hash
                     found = self.groups.setdefault(like, found)
             return found
 
     @property
     def summary(self) -> str:
-        """One line: by component, how many calls were kept, eligible, and not to be sampled.
+        """Numbers of calls kept, eligible and not sampled, by component, in one line.
 
         Empty for one component whose calls were all eligible.
         """
@@ -109,11 +106,11 @@ class SeenCalls:
                 kept[component] += count.kept
         if len(eligible) == 1 and not others:
             return ""
-        told = ", ".join(
+        kept_of_eligible = ", ".join(
             f"{component}{': ' if component else ''}{kept[component]} of {count}"
             for component, count in eligible.items()
         )
-        line = f"kept of the eligible calls: {told or 'none'}"
+        line = f"kept of the eligible calls: {kept_of_eligible or 'none'}"
         if others:
             line += "; not sampled: " + ", ".join(f"{name} {n}" for name, n in others.items())
         return line

@@ -13,26 +13,25 @@ from types import FrameType
 from capture.errors import CaptureError
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""What ends a process that does nothing about it: `kill`, and the end of its terminal or ssh."""
+"""Signals that end a process by default: `kill`, and the end of its terminal or ssh session."""
 
 
 @contextlib.contextmanager
 def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
-    """Call `flush` when one of `SIGNALS` arrives, then end the process as it would have.
+    """Call `flush` when one of `SIGNALS` arrives, then end the process as the signal would.
 
-    The signal interrupts the main thread anywhere, perhaps where it holds a lock that writing
-    needs. So another thread calls `flush`, while the main thread goes on. Does nothing outside the
-    main thread, nor about a signal that the program handles itself or that is ignored, as SIGHUP is
-    under `nohup`.
+    The signal may interrupt the main thread while it holds a lock that writing needs. So another
+    thread calls `flush`, while the main thread goes on. Signals that the program handles or ignores
+    are left alone, and outside of the main thread this does nothing.
 
     Args:
-        flush: must not raise; returns False if somebody else is already flushing: then the process
-            ends with the `with` block.
+        flush: function that must not raise. If it returns False, because another thread is already
+            flushing, the process ends with the `with` block.
 
     Raises:
         CaptureError: no thread can be started.
     """
-    ours = [each for each in SIGNALS if signal.getsignal(each) is signal.SIG_DFL]
+    ours = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     if threading.current_thread() is not threading.main_thread() or not ours:
         yield
         return
@@ -44,7 +43,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
         arrived = number
-        # A forked child has nothing to write; afterwards, another handler may pass it on to this.
+        # A forked child has nothing to write. After the end, another handler may still call this.
         if flushed or over or os.getpid() != process:
             _end_by(number)
         wanted.put(number)
@@ -54,12 +53,12 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         number = wanted.get()
         if number and flush():
             flushed = True
-            # Only the main thread can end as the signal would; this wakes it if it waits.
+            # Only the main thread can end the process by a signal; this also wakes it.
             signal.pthread_kill(main, number)
 
     thread = started(wait, "capture-termination")
-    for each in ours:
-        signal.signal(each, handler)
+    for number in ours:
+        signal.signal(number, handler)
     try:
         yield
     finally:
@@ -67,9 +66,9 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         if os.getpid() == process:
             wanted.put(0)
             thread.join()
-        for each in ours:
-            if signal.getsignal(each) is handler:
-                signal.signal(each, signal.SIG_DFL)
+        for number in ours:
+            if signal.getsignal(number) is handler:
+                signal.signal(number, signal.SIG_DFL)
         if arrived:
             _end_by(arrived)
 
@@ -78,15 +77,15 @@ def started(work: Callable[[], None], name: str) -> threading.Thread:
     """Start a thread that the program does not wait for when it ends.
 
     Raises:
-        CaptureError: it cannot be started.
+        CaptureError: the thread cannot be started.
     """
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()
     except RuntimeError as error:
         raise CaptureError(
-            f"recording needs two threads, and there can be no more ({error}); raise the limit "
-            "with `ulimit -u`"
+            f"cannot start the two threads that recording needs ({error}); raise the limit with "
+            "`ulimit -u`"
         ) from error
     return thread
 

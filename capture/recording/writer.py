@@ -1,8 +1,8 @@
 """Writes recorded calls in a background thread, so that the running model does not wait.
 
-What the sampler may still drop stays in memory, so that hardly more is written than is kept in the
-end. It is written when the run ends, when half of the memory for it is full, or, with `durable`, at
-once. The model waits only when all of that memory is full.
+Calls that the sampler may still drop stay in memory, so that hardly more is written than is kept in
+the end. They are written when the run ends, when half of the memory for them is full, or, with
+`durable`, at once. The model waits only when all of that memory is full.
 """
 
 from __future__ import annotations
@@ -42,15 +42,17 @@ class WaitingCall:
 
 
 class Writer:
-    """Writes one capture's calls to files named `STEM-INDEX.safetensors`.
+    """The writer of one capture's calls, in files named `STEM-INDEX.safetensors`.
 
     Args:
-        journal: told of every call that is chosen, dropped and completed; STEM is its name.
-        counts: told of the time that the model waits, and of the bytes written.
-        buffer_bytes: memory for calls that wait; one larger call is taken when nothing else waits.
-        final: the sampler never drops a call, so none is held back.
-        durable: every call is on the disk before `put` returns.
-        failed: told the index of each call that could not be written, and why; must not raise.
+        journal: journal that receives a line for every call chosen, dropped or completed; STEM is
+            its name.
+        counts: counts of the time that the model waits, and of the bytes written.
+        buffer_bytes: memory for calls that wait; a larger call is taken when nothing else waits.
+        final: True if the sampler never drops a call, so that none is held back.
+        durable: True to have every call on the disk before `put` returns.
+        failed: called with the index of each call that cannot be written, and the error; it must
+            not raise.
 
     Raises:
         CaptureError: no thread can be started.
@@ -68,7 +70,7 @@ class Writer:
     ) -> None:
         self.pool = BufferPool(counts)
         self.completed: dict[int, int] = {}
-        """The calls whose files are complete, and the sizes of these."""
+        """Sizes of the complete files, by the index of the call."""
         self._counts = counts
         self._journal = journal
         self._directory = os.stat(journal.path.parent)
@@ -79,21 +81,21 @@ class Writer:
         self._waiting: dict[int, WaitingCall] = {}
         self._writing: int | None = None
         self._dropped = False
-        """The call that is being written was dropped meanwhile."""
+        """True if the call that is being written was dropped meanwhile."""
         self._reserved = 0
         self._short = 0
-        """Threads that wait for memory."""
+        """Number of threads that wait for memory."""
         self._closing = False
         self._undone: list[int] = []
-        """Calls to be dropped that the journal could not yet be told of."""
+        """Calls to drop whose line could not be written to the journal yet."""
         self._changed = threading.Condition()
         self._thread = started(self._work, "capture-writer")
 
     def reserve(self, nbytes: int, *, pinned: bool) -> HostBuffer:
-        """Return a buffer, after waiting for calls to be written if there is no memory for it.
+        """Return a buffer, after waiting for calls to be written if memory is short.
 
         Raises:
-            MemoryError, RuntimeError: it cannot be allocated.
+            MemoryError, RuntimeError: the buffer cannot be allocated.
         """
         with self._changed:
             began = time.perf_counter()
@@ -110,21 +112,21 @@ class Writer:
             return buffer
 
     def release(self, buffer: HostBuffer) -> None:
-        """Give back a buffer of `reserve`."""
+        """Give back a buffer that `reserve` returned."""
         with self._changed:
             self._reserved -= buffer.nbytes
             self.pool.give_back(buffer)
             self._changed.notify_all()
 
     def put(self, call: WaitingCall, drop: Iterable[int]) -> list[int]:
-        """Take a call, and give up those in `drop`, whether they are in memory or in files.
+        """Take a call, and give up the calls in `drop`, in memory or in files.
 
         Returns:
-            The calls given up: also those that an earlier `put` failed to.
+            Calls that were given up, including calls that an earlier `put` could not give up.
 
         Raises:
-            OSError: the journal cannot be written; the call is not taken, its buffer is free, and
-                those in `drop` stay until the next `put`.
+            OSError: the journal cannot be written. Then the call is not taken, its buffer is free,
+                and the calls in `drop` stay until the next `put`.
         """
         with self._changed:
             dropped = self._undone = [*self._undone, *drop]
@@ -143,9 +145,9 @@ class Writer:
             return dropped
 
     def close(self) -> None:
-        """Write what waits, and wait until everything is on the disk.
+        """Write the calls in memory, and wait until everything is on the disk.
 
-        If that is interrupted by an exception (Ctrl-C, once more), what waits is given up.
+        If an exception interrupts this (a second Ctrl-C), the calls in memory are given up.
 
         Raises:
             OSError: the disk reports an error.
@@ -154,7 +156,7 @@ class Writer:
             with self._changed:
                 self._closing = True
                 self._changed.notify_all()
-            while self._thread.is_alive():  # a signal just before a wait is seen after it
+            while self._thread.is_alive():  # with a time-out, so that signals are handled
                 self._thread.join(_POLL_SECONDS)
         except BaseException:
             with self._changed:
@@ -167,18 +169,18 @@ class Writer:
         for index, nbytes in sorted(self.completed.items()):
             if fault := _fault(self.path(index), nbytes):
                 del self.completed[index]
-                if is_here:  # elsewhere the file may be as it was, and the journal lies beside it
+                if is_here:  # in a moved directory, file and journal may still be intact
                     self._journal.append(dropped=[index])
                 self._failed(index, OSError(errno.EIO, fault))
         if self.completed:
             _sync_file_system(self._journal.path.parent)
 
     def path(self, index: int) -> Path:
-        """Where a call's file is, if it is complete."""
+        """Return the path of a call's file."""
         return self._journal.path.with_name(f"{self._journal.stem}-{index:06d}.safetensors")
 
     def _is_directory_here(self) -> bool:
-        """Whether the directory is still there, and no other in its place."""
+        """Return whether the directory is still in its place."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(self._journal.path.parent), self._directory)
         return False
@@ -189,7 +191,7 @@ class Writer:
 
     @property
     def _is_busy(self) -> bool:
-        """Whether memory will be free again without a further call."""
+        """True if waiting calls will be written, which frees memory."""
         return self._thread.is_alive() and (bool(self._waiting) or self._writing is not None)
 
     def _is_done(self, index: int) -> bool:
@@ -202,12 +204,12 @@ class Writer:
         self._dropped = self._dropped or self._writing == index
         if index in self.completed:
             del self.completed[index]
-            with contextlib.suppress(OSError):  # it is not listed, and goes when the capture ends
+            with contextlib.suppress(OSError):  # a file that stays is deleted at the end
                 self._require_directory()
                 self.path(index).unlink()
 
     def _next(self) -> WaitingCall | None:
-        """Wait until a call is due and take it; None when nothing is left to do."""
+        """Wait until a call is due and return it; return None when everything is written."""
         with self._changed:
             while True:
                 full = self._short or 2 * self._reserved > self._buffer_bytes
@@ -223,7 +225,7 @@ class Writer:
             try:
                 self._write(call)
             except Exception as error:
-                # If it is listed already and that cannot be taken back, it stays.
+                # If the journal cannot be written, a call that it lists stays.
                 with contextlib.suppress(OSError), self._changed:
                     self._journal.append(dropped=[call.index])
                     self._drop(call.index)
@@ -261,7 +263,7 @@ class Writer:
 
 
 def _fault(path: Path, nbytes: int) -> str:
-    """Say what happened to a file that was complete; empty if nothing did."""
+    """Say what is wrong with a file that was complete; empty if nothing is."""
     try:
         found = path.lstat().st_size
     except OSError:
@@ -270,7 +272,7 @@ def _fault(path: Path, nbytes: int) -> str:
 
 
 def _sync_file_system(directory: Path) -> None:
-    """Wait until the files of a directory are on the disk, however many they are."""
+    """Wait until all files of a directory's file system are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         library = ctypes.CDLL(None, use_errno=True)

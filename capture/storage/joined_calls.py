@@ -129,7 +129,7 @@ class JoinedCalls(Sequence[AttentionCall]):
 
 
 def is_part(origin: Origin) -> bool:
-    """Return whether an origin is that of a part, the rest of which other ranks recorded."""
+    """Return whether an origin belongs to a part, whose call other ranks recorded parts of too."""
     return bool(origin.split)
 
 

@@ -130,7 +130,7 @@ class Journal:
 
 @dataclass
 class JournalContents:
-    """The content of a journal, of which nothing is checked yet."""
+    """The content of a journal as it was read, without any checks."""
 
     path: Path
     active: bool | None = False

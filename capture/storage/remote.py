@@ -1,6 +1,6 @@
-"""Datasets at an address: `hf://`, `s3://`, `https://` and whatever else fsspec reads.
+"""Datasets at an address: `hf://`, `s3://`, `https://` and others that fsspec reads.
 
-The libraries come with the extra `remote`. Those of the Hugging Face Hub are read through
+The libraries come with the extra `remote`. Datasets of the Hugging Face Hub are read through
 `huggingface_hub` and its cache, which other programs share.
 """
 
@@ -31,9 +31,9 @@ _HUB = re.compile(
     r"(@(?P<revision>refs/(pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
 )
 _SECONDS = 10.0
-"""That the Hub may take to answer."""
+"""Time limit for an answer of the Hub."""
 _PACKAGES = {"s3": "s3fs", "http": "'fsspec[http]'", "https": "'fsspec[http]'", "gs": "gcsfs"}
-"""What pip installs for a scheme."""
+"""Package to install for a scheme."""
 _LOG_IN = {
     "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "
     "FSSPEC_S3_ANON=true",
@@ -42,31 +42,31 @@ _LOG_IN = {
     "hf": "log in with `hf auth login`, or set HF_TOKEN",
 }
 _CHANGES = {"etag", "last-modified", "lastmodified", "last_modified", "mtime", "created", "updated"}
-"""What file systems call that which tells versions of a file apart, in small letters."""
+"""File systems' names, in small letters, for the property that changes with a file's version."""
 
 
 def is_address(where: str) -> bool:
-    """Whether something is an address, and not the path of a file here."""
+    """Return whether a text is an address, and not the path of a local file."""
     return _ADDRESS.match(where) is not None
 
 
 def without_secrets(address: str) -> str:
-    """An address as it may be printed: no password, nor the signature of a link."""
+    """Return an address for printing, without a password or the signature of a link."""
     address = re.sub(r"//[^/@]*@", "//", address)
     return address.partition("?")[0] if _scheme(address) in ("http", "https") else address
 
 
 def path_of(address: str) -> str:
-    """The path of an address, whose end says whether it is an archive.
+    """Return the path in an address, whose ending shows whether it is an archive.
 
-    Of several, which fsspec reads one in the other (`zip://FOLDER::s3://BUCKET/FILE`), the first.
+    In an address of several parts (`zip://FOLDER::s3://BUCKET/FILE`) it is the first path.
     """
     paths = (each.partition("://")[2] for each in without_secrets(address).split("::"))
     return next(filter(None, paths), "")
 
 
 class FsspecDirectory:
-    """The files of a directory that fsspec reads (see `DatasetFiles`)."""
+    """The files of a directory that fsspec reads, as `DatasetFiles`."""
 
     def __init__(self, address: str) -> None:
         """Connect to a file system.
@@ -99,16 +99,16 @@ class FsspecDirectory:
 
 
 class HubDirectory:
-    """The files of a folder in a dataset of the Hub (see `DatasetFiles`).
+    """The files of a folder in a dataset of the Hub, as `DatasetFiles`.
 
-    Where the Hub cannot be reached, what its cache has is read.
+    If the Hub cannot be reached, files in its cache are read.
     """
 
     def __init__(self, address: str) -> None:
         """Look the dataset up.
 
         Raises:
-            DatasetError: there is no such dataset, revision or folder, or no access.
+            DatasetError: the dataset, revision or folder is missing, or access is denied.
         """
         self.address = address
         self.cache = _hub_cache(address)
@@ -141,12 +141,12 @@ class HubDirectory:
                 for entry in listed
                 if hasattr(entry, "size")
             }
-            if MANIFEST in sizes:  # by the name of the revision, which its cache then knows
+            if MANIFEST in sizes:  # so that the Hub's cache knows the revision by its name
                 _from_hub(self._repository, revision, self._inside(MANIFEST), lambda count: None)
             return sizes
         except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
             raise
-        except Exception:  # of whichever HTTP library the Hub's client uses
+        except Exception:  # from the HTTP library of the Hub's client, which varies
             if not (folder := self._cached()):
                 raise
             self._offline, self._revision = True, folder.name
@@ -154,10 +154,10 @@ class HubDirectory:
             return {path.name: path.stat().st_size for path in files if path.is_file()}
 
     def _cached(self) -> Path | None:
-        """The snapshot in the Hub's cache, if it has this dataset's manifest."""
+        """Return the snapshot in the Hub's cache, if it has this dataset's manifest."""
         from huggingface_hub import snapshot_download
 
-        with contextlib.suppress(Exception):  # the same as above
+        with contextlib.suppress(Exception):  # as in `_listed`
             manifest = self._inside(MANIFEST)
             folder = Path(
                 snapshot_download(
@@ -172,7 +172,7 @@ class HubDirectory:
         return None
 
     def _inside(self, name: str) -> str:
-        """The path of a file in the repository."""
+        """Return the path of a file in the repository."""
         return f"{self._path}/{name}".lstrip("/")
 
     def sizes(self) -> dict[str, int]:
@@ -194,19 +194,19 @@ class HubDirectory:
 
 
 def directory(address: str) -> FsspecDirectory | HubDirectory:
-    """The files of a directory at an address.
+    """Return the files of a directory at an address.
 
     Raises:
-        DatasetError: it cannot be looked up.
+        DatasetError: the directory cannot be looked up.
     """
     return HubDirectory(address) if _is_of_hub(address) else FsspecDirectory(address)
 
 
 def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
-    """Download a file, unless this version is here; return it, and the directory of its copies.
+    """Download an archive unless this version is in the cache; return it and its directory there.
 
     Raises:
-        DatasetError: it cannot be had.
+        DatasetError: the archive cannot be copied.
     """
     if _is_of_hub(address):
         copies = _hub_cache(address)
@@ -217,10 +217,10 @@ def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     with _told(shown):
         system.invalidate_cache()
         info = system.info(path)
-    tells = any(name.lower() in _CHANGES and value for name, value in info.items())
-    # Where nothing tells whether it has changed, it is fetched again.
+    has_version = any(name.lower() in _CHANGES and value for name, value in info.items())
+    # Without a property that shows changes, the archive is copied again.
     state = repr(sorted((name, str(info[name])) for name in info)).encode()
-    file = cache.version(copies, state if tells else secrets.token_bytes()) / "archive"
+    file = cache.version(copies, state if has_version else secrets.token_bytes()) / "archive"
     if not file.exists():
         size = int(info.get("size") or 0)
         cache.require_room(copies, size, shown)
@@ -236,7 +236,7 @@ def _download(
     from fsspec import Callback
 
     class Counter(Callback):  # type: ignore[misc]
-        """Stops what sends more than it should."""
+        """Progress of a download, which ends it when it exceeds the limit."""
 
         left = limit
 
@@ -247,7 +247,7 @@ def _download(
             arrived(inc)
 
     counter = Counter()
-    # In a thread, which Ctrl-C does not leave half-way: fsspec would print what is pending.
+    # In a thread, so that Ctrl-C does not interrupt fsspec, which would print pending tasks.
     with _told(shown), ThreadPoolExecutor(1) as thread:
         copying = thread.submit(system.get_file, path, str(to), callback=counter)
         try:
@@ -260,7 +260,7 @@ def _download(
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """What fsspec has for an address, and the path in it."""
+    """Return fsspec's file system for an address, and the path in it."""
     scheme, options = _scheme(address), {}
     try:
         from fsspec.core import url_to_fs
@@ -268,7 +268,7 @@ def _file_system(address: str) -> tuple[Any, str]:
         if scheme in ("http", "https"):
             import aiohttp
 
-            # Its own limit is five minutes for a whole file, and it ignores HTTPS_PROXY.
+            # aiohttp's default limit is five minutes for a file, and it ignores HTTPS_PROXY.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
             options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
         return url_to_fs(address, **options)
@@ -293,19 +293,18 @@ def _is_of_hub(address: str) -> bool:
 
 
 def _hub_parts(address: str) -> tuple[str, str | None, str]:
-    """Repository, revision and path of an address on the Hub."""
+    """Return repository, revision and path of an address on the Hub."""
     match = _HUB.fullmatch(address)
     path = ((match and match["path"]) or "").strip("/")
     if match is None or ".." in path.split("/"):
         raise DatasetError(
-            f"{address}: is no dataset of the Hugging Face Hub: give "
-            "hf://datasets/ORG/NAME[@REVISION][/FOLDER]"
+            f"invalid address {address} (must be hf://datasets/ORG/NAME[@REVISION][/FOLDER])"
         )
     return match["repository"], match["revision"] and unquote(match["revision"]), path
 
 
 def _hub_cache(address: str) -> Path:
-    """Where copies go: beside the Hub's cache, where links to its files need no space."""
+    """Return the directory for copies, beside the Hub's cache so that links to it need no space."""
     try:
         from huggingface_hub.constants import HF_ASSETS_CACHE
     except ImportError as error:
@@ -329,7 +328,7 @@ def _from_hub(
     from tqdm import tqdm
 
     class Counter(tqdm):  # type: ignore[misc]
-        """Takes the place of the bar that the library would show, as later versions let it."""
+        """Progress of a download, in place of the library's own bar."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             options.pop("name", None)
@@ -353,7 +352,7 @@ def _from_hub(
 
 @contextlib.contextmanager
 def _told(shown: str) -> Iterator[None]:
-    """Turn what a library raises into one sentence; each file system raises errors of its own."""
+    """Raise a `DatasetError` in place of the errors that each file system has of its own."""
     try:
         yield
     except DatasetError:
@@ -370,7 +369,7 @@ def _explained(shown: str, error: Exception) -> DatasetError:
     reason = _first_line(causes[-1]).replace(shown, "").strip(" :,") or type(error).__name__
     if numbers & {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
         return Unreachable(f"{shown}: cannot be copied here ({reason}): make room for it")
-    # Of a repository that it does not show, the Hub does not say whether there is one.
+    # The Hub does not say whether a repository exists that it does not show.
     hidden = "RepositoryNotFoundError" in names and "GatedRepoError" not in names
     denied = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GatedRepoError"}
     if not hidden and (statuses & {401, 403} or names & denied):
@@ -393,7 +392,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """The status of an HTTP answer, wherever the library keeps it."""
+    """Return the status of an HTTP answer, wherever the library keeps it."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")
@@ -414,5 +413,5 @@ def _scheme(address: str) -> str:
 
 def _first_line(error: BaseException) -> str:
     line = (str(error).strip().splitlines() or [""])[0]
-    line = re.sub(r",? (for )?url[=: ].*", "", line)  # which may have a password in it
+    line = re.sub(r",? (for )?url[=: ].*", "", line)  # a URL may contain a password
     return line.rstrip(".: ")[:200] or type(error).__name__

@@ -1,15 +1,15 @@
-"""Numbers with their nouns, as people write them."""
+"""Numbers with their nouns or units, as people write them."""
 
 from __future__ import annotations
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 call`, `2 calls`, `1,024 elements`."""
+    """Format a number with its noun: `1 call`, `2 calls`, `1,024 elements`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def share(kept: int, seen: int, nbytes: int) -> str:
-    """How much of what a model computed was recorded: `3 of 24 attention calls (1.2 MB)`."""
+    """Format the recorded share of a model's calls: `3 of 24 attention calls (1.2 MB)`."""
     return f"{kept:,} of {counted(seen, 'attention call')} ({human_bytes(nbytes)})"
 
 

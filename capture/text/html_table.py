@@ -1,4 +1,4 @@
-"""A table in HTML, as notebooks show objects (`_repr_html_`). What it is given stays text."""
+"""A table in HTML for notebooks (`_repr_html_`), with all text escaped."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from itertools import islice
 from capture.text.printable import printable
 
 MOST_LINES = 60
-"""As many as pandas shows."""
+"""Most lines of a table, as in pandas."""
 
 LONG_TEXT = 60
-"""Letters of a cell above which it is broken into lines."""
+"""Length of a cell's text, in letters, above which it is broken into lines."""
 
 
 def html_table(
     headings: Sequence[str], lines: Sequence[Sequence[object]], above: Sequence[str] = ()
 ) -> str:
-    """Numbers are aligned right, with four digits; of many lines the first are shown.
+    """Return a table with numbers aligned right, with four digits, and at most `MOST_LINES` lines.
 
     Args:
         above: sentences to put above the table.

@@ -1,7 +1,4 @@
-"""Whole numbers that bound or name something, as both commands and `record` check them.
-
-Imports no torch.
-"""
+"""Checks of whole numbers that limit or number something. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ def positive(name: str, given: Any) -> int:
     """Return the argument `name` as an integer of at least 1.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `given` is something else.
     """
     return _integer(name, given, 1)
 
@@ -22,19 +19,19 @@ def natural(name: str, given: Any) -> int:
     """Return the argument `name` as an integer of at least 0.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: `given` is something else.
     """
     return _integer(name, given, 0)
 
 
 def must_be_integer(least: int, given: str) -> str:
-    """Say what an integer has to be, and what was given instead."""
+    """Say which integers are valid, and what was given instead."""
     return f"must be an integer of at least {least}, not {given}"
 
 
 def _integer(name: str, given: Any, least: int) -> int:
     try:
-        # Not `int`, which takes 2.5 for 2; but NumPy's integers.
+        # `int` would take 2.5 for 2; `index` only takes integers, including NumPy's.
         value = least - 1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         value = least - 1

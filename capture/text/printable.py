@@ -1,4 +1,4 @@
-"""Makes text from elsewhere safe to show: names from recordings, messages of kernels, paths."""
+"""Makes foreign text safe to print: names from recordings, messages of kernels, paths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """Replace what a terminal would act on, or cannot show, with spaces."""
+    """Replace characters that a terminal acts on, or cannot show, with spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def quoted(path: str | Path) -> str:
-    """A path as a shell takes it, in a command that is suggested."""
+    """Quote a path for a shell, in a suggested command."""
     return shlex.quote(str(path))

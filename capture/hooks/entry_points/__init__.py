@@ -1,9 +1,9 @@
-"""How models reach attention other than by `scaled_dot_product_attention`, one road a file.
+"""Entry points to attention other than `scaled_dot_product_attention`, one per file.
 
-A road replaces what models call, or look up, with a wrapper that passes the call to a handler, as
-`capture.hooks.interceptor.intercept` does for SDPA. Roads nest: a registry calls a library, which
-calls an operator. The outermost call is the one that is handled, because it knows what it asks;
-except where a registry merely calls SDPA, whose own arguments then say it all.
+Each file wraps functions that models call or look up, so that calls pass through a handler, as
+`capture.hooks.interceptor.intercept` does for SDPA. Entry points nest: a registry calls a library,
+which calls an operator. The outermost call is handled, because it has all the options. Registries
+that only call SDPA are left alone, since SDPA's arguments say everything.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ ENTRY_POINTS = (transformers, diffusers, comfyui, flex_attention, libraries)
 
 @contextlib.contextmanager
 def follow_entry_points(handler: Handler) -> Iterator[None]:
-    """Pass every attention call that does not begin as one of SDPA to `handler`, until the exit.
+    """Pass every attention call that does not begin at SDPA to `handler`, until the exit.
 
-    Libraries that are not imported yet are not followed: importing them takes seconds.
+    Libraries that are not imported yet are left out, because importing them takes seconds.
     """
     with contextlib.ExitStack() as stack:
         for entry_point in ENTRY_POINTS:

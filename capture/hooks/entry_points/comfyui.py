@@ -1,9 +1,9 @@
-"""ComfyUI: its functions in `comfy.ldm.modules.attention`, and those that custom nodes register.
+"""ComfyUI's functions in `comfy.ldm.modules.attention`, and functions that custom nodes register.
 
-They take (B, S, H·D), or BHSD if `skip_reshape`, and return the one or the other. Those that only
-call SDPA, or flash-attn, are left to those roads. A model's override
-(`transformer_options["optimized_attention_override"]`) may compute anything: what it hands on is
-handled, and a call that it answers by itself is counted.
+They take and return (B, S, H·D) or, with `skip_reshape`, BHSD. Functions that only call SDPA or
+flash-attn are left to those entry points. A model's override
+(`transformer_options["optimized_attention_override"]`) may compute anything: calls that it makes
+are handled, and a call that it answers itself is only counted.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ _ATTENTION = "comfy.ldm.modules.attention"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
 
 KERNELS = {"attention_flash": "fa2", "attention_xformers": "xformers"}
-"""Functions by the kernels that they are."""
+"""Kernel of each function."""
 _ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
-"""To the scores, also where it is of bools."""
+"""Functions that add even a bool mask to the scores."""
 
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Follow the road until the exit."""
+    """Pass calls of ComfyUI's functions to `handler` until the exit."""
     translations: dict[types.FunctionType, Translate] = {
-        **{each: _translation(each) for each in _functions()},
-        **{each: functools.partial(_of_images, each.__name__) for each in _of_the_vae()},
+        **{function: _translation(function) for function in _functions()},
+        **{found: functools.partial(_of_images, found.__name__) for found in _vae_functions()},
     }
     with contextlib.ExitStack() as stack:
         for function, translate in translations.items():
@@ -45,23 +45,25 @@ def follow(handler: Handler) -> Iterator[None]:
 
 
 def _functions() -> set[types.FunctionType]:
-    """ComfyUI's functions and, of each, that below the layer that asks for an override."""
+    """Return ComfyUI's functions, and the inner functions that its override layer wraps."""
     held = vars(sys.modules[_ATTENTION]) if _ATTENTION in sys.modules else {}
-    named = [each for name, each in held.items() if name.startswith("attention")]
+    named = [value for name, value in held.items() if name.startswith("attention")]
     registered = held.get("REGISTERED_ATTENTION_FUNCTIONS", {}).values()
-    outer = {each for each in (*named, *registered) if isinstance(each, types.FunctionType)}
-    inner = {getattr(each, "__wrapped__", None) for each in outer}
-    return outer | {each for each in inner if isinstance(each, types.FunctionType)}
+    outer = _only_functions(*named, *registered)
+    return outer | _only_functions(*(getattr(each, "__wrapped__", None) for each in outer))
 
 
-def _of_the_vae() -> set[types.FunctionType]:
+def _vae_functions() -> set[types.FunctionType]:
     held = vars(sys.modules[_VAE]) if _VAE in sys.modules else {}
-    named = (held.get(name) for name in ("normal_attention", "xformers_attention"))
-    return {each for each in named if isinstance(each, types.FunctionType)}
+    return _only_functions(*map(held.get, ("normal_attention", "xformers_attention")))
+
+
+def _only_functions(*values: object) -> set[types.FunctionType]:
+    return {value for value in values if isinstance(value, types.FunctionType)}
 
 
 def _translation(function: types.FunctionType) -> Translate:
-    # Older versions swallow the argument and ignore it.
+    # Older versions accept `scale` among their keyword arguments and ignore it.
     code = getattr(function, "__wrapped__", function).__code__
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return functools.partial(_translated, function.__name__, "scale" in (*named, *code.co_consts))
@@ -93,7 +95,7 @@ def _translated(
     if not skip_reshape:
         width = query.shape[-1] // heads
         query, key, value = (
-            each.unflatten(-1, (-1, width)).transpose(1, 2) for each in (query, key, value)
+            tensor.unflatten(-1, (-1, width)).transpose(1, 2) for tensor in (query, key, value)
         )
     scale = others.get("scale") if takes_scale else None
     return Arguments(
@@ -112,7 +114,7 @@ def _translated(
 
 
 def _mask(mask: Tensor | None, *, of_keys: bool) -> Tensor | None:
-    """As SDPA takes it, of (Sq, Sk), (B, Sq, Sk) or (B, H, Sq, Sk); a bool one of keys (B, Sk)."""
+    """Reshape a mask of two to four dimensions, or a bool mask of keys (B, Sk), for SDPA."""
     if mask is None:
         return mask
     if of_keys and mask.dtype == torch.bool:
@@ -124,7 +126,7 @@ def _mask(mask: Tensor | None, *, of_keys: bool) -> Tensor | None:
 
 @functools.cache
 def _merged(heads: int) -> OutputLayout:
-    """Outputs (B, S, H·Dv)."""
+    """Return the layout of outputs (B, S, H·Dv)."""
 
     def to_sdpa(output: Tensor) -> Tensor:
         return output.unflatten(-1, (heads, -1)).transpose(1, 2)
@@ -135,7 +137,7 @@ def _merged(heads: int) -> OutputLayout:
 def _of_images(
     function: str, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Arguments, OutputLayout]:
-    """Of a VAE's function, which takes (B, C, height, width) as one head."""
+    """Translate a call of a VAE's function, which takes (B, C, height, width) as one head."""
 
     def to_sdpa(image: Tensor) -> Tensor:
         return image.flatten(2).transpose(1, 2)[:, None]

@@ -1,7 +1,7 @@
 """diffusers' attention dispatcher: the functions in `_AttentionBackendRegistry`, one per backend.
 
-Models hold `dispatch_attention_fn` by name, and it looks the function up at each call, by the
-processor's own backend or the process's. Functions take BSHD. The `native` ones are left to SDPA.
+Models call `dispatch_attention_fn`, which looks up the function of the processor's or the process's
+backend at each call. Functions take BSHD. Those called `native` are left to SDPA.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ KERNELS = {
     "flex": "flex",
     "xformers": "xformers",
 }
-"""Backends by the kernels that they are."""
+"""Kernel of each backend."""
 _BOTTOM_RIGHT = ("flash", "_flash", "aiter")
-"""How the names begin of backends whose causal mask is aligned bottom right."""
+"""Beginnings of the names of backends whose causal mask is aligned bottom right."""
 
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Follow the road until the exit."""
+    """Pass calls of the dispatcher's functions to `handler` until the exit."""
     registry = getattr(sys.modules.get(_DISPATCH), "_AttentionBackendRegistry", None)
     if registry is None:
         yield
@@ -72,7 +72,7 @@ def _translated(
     _parallel_config: Any = None,
     **others: Any,
 ) -> tuple[Arguments, OutputLayout]:
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     refusal = "context parallel" if _parallel_config is not None else ""
     if name == "flex":
         attn_mask, reason = flex_attention.mask_of(attn_mask, query, key)

@@ -1,7 +1,7 @@
 """FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, also compiled.
 
-Its block mask is a function of positions, written out as a bool mask where that is small enough; a
-`score_mod` is any function, and is refused by its name.
+Its block mask is a function of positions, which is written out as a bool mask if that is small
+enough. A call with a `score_mod`, which may be any function, is only counted.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from capture.hooks.modes import outside_of_modes
 ENTRY_POINT = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
 MOST_PAIRS = 2**28
-"""(query, key) pairs of a block mask that are written out: a quarter of a gigabyte."""
+"""Most (query, key) pairs of a block mask that is written out: a quarter of a gigabyte."""
 
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Follow the road until the exit."""
+    """Pass calls of FlexAttention to `handler` until the exit."""
     function = getattr(sys.modules.get(_MODULE), "flex_attention", None)
     if function is None:
         yield
@@ -73,10 +73,10 @@ def _translated(
 
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compiles FlexAttention itself, run as it is outside a recording.
+    """Return a function that compiles FlexAttention as it does outside of a recording.
 
-    There compiled code runs eagerly, so that no call is missed, and FlexAttention would give other
-    bits.
+    During a recording other compiled code runs eagerly, so that no call is missed, but an eager
+    FlexAttention would give other bits.
     """
 
     @functools.wraps(function)
@@ -88,10 +88,11 @@ def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, str]:
-    """A block mask as one of SDPA's, which is a tensor already where it is none; why it cannot be.
+    """Return a block mask, or a tensor, as a mask of SDPA.
 
     Returns:
-        The mask, broadcasting to (B, Hq, Sq, Sk), or None; and a reason, empty for none.
+        The mask, which broadcasts to (B, Hq, Sq, Sk), or None; and why it cannot be written out,
+        which is empty if it can.
     """
     if block_mask is None or isinstance(block_mask, Tensor):
         mask = block_mask
@@ -112,7 +113,7 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None,
         ]
         mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
         mask = mask.expand(batch, heads, q_len, kv_len)
-    _written_out.clear()  # layers share one
+    _written_out.clear()  # only the latest is kept, because layers share it
     _written_out[id(block_mask)] = (block_mask, mask)
     return mask, ""
 
@@ -121,7 +122,7 @@ _written_out: dict[int, tuple[Any, Tensor]] = {}
 
 
 def _broadcast(mask_mod: Any, index: list[Tensor]) -> Tensor:
-    """What a `mask_mod` says of all positions at once, or, if it cannot, one by one."""
+    """Evaluate a `mask_mod` at all positions at once, or one by one if it cannot broadcast."""
     try:
         result: Tensor = mask_mod(*index)
     except Exception:
@@ -129,5 +130,5 @@ def _broadcast(mask_mod: Any, index: list[Tensor]) -> Tensor:
         over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
         over_heads = torch.vmap(over_queries, in_dims=(None, 0, None, None))
         over_batch = torch.vmap(over_heads, in_dims=(0, None, None, None))
-        result = over_batch(*(each.flatten() for each in index))
+        result = over_batch(*(positions.flatten() for positions in index))
     return result

@@ -1,7 +1,7 @@
 """Replaces a function wherever it is held: in modules, dictionaries, closures, default arguments.
 
-A function written in Python keeps its identity and gets other code, so that no reference to it is
-missed. Of any other, the references in loaded modules are replaced.
+A function written in Python keeps its identity and gets other code, so that every reference to it
+is reached. Other functions are replaced in loaded modules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
     )
     original.__kwdefaults__ = keywords
     original.__qualname__, original.__module__ = function.__qualname__, function.__module__
-    # Code finds its globals in the function's module; a name that no program has.
+    # The new code finds the wrapper as a global of the function's module, by a unique name.
     name = f"__attention_replay_{next(_replacements)}__"
     function.__globals__[name] = wrap(original)
     function.__defaults__ = function.__kwdefaults__ = None
@@ -56,7 +56,7 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
 
 
 def _forget_signature(function: types.FunctionType) -> None:
-    """Have `torch.compile` read a function's signature anew: it keeps those that it has traced."""
+    """Make `torch.compile` read a function's signature again, which it keeps after tracing."""
     dynamo = sys.modules.get("torch._dynamo.variables.functions")
     known = getattr(dynamo, "_spec_cache", None)
     if known is not None:
@@ -64,7 +64,7 @@ def _forget_signature(function: types.FunctionType) -> None:
 
 
 def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:
-    """Code that calls a global of its module, for a function whose closure has these names."""
+    """Return code that calls a global of its module, for a function with this closure."""
     template: dict[str, Any] = {}
     exec(
         f"""def make({", ".join(closure)}):

@@ -1,9 +1,8 @@
 """Functions of kernel libraries, called directly: flash-attn 2, 3 and 4, FlashMLA, `varlen_attn`.
 
-They differ in the names of their arguments, which `NAMES` translates. FlashMLA is given no value:
-the first `head_dim_v` columns of the key are the value, in the same memory. An argument that is
-given and not among them is a reason to refuse the call. Functions of `COUNTED` are counted by name
-only.
+`NAMES` translates the names of their arguments. FlashMLA takes no value, because the first
+`head_dim_v` columns of the key are the value, in the same memory. A call with other arguments is
+only counted, and so is every call of the functions in `COUNTED`.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
     "flash_mla.flash_mla_interface": ("flash-mla", ("flash_mla_with_kvcache",)),
     "torch.nn.attention.varlen": ("torch-varlen", ("varlen_attn",)),
 }
-"""By module: the kernel that its functions are, and those."""
+"""Kernel and functions of each module."""
 
 COUNTED: dict[str, tuple[str, ...]] = {
     "sageattention.core": ("sageattn", "sageattn_varlen"),
@@ -93,7 +92,7 @@ _CHANGE_NOTHING = {
     *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
 }
 _DESCALES = {"q_descale", "k_descale", "v_descale"}
-"""They scale 8-bit tensors, and are ignored for others."""
+"""Arguments that scale 8-bit tensors, and are ignored for other tensors."""
 _RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
 
 
@@ -137,7 +136,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
                 refused += [] if value is None else ["new keys"] if name == "k" else []
             elif name in NAMES:
                 named[NAMES[name]] = value
-            elif name == "head_dim_v":  # of functions that return the log-sum-exp always
+            elif name == "head_dim_v":  # functions with this argument return the log-sum-exp too
                 named["value"], returns = given["k_cache"][..., :value], "the log-sum-exp"
             elif name in _RETURN_MORE:
                 returns = "the log-sum-exp" if value else returns
@@ -156,7 +155,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
 
 
 def _written_to(out: Tensor, form: OutputLayout) -> OutputLayout:
-    """The form of a function that writes to memory of the caller's, and returns it."""
+    """Return the layout of a function that writes to the caller's memory, and returns it."""
     return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
 
@@ -171,8 +170,8 @@ def _arguments(
     used, table = named.get("seqused_k"), named.get("page_table")
     is_packed = starts["cu_seqlens_q"] is not None
     query, key, value = (
-        each.transpose(0, 1)[None] if each.ndim == 3 else each.transpose(1, 2)
-        for each in (named[name] for name in ("query", "key", "value"))
+        tensor.transpose(0, 1)[None] if tensor.ndim == 3 else tensor.transpose(1, 2)
+        for tensor in (named[name] for name in ("query", "key", "value"))
     )
     if table is not None:
         used, starts["cu_seqlens_k"] = _lengths(used, starts["cu_seqlens_k"], key, table), None
@@ -219,7 +218,7 @@ def _arguments(
 
 
 def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, table: Tensor) -> Any:
-    """How many keys the sequences have, where a page table says in which pages they lie."""
+    """Return the number of keys of each sequence, or of all, in a call with a page table."""
     if used is not None:
         return used
     if starts_k is not None:

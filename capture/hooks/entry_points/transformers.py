@@ -1,8 +1,8 @@
 """transformers' attention registry: `ALL_ATTENTION_FUNCTIONS.get_interface(…)(module, q, k, v, …)`.
 
-Models look their function up at each call: `eager`, each file's own; `flash_attention_2` and its
-siblings; `flex_attention`; a name that somebody registered. Wrapping what the look-up returns
-leaves the masks, which are made by the implementation's name. `sdpa` is left to SDPA.
+Models look up their function at each call: `eager`, which each model's file defines;
+`flash_attention_2` and similar; `flex_attention`; or a registered name. The returned function is
+wrapped, so that masks are still made by the implementation's name. `sdpa` is left to SDPA.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _HARMLESS = {
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Follow the road until the exit."""
+    """Pass calls of the functions that models look up to `handler` until the exit."""
     modeling = sys.modules.get(_MODELING)
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is None:
@@ -95,7 +95,7 @@ def _translation(name: str | None, function: Callable[..., Any]) -> Translate | 
 
 
 def _eager(function: Callable[..., Any], name: str | None) -> Translate:
-    """Of a function that takes an additive or bool mask, as models' own do."""
+    """Return the translation for a function that takes an additive or bool mask."""
     code = getattr(function, "__code__", None)
     names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) if code else set()
     has_sinks = code is not None and ("sinks" in code.co_names or "sinks" in names)
@@ -117,7 +117,7 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
         bias = others.get("position_bias") if "position_bias" in names or not is_own else None
         if bias is not None:
             mask = bias if mask is None else bias + mask
-        # A model's own function does what its mask says; others are made as SDPA's is.
+        # A model's own function only follows its mask; registered ones behave like SDPA's.
         is_causal = False
         if not is_own and mask is None and query.shape[2] > 1:
             asked = others.get("is_causal")
@@ -125,10 +125,8 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
         softcap = others.get("softcap") if "softcap" in names or not is_own else None
         sinks = None
         if has_sinks or not is_own:
-            sinks = next(
-                (each for each in (others.get("s_aux"), others.get("sinks")) if each is not None),
-                getattr(module, "sinks", None) if has_sinks else None,
-            )
+            given = [others[name] for name in ("s_aux", "sinks") if others.get(name) is not None]
+            sinks = given[0] if given else getattr(module, "sinks", None) if has_sinks else None
         return _arguments(
             (query, key, value, mask, dropout if module.training else 0.0, is_causal, scaling),
             backend="eager" if is_own else f"transformers.{name}",
@@ -187,7 +185,7 @@ def _flash(name: str) -> Translate:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Where packed sequences begin, and the lengths of the longest; nothing if there is one."""
+    """Beginnings of packed sequences, and the lengths of the longest; None for one sequence."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -196,9 +194,9 @@ class _Packed:
 
 
 def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
-    """As `transformers.modeling_flash_attention_utils._flash_attention_forward` finds it.
+    """Find packed sequences as transformers' `_flash_attention_forward` does.
 
-    That is by arguments that say so, or else by position ids of a batch of one that begin again.
+    They are given as arguments, or shown by position ids of a batch of one that start again.
     """
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     starts_q, starts_k, *longest = (others.get(name) for name in names)
@@ -273,7 +271,7 @@ def _arguments(
 
 
 def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
-    """Why a call cannot be said in SDPA's terms; empty if it can."""
+    """Say why a call cannot be expressed with SDPA's arguments; empty if it can."""
     if others.get("cache") is not None or others.get("block_table") is not None:
         return "a paged key/value cache"
     given = sorted(name for name in unknown if others.get(name) is not None)
@@ -281,7 +279,7 @@ def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
 
 
 def _returns(module: Any, others: dict[str, Any]) -> str:
-    """What a model wants beside the output; empty for nothing."""
+    """Return the results that a model wants beside the output; empty for none."""
     asked = others.get("output_attentions")
     if asked is None:
         asked = getattr(getattr(module, "config", None), "output_attentions", False)

@@ -1,4 +1,4 @@
-"""The wrapper that every road puts around the functions it follows."""
+"""The wrapper that every entry point puts around its functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from capture.hooks.signals import is_meant_for_program
 
 @dataclass(frozen=True)
 class OutputLayout:
-    """How what a function returns becomes SDPA's output (B, Hq, Sq, Dv), and the reverse."""
+    """Conversions between a function's result and SDPA's output (B, Hq, Sq, Dv)."""
 
     to_sdpa: Callable[[Any], Any]
     from_sdpa: Callable[[Tensor], Any]
@@ -46,24 +46,24 @@ THD = OutputLayout(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
 BSHD_AND_WEIGHTS = OutputLayout(
     _to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None)
 )
-"""What transformers' attention functions return; no kernel returns the weights."""
+"""Layout of transformers' attention functions, without the weights, which no kernel returns."""
 
 Translate = Callable[..., "tuple[Arguments, OutputLayout] | None"]
-"""The arguments of one call in SDPA's terms; None if the road leaves it to another."""
+"""Function that expresses a call with SDPA's arguments; it returns None to leave the call alone."""
 
 
 def plainest(arguments: Arguments) -> Arguments:
-    """The same call without options that change nothing, so that more kernels know it.
+    """Return the same call without options that change nothing, so that more kernels support it.
 
-    Libraries pass a decode's one query as causal and aligned bottom right, which masks nothing, and
-    give causal calls a window to the right.
+    Libraries pass the one query of a decoding step as causal and aligned bottom right, which masks
+    nothing, and give causal calls a window to the right.
     """
     variant, (left, right) = arguments.variant, arguments.variant.window
     q_len, kv_len = arguments.query.shape[-2], arguments.key.shape[-2]
     if arguments.page_table is not None:
         kv_len *= arguments.page_table.shape[-1]
     is_causal, alone = arguments.is_causal, arguments.cu_seqlens_q is None
-    if alone and q_len == 1 and variant.bottom_right:  # its diagonal is the last key
+    if alone and q_len == 1 and variant.bottom_right:  # the diagonal is the last key
         is_causal, right = False, None
     if is_causal and right is not None and right >= 0:
         right = None
@@ -77,28 +77,28 @@ def plainest(arguments: Arguments) -> Arguments:
     return arguments._replace(is_causal=is_causal, variant=variant if variant != PLAIN else PLAIN)
 
 
-_told: list[Callable[[str], None]] = []
+_trace_reports: list[Callable[[str], None]] = []
 
 
 @contextlib.contextmanager
 def tracing_reported(traced: Callable[[str], None]) -> Iterator[None]:
-    """Tell `traced` the name of each followed function that becomes part of a compiled graph."""
-    _told.append(traced)
+    """Call `traced` with the name of each wrapped function that is traced into a graph."""
+    _trace_reports.append(traced)
     try:
         yield
     finally:
-        _told.remove(traced)
+        _trace_reports.remove(traced)
 
 
 @constant_in_graphs
 def _tell(name: str) -> None:
     if not is_inside():  # a kernel may compile what it runs
-        for traced in _told:
+        for traced in _trace_reports:
             traced(name)
 
 
 def _converted(form: OutputLayout, result: Any) -> Any:
-    """What a function returned as SDPA's output; None where it has another form than is known."""
+    """Return a function's result as SDPA's output; None if it has an unknown layout."""
     try:
         return form.to_sdpa(result)
     except Exception as error:
@@ -110,17 +110,17 @@ def _converted(form: OutputLayout, result: Any) -> Any:
 def wrapped(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> Callable[..., Any]:
-    """`function`, whose calls pass through `handler`.
+    """Return a function whose calls pass through `handler`.
 
-    A call that cannot be said in SDPA's terms (`Arguments.refusal`) runs as it is. It is handed to
-    the handler afterwards, to be counted, unless a call inside of it was.
+    A call that SDPA's arguments cannot express (`Arguments.refusal`) runs unchanged. Afterwards the
+    handler counts it, unless it has handled a call inside of it.
     """
 
     name = getattr(function, "__name__", type(function).__name__)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # Nothing below can be traced.
+        # Checked first, because the code below cannot be traced.
         if torch.compiler.is_compiling():
             _tell(name)
             return function(*args, **kwargs)
@@ -131,7 +131,7 @@ def wrapped(
         except Exception as error:
             if is_meant_for_program(error):
                 raise
-            translated = None  # the function raises its own error, or knows more than we do
+            translated = None  # the function raises its own error, or supports more than we know
         if translated is None:
             return function(*args, **kwargs)
         arguments, form = plainest(translated[0]), translated[1]
@@ -161,5 +161,5 @@ def wrapped(
 def wrapped_everywhere(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> contextlib.AbstractContextManager[None]:
-    """Have the calls of a function pass through `handler` until the exit, whoever holds it."""
+    """Pass the calls of a function through `handler` until the exit, wherever it is held."""
     return replaced(function, lambda original: wrapped(original, translate, handler))

@@ -464,7 +464,7 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
     (out / "manifest.json").unlink()
     code, _, err = run_cli("check", str(out))
     assert code == 1
-    assert "is missing: read the files instead" in err
+    assert "is missing: the files were read instead" in err
 
 
 class Stopped(NamedTuple):

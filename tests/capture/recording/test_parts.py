@@ -165,7 +165,7 @@ def test_distributed_tensors_that_are_split_otherwise_are_told(
         for heads, placement in ((4, of_query), (4 if of_key == of_query else 16, of_key))
     )
     model = Sdpa()
-    told = pytest.warns(match="Sdpa splits its tensors by something else than batch and heads")
+    told = pytest.warns(match="Sdpa splits its tensors by more than batch and heads")
     with told, record(model, tmp_path, name="model") as recording:
         model(query, key, key)
     assert (recording.seen, recording.kept) == (1, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,7 +313,7 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
     [
         ("files", [{}] * 2_000, "more than 1000 damaged entries"),
         ("files", [[]] * 1_100_000, "more lists and objects than its length accounts for"),
-        ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures (at most 10000"),
+        ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures"),
     ],
 )
 def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
@@ -341,7 +342,9 @@ def test_a_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object
     journal.append(sampled=1)
     journal.close()
     with journal.path.open("a") as file:
-        file.write(json.dumps(line) + "\n" + json.dumps({"sampled": 2}) + "\n")
+        for each in (line, {"sampled": 2}):
+            text = json.dumps(each).encode()
+            file.write(f"{text.decode()}\t{zlib.crc32(text):08x}\n")
     told = "0 complete calls, and 1 line of its journal cannot be read"
     assert told in load(dataset.directory).note
     assert "1 call" not in " ".join(repair(dataset.directory))

@@ -74,7 +74,7 @@ def test_whole_calls_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("origin", "reason"),
     [
-        ({"split": "batches"}, "is split by 'batches': heads and queries can be joined"),
+        ({"split": "batches"}, "is split by 'batches' (only heads and queries"),
         ({"split_ranks": [0, 2]}, "recorded by rank 1, which is not among the sharing ranks"),
         ({"split_ranks": [0, 1, 1]}, "recorded by rank 1, which is not among the sharing ranks"),
         ({"split_ranks": [-1, 1]}, "recorded by rank 1, which is not among the sharing ranks"),

@@ -268,7 +268,7 @@ def test_revisions_and_the_cache_of_the_hub(
     with pytest.raises(DatasetError, match=r"model-1\.safetensors"):
         offline[1]
     for wrong in ("hf://datasets/org", "hf://datasets/org/name/../x"):
-        with pytest.raises(DatasetError, match="is no dataset of the Hugging Face Hub: give"):
+        with pytest.raises(DatasetError, match="must be hf://datasets/ORG/NAME"):
             load(wrong)
 
 
@@ -277,7 +277,7 @@ def test_without_a_manifest(recorded: Path, place: Place) -> None:
     (recorded / MANIFEST).unlink()
     dataset = load(f"{place[1]}/calls")
     assert len(dataset) == 3
-    assert dataset.note.startswith("s3://org/name/calls/manifest.json is missing: read the files")
+    assert dataset.note.startswith("s3://org/name/calls/manifest.json is missing: the files were read")
 
 
 @pytest.mark.parametrize("place", ["s3", "hub"], indirect=True)
@@ -382,10 +382,10 @@ def test_they_are_only_read(where: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     for overwrite in (False, True):
         with (
-            pytest.raises(CaptureError, match="which is only read: record into a directory with"),
+            pytest.raises(CaptureError, match="which is read-only: record into a directory with"),
             record(torch.nn.Linear(1, 1), out=where, overwrite=overwrite),
         ):
             pass
-    with pytest.raises(DatasetError, match="which is only read: repair the directory"):
+    with pytest.raises(DatasetError, match="which is read-only: repair the directory"):
         repair(where)
     assert os.listdir() == []

@@ -49,7 +49,7 @@ def test_an_earlier_capture_stays_if_the_new_one_does_not_end(
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     target, _ = started(tmp_path, "model", range(7, 9), overwrite=True)
     [told] = target.end(ended("model", complete=False))
-    assert "stays; of the new one, which is not complete, 2 calls went to" in told
+    assert "stays; 2 calls of the new, incomplete one went to" in told
     assert calls(tmp_path) == {"model": [0, 1, 2]}
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 
@@ -96,7 +96,7 @@ def test_a_directory_in_which_nothing_was_recorded_may_be_used_again(
     with pytest.raises(CaptureError, match="another capture of model is writing"):
         CaptureTarget.check(tmp_path, "model", overwrite=False)
     journal.close()
-    with pytest.raises(DatasetError, match=r"model was killed: 0 complete calls.* --repair"):
+    with pytest.raises(DatasetError, match=r"model was killed: 0 complete calls.* repair"):
         load(tmp_path)
     started(tmp_path, "model", range(1, 3))[0].end(ended("model"))
     assert calls(tmp_path) == {"model": [1, 2]}

@@ -109,8 +109,8 @@ PACKED = torch.tensor([0, 2, 3])
         ({"value": PAGED.value[:-1]}, "value of shape"),
         ({"value": PAGED.value[:, :, :-1]}, "value of shape"),
         ({"seqused_k": None}, "a page table without lengths of keys"),
-        ({"seqused_k": torch.tensor([4 * ROOM + 1, 1])}, "counts keys that are not there"),
-        ({"seqused_k": torch.tensor([-1, 1])}, "counts keys that are not there"),
+        ({"seqused_k": torch.tensor([4 * ROOM + 1, 1])}, "counts more keys than there are"),
+        ({"seqused_k": torch.tensor([-1, 1])}, "counts more keys than there are"),
         ({"seqused_k": torch.tensor([1, 1, 1])}, "3 lengths of keys for 2 sequences"),
         ({"attn_mask": torch.ones(3, 4 * ROOM).bool()}, "attn_mask beside a page table"),
         ({"cu_seqlens_k": torch.tensor([0, 9, 15])}, "cu_seqlens_k beside a page table"),
@@ -138,7 +138,7 @@ def test_pages_that_stand_for_too_much_memory_are_refused(tmp_path: Path) -> Non
         normal(2000, 8, 1, 64), pool, pool.clone(), seqused_k=lengths, page_table=table
     )
     entry = FileEntry.read(write(call, tmp_path))
-    with pytest.raises(DatasetError, match=r"take \d+ bytes of memory out of their pages"):
+    with pytest.raises(DatasetError, match=r"take \d+ bytes of memory for a file"):
         entry.load()
 
 
