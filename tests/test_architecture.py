@@ -195,3 +195,7 @@ def test_a_metric_is_declared_once() -> None:
     assert set(COLUMNS) <= paths
     assert {column.metric for column in COLUMNS.values()} == set(METRICS) - {"all"}
     assert all(field.meaning and "{}" not in field.meaning for field in FIELDS)
+
+
+def test_replay_imports_no_verb_of_capture() -> None:
+    assert not [path for path, name in imports("replay") if name.startswith("capture.cli")]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
 import json
 import os
 import sys
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from capture.command_line.parser import OneSentenceParser, positive
 from capture.command_line.verbosity import narrated
+from capture.text.printable import printable
 from replay.api.choices import RecordedCalls
 from replay.api.chosen_device import device_of
 from replay.api.diagnose import ExaminationInterrupted, able_kernels, doctor
@@ -86,31 +86,42 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _record_and_examine(arguments: argparse.Namespace) -> int:
-    from capture.cli.main import main as capture
-    from capture.storage.dataset import Dataset
-    from capture.text.counted import share
-
     device = device_of(arguments.device)
     # A kernel that cannot run is an error before the long run of the model.
     able_kernels(arguments.kernels, device, arguments.timeout, workers=not arguments.in_process)
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
-        asked = ["--model", arguments.model, "--out", arguments.dir, "--sample", "hard", "--quiet"]
-        if device != device_of(None):  # a user's function may take no device
-            asked += ["--device", str(device)]
-        if arguments.debug:
-            asked.append("--debug")
-        try:
-            # What capture prints names the directory, which is temporary.
-            with contextlib.redirect_stdout(io.StringIO()):
-                capture([*asked, "--max", str(arguments.max or CALLS)])
-        except SystemExit as end:
-            if end.code:  # capture has printed why
-                return int(end.code)
-        recorded = Dataset.open(arguments.dir)
-        seen = sum(record.calls_seen for record in recorded.captures)
-        print(f"recorded {share(len(recorded), seen, recorded.nbytes)}", file=sys.stderr)
+        # The default device is not named, since a user's function may take no device.
+        _record(arguments, None if device == device_of(None) else str(device))
         return _examine(arguments)
+
+
+def _record(arguments: argparse.Namespace, device: str | None) -> None:
+    """Record the model's hardest calls into `arguments.dir`."""
+    from capture.errors import RecordingWarning
+    from capture.models_package import import_models
+    from capture.recording.record import record
+    from capture.text.counted import share
+
+    runnable = import_models().load(arguments.model, device=device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RecordingWarning)  # its problems are printed below
+        with record(
+            runnable.roots,
+            arguments.dir,
+            max=arguments.max or CALLS,
+            name=Path(arguments.model).name,
+            sample="hard",
+            weights=runnable.weights,
+            settings={"model": arguments.model, "given": {}, **runnable.settings},
+        ) as recording:
+            runnable.run()
+    if not recording.kept:
+        raise UsageError("; ".join(recording.problems))
+    for problem in recording.problems:
+        print(f"note: {printable(problem)}", file=sys.stderr)
+    size = share(recording.kept, recording.seen, recording.counts.nbytes)
+    print(f"recorded {size}", file=sys.stderr)
 
 
 def _examine(arguments: argparse.Namespace) -> int:

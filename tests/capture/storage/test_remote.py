@@ -277,7 +277,9 @@ def test_without_a_manifest(recorded: Path, place: Place) -> None:
     (recorded / MANIFEST).unlink()
     dataset = load(f"{place[1]}/calls")
     assert len(dataset) == 3
-    assert dataset.note.startswith("s3://org/name/calls/manifest.json is missing: the files were read")
+    assert dataset.note.startswith(
+        "s3://org/name/calls/manifest.json is missing: the files were read"
+    )
 
 
 @pytest.mark.parametrize("place", ["s3", "hub"], indirect=True)

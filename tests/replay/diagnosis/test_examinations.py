@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from torch import Tensor
 
 import attention_replay as ar
 from capture.errors import CaptureError
+from capture.models_package import import_models
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
@@ -169,23 +169,23 @@ def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
     assert re.match(r"recorded 1 of \d+ attention calls \([0-9.]+ [kM]B\)\n", err)
 
 
-@pytest.mark.parametrize(("default", "said"), [("cuda", ["cpu"]), ("cpu", [])])
-def test_a_model_is_recorded_on_the_device_that_is_named(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, said: list[str]
+@pytest.mark.parametrize(("default", "asked"), [("cuda", "cpu"), ("cpu", None)])
+def test_model_is_recorded_on_the_named_device(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, asked: str | None
 ) -> None:
     """On the default device, a function that takes no device is not given one."""
-    asked: list[str] = []
+    devices: list[str | None] = []
 
-    def record(argv: Sequence[str]) -> None:
-        asked[:] = argv
-        raise SystemExit(2)
+    def load(model: str, device: str | None) -> None:
+        devices.append(device)
+        raise CaptureError("stopped")
 
-    monkeypatch.setattr("capture.cli.main.main", record)
+    monkeypatch.setattr(import_models(), "load", load)
     chosen = "replay.cli.doctor.device_of"
     monkeypatch.setattr(chosen, lambda name: torch.device(name or default))
     given = ("--model", "llama", "--kernels", "torch-math", "--in-process", "--device", "cpu")
     assert run_cli("doctor", *given)[0] == 2
-    assert [each for before, each in pairwise(asked) if before == "--device"] == said
+    assert devices == [asked]
 
 
 def test_earlier_findings_are_kept_until_there_are_new_ones(
