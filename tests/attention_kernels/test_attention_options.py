@@ -58,15 +58,6 @@ def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> 
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
 
-@pytest.mark.parametrize("name", ["triton-fa2", "triton-decode", "triton-fp8"])
-def test_in_16_bits_such_soft_caps_are_refused(name: str) -> None:
-    call = call_of(4, 9, variant=AttentionVariant(softcap=2.0**15))
-    assert find(name).refuses(call) == "soft cap 32768: at most 16384 in 16 bits"
-    with pytest.raises(NotImplementedError, match="soft cap"):
-        find(name).attention(**call.arguments())
-    assert find(name).refuses(replace(call, variant=AttentionVariant(softcap=2.0**14))) is None
-
-
 WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
 
 

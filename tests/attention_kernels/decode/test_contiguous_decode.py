@@ -22,7 +22,6 @@ from attention_kernels.decode.split_kv_plan import MOST_SHARES, Tiling, merging,
 from attention_kernels.launch import descriptors
 from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
-from replay.kernels.registry import catalogue
 from tests import factories
 from tests.attention_kernels.decode.page_pools import watched_rooms
 from tests.attention_kernels.eager import attend
@@ -358,15 +357,3 @@ def test_a_large_batch_is_dealt_and_a_small_or_single_one_is_not() -> None:
     assert plan(*large, sequences=1) == plan(*large)
     small = (8 * 8, 4, 2000, 128, 128, "direct", 132)
     assert plan(*small, sequences=8) == plan(*small)
-
-
-def test_what_the_kernel_declines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    kernel = catalogue()["triton-decode"]
-    assert kernel.unavailable(torch.device(DEVICE)) is None
-    call = AttentionCall(*inputs(q_len=17))
-    assert "at most 16 queries" in str(kernel.unsupported(call))
-    assert kernel.unsupported(AttentionCall(*inputs(q_len=16), is_causal=True)) is None
-    assert "float32" in str(kernel.unsupported(AttentionCall(*inputs(dtype=torch.float32))))
-    with pytest.raises(NotImplementedError, match="dropout"):
-        kernel.attention(*inputs(), dropout_p=0.1)

@@ -116,13 +116,3 @@ def test_the_kernel_on_padded_batches(
     plain = AttentionCall(call.query, call.key, call.value)
     for output in (kernel.attention(**plain.arguments()), kernel.prepare(plain)()):
         assert_right(output, expected_of(plain), plain)
-
-
-def test_what_the_kernel_declines() -> None:
-    kernel = find("triton-paged-decode")
-    call = padded_call([5, 3], 5, at_end=True)
-    assert kernel.unsupported(call) is None
-    holes = torch.tensor([True, False, True, False, True], device=DEVICE)
-    assert "padding mask" in str(kernel.unsupported(call.with_tensors({"attn_mask": holes})))
-    causal = AttentionCall(call.query, call.key, call.value, call.attn_mask, is_causal=True)
-    assert "is_causal" in str(kernel.unsupported(causal))

@@ -318,14 +318,6 @@ def test_empty(sizes: dict[str, int], dtype: torch.dtype) -> None:
     assert not output.any()
 
 
-def test_fp8_needs_a_gpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    cuda = torch.device("cuda")
-    assert "8.9 or higher" in str(find("triton-decode-fp8").unavailable(cuda))
-    assert find("triton-decode-int8").unavailable(cuda) is None
-
-
 def test_a_plan_is_of_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program compiled for one type would read the bits of the other."""
     planned, plans = quantised_cache._planned, []

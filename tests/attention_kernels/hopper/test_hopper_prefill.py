@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-from replay.kernels.registry import find
 from tests.attention_kernels.ptx import unfenced_arrivals
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
@@ -370,11 +369,3 @@ def test_what_tma_can_address() -> None:
     assert not are_loadable(tensor.flatten()[1:-63].view(-1, 1, 1, 64)[:4]), "16 bytes aligned"
     assert not are_loadable(tensor[:, :, :1].expand(2, 8, 3, 64)), "a stride of 0"
     assert not are_loadable(torch.zeros(1, 1, 4, 68, dtype=torch.float16)[..., :64]), "odd rows"
-
-
-def test_says_why_it_cannot_run_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = find("triton-fa3")
-    if not torch.cuda.is_available():
-        assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert kernel.unavailable(torch.device("cpu")) == "Gluon has no interpreter"

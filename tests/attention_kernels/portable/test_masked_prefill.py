@@ -176,11 +176,3 @@ def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> Non
                 for kind, wanted in enumerate((whole, cut)):
                     count = int(flat_counts[place, kind])
                     assert flat_blocks[place, kind, :count].tolist() == wanted
-
-
-def test_calls_that_are_not_for_it() -> None:
-    kernel = find("triton-masked")
-    plain = factories.random_call(device=DEVICE, dtype=torch.float16)
-    assert kernel.refuses(plain) == "takes calls with an attn_mask only"
-    both = call_of(band(30, 30, 5), is_causal=True)
-    assert kernel.refuses(both) == "attn_mask and is_causal together"

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
 from capture.call.attention_call import AttentionCall
-from replay.kernels.constraints import key_range
 from replay.kernels.registry import catalogue
 from tests import factories
 from tests.attention_kernels.eager import attend
@@ -154,16 +153,6 @@ def test_key_ranges() -> None:
     assert key_ranges(keys[:0]).lengths.shape == (0,)
 
 
-def test_they_are_what_the_constraint_finds() -> None:
-    keys = padding([(0, 7), (3, 9), (0, 12)], 12)
-    expected = key_range(keys[:, None, None], 3, 12)
-    assert expected is not None
-    found = key_ranges(keys)
-    assert found.starts is not None
-    assert torch.equal(found.starts, expected.starts)
-    assert torch.equal(found.lengths, expected.lengths)
-
-
 def call_of(mask: Tensor | None, **fields: Any) -> AttentionCall:
     query, key, value = (normal(2, heads, 70, 64, seed=heads) for heads in (4, 2, 2))
     return AttentionCall(query, key, value, attn_mask=mask, enable_gqa=True, **fields)
@@ -183,23 +172,6 @@ def test_the_drop_in_and_its_core(
     reference = attend(call.query, call.key, call.value, mask, is_causal, 0.2).output
     assert_right(kernel.attention(**call.arguments()), reference, call)
     assert_right(kernel.prepare(call)(), reference, call)
-
-
-def test_what_the_drop_in_refuses() -> None:
-    kernel = catalogue()["triton-varlen"]
-    unsupported = kernel.unsupported
-    assert unsupported(call_of(None)) == (
-        "for sequences of different lengths: this call has no attn_mask, and is not packed"
-    )
-    scattered = torch.arange(70, device=DEVICE) % 2 == 0
-    refused = unsupported(call_of(scattered.expand(2, 1, 1, 70)))
-    assert refused is not None
-    assert refused.startswith("takes a padding mask only")
-    call = call_of(None)
-    with pytest.raises(NotImplementedError, match="no attn_mask"):
-        kernel.attention(call.query, call.key, call.value)
-    with pytest.raises(NotImplementedError, match="dropout"):
-        kernel.attention(call.query, call.key, call.value, scattered, 0.1)
 
 
 def test_ranges_can_be_a_models_own() -> None:

@@ -307,21 +307,6 @@ def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
     assert compare(output, expected).relative_l1 == 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_calls_that_they_refuse(name: str) -> None:
-    kernel, mask = find(name), band(70, 130, 40)
-    beside = "attn_mask together with a window or lengths of sequences"
-    for call, reason in (
-        (masked_call(mask, is_causal=True), "attn_mask and is_causal together"),
-        (masked_call(mask, variant=AttentionVariant(window=(5, 5))), beside),
-        (masked_call(mask, seqused_k=lengths(70)), beside),
-        (masked_call(mask.half()), "takes a bool attn_mask only, not float16"),
-    ):
-        assert kernel.refuses(call) == reason
-        with pytest.raises(NotImplementedError, match=reason):
-            kernel.attention(**call.arguments())
-
-
 def test_what_the_functions_refuse() -> None:
     call = masked_call(band(70, 130, 40))
     arguments = (call.query, call.key, call.value)

@@ -5,9 +5,96 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+from capture.call.attention_variant import AttentionVariant
+from replay.kernels.constraints import key_range
+from replay.kernels.registry import find
+from tests import factories
+
+HOLES = torch.arange(13) % 2 == 0
+PADDING = torch.arange(13) < 5
+MASK = torch.ones(9, 13, dtype=torch.bool).tril()
+BESIDE = "attn_mask together with a window or lengths of sequences"
+WINDOW = AttentionVariant(window=(5, 5))
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "triton-fa2": [({"variant": AttentionVariant(softcap=2.0**15)}, "at most 16384 in 16 bits")],
+    "triton-masked": [
+        ({}, "takes calls with an attn_mask only"),
+        ({"attn_mask": MASK, "is_causal": True}, "attn_mask and is_causal together"),
+    ],
+    "triton-varlen": [
+        ({}, "this call has no attn_mask, and is not packed"),
+        ({"attn_mask": HOLES.expand(1, 1, 1, 13)}, "takes a padding mask only"),
+        ({"attn_mask": PADDING, "dropout_p": 0.1}, "dropout"),
+    ],
+    "triton-decode": [
+        ({"q_len": 17}, "at most 16 queries"),
+        ({"dtype": torch.float32}, "float32"),
+        ({"dropout_p": 0.1}, "dropout"),
+        ({"variant": AttentionVariant(softcap=2.0**15)}, "at most 16384 in 16 bits"),
+    ],
+    "triton-paged-decode": [
+        ({"attn_mask": HOLES.expand(1, 1, 1, 13)}, "padding mask"),
+        ({"attn_mask": PADDING.expand(1, 1, 1, 13), "is_causal": True}, "beside is_causal"),
+    ],
+    "triton-fp8": [
+        ({"attn_mask": MASK, "is_causal": True}, "attn_mask and is_causal together"),
+        ({"attn_mask": MASK, "variant": WINDOW}, BESIDE),
+        ({"attn_mask": MASK, "seqused_k": torch.tensor([7], dtype=torch.int32)}, BESIDE),
+        ({"attn_mask": MASK.half()}, "takes a bool attn_mask only, not float16"),
+        ({"variant": AttentionVariant(softcap=2.0**15)}, "at most 16384 in 16 bits"),
+    ],
+}
+CHECKED_BEFOREHAND = (
+    "takes calls with an attn_mask only",
+    "takes a padding mask only",
+    "padding mask",
+    "at most 16 queries",
+    "float32",
+)
+"""Reasons that a drop-in does not check at every call, for the time it would take."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_kernels_refuse_calls_in_a_sentence(name: str) -> None:
+    kernel = find(name)
+    for fields, reason in REFUSED[name]:
+        call = factories.random_call(**{"dtype": torch.float16, **fields})
+        assert reason in str(kernel.refuses(call))
+        if reason not in CHECKED_BEFOREHAND:
+            with pytest.raises(NotImplementedError, match=reason):
+                kernel.attention(**call.arguments())
+
+
+def test_hopper_kernel_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = find("triton-fa3")
+    if not torch.cuda.is_available():
+        assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert kernel.unavailable(torch.device("cpu")) == "Gluon has no interpreter"
+
+
+def test_fp8_needs_a_gpu_that_has_it(
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], torch.device]
+) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert "8.9 or higher" in str(find("triton-decode-fp8").unavailable(gpu(8, 0)))
+    assert find("triton-decode-int8").unavailable(gpu(8, 0)) is None
+
+
+def test_key_ranges_on_the_gpu_equal_those_of_the_constraint() -> None:
+    varlen = pytest.importorskip("attention_kernels.portable.varlen")
+    keys = torch.arange(12) >= torch.tensor([[0], [3], [0]])
+    keys &= torch.arange(12) < torch.tensor([[7], [12], [12]])
+    expected = key_range(keys[:, None, None], 3, 12)
+    assert expected is not None
+    found = varlen.key_ranges(keys)
+    assert torch.equal(found.starts, expected.starts)
+    assert torch.equal(found.lengths, expected.lengths)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")
