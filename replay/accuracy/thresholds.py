@@ -82,11 +82,7 @@ class Thresholds:
 
     @classmethod
     def from_tables(cls, tables: dict[str, Any], source: object = "tolerances") -> Thresholds:
-        """Return the defaults, replaced by the values in `tables`.
-
-        Raises:
-            ThresholdsError: a table or key does not exist, or a value is invalid.
-        """
+        """Return the defaults, replaced by the values in `tables`."""
         made = cls()
         for table, values in tables.items():
             _check_name(source, "table", table, [field.name for field in fields(cls)])

@@ -27,9 +27,6 @@ def first_calls(
 
     Outputs are not judged. A kernel that refuses the call or fails is left out, because its check
     will report that. Kernels in Triton's interpreter compile nothing and are left out too.
-
-    Raises:
-        ContextLost: a kernel made the GPU unusable for this process.
     """
     forms = Forms.of(call)
     inputs = Inputs(*forms.all)

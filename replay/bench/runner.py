@@ -77,9 +77,6 @@ def replay_here(
 
     Each output is checked against the reference before anything is timed. All kernels of a call are
     timed together, in shuffled rounds, and their outputs are then checked again.
-
-    Raises:
-        ContextLost: a kernel made the GPU unusable for this process.
     """
     with torch.no_grad():  # as kernels run, so that a change of that setting is seen
         process_state = process_state or ProcessState()

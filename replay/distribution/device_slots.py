@@ -83,9 +83,6 @@ def probable_gpus(asked: str) -> list[Device]:
     """Guess what `gpus` will return, without types and without importing PyTorch.
 
     Empty if the driver tells too little, or if `gpus` will probably raise.
-
-    Raises:
-        DeviceError: no host can have these GPUs.
     """
     if asked != "all":
         _numbers(asked)
@@ -135,9 +132,6 @@ def with_own_cores(devices: Sequence[Device]) -> list[Device]:
 
     Neighbouring cores, which share caches and memory, stay together, and so do hardware threads.
     Nothing is divided if the system cannot bind processes to cores.
-
-    Raises:
-        DeviceError: there are fewer cores than devices.
     """
     if not hasattr(os, "sched_setaffinity") or len(devices) < 2:
         return list(devices)

@@ -258,9 +258,6 @@ def _finished(
 
     Args:
         first_ms: milliseconds of first calls of kernels that compiled on this call.
-
-    Raises:
-        WorkerError: the call has no rows.
     """
     if not outcome.rows:
         raise WorkerError(outcome.trouble + CONTINUES * outcome.is_device_lost)
@@ -288,11 +285,7 @@ def _place(slot: DeviceSlot) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def running_fleet(slots: Sequence[DeviceSlot], stopped: threading.Event) -> Iterator[Fleet]:
-    """Run devices for the `with` block; their work is stopped at its end.
-
-    Args:
-        stopped: set at the end of the block, to stop the work.
-    """
+    """Run devices for the `with` block; their work is stopped at its end."""
     with ThreadPoolExecutor(len(slots), "device") as pool:
         try:
             yield Fleet(slots, pool)

@@ -73,10 +73,6 @@ class Node:
 
         Args:
             device: `cuda` for the only GPU that this process sees, or `cpu`.
-
-        Raises:
-            WorkerError: the device or an environment does not work.
-            DeviceError: another replay uses the device.
         """
         if device == "cuda" and not torch.cuda.is_available():
             raise WorkerError("PyTorch finds no GPU there")
@@ -111,20 +107,12 @@ class Node:
         return self._workers.work_on(torch.device(device))
 
     def expect(self, files: Sequence[FileFacts]) -> tuple[Path, list[FileFacts]]:
-        """Return the directory for the files of a call, and the files to send to it first.
-
-        Raises:
-            DatasetError: the cache cannot be written.
-        """
+        """Return the directory for the files of a call, and the files to send to it first."""
         directory = directory_here(files)
         return directory, lacking(files, directory)
 
     def receive(self, facts: FileFacts, content: bytes, directory: Path) -> None:
-        """Write a file that was sent.
-
-        Raises:
-            DatasetError: the file cannot be written.
-        """
+        """Write a file that was sent."""
         receive(facts, content, directory)
 
     def replay(
@@ -151,11 +139,7 @@ class Node:
     def first_calls(
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
     ) -> Iterator[str | dict[KernelId, float]]:
-        """Yield the kernels as they are called, and then the milliseconds of their first calls.
-
-        Raises:
-            WorkerError: an environment does not work.
-        """
+        """Yield the kernels as they are called, and then the milliseconds of their first calls."""
         workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 

@@ -118,11 +118,6 @@ class Cluster:
 
         A device on which they do not work is left out, and a line on stderr reports it.
 
-        Args:
-            interpreters: other Python environments by name; paths on the nodes.
-            timeout: seconds without a message after which a worker is ended.
-            stopped: set to stop their work.
-
         Raises:
             ClusterError: the workers work on no device.
         """
@@ -166,11 +161,7 @@ class Cluster:
         deadline: float,
         others: Sequence[DeviceSlot],
     ) -> DeviceSlot:
-        """Wait until the workers of a device have started, and check their versions.
-
-        Raises:
-            WorkerError: they do not work, or other nodes have other versions.
-        """
+        """Wait until the workers of a device have started, and check their versions."""
         node: Introduction = workers.get(answer, deadline)
         if node.version != __version__:
             raise WorkerError(
@@ -238,11 +229,7 @@ class RemoteWorkers:
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Call each kernel once; return the milliseconds of these first calls.
-
-        Raises:
-            WorkerError, Stopped: see `replay`.
-        """
+        """Call each kernel once; return the milliseconds of these first calls."""
         found: dict[KernelId, float] = self._work_on_call(
             self._actor.first_calls, workload, assigned, settings, report
         )
@@ -263,16 +250,7 @@ class RemoteWorkers:
         ray.kill(self._actor)
 
     def get(self, answer: Any, deadline: float = math.inf) -> Any:
-        """Return the node's answer.
-
-        Args:
-            answer: Ray's reference to the answer.
-            deadline: seconds, by the clock of `time.monotonic`.
-
-        Raises:
-            WorkerError: the node does not answer, or reports a failure.
-            Stopped: the replay was stopped.
-        """
+        """Return the node's answer."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -372,11 +350,7 @@ def connected(address: str) -> Iterator[Cluster]:
 
 
 def _join(address: str, connect: Callable[[], object]) -> None:
-    """Let Ray connect in a thread, because it may hang beyond its own limits and ignore Ctrl-C.
-
-    Raises:
-        ClusterError: connecting takes too long.
-    """
+    """Let Ray connect in a thread, because it may hang beyond its own limits and ignore Ctrl-C."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -449,12 +423,7 @@ def _private_cluster() -> dict[str, str]:
 
 
 def _check(address: str) -> None:
-    """Check that something answers at an address, because Ray would wait for minutes.
-
-    Raises:
-        ClusterError: nothing answers, or the address is invalid.
-        ConnectionError: Ray knows no cluster on this machine.
-    """
+    """Check that something answers at an address, because Ray would wait for minutes."""
     if address != "auto":
         _host_and_port(address, address)
     used = _used(address)
@@ -466,11 +435,7 @@ def _check(address: str) -> None:
 
 
 def _host_and_port(used: str, address: str) -> tuple[str, int]:
-    """Split an address that Ray uses into host and port.
-
-    Raises:
-        ClusterError: the address is invalid.
-    """
+    """Split an address that Ray uses into host and port."""
     found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]+)", used)
     if found is None:
         raise ClusterError(

@@ -47,11 +47,7 @@ class FileFacts:
 
 
 def directory_here(files: Sequence[FileFacts]) -> Path:
-    """Return the directory of a workload's files on this machine: their own, or one of the cache.
-
-    Raises:
-        DatasetError: the cache cannot be written to.
-    """
+    """Return the directory of a workload's files on this machine: their own or the cache's."""
     (home,) = {facts.path.parent for facts in files}
     if all(facts.is_at(facts.path) for facts in files):
         return home
@@ -65,11 +61,7 @@ def lacking(files: Sequence[FileFacts], directory: Path) -> list[FileFacts]:
 
 
 def receive(facts: FileFacts, content: bytes, directory: Path) -> None:
-    """Write a file into a directory of `directory_here`.
-
-    Raises:
-        DatasetError: the disk has no room, or the file cannot be written.
-    """
+    """Write a file into a directory of `directory_here`."""
     cache.require_room(directory, facts.nbytes, facts.path.name)
     with cache.placed(directory / facts.path.name) as temporary, cache.writing(directory):
         temporary.write_bytes(content)

@@ -69,9 +69,6 @@ def measure_energy(
     Args:
         keep: receives the output of one call per chunk on average, right after the call; it must
             not wait for the GPU.
-
-    Raises:
-        NoReading: the device has no energy counter, or its counter does not change.
     """
     read = energy_counter(device)
     calls = max(int(CHUNK_MS / call_ms), 1)

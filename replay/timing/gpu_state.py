@@ -93,11 +93,7 @@ class NoReading(Exception):
 
 
 def _handle(device: torch.device) -> tuple[Any, Any]:
-    """Return NVML's module and its handle of a device.
-
-    Raises:
-        NoReading: NVML is missing or does not know the device.
-    """
+    """Return NVML's module and its handle of a device."""
     nvml = _nvml()
     if isinstance(nvml, str):
         raise NoReading(nvml)

@@ -94,11 +94,7 @@ def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list
 
 
 def speedup_of(*calls: Sequence[float]) -> Speedup:
-    """Return the speed-up of one or more calls, from each call's paired ratios in order of rounds.
-
-    Raises:
-        ValueError: there are no ratios.
-    """
+    """Return the speed-up of one or more calls, from paired ratios in order of rounds."""
     ratio = percentile([ratio for ratios in calls for ratio in ratios], 50)
     interval = median_interval(*calls)
     if interval is None:
@@ -107,11 +103,7 @@ def speedup_of(*calls: Sequence[float]) -> Speedup:
 
 
 def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Speedup:
-    """Compare two kernels that were timed in the same rounds (milliseconds, by round).
-
-    Raises:
-        ValueError: no round has both.
-    """
+    """Compare two kernels that were timed in the same rounds (milliseconds, by round)."""
     return speedup_of(paired_ratios(baseline, candidate))
 
 

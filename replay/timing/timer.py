@@ -112,11 +112,7 @@ class Timer(Protocol):
 
 
 def timer_for(device: torch.device, cache: Cache, calls_before: int) -> Timer:
-    """Return the timer of a device.
-
-    Raises:
-        ValueError: `cache="cold"` on the CPU, or a device that is neither CPU nor CUDA.
-    """
+    """Return the timer of a device."""
     if device.type == "cuda":
         return CudaTimer(device, cache, calls_before)
     if device.type != "cpu":

@@ -162,9 +162,6 @@ class Environment:
 
         This compiles the kernels; nothing is judged. A kernel that ends its worker is left out, and
         `replay` will report it.
-
-        Raises:
-            WorkerError: a worker cannot start, or failed apart from kernels.
         """
         apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
         together = [kernel for kernel in kernels if kernel not in apart]
@@ -206,11 +203,7 @@ class Environment:
         return found
 
     def start(self) -> None:
-        """Start the worker without waiting until it is ready.
-
-        Raises:
-            WorkerError: the interpreter does not run.
-        """
+        """Start the worker without waiting until it is ready."""
         try:
             self._process.start()
         except CannotStart as error:

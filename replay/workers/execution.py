@@ -109,14 +109,7 @@ class Workers:
         timeout: float,
         place: Placement | None = None,
     ) -> Workers:
-        """Make the workers of this Python and of others, with one judge for all.
-
-        Args:
-            first: the judge, and the worker of this Python.
-            interpreters: other Python environments by name.
-            timeout: seconds without a message after which a worker is ended.
-            place: the place of further workers.
-        """
+        """Make the workers of this Python and of others, with one judge for all."""
         judge = JudgeProcess(first.judge)
         environments = {
             HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
@@ -166,11 +159,7 @@ class Workers:
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Call each kernel once, which compiles it; return the milliseconds of these first calls.
-
-        Raises:
-            WorkerError: a worker does not work.
-        """
+        """Call each kernel once, which compiles it; return the milliseconds."""
         found: dict[KernelId, float] = {}
         for name, kernels in assigned.items():
             environment = self._environments[name]
@@ -198,7 +187,6 @@ def execution(
         first: the processes that run and judge kernels; None to use this process.
         interpreters: other Python environments by name.
         timeout: seconds without a message after which a worker is ended.
-        place: the place of further processes.
     """
     if first is None:
         yield InProcess()

@@ -36,11 +36,7 @@ class JudgeProcess:
         """Replies to `expect` that were not read yet."""
 
     def expect(self, workload: Workload, settings: Settings) -> None:
-        """Let it load a call while a worker does, without waiting.
-
-        Raises:
-            CannotStart, Died: the process does not work.
-        """
+        """Let it load a call while a worker does, without waiting."""
         self._finish_expecting()
         self._expecting = self._process.ask(
             do="expect", workload=workload.source.to_json(), settings=settings.to_json()
@@ -50,11 +46,7 @@ class JudgeProcess:
     def answer(
         self, question: dict[str, Any], workload: Workload, settings: Settings
     ) -> dict[str, Any]:
-        """Return the judge's answer to a worker's question.
-
-        Raises:
-            CannotStart, Died: the process does not work.
-        """
+        """Return the judge's answer to a worker's question."""
         self._finish_expecting()
         if question["do"] == "open":
             question = {**question, "workload": workload.source.to_json()}
@@ -130,11 +122,7 @@ class CallEvidence:
         self._announced = (at, now) if at else None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a worker's question to the judge or to the clock.
-
-        Raises:
-            CannotStart, Died: the judge does not work.
-        """
+        """Return the answer to a worker's question to the judge or to the clock."""
         kernel = question.get("kernel", "")
         if question["do"] == "start clock":
             self._began = time.perf_counter()

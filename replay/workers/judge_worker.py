@@ -31,10 +31,6 @@ def _inbox(device: torch.device) -> Inbox:
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     """Answer `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
     `{"do": "judge", …}` or `{"do": "samples", …}`.
-
-    Raises:
-        DatasetError: the call cannot be read.
-        CannotJudge: this process was restarted after the call was opened.
     """
     if request["do"] == "touch":
         _touch(request["device"] or usual_device())

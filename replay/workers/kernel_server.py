@@ -32,9 +32,6 @@ from replay.workloads.workload import Workload
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "warm up", …}`,
     `{"do": "call", …}` or `{"do": "replay", …}`.
-
-    Raises:
-        ContextLost: a kernel left this process unusable.
     """
     with torch.no_grad():  # as kernels run, so that a change of that setting is seen
         process_state = _process_state()

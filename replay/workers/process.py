@@ -161,42 +161,25 @@ class Process:
                 self.close()
 
     def start(self) -> None:
-        """Start the child if there is none, without waiting until it has imported PyTorch.
-
-        Raises:
-            CannotStart: the interpreter does not run.
-            Stopped: its place was stopped.
-        """
+        """Start the child if there is none, without waiting until it has imported PyTorch."""
         if self.place.stopped.is_set():
             raise Stopped
         if self._child is None:
             self._start()
 
     def prepare(self, **request: Any) -> None:
-        """Send a request that prepares the child, without waiting for its answer.
-
-        Raises:
-            CannotStart, Stopped: see `start`.
-        """
+        """Send a request that prepares the child, without waiting for its answer."""
         self.start()
         self._preparing += 1
         with contextlib.suppress(Died):  # the next request starts another child
             self._send(request)
 
     def tell(self, **message: Any) -> None:
-        """Answer a question that the child asked during a request.
-
-        Raises:
-            Died: the child has ended.
-        """
+        """Answer a question that the child asked during a request."""
         self._send(message)
 
     def answer(self, **request: Any) -> dict[str, Any]:
-        """Return the only reply to a request.
-
-        Raises:
-            CannotStart, Died: see `ask`.
-        """
+        """Return the only reply to a request."""
         (reply,) = list(self.ask(**request))
         return reply
 
@@ -301,10 +284,6 @@ class Process:
 
         Args:
             allowed: the source of `patience`, for the error message.
-
-        Raises:
-            Died: the child ended, or was silent for too long.
-            Stopped: its place was stopped.
         """
         assert self._child is not None
         assert self._selector is not None

@@ -56,11 +56,7 @@ class Outbox:
         self._file = _MappedFile(path, device)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Copy tensors of any strides to the file; return the data that `Inbox.take` needs.
-
-        Raises:
-            OSError: there is no room for them.
-        """
+        """Copy tensors of any strides to the file; return the data that `Inbox.take` needs."""
         described: dict[str, list[Any]] = {}
         end = 0
         for name, tensor in tensors.items():
@@ -84,11 +80,7 @@ class Inbox:
         self._file: _MappedFile | None = None
 
     def take(self, message: dict[str, Any]) -> dict[str, Tensor]:
-        """Return copies of the tensors that `Outbox.put` described.
-
-        Raises:
-            OSError, ValueError: the file does not contain them.
-        """
+        """Return copies of the tensors that `Outbox.put` described."""
         if self._file is None or self._file.path != message["path"]:
             self._file = _MappedFile(message["path"], self._device)
         self._file.map(message["bytes"])
@@ -137,11 +129,7 @@ class _MappedFile:
         return 0 if self._bytes is None else self._bytes.numel()
 
     def tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
-        """Return a tensor in the file, not a copy.
-
-        Raises:
-            ValueError: it would end after the file.
-        """
+        """Return a tensor in the file, not a copy."""
         kind: torch.dtype = getattr(torch, dtype)
         size = math.prod(shape) * kind.itemsize
         if offset + size > self._size():

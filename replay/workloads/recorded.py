@@ -79,11 +79,7 @@ def from_dataset(
 
 
 def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
-    """Return the calls that any of the comma-separated names or globs matches, in their order.
-
-    Raises:
-        DatasetError: a pattern matches no call.
-    """
+    """Return the calls that any of the comma-separated names or globs matches, in their order."""
     found = chosen_names([workload.name for workload in workloads], patterns)
     return [workload for workload in workloads if workload.name in found]
 
