@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.text import Text
 
+from capture.call.head_ranges import ranges
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.plan.choose import Uniform
@@ -86,19 +87,8 @@ def _merged(
     if len(groups) == 1:
         return parts, members
     numbers = [int(each[position]) for each, _ in groups]
-    name = (*parts[:position], _ranges(numbers), *parts[position + 1 :])
+    name = (*parts[:position], ranges(tuple(sorted(numbers))), *parts[position + 1 :])
     return name, [choice for _, each in groups for choice in each]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Format 0, 1, 2, 3 and 7 as `0-3,7`."""
-    spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    return ",".join(f"{low}" if low == high else f"{low}-{high}" for low, high in spans)
 
 
 def _kind(choice: LayerChoice) -> tuple[object, ...]:

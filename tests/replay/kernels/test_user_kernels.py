@@ -209,7 +209,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
 
 @pytest.mark.usefixtures("package")
 def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
-    code, out, err = run_cli("kernels", "--device", "cpu", "--in-process")
+    code, out, err = run_cli("kernels", "--device", "cpu")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert "offered from my_file:my_attention available" in text
