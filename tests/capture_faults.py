@@ -152,7 +152,7 @@ def run(model: Model, states: Tensor) -> Tensor:
 
 
 def replace_in_torch(functions: dict[int, Any]) -> None:
-    """What this model calls; a search through all modules would take most of the time."""
+    """Modules that this model calls; searching all modules would take most of the time."""
     held = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = functions.get(id(held), held)
 
@@ -218,7 +218,7 @@ def after(directory: Path, recording: Recording, *, overwrite: bool) -> str:
 
 
 def kept_in(directory: Path) -> int:
-    """How many calls `load` reads, each of which is verified."""
+    """Return the number of calls that `load` reads, after verifying them."""
     try:
         data = load(directory)
     except DatasetError:

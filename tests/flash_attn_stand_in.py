@@ -1,4 +1,4 @@
-"""What the functions of flash-attn 2.8 and FlashMLA compute, in plain PyTorch.
+"""The functions of flash-attn 2.8 and FlashMLA in plain PyTorch.
 
 Their names, parameters and layouts; no test has the libraries, which run on GPUs alone.
 """

@@ -147,7 +147,7 @@ def harm(directory: Path, chance: Random) -> str:
 
 
 def is_small_file(path: Path) -> bool:
-    """Whether it is a file, and no other harm made it endless."""
+    """Return whether a path is a file that no other change has made endless."""
     return path.is_file() and not path.is_symlink() and path.stat().st_size < 2**22
 
 
@@ -446,7 +446,7 @@ def main() -> None:
         pristine = Path(scratch, "pristine")
         make(pristine)
         use(pristine)
-        Path(scratch, "kept").write_text("nobody reads this")
+        Path(scratch, "kept").write_text("never read")
         for seed in arguments.seed or [secrets.randbits(32)]:
             print(f"seed {seed}", flush=True)
             for number in range(arguments.first, arguments.first + arguments.count):

@@ -16,7 +16,7 @@ from tests.factories import normal, random_call
 def paged_call(lengths: list[int], page_size: int, **sizes: Any) -> AttentionCall:
     """Sequences of these numbers of keys in scrambled pages; the last page of each is not full.
 
-    Two pages are nobody's, and each row of the table is one longer than it must be. Queries are
+    Two pages belong to no sequence, and rows of the table are one longer than needed. Queries are
     packed if there are `cu_seqlens_q`.
     """
     pages = -(-max(*lengths, 1) // page_size) + 1

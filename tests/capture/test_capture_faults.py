@@ -1,4 +1,4 @@
-"""What goes wrong with a recording does not reach the model, and no complete call is lost."""
+"""Faults of a recording do not reach the model, and no complete call is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What errors say, and what is left of them when they come from another process."""
+"""Errors have one sentence, also when they come from another process."""
 
 from __future__ import annotations
 

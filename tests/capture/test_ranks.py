@@ -84,7 +84,7 @@ def test_a_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
 
 
 def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
-    """A call more before or after moves no other; what one rank alone has is told."""
+    """An additional call moves no other call, and calls of a single rank are reported."""
     parts = load(recordings / "parts" / "differing_calls")
     assert parts.note == ""
     joined = parts.joined()
@@ -97,7 +97,7 @@ def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
 
 
 def test_a_rank_that_is_killed(tmp_path: Path) -> None:
-    """What both had stored is joined, whether or not the other rank could end its capture."""
+    """Calls that both ranks stored are joined, even if one rank was killed."""
     launch(2, tmp_path, "killed", fails=True)
     dataset = load(tmp_path / "killed")
     assert sum(entry.origin.rank == 1 for entry in dataset.entries) == 1

@@ -63,7 +63,7 @@ print("FOUND" + json.dumps(found))
 
 
 def weights(name: str) -> str:
-    """What a recording says of the weights of the tiny model that is built unasked."""
+    """Return the description of the default tiny model's weights."""
     if pretrained_weights.directory(name):
         return f"built-in, trained; model card models/pretrained/{name}/README.md"
     return "random, seed 0 (built-in tiny configuration)"
@@ -82,7 +82,7 @@ class Recorded(NamedTuple):
 def noted(
     tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
 ) -> dict[str, Any]:
-    """What an independent process noted of each model."""
+    """Notes of an independent process about each model."""
     directory = tmp_path_factory.mktemp("noted")
     independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=directory)
     printed, errors = independent.communicate(timeout=200)

@@ -42,7 +42,7 @@ def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
 
 
 def is_same(joined: AttentionCall, call: AttentionCall) -> bool:
-    """Whether they are the same call, to the bits."""
+    """Return whether two calls are the same, bit for bit."""
     ours, theirs = joined.tensors(), call.tensors()
     return (
         ours.keys() == theirs.keys()

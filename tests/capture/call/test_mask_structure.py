@@ -1,4 +1,4 @@
-"""What dense masks amount to: each structure in each form, and nothing that is a little off."""
+"""Structures of dense masks are found in every form, and not in masks that are slightly off."""
 
 from __future__ import annotations
 

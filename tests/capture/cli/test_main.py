@@ -374,7 +374,7 @@ def test_runs_that_keep_nothing(
 ) -> None:
     out = tmp_path / "out"
     result = run_cli("--model", f"{model_file}:{function}", "--out", str(out), *options)
-    assert not [each for each in recwarn if each.category is RecordingWarning]  # it is said once
+    assert not [each for each in recwarn if each.category is RecordingWarning]  # printed only once
     assert said in sentence_of(result, code)
     assert not out.exists()
 
@@ -468,7 +468,7 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
 
 
 class Stopped(NamedTuple):
-    """What is left of a capture that was stopped in the middle."""
+    """Result of a capture that was stopped in the middle."""
 
     out: Path
     code: int

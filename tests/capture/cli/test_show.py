@@ -1,4 +1,4 @@
-"""What `capture show` says of masks, pages and shared memory."""
+"""Descriptions of masks, pages and shared memory by `capture show`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LISTS = {
 
 
 def needed(command: argparse.ArgumentParser) -> list[str]:
-    """What a command requires."""
+    """Arguments that a command requires."""
     groups = [group for group in command._mutually_exclusive_groups if group.required]
     required = [group._group_actions[0] for group in groups]
     required += [action for action in command._actions if action.required]

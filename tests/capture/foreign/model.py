@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Calls = Counter[tuple[str, int]]
-"""How many attention calls a run makes, by phase and step."""
+"""Number of attention calls of a run, by phase and step."""
 
 Run = Callable[[], Any]
 """Runs the model; returns tensors, in any nesting."""
@@ -27,18 +27,18 @@ class Foreign(NamedTuple):
 
 
 def generated(prefill: int, decode: int | None = None, *, steps: int = 3) -> Calls:
-    """Of a language model that reads a prompt and then decodes, to generate `steps` tokens."""
+    """Calls of a language model that reads a prompt and decodes `steps` tokens."""
     later = prefill if decode is None else decode
     return Counter({("prefill", 0): prefill, **{("decode", i): later for i in range(1, steps)}})
 
 
 def encoded(calls: int) -> Calls:
-    """Of one forward pass of an encoder."""
+    """Calls of one forward pass of an encoder."""
     return Counter({("encode", 0): calls})
 
 
 def denoised(calls: int, *, steps: int = 2) -> Calls:
-    """Of a denoiser that makes as many calls in each of its forward passes."""
+    """Calls of a denoiser with equally many in each forward pass."""
     return Counter({("denoise", step): calls for step in range(steps)})
 
 

@@ -30,7 +30,7 @@ ROADS = {
 
 
 def roads(model: Foreign) -> str:
-    """How a model calls attention, in words."""
+    """Name the entry points that a model calls."""
     taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
     unseen = [f"code of its own ({'counted' if model.calls else 'counted, nothing recorded'})"]
     return ", ".join(taken + (unseen if model.unseen else [])) or "none"

@@ -28,14 +28,14 @@ class Recorded(NamedTuple):
     recording: Recording
     calls: list[AttentionCall]
     outputs: list[list[Tensor]]
-    """Of the run before the recording, the recorded one and the one after it."""
+    """Outputs of the run before the recording, of the recorded run and of the run after it."""
 
 
 @pytest.fixture(scope="module")
 def observed(
     tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
 ) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """What the other process, which runs every model meanwhile, noted of one."""
+    """Notes of the other process, which runs every model meanwhile, about one model."""
     directory = tmp_path_factory.mktemp("observed")
     process = start_python("-m", "tests.capture.foreign.independent", str(directory), cwd=directory)
 

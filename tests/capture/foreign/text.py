@@ -14,7 +14,7 @@ IDS = torch.arange(2, 22).reshape(2, 10)
 PADDED = torch.tensor([[1] * 10, [0] * 4 + [1] * 6])
 """The second sequence is shorter."""
 TOKENS = 3
-"""How many each language model generates."""
+"""Number of tokens that each language model generates."""
 
 SIZES = {
     "vocab_size": 64,
@@ -78,7 +78,7 @@ def decoder(
 def encoder(
     kind: str, config: dict[str, Any] = SIZES, **changes: Any
 ) -> Callable[[], tuple[Any, Run]]:
-    """An encoder that reads two texts, of which one is shorter."""
+    """An encoder that reads two texts of different lengths."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)

@@ -99,7 +99,7 @@ def qwen2_vl() -> tuple[Any, Run]:
         vision_end_token_id=62,
     )
     model = transformers.Qwen2VLForConditionalGeneration(config).eval()
-    # Two pictures of 4 × 4 patches, of which four make a token.
+    # Two pictures of 4 × 4 patches; four patches make a token.
     ids = torch.tensor([[1, *([61] + [IMAGE_TOKEN] * 4 + [62]) * 2, 5, 6, 7]])
     return model, generating(
         model,

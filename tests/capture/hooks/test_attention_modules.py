@@ -1,4 +1,4 @@
-"""Which modules compute attention, by their classes."""
+"""Modules that compute attention are recognised by their classes."""
 
 from __future__ import annotations
 

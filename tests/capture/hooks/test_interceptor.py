@@ -391,7 +391,7 @@ def test_diffusers_dispatcher_keeps_its_backend(seen: Seen) -> None:
 
 
 class Told:
-    """An observer that notes what it is told."""
+    """An observer that notes its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []

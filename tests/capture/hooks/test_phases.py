@@ -1,4 +1,4 @@
-"""What a forward pass does, told by what its module is."""
+"""The phase of a forward pass follows from its module and arguments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SDPA accepts becomes a call of four dimensions, in the kernel's dtype."""
+"""Arguments that SDPA accepts become a call of four dimensions, in the kernel's dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the manifest says about a run."""
+"""The manifest's description of a run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_the_weights_are_not_claimed_to_be_what_nobody_said(tmp_path: Path) -> N
     with record(model, tmp_path / "a"):
         model(torch.arange(5)[None])
     assert load(tmp_path / "a").captures[0].weights == "not stated"
-    model.name_or_path = "somebody/model"
+    model.name_or_path = "org/model"
     with record(model, tmp_path / "b"):
         model(torch.arange(5)[None])
-    assert load(tmp_path / "b").captures[0].weights == "somebody/model (its name_or_path)"
+    assert load(tmp_path / "b").captures[0].weights == "org/model (its name_or_path)"
 
 
 def test_settings_are_kept(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:

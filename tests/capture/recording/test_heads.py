@@ -1,4 +1,4 @@
-"""Calls of which only some heads are stored."""
+"""Recordings of some heads of each call."""
 
 from __future__ import annotations
 

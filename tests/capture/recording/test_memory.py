@@ -8,7 +8,7 @@ LARGE = 1 << 20
 
 
 def test_a_closed_pool_holds_nothing() -> None:
-    """Neither buffers that are free, nor those that nobody gave back."""
+    """It holds neither free buffers nor buffers that were not given back."""
     pool = BufferPool()
     free, _taken, _small = (
         pool.take(nbytes, pinned=False, limit=4 * LARGE) for nbytes in (LARGE, 2 * LARGE, 7)

@@ -1,4 +1,4 @@
-"""Which part of a call this rank has. A group of ranks is pretended: nothing is communicated."""
+"""The part of a call that a rank has, with a pretended group of ranks."""
 
 from __future__ import annotations
 

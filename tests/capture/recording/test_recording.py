@@ -1,4 +1,4 @@
-"""What a recording sees, keeps and loses, and how it ends."""
+"""A recording counts the calls that it sees, keeps and loses, and ends in every case."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_it(
 
 
 class Limit(Exception):
-    """Of a watchdog of the program."""
+    """An error of the program's watchdog."""
 
 
 @pytest.mark.parametrize("function", ["as_call", "can_be_copied"])

@@ -1,4 +1,4 @@
-"""Which calls are kept: how many, how evenly, and always the same."""
+"""Samplers keep the right number of calls, evenly, and always the same."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> No
 
 
 def test_shapes_without_kept_calls_cost_nothing() -> None:
-    """A run may meet thousands, of which `max` at most have kept calls."""
+    """A run may have thousands of strata, and at most `max` of them have kept calls."""
     sampler = SpreadSampler(2)
     for index in range(5):
         offer(sampler, index, Offered(f"shape.{index}", "layer", index))

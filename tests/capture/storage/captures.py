@@ -1,4 +1,4 @@
-"""What there is of captures, and the record of one that ends."""
+"""Helpers that read captures, and make the record of one that ends."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape
 
 @dataclass
 class Server:
-    """What a test sees of a server, and may change while it runs."""
+    """A server's state, which a test reads and may change while it runs."""
 
     root: Path
     url: str = ""
@@ -26,10 +26,10 @@ class Server:
     """Answers everything with this, unless it is 0."""
     headers: dict[str, str] = field(default_factory=dict)
     dated: bool = True
-    """Whether it says of which version a file is."""
+    """True if it sends the version of a file."""
 
     def got(self) -> list[str]:
-        """The names of the files that were sent, of those that are files of a call."""
+        """Return the names of the call files that were sent."""
         paths = [each.partition(" ")[2] for each in self.asked if each.startswith("GET ")]
         return [path.rpartition("/")[2] for path in paths if path.endswith(".safetensors")]
 

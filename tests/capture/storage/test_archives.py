@@ -1,4 +1,4 @@
-"""Datasets in archives: as people pack them, and as nobody should."""
+"""Datasets in archives: packed as usual, and packed with malice."""
 
 from __future__ import annotations
 
@@ -266,7 +266,7 @@ def test_a_header_that_would_take_much_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
 def test_damage_is_one_sentence(recorded: Path, tmp_path: Path, name: str) -> None:
     whole = packed(tmp_path / name, files(recorded)).read_bytes()
-    # A tar ends in zeros, of which half of it may consist.
+    # Half of a tar may be the zeros at its end.
     half = whole.rindex(b"model-1") + 600 if name == "calls.tar" else len(whole) // 2
     for content in (b"", b"PK", whole[:half], b"\x1f\x8b" + bytes(99), b"<html>" * 999):
         (tmp_path / name).write_bytes(content)

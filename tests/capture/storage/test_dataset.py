@@ -1,4 +1,4 @@
-"""The directory: what is written is what is read, and damage is told."""
+"""A dataset is read as it was written, and damage is reported."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ def test_the_shape_is_known_without_loading(dataset: Dataset) -> None:
 
 
 def findings_of(dataset: Dataset) -> dict[str, str]:
-    """What is wrong, by file."""
+    """Return the faults by file."""
     return {item.path.name: item.text for item in check_files(dataset) if not item.good}
 
 

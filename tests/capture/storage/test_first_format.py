@@ -1,7 +1,7 @@
 """The format on disk stays as the first version wrote it.
 
 `first_format/` was recorded by that version; `python -m tests.capture.storage.test_first_format`
-records the same calls anew.
+records the same calls again.
 """
 
 from __future__ import annotations

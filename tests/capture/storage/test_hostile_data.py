@@ -1,4 +1,4 @@
-"""A directory that somebody else wrote: nothing is believed, followed or waited for."""
+"""A directory from a stranger: nothing in it is trusted, followed or waited for."""
 
 from __future__ import annotations
 

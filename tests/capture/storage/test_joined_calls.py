@@ -1,4 +1,4 @@
-"""Which files are the parts of one call, and what is said of those that lack some."""
+"""Files that are parts of one call are joined, and incomplete calls are reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any
 
 
 def test_ranks_that_work_in_groups(tmp_path: Path) -> None:
-    """Data parallel over two groups, each of which is tensor parallel."""
+    """Data parallel over two groups that are tensor parallel."""
     other = random_call(q_heads=4, seed=1, origin={"module": "layers.0", "phase": "encode"})
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])

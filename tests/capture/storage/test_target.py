@@ -1,4 +1,4 @@
-"""What a capture finds in its directory, and what it leaves there."""
+"""A capture finds earlier ones in its directory, and leaves a readable dataset."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started
 def test_a_capture_that_ends_leaves_those_in_progress_alone(
     tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where another writes a call each time that somebody looks at the directory."""
+    """This holds even if another process writes a call whenever the directory is read."""
     slow, journal = started(tmp_path, "model.rank1", range(1))
     quick, _ = started(tmp_path, "model.rank0", range(2))
     written = [0]

@@ -1,4 +1,4 @@
-"""What calls ask beyond SDPA comes back from a file as it was, or the file is refused."""
+"""Options beyond SDPA come back from a file as they were, or the file is refused."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stated", [None, 0, 5, 6, 9])
 def test_the_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
-    """Of 3 and 6 queries: kernels would leave the last rows unwritten, and be found wrong."""
+    """With 3 and 6 queries, kernels would leave the last rows unwritten, and be judged wrong."""
     starts = {"cu_seqlens_q": torch.tensor([0, 3, 9]), "cu_seqlens_k": torch.tensor([0, 4, 13])}
     path = write(random_call(**starts, variant=AttentionVariant(max_seqlen_q=stated)), tmp_path)
     if stated is None or stated >= 6:

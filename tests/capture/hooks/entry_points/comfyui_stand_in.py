@@ -1,4 +1,4 @@
-"""What models find in `comfy.ldm.modules.attention`: the same names, arguments, conventions."""
+"""A stand-in for `comfy.ldm.modules.attention` with the same names, arguments and conventions."""
 
 from __future__ import annotations
 

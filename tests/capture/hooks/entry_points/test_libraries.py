@@ -326,7 +326,7 @@ def test_what_flash_mla_computes_beside_is_refused(option: dict[str, Any], tmp_p
 def test_vllms_flash_attn_writes_where_it_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its order of arguments, `out` and scales of 8-bit tensors that are none."""
+    """The library's order of arguments, `out`, and scales for tensors that are not 8-bit."""
 
     def flash_attn_varlen_func(
         q: Tensor,

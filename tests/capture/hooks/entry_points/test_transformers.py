@@ -129,7 +129,7 @@ def flash_stand_in(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """What flash-attn computes: bottom-right causal, a window of W keys, a cap on the scores."""
+    """Compute what flash-attn does: bottom-right causal, a window of W keys, capped scores."""
     group = query.shape[1] // key.shape[1]
     key, value = (each.repeat_interleave(group, 1) for each in (key, value))
     scores = query @ key.mT * scaling
