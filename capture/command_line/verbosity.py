@@ -24,12 +24,7 @@ def add_verbosity(parser: argparse._ActionsContainer) -> None:
         action="store_true",
         help="no progress and no hints; results, warnings and errors remain",
     )
-    either.add_argument(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="print steps and their times",
-    )
+    either.add_argument("-v", "--verbose", action="store_true", help="print steps and their times")
 
 
 @contextlib.contextmanager

@@ -245,10 +245,7 @@ def _like_the_original(replacement: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _handled(
-    sdpa: Callable[..., Tensor],
-    handler: Handler,
-    traced: Traced | None,
-    state: _State,
+    sdpa: Callable[..., Tensor], handler: Handler, traced: Traced | None, state: _State
 ) -> Callable[..., Tensor]:
     @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:

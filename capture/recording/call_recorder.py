@@ -127,10 +127,7 @@ class CallRecorder:
         return observe
 
     def handle(
-        self,
-        arguments: Arguments,
-        proceed: Callable[[], Tensor],
-        function: Callable[..., Tensor],
+        self, arguments: Arguments, proceed: Callable[[], Tensor], function: Callable[..., Tensor]
     ) -> Tensor:
         """Count a call that came by another entry point than SDPA, and store it if selected."""
         output = proceed()

@@ -17,13 +17,7 @@ from typing import NamedTuple, Protocol
 
 from capture.errors import DatasetError
 from capture.storage import cache, checksums, plain_files
-from capture.storage.names import (
-    CALL,
-    LONGEST_JOURNAL,
-    LONGEST_MANIFEST,
-    MANIFEST,
-    is_of_dataset,
-)
+from capture.storage.names import CALL, LONGEST_JOURNAL, LONGEST_MANIFEST, MANIFEST, is_of_dataset
 
 ProgressReport = Callable[[int, int], None]
 """Called with the bytes that arrived since the last call, and the bytes expected in all."""

@@ -445,10 +445,7 @@ def _record_of(entry: FileEntry) -> CaptureRecord:
     """Return what one of its calls shows about a capture."""
     origin = entry.origin
     return CaptureRecord(
-        model=origin.model,
-        weights=origin.weights,
-        device=origin.device,
-        versions=origin.versions,
+        model=origin.model, weights=origin.weights, device=origin.device, versions=origin.versions
     )
 
 

@@ -131,10 +131,7 @@ class HubDirectory:
             found = api.dataset_info(self._repository, revision=revision, timeout=_SECONDS)
             self._revision = found.sha
             listed = api.list_repo_tree(
-                self._repository,
-                self._path or None,
-                revision=self._revision,
-                repo_type="dataset",
+                self._repository, self._path or None, revision=self._revision, repo_type="dataset"
             )
             sizes = {
                 entry.path.rpartition("/")[2]: entry.size

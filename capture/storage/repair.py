@@ -75,10 +75,7 @@ def _where(error: OSError, directory: Path) -> str:
 
 
 def finish(
-    directory: Path,
-    *,
-    ended: EndedCapture | None = None,
-    certain: bool = False,
+    directory: Path, *, ended: EndedCapture | None = None, certain: bool = False
 ) -> dict[str, str]:
     """Move the content of journals that no process writes any more into the manifest.
 

@@ -393,9 +393,7 @@ def test_handlers_are_put_back(tmp_path: Path) -> None:
     assert [signal.getsignal(each) for each in SIGNALS] == before
 
 
-def test_sigterm_ends_the_program_whose_handler_passes_it_to_the_former_one(
-    tmp_path: Path,
-) -> None:
+def test_sigterm_ends_the_program_whose_handler_passes_it_to_the_former_one(tmp_path: Path) -> None:
     def terminated() -> None:
         with record(Model(), tmp_path):
             former = signal.getsignal(signal.SIGTERM)

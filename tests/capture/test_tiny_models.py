@@ -93,9 +93,7 @@ def noted(
 
 @pytest.fixture(scope="module", params=STEPS)
 def recorded(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    noted: dict[str, Any],
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, noted: dict[str, Any]
 ) -> Recorded:
     from capture.cli.main import main
 

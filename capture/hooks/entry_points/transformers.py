@@ -18,12 +18,7 @@ from torch import Tensor
 
 from capture.call.attention_variant import PLAIN, AttentionVariant, Window
 from capture.hooks.entry_points import flex_attention
-from capture.hooks.entry_points.wrapper import (
-    BSHD_AND_WEIGHTS,
-    OutputLayout,
-    Translate,
-    wrapped,
-)
+from capture.hooks.entry_points.wrapper import BSHD_AND_WEIGHTS, OutputLayout, Translate, wrapped
 from capture.hooks.interceptor import Arguments, Handler
 
 ENTRY_POINT = "transformers"

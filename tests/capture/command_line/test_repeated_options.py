@@ -18,7 +18,7 @@ from replay.cli.main import VERBS
 from tests.noted_options import options, values_of
 
 LISTS = {
-    *("--heads", "--modules", "--kernels", "--call", "--metric", "--gpus", "--env", "--fail-on"),
+    *("--heads", "--modules", "--kernels", "--call", "--metric", "--gpus", "--env", "--fail-on")
 }
 """Options that grow."""
 

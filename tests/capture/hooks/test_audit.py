@@ -43,11 +43,7 @@ def test_a_held_reference_is_counted_once_on_any_backend(tmp_path: Path) -> None
     assert recording.audit is not None
     assert recording.audit.calls == {("scaled_dot_product_attention", "Caller"): 2}
     [past] = recording.missed_attention
-    assert (past.kind, past.forwards, past.example) == (
-        "scaled_dot_product_attention",
-        2,
-        "Caller",
-    )
+    assert (past.kind, past.forwards, past.example) == ("scaled_dot_product_attention", 2, "Caller")
 
 
 def test_operators_are_counted_by_name(tmp_path: Path) -> None:

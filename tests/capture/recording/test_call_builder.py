@@ -121,10 +121,7 @@ def test_complex_numbers_that_a_replacement_takes_are_not_stored(
     monkeypatch.setattr(F, "scaled_dot_product_attention", their_attention)
     query = torch.randn(1, 2, 5, 8, dtype=torch.complex128)
     model = Caller()
-    with (
-        pytest.warns(RecordingWarning, match="complex128"),
-        record(model, tmp_path) as recording,
-    ):
+    with pytest.warns(RecordingWarning, match="complex128"), record(model, tmp_path) as recording:
         [output] = model(attend(query, query, query))
     assert torch.equal(output, their_attention(query, query, query))
     assert (recording.seen, recording.kept) == (1, 0)

@@ -239,8 +239,7 @@ def test_somebody_s_replacement_is_named_as_the_backend(
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"),
-    [("MATH", "torch-math"), ("FLASH_ATTENTION", "torch-flash")],
+    ("backend", "name"), [("MATH", "torch-math"), ("FLASH_ATTENTION", "torch-flash")]
 )
 def test_the_backend_is_recorded(
     layers: nn.Module, states: Tensor, tmp_path: Path, backend: str, name: str

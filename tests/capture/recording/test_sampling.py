@@ -157,11 +157,7 @@ def test_strata_share_evenly(calls: list[Offered], max_calls: int) -> None:
 
 def test_late_and_rare_strata_get_their_share() -> None:
     """A language model: one prefill, then decoding; and an encoder's few calls first."""
-    calls = [
-        *grid(2, 1, "encode"),
-        *grid(8, 1, "prefill"),
-        *grid(8, 40, "decode"),
-    ]
+    calls = [*grid(2, 1, "encode"), *grid(8, 1, "prefill"), *grid(8, 40, "decode")]
     kept = Counter(calls[index].stratum for index in sample(calls, 10))
     assert kept == {"encode": 2, "prefill": 4, "decode": 4}
 

@@ -154,8 +154,7 @@ def test_a_function_that_two_modules_hold_is_counted_once(
 
 @pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize(
-    ("options", "left"),
-    [({"causal": True}, None), ({"causal": True, "window_size": (2, 0)}, 2)],
+    ("options", "left"), [({"causal": True}, None), ({"causal": True, "window_size": (2, 0)}, 2)]
 )
 def test_one_query_needs_no_causal_mask(
     options: dict[str, Any], left: int | None, tmp_path: Path
