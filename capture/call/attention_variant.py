@@ -86,11 +86,7 @@ class AttentionVariant:
 
     @classmethod
     def from_json(cls, data: Any) -> AttentionVariant:
-        """Read the JSON that `arguments` returned.
-
-        Raises:
-            ValueError: `data` is something else.
-        """
+        """Read the JSON that `arguments` returned."""
         if not isinstance(data, dict) or not data.keys() <= _DEFAULTS.keys():
             raise ValueError("a variant of attention that this version does not know")
         window = data.get("window", [None, None])

@@ -35,11 +35,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, data: Any) -> Layout:
-        """Read a layout of four dimensions from JSON.
-
-        Raises:
-            ValueError: `data` is something else.
-        """
+        """Read a layout of four dimensions from JSON."""
         if not isinstance(data, dict):
             raise ValueError("a layout is not an object")
         size, stride = (_numbers(data.get(name), name) for name in ("size", "stride"))
@@ -132,11 +128,7 @@ def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:
-    """Restore on `device` the tensor that was passed to `pack`; it may share `values`' memory.
-
-    Raises:
-        ValueError: the shape of `values` does not match `layout`.
-    """
+    """Restore on `device` the tensor that was passed to `pack`; it may share `values`' memory."""
     if tuple(values.shape) != layout.stored:
         raise ValueError(f"values of shape {tuple(values.shape)}, but {layout.stored} was recorded")
     logical = layout.logical(values)

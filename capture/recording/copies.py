@@ -60,9 +60,6 @@ class HostCopier:
         Args:
             tensors: of any shape, strides and device.
             buffer: buffer of at least `buffer_size(tensors)` bytes.
-
-        Raises:
-            RuntimeError: a tensor cannot be copied.
         """
         stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
         sources = {name: source for name, (source, _) in stored.items()}

@@ -40,11 +40,7 @@ def name_of_weights(module: Any) -> str:
 
 
 def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings as JSON would give them back.
-
-    Raises:
-        CaptureError: the settings are not JSON.
-    """
+    """Return the settings as JSON would give them back."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(settings, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -53,11 +49,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> CaptureRecord:
-    """Return a capture's record as it will be read back.
-
-    Raises:
-        CaptureError: the record cannot be read back.
-    """
+    """Return a capture's record as it will be read back."""
     try:
         typed(int | None, seed, "`seed=`")
         typed(int | None, rank, "`rank=`")

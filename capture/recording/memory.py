@@ -82,9 +82,6 @@ class BufferPool:
 
         If all buffers would exceed `limit` bytes, free buffers of other sizes are released. Memory
         that cannot be pinned is used unpinned, which makes copies slower.
-
-        Raises:
-            MemoryError, RuntimeError: memory cannot be allocated.
         """
         if free := self._free[nbytes, pinned]:
             buffer = free.pop()

@@ -16,9 +16,6 @@ def with_pages_read(call: AttentionCall) -> AttentionCall:
 
     The pages get new numbers, and a page that sequences share is stored once. Entries of the table
     that no token needs become 0. Waits for the GPU.
-
-    Raises:
-        ValueError: the table names a page outside the pool.
     """
     assert call.page_table is not None
     assert call.seqused_k is not None

@@ -47,10 +47,6 @@ def declared(
 
     Args:
         heads: the only heads of each call that are recorded.
-
-    Raises:
-        ValueError: the arguments contradict each other.
-        CaptureError: the number of ranks is unknown, or `heads` were given too.
     """
     if split is None:
         if ranks is not None:

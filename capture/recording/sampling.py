@@ -455,11 +455,7 @@ def check_sample(sample: str) -> None:
 
 
 def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) -> Sampler:
-    """Create the sampler that `sample` names: one of `SAMPLES`.
-
-    Raises:
-        ValueError: the name is unknown, or a limit is not an integer of at least 1.
-    """
+    """Create the sampler that `sample` names: one of `SAMPLES`."""
     max_calls = positive("max", max_calls)
     if max_bytes is not None:
         max_bytes = positive("max_bytes", max_bytes)
@@ -475,11 +471,7 @@ def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) 
 
 
 def interval_of(sample: str) -> int:
-    """Return the N of `every:N`.
-
-    Raises:
-        ValueError: the text is something else, or N is below 1.
-    """
+    """Return the N of `every:N`."""
     name, _, number = sample.partition(":")
     if name != "every" or not number.isdecimal() or int(number) < 1:
         raise ValueError(f"sample must be {SAMPLES}, not {sample!r}")

@@ -74,11 +74,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
 
 
 def started(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that the program does not wait for when it ends.
-
-    Raises:
-        CaptureError: the thread cannot be started.
-    """
+    """Start a thread that the program does not wait for when it ends."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()

@@ -53,9 +53,6 @@ class Writer:
         durable: True to have every call on the disk before `put` returns.
         failed: called with the index of each call that cannot be written, and the error; it must
             not raise.
-
-    Raises:
-        CaptureError: no thread can be started.
     """
 
     def __init__(
@@ -92,11 +89,7 @@ class Writer:
         self._thread = started(self._work, "capture-writer")
 
     def reserve(self, nbytes: int, *, pinned: bool) -> HostBuffer:
-        """Return a buffer, after waiting for calls to be written if memory is short.
-
-        Raises:
-            MemoryError, RuntimeError: the buffer cannot be allocated.
-        """
+        """Return a buffer, after waiting for calls to be written if memory is short."""
         with self._changed:
             began = time.perf_counter()
             self._short += 1

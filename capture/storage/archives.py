@@ -76,11 +76,7 @@ class Archive:
     """The files of the dataset in an archive (see `DatasetFiles`)."""
 
     def __init__(self, path: Path, address: str, cache_directory: Path) -> None:
-        """List an archive's members.
-
-        Raises:
-            DatasetError: the archive cannot be read, or does not contain exactly one dataset.
-        """
+        """List an archive's members."""
         self.address = address
         self.cache = cache_directory
         with _as_dataset_error(address):
@@ -157,9 +153,6 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
 
     The dataset is the folder nearest to the top that has a manifest or, if no folder has one,
     recorded calls.
-
-    Raises:
-        DatasetError: there is not exactly one dataset, or a name leads out of the archive.
     """
     folders: dict[str, dict[str, ArchiveMember]] = defaultdict(dict)
     others = 0
@@ -225,12 +218,7 @@ class _Part:
 
 
 def _copy(packed: _Readable, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
-    """Write the content of a member to a new file.
-
-    Raises:
-        ValueError: the content is longer than `limit` bytes.
-        DatasetError: the file cannot be written.
-    """
+    """Write the content of a member to a new file."""
     left = limit
     with cache.writing(to.parent):
         unpacked = os.fdopen(plain_files.create(to), "wb")

@@ -47,11 +47,7 @@ def directory_of(address: str, root: Path) -> Path:
 
 
 def version(directory: Path, *content: bytes) -> Path:
-    """Return the directory of the version with this content; create it if it is new.
-
-    Raises:
-        DatasetError: the directory cannot be created.
-    """
+    """Return the directory of the version with this content; create it if it is new."""
     found = directory / _digest(*content)
     with writing(directory):
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -62,11 +58,7 @@ def version(directory: Path, *content: bytes) -> Path:
 
 @contextlib.contextmanager
 def placed(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file written there becomes `path` if nothing was raised.
-
-    Raises:
-        DatasetError: the file cannot be renamed.
-    """
+    """Yield a temporary path; the file written there becomes `path` if nothing was raised."""
     temporary = path.parent / f".{secrets.token_hex(8)}.part"
     try:
         yield temporary
@@ -78,11 +70,7 @@ def placed(path: Path) -> Iterator[Path]:
 
 
 def require_room(directory: Path, nbytes: int, address: str) -> None:
-    """Create a directory, and check that `nbytes` fit into it.
-
-    Raises:
-        DatasetError: they do not fit, or the directory cannot be created.
-    """
+    """Create a directory, and check that `nbytes` fit into it."""
     with writing(directory):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         free = shutil.disk_usage(directory).free

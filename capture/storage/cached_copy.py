@@ -43,11 +43,7 @@ class DatasetFiles(Protocol):
     """Directory of the dataset's copies."""
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the bytes of each file; None if files cannot be listed.
-
-        Raises:
-            DatasetError: the dataset is missing or cannot be reached.
-        """
+        """Return the bytes of each file; None if files cannot be listed."""
         ...
 
     def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
@@ -55,10 +51,6 @@ class DatasetFiles(Protocol):
 
         Args:
             arrived: called with the bytes since the last call.
-
-        Raises:
-            DatasetError: the file is missing, longer, or not a regular file.
-            Unreachable: no file of the dataset can be copied.
         """
         ...
 
@@ -77,11 +69,7 @@ class CachedCopy:
     """A dataset that is not a directory here, and the directory of its copy."""
 
     def __init__(self, files: DatasetFiles, report: ProgressReport = no_report) -> None:
-        """Copy the manifest and journals, or all files if there is no manifest.
-
-        Raises:
-            DatasetError: the dataset cannot be read, or has no recorded calls.
-        """
+        """Copy the manifest and journals, or all files if there is no manifest."""
         self.address = files.address
         self._files = files
         limits, total = self._index()
@@ -140,12 +128,7 @@ class CachedCopy:
     def fetch_all(
         self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
-        """Copy calls' files, several at a time; return an error for each that cannot be copied.
-
-        Raises:
-            DatasetError: there is no room for them.
-            Unreachable: no file of the dataset can be copied.
-        """
+        """Copy calls' files, several at a time; return an error for each that cannot be copied."""
         missing = [file for file in wanted if not plain_files.is_there(file.path)]
         total = sum(file.nbytes for file in missing)
         cache.require_room(self.directory, total, self.address)

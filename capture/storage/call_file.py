@@ -51,11 +51,7 @@ class PackedCall:
         return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
     def write(self, path: Path) -> FileEntry:
-        """Write the file and return its manifest entry.
-
-        Raises:
-            OSError, ValueError: the file cannot be written, and was deleted.
-        """
+        """Write the file and return its manifest entry."""
         metadata = {_HEADER_KEY: json.dumps(self.header.to_json()), "format": FORMAT}
         try:
             checksum = write_safetensors(path, self.values, metadata)
@@ -84,11 +80,7 @@ class FileEntry:
 
     @classmethod
     def read(cls, path: Path) -> FileEntry:
-        """Create the entry of a file that no manifest lists.
-
-        Raises:
-            DatasetError: the file is damaged or is not a recorded call.
-        """
+        """Create the entry of a file that no manifest lists."""
         with TensorFile.opened(path) as file:
             entry = cls(path, _header(file), file.nbytes, None)
             entry._compare(file)
@@ -96,11 +88,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, directory: Path, data: Any) -> FileEntry:
-        """Create the entry of a file as a manifest lists it.
-
-        Raises:
-            ValueError: `data` is not such an entry.
-        """
+        """Create the entry of a file as a manifest lists it."""
         return cls(
             file_path(directory, data),
             CallHeader.from_json(required(data, "call", dict[str, Any])),
@@ -128,11 +116,7 @@ class FileEntry:
         return self
 
     def check(self) -> None:
-        """Compare the file with its recorded size, header and checksum.
-
-        Raises:
-            DatasetError: the file is missing, damaged or altered.
-        """
+        """Compare the file with its recorded size, header and checksum."""
         self._read(check=True)
 
     def load(self, device: str | torch.device = "cpu", *, check: bool = True) -> AttentionCall:
@@ -198,11 +182,7 @@ class FileEntry:
 
 
 def file_path(directory: Path, data: Any) -> Path:
-    """Return the path of the file that a manifest's entry names.
-
-    Raises:
-        ValueError: the entry names no file, or one outside the directory.
-    """
+    """Return the path of the file that a manifest's entry names."""
     name = required(data, "file", str)
     if not FILE.fullmatch(name):
         raise ValueError(f"invalid file name {name[:80]!r} (must be in the directory)")

@@ -53,11 +53,7 @@ class CaptureRecord:
 
     @classmethod
     def from_json(cls, data: Any) -> CaptureRecord:
-        """Read a record that `to_json` returned.
-
-        Raises:
-            ValueError: a field is missing, unknown or of another type.
-        """
+        """Read a record that `to_json` returned."""
         if isinstance(data, dict):
             data = with_names(data, {"gone_past": "missed_attention"})
         record = cls(**fields_of(cls, data))

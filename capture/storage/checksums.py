@@ -41,11 +41,7 @@ def chunked(pieces: Iterable[Any]) -> list[list[memoryview]]:
 
 
 def checksum(path: Path) -> str:
-    """Compute the checksum of a file.
-
-    Raises:
-        DatasetError: the file is missing, not a regular file, or cannot be read.
-    """
+    """Compute the checksum of a file."""
     with plain_files.opened(path) as descriptor, plain_files.refusing(path):
 
         def digest_at(offset: int) -> bytes:

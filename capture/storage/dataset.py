@@ -133,9 +133,6 @@ class Dataset(Sequence[AttentionCall]):
 
         Args:
             unfinished: the journals, if they have been read.
-
-        Raises:
-            DatasetError: the manifest has another format.
         """
         manifest = directory / MANIFEST
         if not plain_files.is_there(manifest):
@@ -170,9 +167,6 @@ class Dataset(Sequence[AttentionCall]):
                 complete too.
             record: record of the capture, if it is known without the journal.
             completed: calls that are complete, if they are known without the journal.
-
-        Raises:
-            ValueError: the journal is damaged, and no file describes the capture.
         """
         if record is None and journalled.capture is not None:
             try:
@@ -349,12 +343,7 @@ class Dataset(Sequence[AttentionCall]):
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest atomically to the disk, after adding missing checksums.
-
-        Raises:
-            OSError: the manifest cannot be written.
-            DatasetError: a file without a checksum cannot be read.
-        """
+        """Write the manifest atomically to the disk, after adding missing checksums."""
         self.entries = [entry.with_checksum() for entry in self.entries]
         temporary = self.directory / f".{MANIFEST}.tmp"
         try:
@@ -450,12 +439,7 @@ def _record_of(entry: FileEntry) -> CaptureRecord:
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
-    """Return the captures, and the list of files, which is not checked yet.
-
-    Raises:
-        ValueError: the manifest is damaged, or is not a regular file.
-        DatasetError: the manifest has another format.
-    """
+    """Return the captures, and the list of files, which is not checked yet."""
     try:
         content = plain_files.read(manifest, LONGEST_MANIFEST)
     except DatasetError as error:
@@ -476,11 +460,7 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
 
 
 def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], list[DamagedFile]]:
-    """Return a manifest's entries, and its damaged entries.
-
-    Raises:
-        ValueError: too many entries are damaged.
-    """
+    """Return a manifest's entries, and its damaged entries."""
     entries: dict[Path, FileEntry] = {}
     damaged: list[DamagedFile] = []
     for item in items:

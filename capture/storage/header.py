@@ -93,11 +93,7 @@ class CallHeader:
 
     @classmethod
     def from_json(cls, data: Any) -> CallHeader:
-        """Read a header that `to_json` returned, perhaps in a later version.
-
-        Raises:
-            ValueError: a field is missing or of another type, or the fields contradict each other.
-        """
+        """Read a header that `to_json` returned, perhaps in a later version."""
         layouts = required(data, "layouts", dict[str, Any])
         origin = with_names(required(data, "origin", dict[str, Any]), {"road": "entry_point"})
         header = cls(

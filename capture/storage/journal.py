@@ -170,11 +170,7 @@ class JournalContents:
         return is_as_written and index not in self.dropped
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add the content of a line.
-
-        Raises:
-            ValueError, KeyError, TypeError, AttributeError, OverflowError: the line is invalid.
-        """
+        """Add the content of a line."""
         if "capture" in line:
             self.capture, self.replaces = dict(line["capture"]), bool(line["replaces"])
             self.boot = str(line.get("boot", ""))
@@ -200,11 +196,7 @@ class JournalContents:
 
 
 def read(path: Path) -> JournalContents | None:
-    """Read a journal; return None if nothing has been written to it yet.
-
-    Raises:
-        DatasetError: the path is not a regular file, or cannot be read.
-    """
+    """Read a journal; return None if nothing has been written to it yet."""
     found = JournalContents(path, is_locked(path))
     for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
         if line.endswith(_TORN) or not line.strip():
@@ -227,11 +219,7 @@ def _signed(line: bytes) -> bytes:
 
 
 def _verified(line: bytes) -> bytes:
-    """Return a line without its checksum.
-
-    Raises:
-        ValueError: the line is not as it was written.
-    """
+    """Return a line without its checksum."""
     text, _, checksum = line.rstrip(b"\n").rpartition(b"\t")
     if int(checksum, 16) != zlib.crc32(text):
         raise ValueError("the line was altered")

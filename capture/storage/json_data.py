@@ -21,11 +21,7 @@ _FEW = 1 << 20
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: the text is not JSON, is nested too deeply, or would take too much memory.
-    """
+    """Parse JSON."""
     lists, objects = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if text.count(lists) + text.count(objects) > max(_FEW, len(text) // _SHORTEST):  # type: ignore[arg-type]
         raise ValueError("more lists and objects than its length accounts for")
@@ -46,9 +42,6 @@ def fields_of(kind: type, data: Any, *, ignore_unknown: bool = False) -> dict[st
 
     Supported types are str, bool, int, float, None, `list[T]`, `dict[str, T]` and, for plain JSON,
     `dict[str, Any]`. A missing field keeps its default.
-
-    Raises:
-        ValueError: a field is missing, unknown or of another type.
     """
     if not isinstance(data, dict):
         raise ValueError(f"{kind.__name__} is not an object: {shown(data)}")
@@ -71,22 +64,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def typed(hint: Any, value: Any, name: str) -> Any:
-    """Return a value that has the type of `hint`.
-
-    Raises:
-        ValueError: the value has another type, or is not finite.
-    """
+    """Return a value that has the type of `hint`."""
     if not _fits(hint, value):
         raise ValueError(f"{name} is {shown(value)}")
     return value
 
 
 def required(data: Any, name: str, hint: Any) -> Any:
-    """Return a field of an object.
-
-    Raises:
-        ValueError: the field is missing or of another type than `hint`.
-    """
+    """Return a field of an object."""
     if not isinstance(data, dict):
         raise ValueError(f"not an object: {shown(data)}")
     if name not in data:

@@ -13,11 +13,7 @@ from capture.text.printable import quoted
 
 
 def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> CachedCopy | None:
-    """Return the copy of a dataset in the cache; None for a directory of this machine.
-
-    Raises:
-        DatasetError: the dataset is missing, cannot be reached, or has no recorded calls.
-    """
+    """Return the copy of a dataset in the cache; None for a directory of this machine."""
     where = os.fspath(where)
     if remote.is_address(where):
         if not is_archive(remote.path_of(where)):
@@ -32,11 +28,7 @@ def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> Cac
 
 
 def directory_of(where: str | Path) -> Path | None:
-    """Return the directory that a dataset is in; None for an archive or an address.
-
-    Raises:
-        DatasetError: the location is something else, or is missing.
-    """
+    """Return the directory that a dataset is in; None for an archive or an address."""
     where = os.fspath(where)
     path = Path(where)
     if remote.is_address(where):

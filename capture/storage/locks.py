@@ -29,9 +29,6 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
     Args:
         shared: let other processes hold a shared lock too.
-
-    Raises:
-        LocksUnsupported: the file system has no locks.
     """
     if fcntl is None:
         raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
@@ -51,10 +48,6 @@ def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> 
 
     Args:
         seconds: time to wait (default: half a minute).
-
-    Raises:
-        LocksUnsupported: the file system has no locks.
-        TimeoutError: another process has held the lock for that time.
     """
     deadline = time.monotonic() + (PATIENCE_SECONDS if seconds is None else seconds)
     while not try_lock(descriptor):
@@ -94,9 +87,6 @@ def locked(directory: Path, seconds: float | None = None) -> Iterator[None]:
 
     Args:
         seconds: time to wait (default: half a minute).
-
-    Raises:
-        TimeoutError: another process has held the lock for that time.
     """
     descriptor = os.open(directory, os.O_RDONLY)
     try:

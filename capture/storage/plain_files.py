@@ -22,11 +22,7 @@ _SHELL_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """Open a regular file for reading and yield its descriptor.
-
-    Raises:
-        DatasetError: the file is missing, not regular, or cannot be opened.
-    """
+    """Open a regular file for reading and yield its descriptor."""
     try:
         with refusing(path):
             # Checked before opening too, because opening a device can have effects.
@@ -42,11 +38,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Read all of a regular file.
-
-    Raises:
-        DatasetError: the file cannot be read, or is longer than `limit` bytes.
-    """
+    """Read all of a regular file."""
     with opened(path) as descriptor, refusing(path):
         nbytes = os.fstat(descriptor).st_size
         if nbytes > limit:
@@ -56,12 +48,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def given_text(path: str | os.PathLike[str]) -> str:
-    """Read a file that a user named, as UTF-8. Links are followed, and a shell's pipe is read.
-
-    Raises:
-        OSError: the path cannot be read, or is a device or another pipe.
-        UnicodeDecodeError: the file is not UTF-8.
-    """
+    """Read a file that a user named, as UTF-8. Links are followed, and a shell's pipe is read."""
     name, mode = os.fspath(path), os.stat(path).st_mode
     is_shell_pipe = stat.S_ISFIFO(mode) and name.startswith(_SHELL_PIPES)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_shell_pipe):
@@ -71,11 +58,7 @@ def given_text(path: str | os.PathLike[str]) -> str:
 
 
 def create(path: Path) -> int:
-    """Create a file for writing, in place of any with that name, and return its descriptor.
-
-    Raises:
-        OSError: the file cannot be created.
-    """
+    """Create a file for writing, in place of any with that name, and return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
     try:
         return os.open(path, flags, 0o666)
@@ -85,22 +68,14 @@ def create(path: Path) -> int:
 
 
 def written(nbytes: int) -> int:
-    """Return the bytes that a system call wrote, after checking that there are some.
-
-    Raises:
-        OSError: nothing was written, so that another attempt would write nothing either.
-    """
+    """Return the bytes that a system call wrote, after checking that there are some."""
     if not nbytes:
         raise OSError(errno.EIO, "nothing can be written")
     return nbytes
 
 
 def sync(path: Path) -> None:
-    """Wait until a file, or the names in a directory, are on the disk.
-
-    Raises:
-        OSError: the path is missing, or the disk reports an error.
-    """
+    """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

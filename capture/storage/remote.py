@@ -69,11 +69,7 @@ class FsspecDirectory:
     """The files of a directory that fsspec reads, as `DatasetFiles`."""
 
     def __init__(self, address: str) -> None:
-        """Connect to a file system.
-
-        Raises:
-            DatasetError: a library is missing, or the address is of an unknown kind.
-        """
+        """Connect to a file system."""
         self.address = without_secrets(address)
         self.cache = cache.directory_of(address, cache.user_cache())
         self._given = address
@@ -105,11 +101,7 @@ class HubDirectory:
     """
 
     def __init__(self, address: str) -> None:
-        """Look the dataset up.
-
-        Raises:
-            DatasetError: the dataset, revision or folder is missing, or access is denied.
-        """
+        """Look the dataset up."""
         self.address = address
         self.cache = _hub_cache(address)
         self._repository, self._revision, self._path = _hub_parts(address)
@@ -191,20 +183,12 @@ class HubDirectory:
 
 
 def directory(address: str) -> FsspecDirectory | HubDirectory:
-    """Return the files of a directory at an address.
-
-    Raises:
-        DatasetError: the directory cannot be looked up.
-    """
+    """Return the files of a directory at an address."""
     return HubDirectory(address) if _is_of_hub(address) else FsspecDirectory(address)
 
 
 def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
-    """Download an archive unless this version is in the cache; return it and its directory there.
-
-    Raises:
-        DatasetError: the archive cannot be copied.
-    """
+    """Download an archive unless it is in the cache; return it and its directory there."""
     if _is_of_hub(address):
         copies = _hub_cache(address)
         with _told(address):

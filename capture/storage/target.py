@@ -43,12 +43,7 @@ class CaptureTarget:
 
     @classmethod
     def check(cls, out: str | Path, model: str, *, overwrite: bool) -> CaptureTarget:
-        """Check that a capture can begin, without deleting anything.
-
-        Raises:
-            CaptureError: `out` is not writable, or contains a capture of `model` and `overwrite`
-                is False.
-        """
+        """Check that a capture can begin, without deleting anything."""
         if not str(out):
             raise CaptureError("the directory's name is empty; give one with `out=`")
         cls.refuse_read_only(out)
@@ -65,11 +60,7 @@ class CaptureTarget:
 
     @staticmethod
     def refuse_read_only(out: str | Path) -> None:
-        """Check that a capture is written to a directory.
-
-        Raises:
-            CaptureError: `out` is an archive or an address.
-        """
+        """Check that a capture is written to a directory."""
         if reason := why_read_only(out):
             raise CaptureError(
                 f"{reason}: record into a directory with `out=`, and pack or upload that"

@@ -50,10 +50,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
     """Write contiguous CPU tensors to `path` and return the file's checksum (see `checksums`).
 
     The first chunk, with the header, is written last: a file that is not complete has no header.
-
-    Raises:
-        OSError: the file cannot be written.
-        ValueError: a tensor's dtype is not in the format, or it is not contiguous.
     """
     chunks = checksums.chunked(_parts(tensors, metadata))
     descriptor = plain_files.create(path)
@@ -115,11 +111,7 @@ class TensorFile:
     """An open safetensors file whose header fits its size; no tensor is read yet."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
-        """Read the header.
-
-        Raises:
-            DatasetError: the file is not a safetensors file.
-        """
+        """Read the header."""
         self.path = path
         self.nbytes = os.fstat(descriptor).st_size
         self._descriptor = descriptor
@@ -142,11 +134,7 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, nbytes: int | None = None) -> Iterator[TensorFile]:
-        """Open a file, and check that it has `nbytes` bytes if these are given.
-
-        Raises:
-            DatasetError: the file is missing, not regular, of another size, or in another format.
-        """
+        """Open a file, and check that it has `nbytes` bytes if these are given."""
         with plain_files.opened(path) as descriptor:
             found = os.fstat(descriptor).st_size
             if nbytes is not None and found != nbytes:
@@ -154,11 +142,7 @@ class TensorFile:
             yield cls(path, descriptor)
 
     def read(self, checksum: str | None = None) -> dict[str, Tensor]:
-        """Read all tensors with several threads, and compare the file's checksum if it is given.
-
-        Raises:
-            DatasetError: the file cannot be read, or its checksum differs.
-        """
+        """Read all tensors with several threads, and compare the file's checksum if it is given."""
         tensors = self._empty()
         chunks = checksums.chunked([memoryview(self._head), *map(_memory, tensors.values())])
 
@@ -197,11 +181,7 @@ class TensorFile:
 
 
 def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the metadata and tensors, in the order of the file, that a header describes.
-
-    Raises:
-        ValueError: they do not fill the `nbytes` after the header exactly.
-    """
+    """Return the metadata and tensors, in the order of the file, that a header describes."""
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     metadata = required({"__metadata__": {}, **header}, "__metadata__", dict[str, str])

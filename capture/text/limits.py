@@ -7,20 +7,12 @@ from typing import Any
 
 
 def positive(name: str, given: Any) -> int:
-    """Return the argument `name` as an integer of at least 1.
-
-    Raises:
-        ValueError: `given` is something else.
-    """
+    """Return the argument `name` as an integer of at least 1."""
     return _integer(name, given, 1)
 
 
 def natural(name: str, given: Any) -> int:
-    """Return the argument `name` as an integer of at least 0.
-
-    Raises:
-        ValueError: `given` is something else.
-    """
+    """Return the argument `name` as an integer of at least 0."""
     return _integer(name, given, 0)
 
 
