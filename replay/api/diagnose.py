@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
-from replay.api.choices import ChoiceError, joined_names, thresholds
-from replay.api.chosen_device import device_of
+from replay.api.choices import joined_names, thresholds
+from replay.api.chosen_device import ChoiceError, device_of
 from replay.api.replay_calls import call_choice
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attention_replay.errors import Error
+from replay.api.recorded_models import (
+    one_capture,
+)
 from replay.api.replay_calls import call_choice, replay
 
 if TYPE_CHECKING:
@@ -18,10 +20,6 @@ if TYPE_CHECKING:
 
 BUDGET = "cosine=0.998"
 """The budget of a plan if none is given."""
-
-
-class RecordingError(Error):
-    """A recording does not have what its model is planned or checked by."""
 
 
 class Choice(NamedTuple):
@@ -94,49 +92,3 @@ def choose_plan(
             continue
     chosen = choose(rows, capture.census, limit, OWN, exclusive)
     return Choice(chosen, uniform(rows, capture.census, limit, OWN), shortfall(capture))
-
-
-def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
-    """Return the captures of whole calls that a model is planned or checked by.
-
-    Raises:
-        RecordingError: the recording lacks something; the message says what to do.
-    """
-    from capture.storage.joined_calls import is_part, model_of
-
-    captures = [] if dataset is None else dataset.captures
-    entries = [] if dataset is None else dataset.entries
-    if not captures or not all(capture.census.get("rows") for capture in captures):
-        raise RecordingError(
-            f"{where} has no manifest with the recorded model and its number of calls: "
-            "capture it again"
-        )
-    if partial := [capture for capture in captures if capture.heads]:
-        raise RecordingError(
-            f"{where} contains only heads {partial[0].heads} of each call of "
-            f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
-            "without --heads"
-        )
-    if parts := [entry.origin for entry in entries if is_part(entry.origin)]:
-        raise RecordingError(
-            f"{where} contains the {parts[0].split} that each rank of "
-            f"{model_of(parts[0])} has, and no single process runs such a model: capture it in one "
-            "process"
-        )
-    return captures
-
-
-def one_capture(dataset: Dataset | None, where: str) -> CaptureRecord:
-    """Return the capture that a plan is made for.
-
-    Raises:
-        RecordingError: the recording is of several models, or lacks something.
-    """
-    captures = whole_captures(dataset, where)
-    if len(captures) > 1:
-        models = ", ".join(capture.model for capture in captures)
-        raise RecordingError(
-            f"a plan is for one model, but {where} contains {models}: capture each into "
-            "its own directory (capture --out DIR)"
-        )
-    return captures[0]

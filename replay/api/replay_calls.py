@@ -9,15 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from replay.api.choices import (
-    CallChoice,
-    CallsInMemory,
-    MeasureChoice,
-    RecordedCalls,
-    ReplayRequest,
-    RunPlace,
-    joined_names,
-)
+from replay.api.call_choices import CallChoice, CallsInMemory, RecordedCalls
+from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace, joined_names
 from replay.api.chosen_device import ChoiceError
 from replay.api.session import Session, say_on_stderr
 from replay.timing.defaults import ROUNDS

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.text.printable import printable
-from replay.api.choices import ChoiceError, thresholds
-from replay.api.chosen_device import device_of
+from replay.api.choices import thresholds
+from replay.api.chosen_device import ChoiceError, device_of
 from replay.api.replay_calls import call_choice
 from replay.api.session import say_on_stderr
 

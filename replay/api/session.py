@@ -9,15 +9,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
 from capture.text.printable import printable
-from replay.api.choices import Found, ReplayRequest, RunPlace, special_kernels
-from replay.api.chosen_device import ChoiceError, device_of
+from replay.api.call_choices import ChosenCalls
+from replay.api.choices import ReplayRequest, RunPlace
+from replay.api.chosen_device import device_of
+from replay.api.chosen_kernels import able_kernels, chosen_kernels
+from replay.api.outcome import Outcome, left_out, of_complete_calls, without_variants
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit, in_words
 
@@ -45,21 +48,6 @@ NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--metric 
 def say_on_stderr(sentence: str) -> None:
     """Print a sentence about a replay on stderr."""
     print(f"replay: {printable(sentence)}", file=sys.stderr)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a session."""
-
-    rows: list[Row]
-    """In the order of the calls, those of a resumed file included; after an early end, only those
-    of complete calls."""
-    all_rows: list[Row]
-    """The same, with those of incomplete calls."""
-    is_in_order: bool
-    """True if the rows came in this order."""
-    left_out: str
-    """Says what there was no time for; empty for nothing."""
 
 
 @dataclass
@@ -152,7 +140,9 @@ class Session:
         self.pythons = place.interpreters()
         self.dataset = request.calls.opened(quiet=self._quiet)
         self._where = stack.enter_context(self._execution(early, cluster))
-        self.kernels = _able_by_name(request, self._where, self.device)
+        self.kernels = chosen_kernels(
+            request.kernels, request.measure.special_kernels, self._where, self.device
+        )
         self.settings = request.measure.settings(self.device)
         self.machines = self._where.machines(self.device)
         found = request.calls.found(self.dataset, quiet=self._quiet)
@@ -196,12 +186,12 @@ class Session:
                 self._say(f"{trouble}; times are of both together")
             yield where
 
-    def _check_size(self, found: Found) -> None:
+    def _check_size(self, found: ChosenCalls) -> None:
         """Raise ShapeError if calls that are drawn are too large for this machine."""
         if found.specs:
             from replay.bench.feasibility import check_size
 
-            check_size(found.specs, self.device, len(_able(self.kernels, self.device)))
+            check_size(found.specs, self.device, len(able_kernels(self.kernels, self.device)))
 
     def _no_readings(self) -> str:
         """Return what no row will say of the machine, and why."""
@@ -251,10 +241,10 @@ class Session:
         in_order = sorted(latest(self._rows), key=lambda row: places[label[id(row)]])
         shown = in_order
         if is_early_end:
-            shown = _of_complete_calls(in_order, self._stages(), self.machines)
+            shown = of_complete_calls(in_order, self._stages(), self.machines)
         is_in_order = [id(row) for row in in_order] == [id(row) for row in self._rows]
-        left_out = _left_out(self._calls, shown, self.machines, self.assigned)
-        return Outcome(shown, in_order, is_in_order, left_out)
+        missing = left_out(self._calls, shown, self.machines, self.assigned)
+        return Outcome(shown, in_order, is_in_order, missing)
 
     @property
     def kept(self) -> list[Row]:
@@ -292,7 +282,7 @@ class Session:
             tier_of = dict(zip(names, tiers(self.workloads), strict=True))
         rates, parts = Rates.of(self.device), []
         for stage, waiting in zip(stages, left, strict=True):
-            able = {name: _able(kernels, self.device) for name, kernels in stage.items()}
+            able = {name: able_kernels(kernels, self.device) for name, kernels in stage.items()}
             expected = expected_seconds(waiting, able, self.settings, rates)
             pace = Pace(expected, self._where.at_a_time, scale)
             if waiting:
@@ -401,91 +391,3 @@ def prepared(first: First, place: RunPlace, kernels: str | None) -> None:
     """Let processes start their device and import compilers, without waiting for them."""
     first.prepare(place.device)
     first.warm_up(kernels)
-
-
-def _able_by_name(request: ReplayRequest, where: Execution, device: torch.device) -> list[Kernel]:
-    """Return the kernels of a request.
-
-    A glob matches what is available; a kernel given by name must be able to run.
-
-    Raises:
-        ChoiceError: a kernel given by name cannot run in any environment.
-    """
-    from replay.kernels.registry import find, select
-
-    kernels, names = select(request.kernels)
-    names += special_kernels(request.measure)
-    # The failure of a user's own kernel is reported in its row.
-    named = [kernel for kernel in map(find, names) if kernel.load is None]
-    found = where.probe(named, device) if named else {}
-    for kernel in named:
-        reasons = [findings[kernel.name].reason for findings in found.values()]
-        if all(reasons):
-            raise ChoiceError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
-    return kernels
-
-
-def _able(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Return the kernels that can run on a CPU; on a GPU all, lest their libraries be imported."""
-    return [
-        kernel
-        for kernel in kernels
-        if device.type != "cpu" or kernel.load is not None or not kernel.unavailable(device)
-    ]
-
-
-def without_variants(assigned: Assignment) -> Assignment | None:
-    """Return the kernels without variants; None if that leaves all of them, or none."""
-    plain = {
-        name: [kernel for kernel in kernels if not kernel.variant_of]
-        for name, kernels in assigned.items()
-    }
-    return plain if plain != assigned and any(plain.values()) else None
-
-
-def _of_complete_calls(
-    rows: Sequence[Row], stages: Sequence[Assignment], machines: Sequence[Machine]
-) -> list[Row]:
-    """Return the rows of calls that have every kernel of a stage, or that cannot be read."""
-    from replay.bench.resume import label_of
-
-    found: dict[str, set[tuple[str, str]]] = {}
-    for row in rows:
-        found.setdefault(label_of(row, machines), set()).add((row.environment, row.kernel))
-    wanted = [
-        {(name, kernel.name) for name, kernels in stage.items() for kernel in kernels}
-        for stage in stages
-    ]
-    complete = {
-        call
-        for call, present in found.items()
-        if any(kernels <= present for kernels in wanted) or any(not name for _, name in present)
-    }
-    return [row for row in rows if label_of(row, machines) in complete]
-
-
-def _left_out(
-    workloads: Sequence[Workload],
-    rows: Sequence[Row],
-    machines: Sequence[Machine],
-    assigned: Mapping[str, Sequence[Kernel]],
-) -> str:
-    """Return what there was no time for; empty for nothing."""
-    from replay.bench.resume import label_of
-
-    measured: dict[tuple[str, str], set[str]] = {}
-    for row in rows:
-        key = label_of(row, machines), row.environment
-        measured.setdefault(key, set()).add(row.kernel)
-    begun = {label_of(row, machines) for row in rows}
-    unreadable = {label_of(row, machines) for row in rows if not row.kernel}
-    partly = {
-        call
-        for call in begun - unreadable
-        for name, kernels in assigned.items()
-        if {kernel.name for kernel in kernels} - measured.get((call, name), set())
-    }
-    missing = len(workloads) - len(begun)
-    parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
-    parts += [f"{counted(len(partly), 'call')} without some kernels"] if partly else []
-    return ", ".join(parts)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from capture.command_line.parser import OneSentenceParser, positive
 from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
-from replay.api.choices import RecordedCalls
+from replay.api.call_choices import RecordedCalls
 from replay.api.chosen_device import device_of
 from replay.api.diagnose import ExaminationInterrupted, able_kernels, doctor
 from replay.api.session import say_on_stderr

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import narrated
-from replay.api.plan_model import BUDGET, choose_plan, one_capture
+from replay.api.plan_model import BUDGET, choose_plan
+from replay.api.recorded_models import one_capture
 from replay.api.session import say_on_stderr
 from replay.cli import shared_options as options
 from replay.cli.files import check_files, noted, output_file, rows_of

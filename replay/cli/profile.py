@@ -46,7 +46,7 @@ def parser(*, is_random: bool = False) -> OneSentenceParser:
     else:
         options.add_recording(command)
     options.add_kernels(command)
-    command.add_argument("--device", metavar="NAME", help="cuda, cpu … (default: a GPU if present)")
+    options.add_device(command)
     command.add_argument(
         "--once",
         action="store_true",

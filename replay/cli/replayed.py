@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from capture.text.printable import printable
 from replay.api.choices import ReplayRequest
-from replay.api.session import Outcome, Session
+from replay.api.outcome import Outcome
+from replay.api.session import Session
 from replay.cli.files import (
     NotWritten,
     UsageError,

@@ -7,16 +7,8 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from replay.api.choices import (
-    CallChoice,
-    MeasureChoice,
-    RandomCall,
-    RandomValues,
-    RecordedCalls,
-    ReplayRequest,
-    RunPlace,
-    SuiteCalls,
-)
+from replay.api.call_choices import CallChoice, RandomCall, RandomValues, RecordedCalls, SuiteCalls
+from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace
 from replay.cli.files import UsageError
 from replay.cli.shared_options import REQUESTED_METRICS
 from replay.rows.fields import METRICS

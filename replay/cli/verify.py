@@ -15,14 +15,8 @@ from capture.command_line.parser import OneSentenceParser, positive
 from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
 from replay.api.chosen_device import device_of
-from replay.api.verify_model import (
-    ModelRequest,
-    RecordedModels,
-    as_json,
-    assignment_of,
-    check_models,
-    recorded_models,
-)
+from replay.api.recorded_models import ModelRequest, RecordedModels, recorded_models
+from replay.api.verify_model import as_json, assignment_of, check_models
 from replay.cli import shared_options as options
 from replay.cli.files import check_files, noted, opened, output_file, rows_of
 from replay.cli.replayed import Replayed, console_of, exit_code, replayed

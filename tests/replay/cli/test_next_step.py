@@ -16,7 +16,7 @@ from capture.command_line.parser import OneSentenceParser
 from capture.storage.call_file import FileEntry, PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from replay.api.plan_model import RecordingError, whole_captures
+from replay.api.recorded_models import RecordingError, whole_captures
 from replay.cli import compare_kernels
 from replay.cli.doctor import parser as doctor_parser
 from replay.cli.main import VERBS

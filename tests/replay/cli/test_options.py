@@ -6,6 +6,7 @@ import ast
 import importlib
 import inspect
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ ALL = {"": DEFAULT, **VERBS}
 COMMON = ("quiet", "verbose", "debug")
 """Options of all verbs, which are not counted."""
 MOST = 28
+OTHER_MEANINGS = {"--out", "--checks", "--budget", "--max-seconds"}
+"""Files that one verb writes and another reads, and limits of different things."""
 SHARED = "".join(map(inspect.getsource, (requests, replayed, showing)))
 
 
@@ -55,6 +58,17 @@ def test_options_are_not_abbreviated(verb: str) -> None:
     assert not parser.allow_abbrev
     with pytest.raises(SystemExit):
         parser.parse_args(["--de"])
+
+
+def test_option_is_declared_once() -> None:
+    declared: Counter[str] = Counter()
+    for path in Path(cli.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
+                names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+                declared.update(name for name in map(str, names) if name.startswith("--"))
+    twice = {name for name, count in declared.items() if count > 1}
+    assert twice <= OTHER_MEANINGS
 
 
 def test_argparse_is_imported_by_command_lines_alone() -> None:

@@ -109,7 +109,7 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
         (("--report", "/no/report.html"), "create its directory first"),
         (("--dir", "/no/recording"), "/no/recording: no such directory; record into it"),
         (("--dir", "/no/recording.zip"), "no such archive"),
-        (("--gpus", "0,x"), "'x' is no number"),
+        (("--gpus", "0,x"), "invalid GPU 'x'"),
     ],
 )
 def test_what_cannot_be_starts_nothing(

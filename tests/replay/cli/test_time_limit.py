@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replay.api.session import without_variants
+from replay.api.outcome import without_variants
 from replay.cli.shared_options import duration
 from replay.distribution.time_limit import TimeLimit, in_words
 from replay.kernels.registry import find

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from attention_replay.errors import Error
-from replay.api.choices import RandomCall, ReplayRequest, RunPlace
+from replay.api.call_choices import RandomCall
+from replay.api.choices import ReplayRequest, RunPlace
 from replay.cli import watch
 from replay.cli.watch import Files
 from replay.rows.row import Row

@@ -1,0 +1,96 @@
+"""The kernels of a replay: checked by name before PyTorch is imported, and selected after it."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from capture.large_imports import import_for_good
+from replay.api.chosen_device import ChoiceError
+from replay.kernels.kernel_names import look_known, parts
+
+if TYPE_CHECKING:
+    import torch
+
+    from replay.kernels.registry import Kernel
+    from replay.workers.execution import Execution
+
+
+def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
+    """Raise Error if a kernel looks unknown, or the file of a user's kernel cannot be parsed.
+
+    PyTorch is imported only in doubt.
+
+    Args:
+        names: names and globs with commas between them; None for the default kernels.
+        special: kernels that serve as baseline, or whose output others are compared with.
+        parse_files: whether this Python runs the kernels; another one may be newer.
+
+    Raises:
+        Error: a kernel cannot be used.
+    """
+    patterns = ",".join(filter(None, (names, *special)))
+    for name in parts(patterns) if parse_files else []:
+        _require_python(name)
+    if look_known(patterns):
+        return
+    import_for_good("torch")
+    from replay.kernels.registry import find, select
+
+    select(names)
+    for name in special:
+        find(name)
+
+
+def chosen_kernels(
+    names: str | None, special: Sequence[str], where: Execution, device: torch.device
+) -> list[Kernel]:
+    """Return the kernels to run.
+
+    A glob matches what is available; a kernel given by name must be able to run.
+
+    Args:
+        names: names and globs with commas between them; None for the default kernels.
+        special: kernels that serve as baseline, or whose output others are compared with.
+        where: asked which kernels can run.
+
+    Raises:
+        ChoiceError: a kernel given by name cannot run in any environment.
+    """
+    from replay.kernels.registry import find, select
+
+    kernels, named = select(names)
+    # The failure of a user's own kernel is reported in its row.
+    asked = [kernel for kernel in map(find, [*named, *special]) if kernel.load is None]
+    found = where.probe(asked, device) if asked else {}
+    for kernel in asked:
+        reasons = [findings[kernel.name].reason for findings in found.values()]
+        if all(reasons):
+            raise ChoiceError(f"{kernel.name} cannot run on {device}: {reasons[0]}")
+    return kernels
+
+
+def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
+    """Return the kernels that can run on a CPU; on a GPU all, lest their libraries be imported."""
+    return [
+        kernel
+        for kernel in kernels
+        if device.type != "cpu" or kernel.load is not None or not kernel.unavailable(device)
+    ]
+
+
+def _require_python(name: str) -> None:
+    """Raise ChoiceError if the file of a user's kernel cannot be parsed; nothing of it is run."""
+    path, _, _ = name.rpartition(":")
+    if not path.endswith(".py"):
+        return
+    try:
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            ast.parse(Path(path).read_bytes())
+    except SyntaxError as error:
+        raise ChoiceError(
+            f"no kernel {name!r}: {path}, line {error.lineno}: {error.msg}"
+        ) from error

@@ -1,0 +1,87 @@
+"""The outcome of a replay: its rows in order, and what there was no time for. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from capture.text.counted import counted
+
+if TYPE_CHECKING:
+    from replay.kernels.registry import Kernel
+    from replay.rows.row import Machine, Row
+    from replay.workers.execution import Assignment
+    from replay.workloads.workload import Workload
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a session."""
+
+    rows: list[Row]
+    """In the order of the calls, those of a resumed file included; after an early end, only those
+    of complete calls."""
+    all_rows: list[Row]
+    """The same, with those of incomplete calls."""
+    is_in_order: bool
+    """True if the rows came in this order."""
+    left_out: str
+    """Says what there was no time for; empty for nothing."""
+
+
+def without_variants(assigned: Assignment) -> Assignment | None:
+    """Return the kernels without variants; None if that leaves all of them, or none."""
+    plain = {
+        name: [kernel for kernel in kernels if not kernel.variant_of]
+        for name, kernels in assigned.items()
+    }
+    return plain if plain != assigned and any(plain.values()) else None
+
+
+def of_complete_calls(
+    rows: Sequence[Row], stages: Sequence[Assignment], machines: Sequence[Machine]
+) -> list[Row]:
+    """Return the rows of calls that have every kernel of a stage, or that cannot be read."""
+    from replay.bench.resume import label_of
+
+    found: dict[str, set[tuple[str, str]]] = {}
+    for row in rows:
+        found.setdefault(label_of(row, machines), set()).add((row.environment, row.kernel))
+    wanted = [
+        {(name, kernel.name) for name, kernels in stage.items() for kernel in kernels}
+        for stage in stages
+    ]
+    complete = {
+        call
+        for call, present in found.items()
+        if any(kernels <= present for kernels in wanted) or any(not name for _, name in present)
+    }
+    return [row for row in rows if label_of(row, machines) in complete]
+
+
+def left_out(
+    workloads: Sequence[Workload],
+    rows: Sequence[Row],
+    machines: Sequence[Machine],
+    assigned: Mapping[str, Sequence[Kernel]],
+) -> str:
+    """Return what there was no time for; empty for nothing."""
+    from replay.bench.resume import label_of
+
+    measured: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        key = label_of(row, machines), row.environment
+        measured.setdefault(key, set()).add(row.kernel)
+    begun = {label_of(row, machines) for row in rows}
+    unreadable = {label_of(row, machines) for row in rows if not row.kernel}
+    partly = {
+        call
+        for call in begun - unreadable
+        for name, kernels in assigned.items()
+        if {kernel.name for kernel in kernels} - measured.get((call, name), set())
+    }
+    missing = len(workloads) - len(begun)
+    parts = [f"{missing} of {len(workloads)} calls left out"] if missing else []
+    parts += [f"{counted(len(partly), 'call')} without some kernels"] if partly else []
+    return ", ".join(parts)

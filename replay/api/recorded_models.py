@@ -1,0 +1,201 @@
+"""The recorded models that are planned or checked, and what they need. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attention_replay.errors import Error
+from replay.api.session import say_on_stderr
+
+if TYPE_CHECKING:
+    import torch
+
+    from capture.storage.capture_record import CaptureRecord
+    from capture.storage.dataset import Dataset
+    from replay.plan.plan import Plan
+
+
+class RecordingError(Error):
+    """A recording does not have what its model is planned or checked by."""
+
+
+@dataclass(frozen=True)
+class ModelRequest:
+    """Options of running a recorded model."""
+
+    plan: str | None = None
+    """File of a plan to run the model with too."""
+    text: str | None = None
+    """File of a text that a language model's perplexity is measured on."""
+    rounds: int | None = None
+    """Timed runs per kernel; None for as many as fit into some seconds."""
+    trust_code: bool = False
+    """Run files of code that the recording or the plan names."""
+    any_device: bool = False
+    """Use a plan that was made on another type of GPU."""
+    timeout: float = 300.0
+    """Seconds without a sign of life after which the model's process is ended."""
+
+
+@dataclass(frozen=True)
+class RecordedModels:
+    """The models of a recording, ready to be built, and what to run in them."""
+
+    request: ModelRequest
+    captures: list[CaptureRecord]
+    builds: list[dict[str, Any]]
+    """The arguments that build the model of each capture."""
+    text: str | None
+    plan: Plan | None
+
+    @property
+    def plan_kernels(self) -> str | None:
+        """Return the names of the plan's kernels, which are measured if no others are named."""
+        return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
+
+
+def recorded_models(
+    request: ModelRequest, dataset: Dataset | None, where: str, device: torch.device
+) -> RecordedModels:
+    """Read what is needed to build the models of a recording, before anything is measured.
+
+    Args:
+        dataset: the recording; None if an older version wrote it.
+        where: what the user calls it.
+        device: where the models will be built.
+
+    Raises:
+        RecordingError: the text, the plan or the recording cannot be used.
+        PlanError: the plan cannot be read.
+        NotRebuildable: the recording does not say how to build its model.
+        NotTrusted: the recording names code to run.
+    """
+    from replay.end_to_end.rebuild import load_arguments
+    from replay.plan.plan import Plan
+
+    plan = None if request.plan is None else Plan.load(request.plan)
+    captures = whole_captures(dataset, where)
+    if plan is not None:
+        _check_plan(plan, request, captures, where, device)
+    builds = [
+        load_arguments(capture, str(device), trust_code=request.trust_code) for capture in captures
+    ]
+    return RecordedModels(request, captures, builds, _text(request.text, captures), plan)
+
+
+def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
+    """Return the captures of whole calls that a model is planned or checked by.
+
+    Raises:
+        RecordingError: the recording lacks something; the message says what to do.
+    """
+    from capture.storage.joined_calls import is_part, model_of
+
+    captures = [] if dataset is None else dataset.captures
+    entries = [] if dataset is None else dataset.entries
+    if not captures or not all(capture.census.get("rows") for capture in captures):
+        raise RecordingError(
+            f"{where} has no manifest with the recorded model and its number of calls: "
+            "capture it again"
+        )
+    if partial := [capture for capture in captures if capture.heads]:
+        raise RecordingError(
+            f"{where} contains only heads {partial[0].heads} of each call of "
+            f"{partial[0].model}, which do not tell what whole calls cost: capture it again "
+            "without --heads"
+        )
+    if parts := [entry.origin for entry in entries if is_part(entry.origin)]:
+        raise RecordingError(
+            f"{where} contains the {parts[0].split} that each rank of "
+            f"{model_of(parts[0])} has, and no single process runs such a model: capture it in one "
+            "process"
+        )
+    return captures
+
+
+def one_capture(dataset: Dataset | None, where: str) -> CaptureRecord:
+    """Return the capture that a plan is made for.
+
+    Raises:
+        RecordingError: the recording is of several models, or lacks something.
+    """
+    captures = whole_captures(dataset, where)
+    if len(captures) > 1:
+        models = ", ".join(capture.model for capture in captures)
+        raise RecordingError(
+            f"a plan is for one model, but {where} contains {models}: capture each into "
+            "its own directory (capture --out DIR)"
+        )
+    return captures[0]
+
+
+def _check_plan(
+    plan: Plan,
+    request: ModelRequest,
+    captures: Sequence[CaptureRecord],
+    where: str,
+    device: torch.device,
+) -> None:
+    """Raise RecordingError if a plan is not for this recording, device or user."""
+    from replay.plan.plan_device import mismatch, type_of
+
+    if plan.model not in [capture.model for capture in captures]:
+        models = ", ".join(capture.model for capture in captures)
+        raise RecordingError(
+            f"{request.plan} is a plan for {plan.model}, but {where} contains "
+            f"{models}: use a plan for this model"
+        )
+    for file in [code.rpartition(":")[0] for code in plan.code]:
+        if not Path(file).is_file():
+            raise RecordingError(
+                f"{request.plan} names a kernel in {file}, which does not exist: put it "
+                "there, or make the plan again with `replay plan`"
+            )
+    if plan.code and not request.trust_code:
+        raise RecordingError(
+            f"{request.plan} names kernels whose code would run, {', '.join(plan.code)}: "
+            "read it, and allow it to run with --trust-code"
+        )
+    if not request.any_device and (misfit := mismatch(plan.device, [type_of(device)])):
+        raise RecordingError(
+            f"{request.plan} {misfit}: make one here with `replay plan`, or use it all the "
+            "same with --any-device"
+        )
+    if not plan.device:
+        say_on_stderr(
+            f"{request.plan} does not say which type of GPU it was made "
+            "on: make it again to be sure that its kernels are the fastest here"
+        )
+
+
+def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
+    from capture.storage.plain_files import given_text
+
+    if path is None:
+        return None
+    language = [
+        capture
+        for capture in captures
+        if any(row["phase"] == "prefill" for row in capture.census["rows"])
+    ]
+    if not language:
+        raise RecordingError(
+            "--text requires a language model, but none was recorded: leave it out"
+        )
+    if all(".py:" in str(capture.settings.get("model")) for capture in language):
+        raise RecordingError(
+            "--text requires a known tokenizer, which a model built by a function does not have: "
+            "leave it out, or capture the model by directory or name"
+        )
+    try:
+        text = given_text(path)
+    except OSError as error:
+        raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RecordingError(f"--text {path} is not UTF-8: convert it first") from error
+    if not text.strip():
+        raise RecordingError(f"--text {path} is empty: give a text of a few hundred words")
+    return text
