@@ -222,12 +222,12 @@ def _fitting(
     )
     if not several:
         raise PlanError("no plan is given: name a file that `replay plan` wrote")
-        for each in several:
-            if not isinstance(each, str | Path | Plan):
-                raise PlanError(
-                    f"expected a plan, got {type(each).__name__}: name a `replay plan` file, "
-                    "or several in a list"
-                )
+    for each in several:
+        if not isinstance(each, str | Path | Plan):
+            raise PlanError(
+                f"expected a plan, got {type(each).__name__}: name a `replay plan` file, "
+                "or several in a list"
+            )
     # Modules are looked up before devices, because their weights tell which devices matter.
     plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     found = [PlannedModules(_choices(plan), module) for plan in plans]
