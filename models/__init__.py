@@ -98,11 +98,15 @@ def load(
             device=device,
         )
         try:
-            return _builder(model)(request)
+            runnable = _builder(model)(request)
         except (ImportError, RuntimeError) as error:
             if is_failed_import(error):
                 raise not_importable(model, error) from error
             raise
+    given = {"prompt": prompt, "steps": steps, "dtype": dtype}
+    given = {name: value for name, value in given.items() if value is not None}
+    runnable.settings = {"model": model, "given": given, **runnable.settings}
+    return runnable
 
 
 def _builder(model: str) -> Callable[[Request], Runnable]:

@@ -27,7 +27,7 @@ class Runnable:
             transformers' generation output (``sequences``, and ``logits`` of each new token).
         outputs: Converts the result of ``run`` to named tensors on the CPU.
         weights: Where the weights come from, for people and manifests.
-        settings: What was run, as plain JSON.
+        settings: What was run, as plain JSON; recordings keep it to build the model again.
         note: One sentence to know before trusting its outputs; empty if there is none.
         language: Scores and decodes text, if this is a language model that supports it.
     """

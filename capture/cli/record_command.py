@@ -210,8 +210,6 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     progress.print(Text(f"{name}: weights {runnable.weights}"))
     if runnable.note:
         progress.print(Text(f"{name}: {runnable.note}"))
-    options = {option: getattr(arguments, option) for option in ("prompt", "steps", "dtype")}
-    given = {option: value for option, value in options.items() if value is not None}
     with (
         _problems_at_once(RecordingWarning) as printed,
         record(
@@ -227,7 +225,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
             seed=arguments.seed,
             rank=rank,
             split=arguments.split,
-            settings={"model": arguments.model, "given": given, **runnable.settings},
+            settings=runnable.settings,
             max_bytes=arguments.max_bytes,
             buffer_bytes=arguments.buffer_bytes,
             durable=arguments.durable,
