@@ -1,4 +1,4 @@
-"""What installing brings and leaves alone, by asking the package index (skipped without one)."""
+"""Requirements of an installation, checked with the package index (skipped without one)."""
 
 from __future__ import annotations
 

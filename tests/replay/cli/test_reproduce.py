@@ -36,7 +36,7 @@ sys.exit("this project can be imported")
 
 
 class Planted(NamedTuple):
-    """What is left of a call of 2 × 4/2 heads, 9 queries and 21 keys."""
+    """Smallest part of a call of 2 × 4/2 heads, 9 queries and 21 keys."""
 
     status: str
     shape: tuple[int, ...]
@@ -69,7 +69,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(kernel: str, *others: str) -> tuple[str, ...]:
-    """The arguments, of which others replace these."""
+    """The arguments, with some of them replaced."""
     given = {"--dir": "recorded", "--call": "model-000000", "--kernel": kernel, "--out": "bug"}
     given |= {"--device": "cpu"} | dict(zip(others[::2], others[1::2], strict=True))
     return ("reproduce", *chain.from_iterable(given.items()))
