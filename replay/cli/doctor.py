@@ -113,7 +113,7 @@ def _record(arguments: argparse.Namespace, device: str | None) -> None:
             name=Path(arguments.model).name,
             sample="hard",
             weights=runnable.weights,
-            settings={"model": arguments.model, "given": {}, **runnable.settings},
+            settings=runnable.settings,
         ) as recording:
             runnable.run()
     if not recording.kept:
