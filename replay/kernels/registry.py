@@ -258,7 +258,11 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
     if not Path(path).is_file():
         raise KernelNameError(f"no kernel {target!r}: there is no file {path}")
-    source = Path(path).read_text("utf-8", errors="replace")
+    try:
+        source = Path(path).read_text("utf-8", errors="replace")
+    except OSError as error:
+        reason = f"{path} cannot be read: {error.strerror}"
+        raise KernelNameError(f"no kernel {target!r}: {reason}") from error
     # Only a file that does not even mention the name certainly lacks it.
     if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", source):
         own = re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)

@@ -430,22 +430,22 @@ class _Dispatcher:
             self._known[signature] = known
         return known
 
-    def _count_fallback(self, name: str, reason: str, road: str) -> None:
+    def _count_fallback(self, name: str, reason: str, entry_point: str) -> None:
         with self._counting:
-            for tally in self._tallies(name, road):
+            for tally in self._tallies(name, entry_point):
                 tally.fallbacks[reason] += 1
             self._swap.not_planned += name not in self._swap.kernels
 
-    def _count_copy(self, name: str, road: str) -> None:
+    def _count_copy(self, name: str, entry_point: str) -> None:
         with self._counting:
-            for tally in self._tallies(name, road):
+            for tally in self._tallies(name, entry_point):
                 tally.layout_copies += 1
 
-    def _tallies(self, name: str, road: str) -> tuple[CallCounts, ...]:
+    def _tallies(self, name: str, entry_point: str) -> tuple[CallCounts, ...]:
         """Return the counts that a call belongs to."""
-        of_entry_point = self._swap.entry_points.get(road)
+        of_entry_point = self._swap.entry_points.get(entry_point)
         if of_entry_point is None:
-            of_entry_point = self._swap.entry_points[road] = CallCounts()
+            of_entry_point = self._swap.entry_points[entry_point] = CallCounts()
         of_kernel = self._swap.kernels.get(name)
         return (of_entry_point,) if of_kernel is None else (of_entry_point, of_kernel)
 
