@@ -32,8 +32,10 @@ def needs_a_gpu(path: Path) -> bool:
 
 
 NEED_A_GPU = {
-    path.stem: ["."] if path.stem == "versions" else []
-    for path in sorted(FOLDER.glob("*.py"))
+    ".".join(path.relative_to(FOLDER).with_suffix("").parts): (
+        ["."] if path.stem == "versions" else []
+    )
+    for path in sorted([*FOLDER.glob("*.py"), *FOLDER.glob("attention_kernels/*.py")])
     if needs_a_gpu(path)
 }
 """With the arguments without which they do not begin."""

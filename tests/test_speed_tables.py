@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cold_cache, decode, narrow_heads, per_pair, results, triton_kernels
+from benchmarks import cold_cache, results
+from benchmarks.attention_kernels import decode, narrow_heads, per_pair, triton_kernels
 from benchmarks.tables import speed
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import Kernel

@@ -55,8 +55,8 @@ TWO = Schedule(2, 2, 128, 3, 240, TileTimes(1.05, 1.9))
 NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
 """Schedules and costs for head dimensions to 64, with the most heads side by side. Many small
 consumers go on while some begin or end, and few leave less of a last turn idle. The numbers are
-fitted to the 25 calls of `benchmarks.narrow_heads`: predictions are wrong by 6 % (root mean
-square), and by at most 16 %."""
+fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`): predictions are wrong by 6 % (root
+mean square), and by at most 16 %."""
 MASK = 0.6
 """Additional µs of a block whose mask is read."""
 

@@ -9,7 +9,7 @@ from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
 
 IN_8_BITS = ("fp8", "int8")
-"""Caches of `benchmarks.decode`."""
+"""Caches of `benchmarks.attention_kernels.decode`."""
 
 
 def full_size() -> str:

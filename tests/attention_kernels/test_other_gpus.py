@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from benchmarks import results
-from benchmarks.other_gpus import KERNELS, SHARED_KIB
+from benchmarks.attention_kernels.other_gpus import KERNELS, SHARED_KIB
 
 
 @pytest.mark.slow
 def test_kernels_compile_where_the_table_says_so(tmp_path: Path) -> None:
     """One head dimension and the smallest shared memory: compiling takes the time."""
     capability, out = "8.6", tmp_path / "found.csv"
-    command = [sys.executable, "-m", "benchmarks.other_gpus", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.attention_kernels.other_gpus", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(
         [*command, "--capability", capability, "--head-dim", "128"], env=environment, check=True

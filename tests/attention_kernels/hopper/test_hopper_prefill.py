@@ -37,7 +37,7 @@ from attention_kernels.hopper.scores import ROWS
 COMPILE = """
 from dataclasses import replace
 import torch
-from benchmarks.other_gpus import as_if_on
+from benchmarks.attention_kernels.other_gpus import as_if_on
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec

@@ -17,7 +17,7 @@ from attention_kernels.quantised.quantised_hopper import tile_for
 
 COMPILE = """
 import torch
-from benchmarks.other_gpus import as_if_on
+from benchmarks.attention_kernels.other_gpus import as_if_on
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 

@@ -1,6 +1,6 @@
 """Compares what a visible pair costs a kernel with what it costs in a plain call (needs a GPU).
 
-    python -m benchmarks.per_pair [--kernels NAMES] [--out FILE]
+    python -m benchmarks.attention_kernels.per_pair [--kernels NAMES] [--out FILE]
 
 Windows, soft caps, sinks, masks, queries behind a cache and packed sequences, each taking turns
 with the same call without it in shuffled rounds: a GPU changes its clock at its power limit, and

@@ -1,6 +1,6 @@
 """Compares our Triton kernels with the fastest third-party ones, on random values (needs a GPU).
 
-    python -m benchmarks.triton_kernels [--phase decode] [--env NAME=PYTHON] [--out FILE]
+    python -m benchmarks.attention_kernels.triton_kernels [--phase decode] [--env NAME=PYTHON] ...
 
 Times prefill and decode at the shapes of docs/attention-kernels.md, decode with a cold and a warm
 L2, and writes `benchmarks/results/triton_kernels.csv`. A phase alone has a file of its own, such as

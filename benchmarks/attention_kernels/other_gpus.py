@@ -1,6 +1,6 @@
 """Compiles our Triton kernels for GPUs that are not there (needs none; 10 minutes on two cores).
 
-    python -m benchmarks.other_gpus [--capability 8.6] [--head-dim 128] [--out FILE]
+    python -m benchmarks.attention_kernels.other_gpus [--capability 8.6] [--head-dim 128] ...
 
 Each kernel is called on tensors without memory as if they were on such a GPU: it plans and compiles
 what it would launch there, with Triton's own `ptxas`, and nothing is launched. That it needs more

@@ -1,6 +1,6 @@
 """Times decode against the memory's floor: ms, and how much of that time reading the keys takes.
 
-    python -m benchmarks.decode [--only mixed ...] [--out FILE] [--stages 3,4] [--parts 0.5,1,2] ...
+    python -m benchmarks.attention_kernels.decode [--only mixed ...] [--stages 3,4] ...
 
 The floor is the bytes of the keys and values that count, once each, at the bandwidth of copies on
 the same GPU. Our kernels are timed without what makes their cache (pages, 8 bits), others as their

@@ -1,6 +1,6 @@
 """Times calls with head_dim 64, which most small models have, and what was predicted (needs a GPU).
 
-    python -m benchmarks.narrow_heads [--only NAME ...] [--out FILE]
+    python -m benchmarks.attention_kernels.narrow_heads [--only NAME ...] [--out FILE]
 
 cuDNN and `triton-fa3`, and that with 4, 3 and 2 consumers whatever its schedule says, in shuffled
 rounds with a cold L2. Says which of the three the schedule takes, and how long it thinks that each

@@ -1,0 +1,1 @@
+"""Benchmarks of our own kernels."""
