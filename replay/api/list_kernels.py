@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from replay.api.choices import joined_names
+from replay.api.choices import RunPlace, joined_names
 from replay.api.chosen_device import check_name, device_of
 
 if TYPE_CHECKING:
@@ -43,32 +44,31 @@ class Listing(NamedTuple):
     """By environment and name of the kernel."""
 
 
-def listing(
-    pattern: str | None, device: str | None, pythons: Mapping[str, str], timeout: float
-) -> Listing:
+def listing(pattern: str | None, place: RunPlace) -> Listing:
     """Return kernels and whether each can run, as worker processes find.
 
     Args:
         pattern: names and globs with commas between them, as for `kernels`.
-        device: where they would run; None for a GPU if there is one.
-        pythons: interpreters of other Python environments, by name.
-        timeout: seconds after which a worker that says nothing is ended.
+        place: the device and the environments where they would run.
 
     Raises:
-        ChoiceError: there is no such device.
+        ChoiceError: the device does not exist.
         KernelNameError: a name or glob fits no kernel.
         WorkerError: an environment does not work.
     """
     from replay.workers.process import Placement, first_processes
 
-    check_name(device)
-    place = Placement()
-    with first_processes(timeout, place) as first:
-        first.prepare(device)  # while this process imports PyTorch
-        where = device_of(device)
+    check_name(place.device)
+    pythons, here = place.interpreters(), Placement()
+    with contextlib.ExitStack() as stack:
+        first = None
+        if not place.in_process:
+            first = stack.enter_context(first_processes(place.timeout, here))
+            first.prepare(place.device)  # while this process imports PyTorch
+        device = device_of(place.device)
         listed = kernels(pattern)
 
         from replay.workers.execution import execution
 
-        with execution(first, dict(pythons), timeout, place) as workers:
-            return Listing(listed, workers.probe(listed, where))
+        where = stack.enter_context(execution(first, pythons, place.timeout, here))
+        return Listing(listed, where.probe(listed, device))

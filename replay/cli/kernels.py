@@ -32,7 +32,7 @@ def parser() -> OneSentenceParser:
     )
     options.add_device(command)
     options.add_environments(command)
-    options.add_workers(command, in_process=False)
+    options.add_workers(command)
     options.add_common(command)
     return command
 
@@ -48,8 +48,13 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    place = RunPlace(environments=tuple(arguments.env), timeout=arguments.timeout)
-    found = listing(arguments.pattern, arguments.device, place.interpreters(), place.timeout)
+    place = RunPlace(
+        device=arguments.device,
+        environments=tuple(arguments.env),
+        timeout=arguments.timeout,
+        in_process=arguments.in_process,
+    )
+    found = listing(arguments.pattern, place)
 
     from rich.console import Console
 

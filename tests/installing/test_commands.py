@@ -17,7 +17,7 @@ import models
 from attention_replay import commands
 from capture.cli.main import main as capture_main
 from models import libraries
-from replay.cli.compare_kernels import parser as replay_parser
+from replay.cli.random import parser as random_parser
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -180,7 +180,7 @@ def test_a_missing_part_of_ours_is_no_missing_package(
     def broken(arguments: object, begun: object) -> int:
         raise ModuleNotFoundError("No module named 'capture.gone'", name="capture.gone")
 
-    monkeypatch.setattr("capture.cli.main._capture", broken)
+    monkeypatch.setattr("capture.cli.record_command._record", broken)
     with pytest.raises(SystemExit, match="1"):
         capture_main(["--model", "llama"])
     assert "failed with ModuleNotFoundError" in capsys.readouterr().err
@@ -247,10 +247,11 @@ def test_what_from_pretrained_calls_the_dtype(
 def test_short_names_of_dtypes(
     short: str, dtype: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert replay_parser().parse_args(["random", "--dtype", short]).dtype == dtype
+    assert random_parser().parse_args(["--dtype", short]).dtype == dtype
     seen: list[str] = []
     monkeypatch.setattr(
-        "capture.cli.main._capture", lambda arguments, begun: seen.append(arguments.dtype) or 0
+        "capture.cli.record_command._record",
+        lambda arguments, begun: seen.append(arguments.dtype) or 0,
     )
     with pytest.raises(SystemExit):
         capture_main(["--model", "llama", "--dtype", short])
