@@ -111,7 +111,7 @@ class RunPlace:
     def __post_init__(self) -> None:
         several = "--gpus" if self.gpus is not None else "--ray" if self.ray is not None else ""
         if several and self.in_process:
-            raise ChoiceError(f"{several} measures in worker processes: leave out --in-process")
+            raise ChoiceError(f"{several} requires worker processes: leave out --in-process")
         if self.environments and self.in_process:
             raise ChoiceError(
                 "environments require worker processes: leave out --in-process or --env"
@@ -142,9 +142,9 @@ class ReplayRequest:
 
     def __post_init__(self) -> None:
         if self.max_time is not None and self.place.in_process:
-            raise ChoiceError("--max-time ends a replay in workers: leave out --in-process")
+            raise ChoiceError("--max-time requires worker processes: leave out --in-process")
         if self.measure.save_output is not None and self.place.ray is not None:
-            raise ChoiceError("--save-output writes where kernels run: leave out --ray")
+            raise ChoiceError("--save-output requires kernels on this machine: leave out --ray")
 
     def check(self) -> None:
         """Raise the errors of a replay that can be found in a fraction of a second.

@@ -183,7 +183,7 @@ class Session:
             execution(first, self.pythons, self.request.place.timeout, place) as where,
         ):
             if trouble:
-                self._say(f"{trouble}; times are of both together")
+                self._say(f"{trouble}; times include the load of both")
             yield where
 
     def _check_size(self, found: ChosenCalls) -> None:
@@ -247,11 +247,6 @@ class Session:
         return Outcome(shown, in_order, is_in_order, missing)
 
     @property
-    def kept(self) -> list[Row]:
-        """Return the rows of a resumed file that are kept, once `rows` has begun."""
-        return self._rows
-
-    @property
     def _calls(self) -> list[Workload]:
         """Return the calls, once for each type of device."""
         if len(self.machines) == 1:
@@ -286,7 +281,7 @@ class Session:
             expected = expected_seconds(waiting, able, self.settings, rates)
             pace = Pace(expected, self._where.at_a_time, scale)
             if waiting:
-                kernels = len({kernel.name for those in able.values() for kernel in those})
+                kernels = len({kernel.name for group in able.values() for kernel in group})
                 order = [tier_of.get(call.name, 0) for call in waiting]
                 parts.append(_Part(stage, waiting, order, pace, kernels))
         return parts
@@ -294,7 +289,7 @@ class Session:
     def _resumed(
         self, path: Path, stages: Sequence[Assignment]
     ) -> tuple[list[Row], list[list[Workload]]]:
-        """Return the rows of a file that are complete at any stage, and the calls left at each."""
+        """Return the complete rows of a file, and the calls that are left at every stage."""
         from replay.bench.resume import finished_rows, label_of
         from replay.rows.row_files import save_jsonl
 
@@ -314,7 +309,7 @@ class Session:
             count = len(labels - {call.label for call in left[-1]})
             are = "1 call is" if count == 1 else f"{count} calls are"
             self._say(
-                f"{are} kept as measured before, whatever {', '.join(NOT_COMPARED)} say now; "
+                f"{are} kept as measured before, even if {', '.join(NOT_COMPARED)} changed; "
                 f"{len(left[-1])} to go"
             )
         return kept, left
@@ -371,8 +366,8 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[
     place = request.place
     with contextlib.ExitStack() as stack:
         if place.gpus is None:
-            here = Placement(stopped=limit.stopped)
-            first = stack.enter_context(first_processes(place.timeout, here))
+            local = Placement(stopped=limit.stopped)
+            first = stack.enter_context(first_processes(place.timeout, local))
             prepared(first, place, request.kernels)
             yield [first]
             return

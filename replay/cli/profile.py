@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import narrated
+from capture.text.counted import counted
 from replay.api.chosen_device import device_of
 from replay.cli import shared_options as options
 from replay.cli.files import UsageError
@@ -116,8 +117,8 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str], is_random: bool) ->
     workloads = calls.found(dataset, quiet=arguments.quiet).workloads
     if not len(kernels) == len(workloads) == 1:
         raise UsageError(
-            f"a profile is of one kernel on one call, and this is {len(kernels)} × "
-            f"{len(workloads)} of them: name one with --kernels, and one with --call"
+            f"a profile runs one kernel on one call, got {counted(len(kernels), 'kernel')} and "
+            f"{counted(len(workloads), 'call')}: name one with --kernels, and one with --call"
         )
     if arguments.once:
         run_once(kernels[0], workloads[0], device)

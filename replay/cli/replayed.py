@@ -88,8 +88,8 @@ def replayed(
         if one_type and len(session.machines) > 1:
             types = " and ".join(machine.device for machine in session.machines)
             raise UsageError(
-                f"{one_type} is about one type of device, and this cluster has {types}: leave it "
-                "out, or replay on a cluster of one type"
+                f"{one_type} requires devices of one type, but this cluster has {types}: leave "
+                "it out, or replay on a cluster of one type"
             )
         outcome, unwritten, ended_by = _written(session, arguments)
         logger.info("every row is there")

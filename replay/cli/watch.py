@@ -113,7 +113,7 @@ class Files:
                 sleep(LOOK_SECONDS)
                 if self._look() == now and now.keys() >= set(self._kernels):
                     paths = {*now, *self._seen}
-                    changed = [each for each in paths if now.get(each) != self._seen.get(each)]
+                    changed = [path for path in paths if now.get(path) != self._seen.get(path)]
                     self._seen = now
                     return sorted(path.name for path in changed)
             else:

@@ -64,8 +64,8 @@ def test_calls_may_be_a_dataset_or_a_list(recorded: Path) -> None:
         ({"dataset": [3]}, "expected a directory, a Dataset or attention calls, got int"),
         ({"dataset": []}, "there is no call to replay"),
         ({"device": "abacus"}, "--device abacus"),
-        ({"gpus": [0]}, "--gpus measures in worker processes"),
-        ({"max_time": 60.0}, "--max-time ends a replay in workers"),
+        ({"gpus": [0]}, "--gpus requires worker processes"),
+        ({"max_time": 60.0}, "--max-time requires worker processes"),
     ],
 )
 def test_wrong_arguments_are_one_sentence(

@@ -444,7 +444,7 @@ def test_command_resumes_a_file(
     counting.clear()
     code, out, err = run_cli("--dir", str(recorded), *arguments)
     assert (code, counting) == (0, [])  # nothing runs, and the tables are there
-    assert "3 calls are kept as measured before, whatever --rounds, --max-seconds" in err
+    assert "3 calls are kept as measured before, even if --rounds, --max-seconds" in err
     assert "0 to go" in err
     assert "counting" in out
     assert path.read_bytes() == complete

@@ -148,7 +148,10 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         ((*DIR, "--csv", "."), ("cannot write .: it is a directory",)),
         ((*DIR, "--max-noise", "0"), ("--max-noise: ",)),
-        ((*DIR, "--max-time", "1m"), ("--max-time ends a replay in workers: leave out --in-proc",)),
+        (
+            (*DIR, "--max-time", "1m"),
+            ("--max-time requires worker processes: leave out",),
+        ),
         ((*DIR, "--resume"), ("--resume requires a file to continue: give --json FILE",)),
         (("random", "-sq", "1000000000000000000"), ("too large for any machine",)),
         (("random", "-b", "9223372036854775807"), ("too large for any machine",)),

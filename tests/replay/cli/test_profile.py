@@ -37,7 +37,7 @@ def test_a_recorded_call(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli(*given)
     assert (code, out) == (2, "")
     assert err == (
-        "replay: a profile is of one kernel on one call, and this is 1 × 3 of them: name one with "
+        "replay: a profile runs one kernel on one call, got 1 kernel and 3 calls: name one with "
         "--kernels, and one with --call\n"
     )
     assert run_cli(*given, "--call", "model-000001", "--once")[0] == 0
@@ -59,7 +59,7 @@ def test_nothing_but_the_kernel_runs(run_cli: RunCli, kernels: Callable[..., Ker
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ("", "a profile is of one kernel on one call"),
+        ("", "a profile runs one kernel on one call"),
         ("--kernels torch-cudnn --once", "torch-cudnn cannot run "),
     ],
 )

@@ -393,7 +393,7 @@ def test_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
     ]
     assert everyone[2].replayed == ["model-000000"]
     code, _, err = run_cli(*arguments, "--report", str(tmp_path / "out.html"))
-    assert (code, "--report is about one type of device, and this cluster has" in err) == (2, True)
+    assert (code, "--report requires devices of one type, but this cluster has" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
