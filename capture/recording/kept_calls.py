@@ -21,6 +21,7 @@ from capture.recording.copies import HostCopier, buffer_size, stored_bytes
 from capture.recording.difficulty import with_difficulty
 from capture.recording.heads import kv_heads_of, pick
 from capture.recording.parts import WHOLE, RankPart, as_local, is_distributed, of_weights
+from capture.recording.sampling import OfferedCall
 from capture.recording.seen_calls import SeenCalls, SimilarCalls
 from capture.recording.writer import WaitingCall, Writer
 from capture.storage.header import CallHeader, stored_tensors
@@ -99,8 +100,8 @@ class KeptCalls:
         if fault := header.fault() or header.excess(nbytes):  # the file could not be loaded
             self._tell(f"a call cannot be stored: {fault}")
             return
-        difficulty = call.origin.difficulty
-        decision = self._sampler.offer(index, group.place, site.step, nbytes, difficulty)
+        offered = OfferedCall(index, group.place, site.step, nbytes, call.origin.difficulty)
+        decision = self._sampler.offer(offered)
         counts.refused_for_bytes = self._sampler.refused_for_bytes
         if not decision.keep:
             return

@@ -79,6 +79,17 @@ class SamplePlace:
     """Beginning of the tie-breaking sequence."""
 
 
+class OfferedCall(NamedTuple):
+    """A call that a sampler may keep."""
+
+    index: int
+    place: SamplePlace
+    step: int
+    nbytes: int
+    difficulty: float | None = None
+    """None if the sampler does not need it, or the call has none."""
+
+
 class Sampler(Protocol):
     """A sampler, which decides which calls to keep."""
 
@@ -102,21 +113,8 @@ class Sampler(Protocol):
         It need not be asked again about a place and step that it refused, until `changes` grows.
         """
 
-    def offer(
-        self,
-        call_index: int,
-        place: SamplePlace,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> SamplingDecision:
-        """Decide whether to keep a wanted call; the caller deletes the dropped ones.
-
-        Args:
-            call_index: number of the call in later decisions.
-            nbytes: size of the call.
-            difficulty: difficulty of the call; None if it is not needed, or the call has none.
-        """
+    def offer(self, call: OfferedCall) -> SamplingDecision:
+        """Decide whether to keep a wanted call; the caller deletes the dropped ones."""
 
 
 @dataclass
@@ -144,20 +142,13 @@ class _Limited:
         within_bytes = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
         return self.kept < self.max_calls and within_bytes
 
-    def offer(
-        self,
-        call_index: int,
-        place: SamplePlace,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> SamplingDecision:
+    def offer(self, call: OfferedCall) -> SamplingDecision:
         """Keep a call if it fits; samplers that compare calls override this."""
-        if not self.fits(nbytes):
+        if not self.fits(call.nbytes):
             self.refused_for_bytes += 1
             return REJECTED
         self.kept += 1
-        self.nbytes += nbytes
+        self.nbytes += call.nbytes
         return SamplingDecision(keep=True)
 
 
@@ -195,7 +186,7 @@ class ReservoirSampler(_Limited):
     seed: int = 0
     _seen: int = 0
     _drawn: int = 0
-    _calls: list[tuple[int, int]] = field(default_factory=list)
+    _calls: list[OfferedCall] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._random = random.Random(self.seed)
@@ -206,26 +197,19 @@ class ReservoirSampler(_Limited):
         self._drawn = int(self._random.random() * self._seen)
         return self.kept < self.max_calls or self._drawn < self.max_calls
 
-    def offer(
-        self,
-        call_index: int,
-        place: SamplePlace,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> SamplingDecision:
+    def offer(self, call: OfferedCall) -> SamplingDecision:
         if self.kept < self.max_calls:
-            decision = super().offer(call_index, place, step, nbytes)
+            decision = super().offer(call)
             if decision.keep:
-                self._calls.append((call_index, nbytes))
+                self._calls.append(call)
             return decision
-        dropped, freed = self._calls[self._drawn]
-        if self.max_bytes is not None and self.nbytes - freed + nbytes > self.max_bytes:
+        dropped = self._calls[self._drawn]
+        total = self.nbytes - dropped.nbytes + call.nbytes
+        if self.max_bytes is not None and total > self.max_bytes:
             self.refused_for_bytes += 1
             return REJECTED
-        self._calls[self._drawn] = (call_index, nbytes)
-        self.nbytes += nbytes - freed
-        return SamplingDecision(keep=True, drop=(dropped,))
+        self._calls[self._drawn], self.nbytes = call, total
+        return SamplingDecision(keep=True, drop=(dropped.index,))
 
 
 class HardCall(NamedTuple):
@@ -250,29 +234,22 @@ class HardSampler(_Limited):
     def wants(self, place: SamplePlace, step: int) -> bool:
         return True
 
-    def offer(
-        self,
-        call_index: int,
-        place: SamplePlace,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> SamplingDecision:
-        new = HardCall(-math.inf if difficulty is None else difficulty, -call_index, nbytes)
-        dropped: list[HardCall] = []
-        while not self.fits(nbytes):
+    def offer(self, call: OfferedCall) -> SamplingDecision:
+        difficulty = -math.inf if call.difficulty is None else call.difficulty
+        new, dropped = HardCall(difficulty, -call.index, call.nbytes), list[HardCall]()
+        while not self.fits(call.nbytes):
             if not self._calls or new < self._calls[0]:
                 if self.kept + len(dropped) < self.max_calls:
                     self.refused_for_bytes += 1
-                for call in dropped:
-                    self._add(call)
+                for earlier in dropped:
+                    self._add(earlier)
                 return REJECTED
             easiest = heapq.heappop(self._calls)
             self.kept -= 1
             self.nbytes -= easiest.nbytes
             dropped.append(easiest)
         self._add(new)
-        return SamplingDecision(keep=True, drop=tuple(-call.earliness for call in dropped))
+        return SamplingDecision(keep=True, drop=tuple(-each.earliness for each in dropped))
 
     def _add(self, call: HardCall) -> None:
         heapq.heappush(self._calls, call)
@@ -364,27 +341,21 @@ class SpreadSampler(_Limited):
             self._changed()
         return self.kept < self.max_calls or self._victim(place, step) is not None
 
-    def offer(
-        self,
-        call_index: int,
-        place: SamplePlace,
-        step: int,
-        nbytes: int,
-        difficulty: float | None = None,
-    ) -> SamplingDecision:
+    def offer(self, call: OfferedCall) -> SamplingDecision:
         dropped: list[SpreadCall] = []
-        while not self.fits(nbytes):
-            victim = self._victim(place, step)
+        while not self.fits(call.nbytes):
+            victim = self._victim(call.place, call.step)
             if victim is None:
                 if self.kept + len(dropped) < self.max_calls:
                     self.refused_for_bytes += 1
-                for call in dropped:
-                    self._add(call)
+                for earlier in dropped:
+                    self._add(earlier)
                 return REJECTED
             dropped.append(self._calls[victim])
             self._remove(self._calls[victim])
-        self._add(SpreadCall(call_index, place, step, nbytes, _priority(place, step)))
-        return SamplingDecision(keep=True, drop=tuple(call.call_index for call in dropped))
+        priority = _priority(call.place, call.step)
+        self._add(SpreadCall(call.index, call.place, call.step, call.nbytes, priority))
+        return SamplingDecision(keep=True, drop=tuple(earlier.call_index for earlier in dropped))
 
     def _victim(self, place: SamplePlace, step: int) -> int | None:
         """Return the call to drop for a new one; None if the new one would be dropped."""

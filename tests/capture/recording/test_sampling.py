@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from capture.recording.sampling import (
     REJECTED,
     FirstSampler,
+    OfferedCall,
     Sampler,
     SamplingDecision,
     SpreadSampler,
@@ -35,7 +36,7 @@ def offer(sampler: Sampler, index: int, call: Offered) -> SamplingDecision:
     place = sampler.place(call.stratum, call.module)
     if not sampler.wants(place, call.step):
         return REJECTED
-    return sampler.offer(index, place, call.step, call.nbytes, call.difficulty)
+    return sampler.offer(OfferedCall(index, place, call.step, call.nbytes, call.difficulty))
 
 
 def sample(
