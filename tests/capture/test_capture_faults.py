@@ -77,7 +77,7 @@ QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start"), "durable")
         for way in WAYS
     ],
 )
-def test_a_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> None:
+def test_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> None:
     try_fault(fault, way, scratch, overwrite=way == "spread", every=False)
 
 
@@ -90,7 +90,7 @@ def test_a_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> No
         for j, way in enumerate(WAYS)
     ],
 )
-def test_a_call_of_the_system_fails_in_every_way(
+def test_call_of_the_system_fails_in_every_way(
     fault: Fault, way: str, overwrite: bool, scratch: Path
 ) -> None:
     """Every other time over an earlier recording; `python -m tests.capture_faults` tries both."""
@@ -99,7 +99,7 @@ def test_a_call_of_the_system_fails_in_every_way(
 
 @pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_killed_process_loses_no_complete_call(way: str, overwrite: bool, tmp_path: Path) -> None:
+def test_killed_process_loses_no_complete_call(way: str, overwrite: bool, tmp_path: Path) -> None:
     kill(tmp_path, way, random.uniform(0.005, 0.3), overwrite=overwrite)
 
 
@@ -116,7 +116,7 @@ def recorded(out: Path, *before: Callable[[], object], **options: Any) -> Record
 @pytest.mark.parametrize("error", [ZeroDivisionError("mine"), KeyboardInterrupt(), SystemExit(3)])
 @pytest.mark.parametrize("full", [False, True])
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_the_model_s_own_exception_arrives(
+def test_model_s_own_exception_arrives(
     error: BaseException, full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails() -> None:
@@ -134,7 +134,7 @@ def test_the_model_s_own_exception_arrives(
 
 
 @pytest.mark.parametrize("function", ["rename", "mkdir"])
-def test_a_capture_that_cannot_be_set_aside_is_when_it_is_repaired(
+def test_capture_that_cannot_be_set_aside_is_when_it_is_repaired(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(tmp_path, int, int)
@@ -167,7 +167,7 @@ def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
+def test_directory_that_becomes_read_only(tmp_path: Path) -> None:
     if not os.getuid():
         pytest.skip("root may write anywhere")
     recording = recorded(tmp_path, int, lambda: tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR), int)
@@ -179,7 +179,7 @@ def test_a_directory_that_becomes_read_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_a_limit_of_the_size_of_files(tmp_path: Path) -> None:
+def test_limit_of_the_size_of_files(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit() -> None:
@@ -218,14 +218,14 @@ def test_what_cannot_be_recorded_is_one_sentence_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_long_name(tmp_path: Path) -> None:
+def test_long_name(tmp_path: Path) -> None:
     with record(Model(), tmp_path, name="n" * 300) as recording:
         recording_of = Model()
         recording_of(STATES)
     assert recording.seen == 1
 
 
-def test_a_trace_contains_nothing_of_ours(tmp_path: Path) -> None:
+def test_trace_contains_nothing_of_ours(tmp_path: Path) -> None:
     class Plain(nn.Module):
         def forward(self, states: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(states, states, states)
@@ -267,7 +267,7 @@ def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_a_call_that_nobody_could_load_is_not_stored(tmp_path: Path) -> None:
+def test_call_that_cannot_be_loaded_is_not_stored(tmp_path: Path) -> None:
     class Scaled(nn.Module):
         def forward(self, states: Tensor, scale: float, causal: Any) -> Tensor:
             return F.scaled_dot_product_attention(
@@ -304,7 +304,7 @@ def sent(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
 ending = pytest.mark.parametrize("sent", SIGNALS, indirect=True)
 
 
-def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
+def test_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
     model = Model()
 
     def fork() -> None:
@@ -315,7 +315,7 @@ def test_a_forked_child_leaves_the_recording_alone(tmp_path: Path) -> None:
 
 
 @ending
-def test_a_forked_child_ends_on_a_signal(sent: signal.Signals, tmp_path: Path) -> None:
+def test_forked_child_ends_on_a_signal(sent: signal.Signals, tmp_path: Path) -> None:
     def fork() -> None:
         def ends() -> None:
             os.kill(os.getpid(), sent)
@@ -327,7 +327,7 @@ def test_a_forked_child_ends_on_a_signal(sent: signal.Signals, tmp_path: Path) -
     assert recorded(tmp_path, fork, int).kept == 2
 
 
-def test_a_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_path: Path) -> None:
+def test_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_path: Path) -> None:
     with record(Model(), tmp_path) as recording:
         taken, done = threading.Event(), threading.Event()
 
@@ -353,7 +353,7 @@ def test_a_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_p
 
 @pytest.mark.parametrize("held", ["_writer._changed", "_lock", "_target._journal._lock"])
 @ending
-def test_a_signal_writes_what_is_in_memory_wherever_it_interrupts(
+def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
     held: str, sent: signal.Signals, tmp_path: Path
 ) -> None:
     def terminated() -> None:
@@ -370,7 +370,7 @@ def test_a_signal_writes_what_is_in_memory_wherever_it_interrupts(
     assert not orphans(tmp_path)
 
 
-def test_a_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
     def hangs_up() -> None:
         model = Model()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -444,7 +444,7 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
     assert not orphans(tmp_path)
 
 
-def test_a_program_that_ends_inside_the_block_keeps_its_calls(
+def test_program_that_ends_inside_the_block_keeps_its_calls(
     tmp_path: Path, start_python: StartPython
 ) -> None:
     script = """
@@ -467,7 +467,7 @@ model(torch.randn(1, 2, 5, 8))
 
 
 @pytest.mark.filterwarnings("ignore::capture.errors.RecordingWarning")
-def test_without_locks_nobody_touches_another_s_capture(
+def test_captures_of_others_stay_without_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unsupported(*_: object) -> None:
@@ -491,7 +491,7 @@ def test_without_locks_nobody_touches_another_s_capture(
     assert not other.path.exists()
 
 
-def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
+def test_process_that_keeps_the_directory_locked_costs_the_manifest_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "PATIENCE_AT_THE_END_SECONDS", 0.05)
@@ -508,7 +508,7 @@ def test_a_process_that_keeps_the_directory_locked_costs_the_manifest_only(
     assert load(tmp_path).note == ""
 
 
-def test_a_file_that_is_cut_in_mid_run_is_told(tmp_path: Path) -> None:
+def test_file_that_is_cut_in_mid_run_is_reported(tmp_path: Path) -> None:
     def cut() -> None:
         os.truncate(tmp_path / "model-000000.safetensors", 100)
 
@@ -517,7 +517,7 @@ def test_a_file_that_is_cut_in_mid_run_is_told(tmp_path: Path) -> None:
     assert (recording.kept, recording.lost) == (kept_in(tmp_path), 1) == (1, 1)
 
 
-def test_a_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
+def test_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     elsewhere.mkdir()
 
@@ -590,7 +590,7 @@ group.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_process_group_shares_a_directory(tmp_path: Path, start_python: StartPython) -> None:
+def test_process_group_shares_a_directory(tmp_path: Path, start_python: StartPython) -> None:
     """Its ranks are the group's: no variable of the environment names them."""
     meeting = str(tmp_path / "meeting")
     processes = [start_python("-c", GROUP, str(rank), meeting, cwd=tmp_path) for rank in range(2)]

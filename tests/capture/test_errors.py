@@ -17,7 +17,7 @@ from capture.errors import DatasetError
         (DatasetError("no calls"), "no calls"),
     ],
 )
-def test_a_dataset_error_names_the_file(error: DatasetError, sentence: str) -> None:
+def test_dataset_error_names_the_file(error: DatasetError, sentence: str) -> None:
     again = pickle.loads(pickle.dumps(error))
     for each in (error, again):
         assert str(each) == sentence

@@ -55,7 +55,7 @@ def test_ctrl_c_is_not_lost_in_a_library_that_swallows_it(
     sys.modules.pop("swallowing", None)
 
 
-def test_a_programs_own_way_with_ctrl_c_is_left_to_it() -> None:
+def test_programs_own_way_with_ctrl_c_is_left_to_it() -> None:
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
     try:
@@ -78,7 +78,7 @@ def test_only_the_objects_of_a_command_stay_for_good(first: str, is_frozen: bool
 
 
 @pytest.mark.parametrize("place", ["empty", "nowhere"])
-def test_the_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) -> None:
+def test_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) -> None:
     """Where there is nothing to show, PyTorch is not imported."""
     (tmp_path / "empty").mkdir()
     in_a_process(
@@ -92,7 +92,7 @@ def test_the_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) ->
     )
 
 
-def test_a_library_users_objects_do_not_stay_for_good() -> None:
+def test_library_users_objects_do_not_stay_for_good() -> None:
     """Nor do those of a program that runs a command in its own process, with PyTorch imported."""
     in_a_process(
         "import gc, torch; from replay.api.chosen_device import device_of; device_of('cpu');"

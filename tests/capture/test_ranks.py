@@ -77,7 +77,7 @@ def test_parts_say_which_heads_they_are(recordings: Path) -> None:
     }
 
 
-def test_a_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
+def test_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
     parts = load(recordings / "parts" / "one_key_head")
     assert {call.shape.kv_heads for call in parts} == {1}
     assert {(call.shape.q_heads, call.shape.kv_heads) for call in parts.joined()} == {(4, 1)}
@@ -96,7 +96,7 @@ def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
     assert joined.missing == ["model.rank0-000003 lacks the part of rank 1"]
 
 
-def test_a_rank_that_is_killed(tmp_path: Path) -> None:
+def test_rank_that_is_killed(tmp_path: Path) -> None:
     """Calls that both ranks stored are joined, even if one rank was killed."""
     launch(2, tmp_path, "killed", fails=True)
     dataset = load(tmp_path / "killed")

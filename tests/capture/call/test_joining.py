@@ -94,7 +94,7 @@ def test_queries(mask: Tensor | None, ends: tuple[int, ...]) -> None:
     assert is_same(join(queries_of(call, *ends), "queries"), call)
 
 
-def test_a_value_that_is_part_of_the_key_stays_so() -> None:
+def test_value_that_is_part_of_the_key_stays_so() -> None:
     key = normal(1, 1, 13, 32)
     call = replace(random_call(q_heads=4, kv_heads=1), key=key, value=key[..., :24])
     joined = join(heads_of(call, ([0, 1], [0]), ([2, 3], [0])), "heads")

@@ -97,7 +97,7 @@ def test_heads_and_batches_may_share_a_mask_or_have_their_own(name: str) -> None
 
 
 @pytest.mark.parametrize("name", [name for name in WORDS if "left padding" not in name])
-def test_the_restated_call_has_the_same_output_and_tensors(name: str) -> None:
+def test_restated_call_has_the_same_output_and_tensors(name: str) -> None:
     call = masked(WORDS[name][0], sinks=normal(2), variant=AttentionVariant(softcap=1.5))
     structure = structure_of(call)
     assert structure is not None
@@ -118,7 +118,7 @@ def test_what_no_option_says_is_not_restated() -> None:
         assert structure.restated(call) is None
 
 
-def test_the_call_s_own_causality_counts() -> None:
+def test_call_s_own_causality_counts() -> None:
     assert str(structure_of(masked(PADDED, is_causal=True))) == "causal, padding"
     within = masked(PADDED, variant=AttentionVariant(window=(2, 1)))
     assert str(structure_of(within)) == "window 2/1, padding"
@@ -224,7 +224,7 @@ def test_what_options_say_is_found_in_the_mask_that_says_it(asked: AttentionCall
 
 @settings(max_examples=100, deadline=None)
 @given(calls(), st.data())
-def test_a_mask_that_is_one_element_off_is_not_taken_for_the_whole(
+def test_mask_that_is_one_element_off_is_not_taken_for_the_whole(
     asked: AttentionCall, data: st.DataObject
 ) -> None:
     mask = visible(asked)[:, None].clone()
@@ -239,7 +239,7 @@ def test_a_mask_that_is_one_element_off_is_not_taken_for_the_whole(
 
 
 @pytest.mark.parametrize("name", ["causal", "window both ways", "packed, causal", "after a cache"])
-def test_a_hole_or_a_speck_anywhere_is_nothing_simpler(name: str) -> None:
+def test_hole_or_a_speck_anywhere_is_nothing_simpler(name: str) -> None:
     mask, _ = WORDS[name]
     first_row = mask.shape[0] // 2
     for row in range(first_row, mask.shape[0]):
@@ -277,7 +277,7 @@ def work_on(call: AttentionCall) -> Work:
     return work
 
 
-def test_a_mask_is_read_once_and_in_blocks() -> None:
+def test_mask_is_read_once_and_in_blocks() -> None:
     mask = torch.ones(4096, 2048, dtype=torch.bool).tril()
     work = work_on(masked(mask, q_heads=1, head_dim=1))
     assert work.largest <= BLOCK_ELEMENTS
@@ -291,6 +291,6 @@ def test_expanded_dimensions_cost_nothing() -> None:
     assert work_on(expanded).elements == once
 
 
-def test_a_bias_is_given_up_early() -> None:
+def test_bias_is_given_up_early() -> None:
     bias = normal(4096, 2048)
     assert work_on(masked(bias, q_heads=1, head_dim=1)).elements < bias.numel()

@@ -52,7 +52,7 @@ def test_figures_are_those_of_all_weights(call: AttentionCall) -> None:
     assert (found.entropy, found.largest, found.top_mass) == pytest.approx(dense(call), rel=1e-4)
 
 
-def test_a_window_a_float_mask_and_a_bool_mask_of_the_same_keys_are_one() -> None:
+def test_window_a_float_mask_and_a_bool_mask_of_the_same_keys_are_one() -> None:
     position = torch.arange(200)
     inside = (position - torch.arange(200)[:, None]).abs() <= 20
     square = random_call(q_heads=2, q_len=200, kv_len=200)
@@ -83,7 +83,7 @@ def test_one_key_takes_all() -> None:
     assert (found.entropy, found.largest, found.top_mass) == (0.0, 1.0, 1.0)
 
 
-def test_a_soft_cap_flattens_and_a_sink_takes_its_share() -> None:
+def test_soft_cap_flattens_and_a_sink_takes_its_share() -> None:
     sharp = replace(CALL, scale=5.0)
     capped = replace(sharp, variant=AttentionVariant(softcap=1.0))
     assert call_statistics(capped).entropy > call_statistics(sharp).entropy + 0.1

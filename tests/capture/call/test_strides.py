@@ -52,7 +52,7 @@ def test_round_trip(tensor: Tensor) -> None:
 
 
 @given(views())
-def test_a_copy_has_the_strides_and_memory_of_its_own(tensor: Tensor) -> None:
+def test_copy_has_the_strides_and_memory_of_its_own(tensor: Tensor) -> None:
     copy = copy_with_strides(tensor, "cpu")
     assert copy.stride() == tensor.stride()
     assert torch.equal(bits(copy), bits(tensor))
@@ -74,20 +74,20 @@ def test_values_are_held_as_they_are_in_memory() -> None:
     assert unpack(values, layout).data_ptr() == values.data_ptr()
 
 
-def test_an_expanded_dimension_is_held_once() -> None:
+def test_expanded_dimension_is_held_once() -> None:
     mask = torch.randn(1, 1, 7, 9).expand(3, 5, 7, 9)
     values, layout = pack(mask)
     assert values.shape == (1, 1, 7, 9)
     assert layout == Layout((3, 5, 7, 9), mask.stride())
 
 
-def test_a_sliced_cache_keeps_its_gaps() -> None:
+def test_sliced_cache_keeps_its_gaps() -> None:
     cache = torch.randn(1, 2, 64, 8)[:, :, :10]
     restored = unpack(*pack(cache))
     assert restored.stride() == (1024, 512, 8, 1)
 
 
-def test_a_tensor_without_elements() -> None:
+def test_tensor_without_elements() -> None:
     empty = torch.empty(1, 2, 0, 8)
     assert unpack(*pack(empty)).shape == empty.shape
 

@@ -253,14 +253,14 @@ def sentence_of(result: tuple[int, str, str], code: int) -> str:
     return lines[0].removeprefix("capture: ")
 
 
-def test_an_unknown_model(run_cli: Run, tmp_path: Path) -> None:
+def test_unknown_model(run_cli: Run, tmp_path: Path) -> None:
     result = run_cli("--model", "lama", "--out", str(tmp_path / "out"))
     sentence = sentence_of(result, 2)
     assert "no model or directory is called 'lama': did you mean" in sentence
     assert "llama" in sentence
 
 
-def test_a_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_path: Path) -> None:
+def test_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_path: Path) -> None:
     small = ("--size", "tiny", "--device", "cpu", "--steps", "1", "--max", "1")
     result = run_cli(
         "--model", "flux", "--prompt", "a red panda", *small, "--out", str(tmp_path / "out")
@@ -270,13 +270,13 @@ def test_a_prompt_of_words_that_the_built_in_model_never_saw(run_cli: Run, tmp_p
 
 
 @pytest.mark.parametrize("below", ["file", "file/x"])
-def test_a_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
+def test_directory_that_cannot_be_written(run_cli: Run, tmp_path: Path, below: str) -> None:
     (tmp_path / "file").write_text("")
     result = run_cli("--model", "llama", "--out", str(tmp_path / below))
     assert sentence_of(result, 2).endswith("choose another with --out")
 
 
-def test_parts_of_calls_that_nobody_shares_are_refused_before_a_model_is_loaded(
+def test_parts_of_calls_that_no_rank_shares_are_refused_before_a_model_is_loaded(
     run_cli: Run, tmp_path: Path
 ) -> None:
     for given, said in (
@@ -287,7 +287,7 @@ def test_parts_of_calls_that_nobody_shares_are_refused_before_a_model_is_loaded(
         assert said in sentence_of(result, 2)
 
 
-def test_what_went_past_is_told(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+def test_what_was_missed_is_reported(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     code, printed, errors = run_cli(
         "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
     )
@@ -299,7 +299,7 @@ def test_what_went_past_is_told(run_cli: Run, tmp_path: Path, model_file: Path) 
     ) in errors
 
 
-def test_a_user_s_function_and_the_same_name_twice(
+def test_user_s_function_and_the_same_name_twice(
     run_cli: Run, tmp_path: Path, model_file: Path
 ) -> None:
     out = str(tmp_path / "out")
@@ -319,7 +319,7 @@ def test_a_user_s_function_and_the_same_name_twice(
     assert [call.origin.rank for call in load(out)] == [None] * 3 + [5] * 3
 
 
-def test_a_model_that_changes_the_directory(
+def test_model_that_changes_the_directory(
     run_cli: Run, tmp_path: Path, model_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -342,7 +342,9 @@ def test_quiet_and_verbose(run_cli: Run, tmp_path: Path, model_file: Path) -> No
         assert re.search(rf"^ +[\d.]+ s  .*{said}", err, re.MULTILINE), err
 
 
-def test_max_bytes_is_said_to_be_reached(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+def test_max_bytes_is_reported_to_be_reached(
+    run_cli: Run, tmp_path: Path, model_file: Path
+) -> None:
     out = str(tmp_path / "out")
     command = ("--model", f"{model_file}:build", "--out", out, "--max-bytes", "3k")
     code, printed, err = run_cli(*command)
@@ -408,7 +410,9 @@ def test_what_fails_among_earlier_captures_claims_none_of_their_calls(
         assert "calls already in" not in sentence_of(result, code)
 
 
-def test_a_problem_is_told_once_and_at_once(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+def test_problem_is_reported_once_and_at_once(
+    run_cli: Run, tmp_path: Path, model_file: Path
+) -> None:
     out = tmp_path / "out"
     code, _, err = run_cli("--model", f"{model_file}:refused", "--out", str(out))
     told = [line for line in err.splitlines() if "scale inf" in line]
@@ -537,7 +541,7 @@ def assert_whole_but_not_complete(out: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_capture_leaves_a_readable_dataset(stopped: Stop) -> None:
+def test_killed_capture_leaves_a_readable_dataset(stopped: Stop) -> None:
     out, code, _ = stopped(signal.SIGKILL, ["--durable"])
     assert code == -signal.SIGKILL
     data = load(out)
@@ -628,7 +632,7 @@ def test_built_in_models_run_there(in_project: Callable[..., str], project: Path
 
 
 @pytest.mark.slow
-def test_a_function_there_imports_its_own_models(
+def test_function_there_imports_its_own_models(
     in_project: Callable[..., str], project: Path
 ) -> None:
     printed = in_project("-m", "capture", "--model", "my.py:build", "--out", "from_function")

@@ -47,7 +47,7 @@ def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
     assert said in file.getvalue()
 
 
-def test_a_recording_that_ended_early_is_called_incomplete(
+def test_recording_that_ended_early_is_called_incomplete(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     with contextlib.suppress(KeyboardInterrupt), record(layers, tmp_path):
@@ -77,7 +77,7 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     assert table[0][4:] == ["1.000", "0.016", "0.016"]
 
 
-def test_a_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path: Path) -> None:
+def test_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path: Path) -> None:
     for index, (module, kv_len) in enumerate([("layers.0", 0), ("layers.1", 64), ("layers.1", 1)]):
         call = random_call(q_len=64, kv_len=kv_len)
         origin = replace(call.origin, model="model", module=module, phase="prefill")

@@ -52,7 +52,7 @@ def test_every_option_is_in_the_table() -> None:
     CASES,
     ids=[f"{command.prog} {option} {value[:8]!r}" for command, option, value in CASES],
 )
-def test_a_wrong_value_is_one_sentence(
+def test_wrong_value_is_one_sentence(
     command: argparse.ArgumentParser, option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -67,7 +67,7 @@ def test_a_wrong_value_is_one_sentence(
     assert not re.search(r"invalid \w+ value", printed)
 
 
-def test_an_empty_prompt_is_a_prompt() -> None:
+def test_empty_prompt_is_a_prompt() -> None:
     assert capture_parser().parse_args(["--prompt", ""]).prompt == ""
 
 
@@ -86,7 +86,7 @@ def test_an_empty_prompt_is_a_prompt() -> None:
         (["-n", "2"], "no option -n"),
     ],
 )
-def test_a_misspelt_option_is_one_sentence(
+def test_misspelt_option_is_one_sentence(
     given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Neither help, nor argparse's words on a value that another option does not take."""
@@ -105,7 +105,7 @@ def test_a_misspelt_option_is_one_sentence(
     [(capture_parser(), ["--model", "llama", "--out", "x"]), (parser(), ["-b", "1"])],
     ids=["capture", "replay"],
 )
-def test_a_current_directory_that_was_deleted_is_one_sentence(
+def test_current_directory_that_was_deleted_is_one_sentence(
     command: argparse.ArgumentParser,
     given: list[str],
     tmp_path: Path,

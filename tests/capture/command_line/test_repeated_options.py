@@ -76,7 +76,7 @@ def test_no_value_is_dropped(
     assert printed.count("\n") == 1
 
 
-def test_the_same_twice_is_no_contradiction() -> None:
+def test_same_value_twice_is_accepted() -> None:
     """In two ways of writing it, and beside a flag that is given twice."""
     found = capture_parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
     assert (found.max, found.audit) == (2, True)

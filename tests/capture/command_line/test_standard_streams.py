@@ -44,7 +44,7 @@ def test_streams_that_are_closed(tmp_path: Path, closed: str) -> None:
     assert [row["status"] for row in rows] == ["ok", "ok"]
 
 
-def test_a_wrong_argument_without_streams(tmp_path: Path) -> None:
+def test_wrong_argument_without_streams(tmp_path: Path) -> None:
     assert run(f"exec {sys.executable} -m capture --max 0 <&- >&- 2>&-", tmp_path).returncode == 2
 
 
@@ -62,7 +62,7 @@ def test_reports_in_ascii(monkeypatch: pytest.MonkeyPatch, options: str) -> None
 
 
 @pytest.mark.parametrize("given", ["capture --version", "replay --version"])
-def test_a_stdout_that_is_full(tmp_path: Path, given: str) -> None:
+def test_stdout_that_is_full(tmp_path: Path, given: str) -> None:
     done = run(f"exec {sys.executable} -m {given} >/dev/full", tmp_path, PYTHONUNBUFFERED="1")
     told = f"{given.split()[0]}: cannot write to stdout: No space left on device\n"
     assert (done.returncode, done.stderr.decode()) == (1, told)

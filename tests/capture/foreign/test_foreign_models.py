@@ -81,7 +81,7 @@ def tensors(output: Any) -> list[Tensor]:
     return [each for each in tree_leaves(output) if isinstance(each, Tensor)]
 
 
-def test_the_docs_name_every_model() -> None:
+def test_docs_name_every_model() -> None:
     assert markdown() in (REPOSITORY / "docs" / "recording.md").read_text(encoding="utf-8")
 
 
@@ -98,7 +98,7 @@ def test_recording_changes_no_bit(name: str, recorded: Callable[[str], Recorded]
 
 
 @every_model
-def test_every_call_has_its_phase_step_and_road(
+def test_every_call_has_its_phase_step_and_entry_point(
     name: str, recorded: Callable[[str], Recorded]
 ) -> None:
     calls = recorded(name).calls
@@ -108,7 +108,9 @@ def test_every_call_has_its_phase_step_and_road(
 
 
 @every_model
-def test_what_no_road_sees_is_told(name: str, recorded: Callable[[str], Recorded]) -> None:
+def test_what_no_entry_point_sees_is_reported(
+    name: str, recorded: Callable[[str], Recorded]
+) -> None:
     recording, calls, _ = recorded(name)
     assert {past.kind: past.forwards for past in recording.missed_attention} == MODELS[name].unseen
     if calls:
@@ -120,7 +122,7 @@ def test_what_no_road_sees_is_told(name: str, recorded: Callable[[str], Recorded
 
 
 @every_model
-def test_the_census_is_what_another_process_counted(
+def test_census_is_what_another_process_counted(
     name: str, recorded: Callable[[str], Recorded], observed: Callable[[str], dict[str, Any]]
 ) -> None:
     recording, calls, _ = recorded(name)
@@ -134,7 +136,7 @@ def test_the_census_is_what_another_process_counted(
 
 
 @every_model
-def test_the_tensors_are_what_another_process_noted(
+def test_tensors_are_what_another_process_noted(
     name: str, recorded: Callable[[str], Recorded], observed: Callable[[str], dict[str, Any]]
 ) -> None:
     calls, notes = recorded(name).calls, observed(name)["notes"]
@@ -151,7 +153,7 @@ def test_the_tensors_are_what_another_process_noted(
 
 
 @every_model
-def test_the_reference_agrees_with_what_the_model_got(
+def test_reference_agrees_with_what_the_model_got(
     name: str, recorded: Callable[[str], Recorded]
 ) -> None:
     """As exact as its dtype allows: nothing that the model asked is missing from the call."""

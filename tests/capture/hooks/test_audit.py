@@ -32,7 +32,7 @@ def test_calls_that_were_seen_are_not_counted(
     assert str(recording.audit) == "audit: no attention operator was missed"
 
 
-def test_a_held_reference_is_counted_once_on_any_backend(tmp_path: Path) -> None:
+def test_held_reference_is_counted_once_on_any_backend(tmp_path: Path) -> None:
     tensors = qkv()
     model = Caller()
     with record(model, tmp_path, audit=True) as recording:
@@ -72,9 +72,7 @@ def test_flex_attention_runs_under_an_audit(tmp_path: Path) -> None:
     assert recording.seen + sum(recording.audit.calls.values()) >= 2
 
 
-def test_a_traced_layer_is_counted_where_it_ran(
-    layers: Any, states: Tensor, tmp_path: Path
-) -> None:
+def test_traced_layer_is_counted_where_it_ran(layers: Any, states: Tensor, tmp_path: Path) -> None:
     layers.layers[1] = torch.jit.trace(Attention(), states)
     with torch.no_grad(), record(layers, tmp_path, audit=True) as recording:
         layers(states)

@@ -89,7 +89,7 @@ def test_every_option_is_seen_positional_and_by_keyword(seen: Seen) -> None:
 
 
 @pytest.mark.parametrize("scale", [numpy.float32(0.5), torch.tensor(0.5), numpy.int64(2), 2])
-def test_a_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> None:
+def test_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> None:
     expected = F.scaled_dot_product_attention(Q, K, V, scale=scale)
     with intercept(seen):
         output = F.scaled_dot_product_attention(Q, K, V, scale=scale)
@@ -115,7 +115,7 @@ def test_a_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> 
         ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}),
     ],
 )
-def test_a_wrong_call_fails_as_without_us(
+def test_wrong_call_fails_as_without_us(
     tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Under a whole recording: it must not trip over arguments that SDPA refuses."""
@@ -157,7 +157,7 @@ def imported_by_name() -> Iterator[types.ModuleType]:
     del sys.modules["took_it_by_name"]
 
 
-def test_a_module_that_imported_the_function_by_name_is_seen(
+def test_module_that_imported_the_function_by_name_is_seen(
     seen: Seen, imported_by_name: types.ModuleType
 ) -> None:
     with intercept(seen):
@@ -168,7 +168,7 @@ def test_a_module_that_imported_the_function_by_name_is_seen(
     assert imported_by_name.sdpa is TORCH_SDPA
 
 
-def test_a_module_imported_meanwhile_is_seen_and_gets_the_original_back(seen: Seen) -> None:
+def test_module_imported_meanwhile_is_seen_and_gets_the_original_back(seen: Seen) -> None:
     try:
         with intercept(seen):
             late = _module(
@@ -181,7 +181,7 @@ def test_a_module_imported_meanwhile_is_seen_and_gets_the_original_back(seen: Se
         del sys.modules["imported_late"]
 
 
-def test_a_reference_kept_in_a_closure_is_harmless_afterwards(seen: Seen) -> None:
+def test_reference_kept_in_a_closure_is_harmless_afterwards(seen: Seen) -> None:
     with intercept(seen):
         kept = F.scaled_dot_product_attention
     assert kept is not TORCH_SDPA
@@ -189,7 +189,7 @@ def test_a_reference_kept_in_a_closure_is_harmless_afterwards(seen: Seen) -> Non
     assert not seen.calls
 
 
-def test_the_replacement_looks_like_the_original(seen: Seen) -> None:
+def test_replacement_looks_like_the_original(seen: Seen) -> None:
     with intercept(seen):
         assert F.scaled_dot_product_attention.__name__ == "scaled_dot_product_attention"
         assert F.scaled_dot_product_attention.__doc__ == TORCH_SDPA.__doc__
@@ -197,7 +197,7 @@ def test_the_replacement_looks_like_the_original(seen: Seen) -> None:
     assert pickle.loads(pickled) is TORCH_SDPA
 
 
-def test_a_module_that_forbids_setattr_is_seen_too(
+def test_module_that_forbids_setattr_is_seen_too(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Frozen(types.ModuleType):
@@ -238,7 +238,7 @@ def test_transformer_encoder_leaves_its_fast_path_and_returns_to_it(seen: Seen) 
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_the_model_s_exception_passes_and_everything_is_restored(
+def test_model_s_exception_passes_and_everything_is_restored(
     seen: Seen, imported_by_name: types.ModuleType
 ) -> None:
     with pytest.raises(ZeroDivisionError), intercept(seen):
@@ -246,7 +246,7 @@ def test_the_model_s_exception_passes_and_everything_is_restored(
     assert imported_by_name.sdpa is TORCH_SDPA
 
 
-def test_the_handler_s_exception_passes_and_the_next_call_is_seen() -> None:
+def test_handler_s_exception_passes_and_the_next_call_is_seen() -> None:
     calls = []
 
     def handler(arguments: Arguments, proceed: Any, sdpa: Any) -> Tensor:
@@ -262,13 +262,13 @@ def test_the_handler_s_exception_passes_and_the_next_call_is_seen() -> None:
         F.scaled_dot_product_attention(Q, K, V)
 
 
-def test_the_handler_s_answer_is_the_model_s() -> None:
+def test_handler_s_answer_is_the_model_s() -> None:
     answer = torch.ones_like(Q)
     with intercept(lambda arguments, proceed, sdpa: answer):
         assert F.scaled_dot_product_attention(Q, K, V) is answer
 
 
-def test_a_second_interception_is_refused_and_the_first_goes_on(seen: Seen) -> None:
+def test_second_interception_is_refused_and_the_first_goes_on(seen: Seen) -> None:
     with intercept(seen):
         with (
             pytest.raises(RuntimeError, match="already intercepted; end that recording, or leave"),
@@ -281,7 +281,7 @@ def test_a_second_interception_is_refused_and_the_first_goes_on(seen: Seen) -> N
         pass
 
 
-def test_somebody_else_s_replacement_is_called_through_and_put_back(
+def test_another_program_s_replacement_is_called_through_and_put_back(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached = []
@@ -311,7 +311,7 @@ def test_their_inner_call_is_part_of_the_outer_one(
     assert torch.equal(output, TORCH_SDPA(Q, K, V) + 1)
 
 
-def test_a_replacement_made_inside_is_theirs_to_keep(
+def test_replacement_made_inside_is_theirs_to_keep(
     seen: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -345,7 +345,7 @@ def test_calls_of_other_threads_are_seen(seen: Seen) -> None:
     assert len(seen.calls) == 4
 
 
-def test_a_compiled_function_runs_eagerly_meanwhile_and_compiled_again_after(seen: Seen) -> None:
+def test_compiled_function_runs_eagerly_meanwhile_and_compiled_again_after(seen: Seen) -> None:
     compilations = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
@@ -366,7 +366,7 @@ def test_a_compiled_function_runs_eagerly_meanwhile_and_compiled_again_after(see
     assert len(compilations) == 1
 
 
-def test_the_stance_that_was_set_is_restored(seen: Seen) -> None:
+def test_stance_that_was_set_is_restored(seen: Seen) -> None:
     def stance() -> str:
         return torch._dynamo.eval_frame._stance.stance
 
@@ -407,7 +407,7 @@ class Told:
         self.calls.append((output, sdpa, query, *rest, scale))
 
 
-def test_an_observer_is_told_of_a_call_that_has_returned() -> None:
+def test_observer_is_reported_of_a_call_that_has_returned() -> None:
     told = Told()
     with observe(told):
         kept = F.scaled_dot_product_attention
@@ -422,7 +422,7 @@ def test_an_observer_is_told_of_a_call_that_has_returned() -> None:
         assert found is expected
 
 
-def test_an_observer_is_told_once_of_a_call_within_a_call(
+def test_observer_is_reported_once_of_a_call_within_a_call(
     imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not of one with an argument that SDPA does not have."""
@@ -440,7 +440,7 @@ def test_an_observer_is_told_once_of_a_call_within_a_call(
     assert [call[1] for call in told.calls] == [theirs]
 
 
-def test_an_observer_s_exception_passes_and_the_next_call_is_seen() -> None:
+def test_observer_s_exception_passes_and_the_next_call_is_seen() -> None:
     calls = []
 
     def observer(output: Tensor, sdpa: object, *tensors: Tensor) -> None:

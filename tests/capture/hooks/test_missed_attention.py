@@ -36,7 +36,7 @@ def told(model: nn.Module, out: Path, run: Callable[[], Any]) -> tuple[int, list
     return recording.seen, [str(each) for each in recording.missed_attention]
 
 
-def test_a_function_held_since_before_goes_past_and_is_told(
+def test_function_held_since_before_is_missed_and_is_reported(
     layers: Any, states: Tensor, tmp_path: Path
 ) -> None:
     layers.layers[1] = HoldingAttention()
@@ -54,7 +54,7 @@ def test_a_function_held_since_before_goes_past_and_is_told(
 @pytest.mark.parametrize(
     "wrong", [{"kind": 3}, {"forwards": -1}, {"modules": "1"}, {"example": None}]
 )
-def test_a_manifest_that_tells_it_wrongly_is_refused(wrong: dict[str, Any]) -> None:
+def test_manifest_with_wrong_missed_attention_is_refused(wrong: dict[str, Any]) -> None:
     past = {"kind": "Attention", "forwards": 1, "modules": 1, "example": "a"}
     good = CaptureRecord("model", "none", missed_attention=[past]).to_json()
     assert CaptureRecord.from_json(good).missed_attention == [past]
@@ -62,7 +62,7 @@ def test_a_manifest_that_tells_it_wrongly_is_refused(wrong: dict[str, Any]) -> N
         CaptureRecord.from_json({**good, "gone_past": [{**past, **wrong}]})
 
 
-def test_nothing_goes_past_a_model_that_calls_sdpa(
+def test_nothing_is_missed_a_model_that_calls_sdpa(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     assert told(layers, tmp_path, lambda: layers(states)) == (2, [])
@@ -84,13 +84,13 @@ def test_only_the_innermost_attention_module_is_named(states: Tensor, tmp_path: 
     assert (seen, past) == (1, ["1 run of 1 module of class HoldingAttention (such as 0.inner)"])
 
 
-def test_a_traced_layer_goes_past(layers: Any, states: Tensor, tmp_path: Path) -> None:
+def test_traced_layer_is_missed(layers: Any, states: Tensor, tmp_path: Path) -> None:
     layers.layers[1] = torch.jit.trace(layers.layers[1], states)
     seen, past = told(layers, tmp_path, lambda: layers(states))
     assert (seen, past) == (1, ["1 run of 1 module of class Attention (such as layers.1)"])
 
 
-def test_a_scripted_layer_goes_past_and_the_others_are_recorded(
+def test_scripted_layer_is_missed_and_the_others_are_recorded(
     layers: Any, states: Tensor, tmp_path: Path
 ) -> None:
     class Scriptable(nn.Module):
@@ -109,7 +109,7 @@ def test_a_scripted_layer_goes_past_and_the_others_are_recorded(
     ]
 
 
-def test_pytorch_s_fused_encoder_keeps_its_bits_and_goes_past(
+def test_pytorch_s_fused_encoder_keeps_its_bits_and_is_missed(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path
 ) -> None:
     layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, batch_first=True)
@@ -135,7 +135,7 @@ def test_pytorch_s_fused_encoder_keeps_its_bits_and_goes_past(
     ]
 
 
-def test_a_remedy_that_cannot_work_is_not_given(tmp_path: Path) -> None:
+def test_remedy_that_cannot_work_is_not_given(tmp_path: Path) -> None:
     from transformers import BloomConfig, BloomModel
 
     model = BloomModel(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).eval()

@@ -59,12 +59,12 @@ def test_paths_begin_with_the_component_s_name(layers: nn.Module, states: Tensor
     assert [site.module for site in sites] == ["text_encoder.layers.0", "text_encoder.layers.1"]
 
 
-def test_a_root_that_calls_attention_itself_goes_by_its_class(layers: Any, states: Tensor) -> None:
+def test_root_that_calls_attention_itself_goes_by_its_class(layers: Any, states: Tensor) -> None:
     attention = layers.layers[0]
     assert sites_of({"": attention}, lambda: attention(states))[0].module == "Attention"
 
 
-def test_a_call_outside_every_module_has_no_path(layers: nn.Module) -> None:
+def test_call_outside_every_module_has_no_path(layers: nn.Module) -> None:
     query = torch.randn(1, 1, 2, 8)
     run = lambda: nn.functional.scaled_dot_product_attention(query, query, query)  # noqa: E731
     assert sites_of({"": layers}, run) == [CallSite("", 0, "encode")]
@@ -79,7 +79,7 @@ def test_a_call_outside_every_module_has_no_path(layers: nn.Module) -> None:
         (lambda model, states: model(states, kwargs="not a mapping"), "encode"),
     ],
 )
-def test_a_timestep_means_denoising(
+def test_timestep_means_denoising(
     layers: nn.Module, states: Tensor, run: Callable[..., Any], phase: str
 ) -> None:
     model = Denoiser(layers)
@@ -149,7 +149,7 @@ def test_bert_encodes() -> None:
     assert [site.phase for site in sites] == ["encode"]
 
 
-def test_a_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> None:
+def test_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> None:
     def run() -> None:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             layers(states[..., :3])
@@ -167,9 +167,7 @@ def test_a_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> N
     assert [(site.module, site.step) for site in sites] == [("layers.0", 2), ("layers.1", 2)]
 
 
-def test_a_module_that_was_entered_before_it_was_hooked_goes_on(
-    layers: Any, states: Tensor
-) -> None:
+def test_module_that_was_entered_before_it_was_hooked_goes_on(layers: Any, states: Tensor) -> None:
     expected = layers(states)
     tracker, first = ModuleTracker({"": layers}), layers.layers[0]
     first.register_forward_hook(lambda *_: None)  # PyTorch looks for hooks where it found one
@@ -185,7 +183,7 @@ def test_a_module_that_was_entered_before_it_was_hooked_goes_on(
     assert tracker.site == CallSite()
 
 
-def test_a_module_used_twice_keeps_its_first_path(make_layers: Any, states: Tensor) -> None:
+def test_module_used_twice_keeps_its_first_path(make_layers: Any, states: Tensor) -> None:
     model = make_layers(1)
     model.layers.append(model.layers[0])
     sites = sites_of({"": model}, lambda: model(states))
@@ -207,7 +205,7 @@ def test_compiled_modules_keep_their_names(layers: Any, states: Tensor, which: s
     assert [site.module for site in sites] == ["layers.0", "layers.1"]
 
 
-def test_a_data_parallel_replica_is_named_like_its_original(layers: Any, states: Tensor) -> None:
+def test_data_parallel_replica_is_named_like_its_original(layers: Any, states: Tensor) -> None:
     def run() -> None:
         # What DataParallel runs: shallow copies, made while the hooks are on.
         replica = layers.layers[1]._replicate_for_data_parallel()

@@ -95,7 +95,7 @@ class Answerer(Wrapper):
         )
 
 
-def test_a_wrapped_language_model_keeps_its_phases_and_steps() -> None:
+def test_wrapped_language_model_keeps_its_phases_and_steps() -> None:
     model = Answerer(tiny_llama())
     sites = sites_of({"": model}, lambda: model(tokens(5)))
     assert [(site.step, site.phase) for site in sites] == [
@@ -105,7 +105,7 @@ def test_a_wrapped_language_model_keeps_its_phases_and_steps() -> None:
     assert inner is model.inner
 
 
-def test_a_wrapped_denoiser_denoises(layers: nn.Module, states: Tensor) -> None:
+def test_wrapped_denoiser_denoises(layers: nn.Module, states: Tensor) -> None:
     from tests.capture.hooks.test_modules import Denoiser
 
     class Loop(Wrapper):
@@ -159,7 +159,7 @@ def test_blip_2_reads_a_picture_and_generates() -> None:
     assert {key[1:] for key in found if key[0] != "language_model"} == {(0, "encode")}
 
 
-def test_an_encoder_inside_a_language_model_encodes() -> None:
+def test_encoder_inside_a_language_model_encodes() -> None:
     from transformers import T5Config, T5ForConditionalGeneration
 
     config = T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
@@ -180,7 +180,7 @@ def test_an_encoder_inside_a_language_model_encodes() -> None:
         ([1, 1, 9], ["prefill", "decode", "prefill"]),
     ],
 )
-def test_a_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[str]) -> None:
+def test_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[str]) -> None:
     from transformers import DynamicCache
 
     model, cache = tiny_llama(), DynamicCache()
@@ -201,7 +201,7 @@ class HybridCache:
         return self.tokens if layer == 1 else 0
 
 
-def test_a_cache_is_filled_where_any_layer_holds_tokens(layers: Any, states: Tensor) -> None:
+def test_cache_is_filled_where_any_layer_holds_tokens(layers: Any, states: Tensor) -> None:
     class Hybrid(Wrapper):
         can_generate = staticmethod(lambda: True)
 
@@ -243,7 +243,7 @@ def test_continuous_batching_decodes_where_each_sequence_brings_one_token(
     assert phases == ["prefill", "decode", "prefill"]
 
 
-def test_a_layer_watched_alone_knows_its_own_cache() -> None:
+def test_layer_watched_alone_knows_its_own_cache() -> None:
     model = tiny_llama()
 
     def run() -> None:
@@ -312,7 +312,7 @@ def test_what_a_backward_pass_runs_again_is_recomputation(
     ]
 
 
-def test_a_function_that_is_recomputed_belongs_to_no_module_and_is_recomputation() -> None:
+def test_function_that_is_recomputed_belongs_to_no_module_and_is_recomputation() -> None:
     from torch.nn import functional
 
     query = torch.randn(1, 1, 2, 8, requires_grad=True)

@@ -42,14 +42,14 @@ def handlers() -> Iterator[None]:
 @pytest.mark.parametrize(
     "handler", [expire, functools.partial(expire_as, Expired), Limit().expire, Limit()]
 )
-def test_a_signal_handler_s_error(handler: Callable[[int, FrameType | None], None]) -> None:
+def test_signal_handler_s_error(handler: Callable[[int, FrameType | None], None]) -> None:
     signal.signal(signal.SIGUSR1, handler)
     with pytest.raises(Expired) as caught:
         signal.raise_signal(signal.SIGUSR1)
     assert is_meant_for_program(caught.value)
 
 
-def test_the_same_error_of_somebody_else() -> None:
+def test_same_error_of_another_program() -> None:
     signal.signal(signal.SIGUSR1, expire)
     with pytest.raises(Expired) as caught:
         Limit().expire(0, None)

@@ -53,7 +53,7 @@ def test_five_dimensions_become_four(tmp_path: Path, mask: Sequence[int] | None)
     torch.testing.assert_close(data[0].output, expected)
 
 
-def test_a_batch_that_is_broadcast_is_recorded_whole(tmp_path: Path) -> None:
+def test_batch_that_is_broadcast_is_recorded_whole(tmp_path: Path) -> None:
     query, shared = torch.randn(3, 2, 5, 8), torch.randn(1, 2, 5, 8)
     data = recorded(tmp_path, attend(query, shared, shared))
     assert_good(data)

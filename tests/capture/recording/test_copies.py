@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.capture.recording.callers import assert_good, recorded
 
 
-def test_a_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
+def test_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
     """As in a StaticCache: the same memory at every step, with other values."""
     cache = torch.zeros(1, 2, 16, 8)
     queries = torch.randn(4, 1, 2, 1, 8)
@@ -33,7 +33,7 @@ def test_a_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None
         assert call.key.stride() == (256, 128, 8, 1)
 
 
-def test_an_output_changed_in_place_by_the_model_is_recorded_as_it_was(tmp_path: Path) -> None:
+def test_output_changed_in_place_by_the_model_is_recorded_as_it_was(tmp_path: Path) -> None:
     query = torch.randn(1, 2, 5, 8)
     data = recorded(tmp_path, lambda: F.scaled_dot_product_attention(query, query, query).zero_())
     assert_good(data)

@@ -16,7 +16,7 @@ from capture.storage.names import MANIFEST
 from tests.factories import tiny_llama
 
 
-def test_the_weights_are_not_claimed_to_be_what_nobody_said(tmp_path: Path) -> None:
+def test_weights_without_a_name_are_not_stated(tmp_path: Path) -> None:
     model = tiny_llama()
     with record(model, tmp_path / "a"):
         model(torch.arange(5)[None])

@@ -83,7 +83,7 @@ def test_keys_that_no_query_sees_do_not_count() -> None:
     assert hardness(AttentionCall(query, key, value, variant=window)) < 2 * hidden
 
 
-def test_the_mean_of_k_counts_beside_a_sink() -> None:
+def test_mean_of_k_counts_beside_a_sink() -> None:
     """It moves all scores of a query alike, but not the sink's."""
     call = random_call(q_len=64, kv_len=64, sinks=torch.zeros(2))
     assert hardness(call.with_tensors({"key": call.key + 1})) < 2 * hardness(call)
@@ -137,7 +137,7 @@ def planted() -> list[AttentionCall]:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_the_hardest_calls_are_kept_exactly(tmp_path: Path, durable: bool) -> None:
+def test_hardest_calls_are_kept_exactly(tmp_path: Path, durable: bool) -> None:
     calls, model = planted(), Planted()
     plain = model(calls)
     with record(model, tmp_path, max=4, sample="hard", durable=durable) as recording:

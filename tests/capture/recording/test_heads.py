@@ -55,7 +55,7 @@ def test_key_value_heads(
 
 
 @pytest.mark.parametrize("heads", [(1,), (0, 5), (2, 3, 6, 7)])
-def test_a_part_computes_the_same_part_of_the_output(heads: tuple[int, ...]) -> None:
+def test_part_computes_the_same_part_of_the_output(heads: tuple[int, ...]) -> None:
     mask = torch.randn(1, 8, 9, 13)
     call = random_call(q_heads=8, kv_heads=2, attn_mask=mask, with_output=True)
     picked = kv_heads_of(heads, 8, 2)
@@ -70,7 +70,7 @@ def test_a_part_computes_the_same_part_of_the_output(heads: tuple[int, ...]) -> 
     assert torch.equal(part.output, call.output[:, list(heads)])
 
 
-def test_the_order_of_dimensions_stays_and_shared_heads_stay_shared() -> None:
+def test_order_of_dimensions_stays_and_shared_heads_stay_shared() -> None:
     bshd = torch.randn(2, 5, 4, 8).transpose(1, 2)
     shared = torch.randn(2, 1, 5, 8).expand(2, 4, 5, 8)
     call = random_call(batch=2, q_heads=4, q_len=5, kv_len=5, head_dim=8)
@@ -81,7 +81,7 @@ def test_the_order_of_dimensions_stays_and_shared_heads_stay_shared() -> None:
     assert part.key.shape == (2, 2, 5, 8)
 
 
-def test_a_value_that_is_part_of_the_key_stays_part_of_it() -> None:
+def test_value_that_is_part_of_the_key_stays_part_of_it() -> None:
     call = random_call(q_heads=4, kv_heads=2)
     part = pick(call.with_tensors({"value": call.key[..., :16]}), (2, 3), [1])
     assert part.value_is_in_key

@@ -7,7 +7,7 @@ from capture.recording.memory import BufferPool
 LARGE = 1 << 20
 
 
-def test_a_closed_pool_holds_nothing() -> None:
+def test_closed_pool_holds_nothing() -> None:
     """It holds neither free buffers nor buffers that were not given back."""
     pool = BufferPool()
     free, _taken, _small = (
@@ -20,7 +20,7 @@ def test_a_closed_pool_holds_nothing() -> None:
     assert pool.take(LARGE, pinned=False, limit=LARGE) is not free
 
 
-def test_a_buffer_is_used_again_until_another_size_needs_its_memory() -> None:
+def test_buffer_is_used_again_until_another_size_needs_its_memory() -> None:
     pool = BufferPool()
     first = pool.take(LARGE, pinned=False, limit=2 * LARGE)
     pool.give_back(first)

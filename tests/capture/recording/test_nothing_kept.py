@@ -14,7 +14,7 @@ from capture.errors import CaptureError, RecordingWarning
 from tests.capture.recording.callers import Caller, assert_good, attend
 
 
-def test_a_glob_that_matches_no_module_is_refused_before_the_run(
+def test_glob_that_matches_no_module_is_refused_before_the_run(
     layers: nn.Module, tmp_path: Path
 ) -> None:
     with (
@@ -24,7 +24,7 @@ def test_a_glob_that_matches_no_module_is_refused_before_the_run(
         pytest.fail("ran")
 
 
-def test_a_glob_that_matches_no_caller_names_the_callers(
+def test_glob_that_matches_no_caller_names_the_callers(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     with (
@@ -35,7 +35,7 @@ def test_a_glob_that_matches_no_caller_names_the_callers(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calls_outside_the_watched_modules_are_said_to_be_outside(
+def test_calls_outside_the_watched_modules_are_reported_to_be_outside(
     layers: nn.Module, tmp_path: Path
 ) -> None:
     query = torch.randn(1, 2, 5, 8)
@@ -46,7 +46,7 @@ def test_calls_outside_the_watched_modules_are_said_to_be_outside(
         F.scaled_dot_product_attention(query, query, query)
 
 
-def test_a_model_that_made_no_call_is_told_what_to_look_for(tmp_path: Path) -> None:
+def test_model_that_made_no_call_is_reported_what_to_look_for(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with (
         pytest.warns(
@@ -57,7 +57,7 @@ def test_a_model_that_made_no_call_is_told_what_to_look_for(tmp_path: Path) -> N
         model(torch.ones(1, 2))
 
 
-def test_a_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
+def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
     with (
         pytest.warns(RecordingWarning, match="seen: the model did not run while") as warned,
         record(layers, tmp_path),

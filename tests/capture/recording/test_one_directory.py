@@ -30,7 +30,7 @@ def contents(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_a_second_model_adds(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
+def test_second_model_adds(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
     run(layers, states, tmp_path, "zebra")
     first = contents(tmp_path)
     run(layers, states, tmp_path, "antelope")
@@ -43,7 +43,7 @@ def test_a_second_model_adds(layers: nn.Module, states: Tensor, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["zebra", "zebra!", "-zebra-"])
-def test_the_same_model_is_refused(
+def test_same_model_is_refused(
     layers: nn.Module, states: Tensor, tmp_path: Path, name: str
 ) -> None:
     run(layers, states, tmp_path, "zebra")
@@ -73,7 +73,7 @@ def test_overwrite_replaces_only_that_model(
     assert contents(tmp_path)["zebra_2-000000.safetensors"] != before["zebra-000000.safetensors"]
 
 
-def test_a_failing_run_that_records_nothing_deletes_nothing(
+def test_failing_run_that_records_nothing_deletes_nothing(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     run(layers, states, tmp_path, "zebra")
@@ -85,7 +85,7 @@ def test_a_failing_run_that_records_nothing_deletes_nothing(
     assert contents(tmp_path) == before
 
 
-def test_a_rebuilt_directory_takes_another_capture(
+def test_rebuilt_directory_takes_another_capture(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     run(layers, states, tmp_path, "zebra")
@@ -98,7 +98,7 @@ def test_a_rebuilt_directory_takes_another_capture(
 
 
 @pytest.mark.parametrize("below", ["x", "x/y"])
-def test_a_directory_that_cannot_be_made_is_named(
+def test_directory_that_cannot_be_made_is_named(
     layers: nn.Module, tmp_path: Path, below: str
 ) -> None:
     (tmp_path / "file").write_text("")

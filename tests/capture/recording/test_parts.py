@@ -155,7 +155,7 @@ def test_of_an_output_that_is_gathered_the_own_heads_are_stored(
 @pytest.mark.parametrize(
     ("of_query", "of_key"), [(Shard(2), Shard(2)), (Shard(1), Replicate())], ids=str
 )
-def test_distributed_tensors_that_are_split_otherwise_are_told(
+def test_distributed_tensors_that_are_split_otherwise_are_reported(
     tmp_path: Path, of_query: Any, of_key: Any
 ) -> None:
     """By tokens, or with query heads whose key/value heads are elsewhere."""

@@ -25,7 +25,7 @@ from tests.capture.recording.callers import Caller, MakeLayers, assert_good, att
 from tests.factories import tiny_llama
 
 
-def test_a_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
+def test_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
     expected = layers(states)
     with record(layers, tmp_path, name="mine", weights="random", seed=3) as recording:
         output = layers(states)
@@ -54,7 +54,7 @@ def test_a_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: 
     assert (capture.calls_seen, capture.sample, capture.modules) == (4, "spread", "*")
 
 
-def test_a_training_step_is_the_same_under_record(
+def test_training_step_is_the_same_under_record(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path
 ) -> None:
     plain, watched = make_layers().train(), make_layers().train()
@@ -119,7 +119,7 @@ def test_what_holds_no_module_is_refused_before_anything_runs(tmp_path: Path) ->
             pytest.fail("ran")
 
 
-def test_a_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(
+def test_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path
 ) -> None:
     from diffusers import DDIMScheduler, DiffusionPipeline
@@ -178,7 +178,7 @@ def test_a_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(
     }
 
 
-def test_a_left_padded_batch_with_a_static_cache(tmp_path: Path) -> None:
+def test_left_padded_batch_with_a_static_cache(tmp_path: Path) -> None:
     model = tiny_llama()
     tokens = torch.arange(12).view(2, 6) + 2
     padding = torch.ones(2, 6, dtype=torch.long)
@@ -199,7 +199,7 @@ def test_a_left_padded_batch_with_a_static_cache(tmp_path: Path) -> None:
     assert {call.origin.phase for call in data} == {"prefill", "decode"}
 
 
-def test_a_compiled_model_is_recorded_whole(
+def test_compiled_model_is_recorded_whole(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     torch._dynamo.reset()
@@ -223,7 +223,7 @@ def test_a_compiled_model_is_recorded_whole(
     assert len(graphs) == compilations
 
 
-def test_somebody_s_replacement_is_named_as_the_backend(
+def test_program_s_replacement_is_named_as_the_backend(
     layers: nn.Module, states: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def their_attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -241,7 +241,7 @@ def test_somebody_s_replacement_is_named_as_the_backend(
 @pytest.mark.parametrize(
     ("backend", "name"), [("MATH", "torch-math"), ("FLASH_ATTENTION", "torch-flash")]
 )
-def test_the_backend_is_recorded(
+def test_backend_is_recorded(
     layers: nn.Module, states: Tensor, tmp_path: Path, backend: str, name: str
 ) -> None:
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -255,7 +255,7 @@ def test_the_backend_is_recorded(
     assert {finding.text for finding in check_files(data)} == {"intact; output bit-identical"}
 
 
-def test_a_nested_recording_is_refused_and_writes_nothing(
+def test_nested_recording_is_refused_and_writes_nothing(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     with record(layers, tmp_path / "outer"):
@@ -269,7 +269,7 @@ def test_a_nested_recording_is_refused_and_writes_nothing(
     assert_good(load(tmp_path / "outer"))
 
 
-def test_a_call_is_what_the_package_exports() -> None:
+def test_call_is_what_the_package_exports() -> None:
     import capture
 
     assert capture.AttentionCall is AttentionCall
@@ -279,7 +279,7 @@ def test_a_call_is_what_the_package_exports() -> None:
 
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 5), (5, 3)])
 @pytest.mark.parametrize("kind", ["causal_upper_left", "causal_lower_right"])
-def test_a_causal_bias_is_stored_as_causality(
+def test_causal_bias_is_stored_as_causality(
     tmp_path: Path, kind: str, sizes: tuple[int, int]
 ) -> None:
     from torch.nn.attention import bias
@@ -377,7 +377,7 @@ def test_gradients_under_selective_checkpointing_stay_the_same(sample: str, tmp_
     assert not recording.problems
 
 
-def test_a_default_device_is_the_model_s_alone(
+def test_default_device_is_the_model_s_alone(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     with record(layers, tmp_path) as recording, torch.device("meta"):
@@ -389,7 +389,7 @@ def test_a_default_device_is_the_model_s_alone(
     assert_good(data)
 
 
-def test_a_model_is_copied_and_pickled_without_hooks(
+def test_model_is_copied_and_pickled_without_hooks(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     expected = layers(states)
@@ -403,7 +403,7 @@ def test_a_model_is_copied_and_pickled_without_hooks(
 
 
 @pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_model_is_exported_inside_the_block(
+def test_model_is_exported_inside_the_block(
     strict: bool, layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     length = torch.export.Dim("length", min=2, max=64)
@@ -418,7 +418,7 @@ def test_a_model_is_exported_inside_the_block(
 
 
 @pytest.mark.slow  # the tracer imports SymPy
-def test_a_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
+def test_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     model, query = Caller(), torch.randn(1, 2, 5, 8)

@@ -73,7 +73,7 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
 
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-inf"])
-def test_a_scale_that_is_no_number_costs_only_its_own_calls(tmp_path: Path, scale: str) -> None:
+def test_scale_that_is_no_number_costs_only_its_own_calls(tmp_path: Path, scale: str) -> None:
     model = nn.ModuleDict({"normal": Caller(), "odd": Caller()})
     inputs = torch.randn(3, 1, 2, 5, 8)
     with warnings.catch_warnings(record=True), record(model, tmp_path) as recording:
@@ -151,7 +151,7 @@ def test_threads_that_go_on_after_the_recording_are_left_alone(
     assert_good(load(tmp_path))
 
 
-def test_a_call_that_fails_is_not_counted(tmp_path: Path) -> None:
+def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
     """A model may retry with smaller pieces: what failed holds no place among those kept."""
     query = torch.randn(1, 2, 5, 8)
 
@@ -180,7 +180,7 @@ def test_what_an_interrupted_run_recorded_is_readable(
     assert_good(data)
 
 
-def test_a_full_disk_is_told_once_and_the_model_goes_on(
+def test_full_disk_is_reported_once_and_the_model_goes_on(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*args: Any) -> None:
@@ -269,7 +269,7 @@ def test_what_another_thread_raises_in_the_program_reaches_it(
         layers(states)
 
 
-def test_an_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
+def test_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
     class Rude(Exception):
         def __str__(self) -> str:
             raise ZeroDivisionError
@@ -290,7 +290,7 @@ def test_an_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
     assert recording.problems == ["an attention call could not be recorded: Rude"]
 
 
-def test_a_recording_that_is_over_does_not_hold_the_model(
+def test_recording_that_is_over_does_not_hold_the_model(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path
 ) -> None:
     model = make_layers()

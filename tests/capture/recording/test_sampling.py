@@ -85,7 +85,7 @@ def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: s
 
 
 @given(calls=runs, max_calls=st.integers(1, 12), max_bytes=st.none() | st.integers(1, 200))
-def test_the_same_run_gives_the_same_calls(
+def test_same_run_gives_the_same_calls(
     calls: list[Offered], max_calls: int, max_bytes: int | None
 ) -> None:
     assert sample(calls, max_calls, max_bytes) == sample(calls, max_calls, max_bytes)
@@ -97,7 +97,7 @@ def test_the_same_run_gives_the_same_calls(
     max_bytes=st.integers(1, 200),
     name=st.sampled_from(["spread", "hard", "first", "reservoir"]),
 )
-def test_the_byte_limit_holds_at_every_moment(
+def test_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
 ) -> None:
     kept = sample(calls, max_calls, max_bytes, name)
@@ -124,7 +124,7 @@ def test_hard_keeps_the_most_difficult_and_of_equal_ones_the_first(
     assert sample(calls, max_calls, name="hard") == sorted(hardest)
 
 
-def test_a_harder_call_that_does_not_fit_costs_nothing() -> None:
+def test_harder_call_that_does_not_fit_costs_nothing() -> None:
     calls = [
         Offered("a", "x", step, nbytes, difficulty)
         for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
@@ -182,7 +182,7 @@ def test_layers_and_steps_of_a_regular_run_are_covered_evenly(
 
 
 @pytest.mark.parametrize("max_calls", [8, 10, 20])
-def test_the_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> None:
+def test_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> None:
     layers, steps = 30, 50
     calls = grid(layers, steps)
     kept = [calls[index] for index in sample(calls, max_calls)]
@@ -199,7 +199,7 @@ def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
     assert kept < 150
 
 
-def test_refusals_for_bytes_are_told_from_refusals_for_count() -> None:
+def test_refusals_for_bytes_are_reported_from_refusals_for_count() -> None:
     small = SpreadSampler(2)
     for index in range(5):
         offer(small, index, Offered("a", "x", index))
@@ -209,7 +209,7 @@ def test_refusals_for_bytes_are_told_from_refusals_for_count() -> None:
         assert tight.refused_for_bytes == 1
 
 
-def test_a_call_that_never_fits_costs_no_kept_call() -> None:
+def test_call_that_never_fits_costs_no_kept_call() -> None:
     calls = [Offered("a", "x", step, 3) for step in range(3)] + [Offered("b", "x", 3, 11)]
     assert sample(calls, 5, max_bytes=10) == [0, 1, 2]
 
@@ -284,7 +284,7 @@ class Unvisited(dict[Hashable, Stratum]):
     steps=st.integers(1, 12),
     max_calls=st.integers(1, 30),
 )
-def test_a_regular_run_is_covered_evenly(
+def test_regular_run_is_covered_evenly(
     strata: int, modules: int, steps: int, max_calls: int
 ) -> None:
     calls = [
@@ -311,7 +311,7 @@ def test_every_nth_call(count: int, every: int, max_calls: int) -> None:
     assert kept == list(range(0, count, every))[:max_calls]
 
 
-def test_a_reservoir_keeps_every_call_as_often() -> None:
+def test_reservoir_keeps_every_call_as_often() -> None:
     kept: Counter[int] = Counter()
     for seed in range(600):
         sampler, held = make_sampler("reservoir", 3, None, seed), set()
@@ -326,7 +326,7 @@ def test_a_reservoir_keeps_every_call_as_often() -> None:
     assert all(100 < kept[index] < 200 for index in range(12))
 
 
-def test_a_reservoir_differs_by_seed() -> None:
+def test_reservoir_differs_by_seed() -> None:
     calls = grid(1, 200)
     found = set()
     for seed in (0, 0, 1):

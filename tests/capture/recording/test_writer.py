@@ -81,7 +81,7 @@ def test_what_is_dropped_from_memory_is_never_written(wanted: Callable[..., Want
     assert to.counts.written_bytes == sum(map(os.path.getsize, map(to.writer.path, to.files())))
 
 
-def test_a_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
+def test_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> None:
     to = wanted(final=True)
     to.put(0)
     deadline = time.monotonic() + 60
@@ -90,7 +90,7 @@ def test_a_final_sample_is_written_at_once(wanted: Callable[..., Wanted]) -> Non
     assert to.files() == to.listed() == [0]
 
 
-def test_a_durable_call_is_complete_when_put_returns(wanted: Callable[..., Wanted]) -> None:
+def test_durable_call_is_complete_when_put_returns(wanted: Callable[..., Wanted]) -> None:
     to = wanted(durable=True)
     for index in range(3):
         to.put(index, *([index - 1] if index else []))
@@ -118,7 +118,7 @@ def test_one_call_larger_than_the_memory_is_taken(wanted: Callable[..., Wanted])
     assert to.files() == to.listed() == [0, 1, 2]
 
 
-def test_a_file_that_was_written_and_is_dropped_goes(
+def test_file_that_was_written_and_is_dropped_goes(
     wanted: Callable[..., Wanted], make_call: MakeCall
 ) -> None:
     to = wanted(buffer_bytes=1)
@@ -129,7 +129,7 @@ def test_a_file_that_was_written_and_is_dropped_goes(
     assert to.files() == to.listed() == [1, 2]
 
 
-def test_a_call_that_is_dropped_while_it_is_written_goes(
+def test_call_that_is_dropped_while_it_is_written_goes(
     wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, may_go_on = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_a_call_that_is_dropped_while_it_is_written_goes(
     assert to.files() == to.listed() == [1]
 
 
-def test_a_call_that_cannot_be_written_costs_itself_alone(
+def test_call_that_cannot_be_written_costs_itself_alone(
     wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = call_file.write_safetensors

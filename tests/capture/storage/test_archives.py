@@ -98,7 +98,7 @@ def test_only_what_is_loaded_is_unpacked(
     assert copies(cache) == ["model-1.safetensors"]
 
 
-def test_an_archive_that_changes_is_unpacked_anew(
+def test_archive_that_changes_is_unpacked_again(
     recorded: Path, tmp_path: Path, cache: Path, make_call: MakeCall
 ) -> None:
     archive = zipped(tmp_path / "calls.zip", files(recorded))
@@ -110,7 +110,7 @@ def test_an_archive_that_changes_is_unpacked_anew(
     assert (first.origin.call_index, second.origin.call_index) == (0, 7)
 
 
-def test_what_nobody_used_for_a_day_is_deleted(recorded: Path, tmp_path: Path, cache: Path) -> None:
+def test_versions_unused_for_a_day_are_deleted(recorded: Path, tmp_path: Path, cache: Path) -> None:
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     list(load(archive))
     [old] = {path.parent for path in cache.rglob("*.safetensors")}
@@ -129,7 +129,7 @@ def test_what_nobody_used_for_a_day_is_deleted(recorded: Path, tmp_path: Path, c
     assert not old.exists()
 
 
-def test_an_altered_file_costs_itself_and_is_not_kept(
+def test_altered_file_costs_itself_and_is_not_kept(
     recorded: Path, tmp_path: Path, cache: Path
 ) -> None:
     content = dict(files(recorded))
@@ -143,7 +143,7 @@ def test_an_altered_file_costs_itself_and_is_not_kept(
     assert copies(cache) == ["model-0.safetensors"]
 
 
-def test_a_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
+def test_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
     members = [each for each in files(recorded) if each[0] != "model-1.safetensors"]
     dataset = load(tarred(tmp_path / "calls.tar", members))
     assert dataset[0].origin.call_index == 0
@@ -151,7 +151,7 @@ def test_a_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
         dataset[1]
 
 
-def test_a_damaged_entry_is_named_as_the_archive_is(recorded: Path, tmp_path: Path) -> None:
+def test_damaged_entry_is_named_as_the_archive_is(recorded: Path, tmp_path: Path) -> None:
     content = dict(files(recorded))
     content[MANIFEST] = content[MANIFEST].replace(b'"bytes": ', b'"size": ', 1)
     [damaged] = load(zipped(tmp_path / "calls.zip", content.items())).damaged
@@ -168,7 +168,7 @@ def test_without_a_manifest_all_files_are_read(recorded: Path, tmp_path: Path) -
     )
 
 
-def test_the_dataset_nearest_to_the_top_is_read(recorded: Path, tmp_path: Path) -> None:
+def test_dataset_nearest_to_the_top_is_read(recorded: Path, tmp_path: Path) -> None:
     below = [each for each in files(recorded, "data/replaced/") if "model-0" not in each[0]]
     archive = zipped(tmp_path / "calls.zip", [*below, *files(recorded, "data/")])
     assert [call.origin.call_index for call in load(archive)] == [0, 1]
@@ -244,7 +244,7 @@ def test_bombs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         load(zipped(tmp_path / "many.zip", [*files(recorded), ("a", b""), ("b", b"")]))
 
 
-def test_a_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
+def test_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
     """The directory of the archive says 1 byte; the manifest says what the file really has."""
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     content = bytearray(archive.read_bytes())
@@ -255,7 +255,7 @@ def test_a_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None
         load(archive)[1]
 
 
-def test_a_header_that_would_take_much_memory(tmp_path: Path) -> None:
+def test_header_that_would_take_much_memory(tmp_path: Path) -> None:
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 32
     (tmp_path / "calls.tar").write_bytes(info.tobuf() + bytes(10240))
@@ -276,7 +276,7 @@ def test_damage_is_one_sentence(recorded: Path, tmp_path: Path, name: str) -> No
         assert "\n" not in str(told.value)
 
 
-def test_an_encrypted_archive(recorded: Path, tmp_path: Path) -> None:
+def test_encrypted_archive(recorded: Path, tmp_path: Path) -> None:
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     content = bytearray(archive.read_bytes())
     place = content.rindex(b"manifest.json") - 46 + 8
@@ -286,7 +286,7 @@ def test_an_encrypted_archive(recorded: Path, tmp_path: Path) -> None:
         load(archive)
 
 
-def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
+def test_file_that_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "calls.7z").touch()
     with pytest.raises(
         DatasetError, match=r"calls\.7z: is a file: give a directory .*\.zip, \.tar"
@@ -294,7 +294,7 @@ def test_a_file_that_is_no_archive(tmp_path: Path) -> None:
         load(tmp_path / "calls.7z")
 
 
-def test_a_full_disk(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     dataset = load(archive)
     usage = type("Usage", (), {"free": 10})
@@ -303,7 +303,7 @@ def test_a_full_disk(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         dataset.fetch()
 
 
-def test_a_cache_that_cannot_be_written(recorded: Path, tmp_path: Path, cache: Path) -> None:
+def test_cache_that_cannot_be_written(recorded: Path, tmp_path: Path, cache: Path) -> None:
     cache.touch()
     with pytest.raises(DatasetError, match=r"cannot write to the cache .*: set XDG_CACHE_HOME"):
         load(zipped(tmp_path / "calls.zip", files(recorded)))

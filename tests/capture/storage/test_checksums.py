@@ -23,9 +23,7 @@ def by_hand(content: bytes) -> str:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_file_and_its_pieces_have_the_checksum_of_the_definition(
-    tmp_path: Path, size: int
-) -> None:
+def test_file_and_its_pieces_have_the_checksum_of_the_definition(tmp_path: Path, size: int) -> None:
     content = content_of(size)
     path = tmp_path / "file"
     path.write_bytes(content)

@@ -37,7 +37,7 @@ def boot(monkeypatch: pytest.MonkeyPatch) -> None:
         (None, "another", [0]),  # its values need not have reached the disk
     ],
 )
-def test_a_complete_file_without_a_line_is_kept_while_the_system_runs(
+def test_complete_file_without_a_line_is_kept_while_the_system_runs(
     tmp_path: Path,
     started: Started,
     make_call: MakeCall,
@@ -93,7 +93,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_damaged_journal_costs_no_complete_call_and_is_told(
+def test_damaged_journal_costs_no_complete_call_and_is_reported(
     tmp_path: Path, started: Started, damage: Callable[[bytes], bytes], is_killed: bool
 ) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
@@ -113,7 +113,9 @@ def test_a_damaged_journal_costs_no_complete_call_and_is_told(
     assert load(tmp_path).captures[-1].complete is not is_killed
 
 
-def test_a_journal_that_is_gone_costs_no_call_and_is_told(tmp_path: Path, started: Started) -> None:
+def test_journal_that_is_gone_costs_no_call_and_is_reported(
+    tmp_path: Path, started: Started
+) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     target, journal = started(tmp_path, "gone", range(2))
     journal.path.unlink()
@@ -123,7 +125,7 @@ def test_a_journal_that_is_gone_costs_no_call_and_is_told(tmp_path: Path, starte
     assert load(tmp_path).captures[-1].complete
 
 
-def test_an_earlier_capture_is_replaced_whatever_the_journal_says(
+def test_earlier_capture_is_replaced_whatever_the_journal_says(
     tmp_path: Path, started: Started
 ) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
@@ -141,7 +143,7 @@ def with_a_bit_flipped(content: bytes, at: bytes) -> bytes:
 
 @pytest.mark.parametrize("at", [b"random", b"model", b'"bytes": ', b"checksum", b'"dropped": [1'])
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_a_line_that_was_altered_is_not_believed(
+def test_line_that_was_altered_is_not_believed(
     tmp_path: Path, started: Started, at: bytes, is_killed: bool
 ) -> None:
     target, journal = started(tmp_path, "model", range(3))
@@ -159,7 +161,7 @@ def test_a_line_that_was_altered_is_not_believed(
     assert calls(tmp_path) == {"model": [0, 2]}
 
 
-def test_a_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
+def test_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
     tmp_path: Path, started: Started
 ) -> None:
     target, journal = started(tmp_path, "model", range(2))
@@ -174,7 +176,7 @@ def test_a_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
 
 
-def test_a_journal_of_another_capture_names_no_file_of_this_one(
+def test_journal_of_another_capture_names_no_file_of_this_one(
     tmp_path: Path, started: Started
 ) -> None:
     journals = [started(tmp_path, model, range(2))[1] for model in ("model", "zebra")]
@@ -213,7 +215,7 @@ def test_what_a_killed_repair_has_moved_is_listed(
     assert calls(tmp_path) == {"model": [0, 1, 2]}
 
 
-def test_a_capture_that_ends_while_it_is_read_is_found(
+def test_capture_that_ends_while_it_is_read_is_found(
     tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = started(tmp_path, "model", range(2))

@@ -153,7 +153,7 @@ def test_indexing_slicing_iterating(dataset: Dataset) -> None:
         dataset[3]
 
 
-def test_an_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) -> None:
+def test_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) -> None:
     q_len, heads, batch = 64, 8, 4
     narrow = torch.randn(1, 1, q_len, q_len)
     tensors = {name: torch.randn(batch, heads, q_len, 2) for name in ("query", "key", "value")}
@@ -178,9 +178,7 @@ def test_an_expanded_mask_is_stored_once(tmp_path: Path, make_call: MakeCall) ->
         (torch.arange(5) < 3, "padding"),
     ],
 )
-def test_the_header_says_what_a_mask_amounts_to(
-    make_call: MakeCall, mask: Tensor, words: str
-) -> None:
+def test_header_says_what_a_mask_amounts_to(make_call: MakeCall, mask: Tensor, words: str) -> None:
     assert PackedCall.of(make_call(attn_mask=mask)).header.mask_structure == words
 
 
@@ -195,7 +193,7 @@ def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCal
     assert same(write(tmp_path / "data", call)[0], call)
 
 
-def test_the_shape_is_known_without_loading(dataset: Dataset) -> None:
+def test_shape_is_known_without_loading(dataset: Dataset) -> None:
     for entry, call in zip(dataset.entries, dataset, strict=True):
         assert entry.header.shape == call.shape
         assert entry.header.dtype == "float32"
@@ -263,7 +261,7 @@ def test_what_cannot_be_recomputed_is_one_finding(tmp_path: Path, make_call: Mak
     assert "\n" not in text
 
 
-def test_dropout_and_missing_outputs_are_said(tmp_path: Path, make_call: MakeCall) -> None:
+def test_dropout_and_missing_outputs_are_reported(tmp_path: Path, make_call: MakeCall) -> None:
     data = write(
         tmp_path / "data",
         make_call(call_index=0, output=None),
@@ -317,7 +315,7 @@ def make_foreign(path: Path) -> None:
         (make_foreign, "bytes, but"),
     ],
 )
-def test_a_damaged_file_is_named(
+def test_damaged_file_is_named(
     true_dataset: Dataset, damage: Callable[[Path], None], told: str
 ) -> None:
     path = true_dataset.entries[1].path
@@ -356,7 +354,7 @@ def save_header(path: Path, header: str) -> None:
 
 
 @pytest.mark.parametrize("header", ["", "{", "[]", "null", "{}", '{"origin": {}}', '"text"'])
-def test_a_damaged_header_is_named(dataset: Dataset, header: str) -> None:
+def test_damaged_header_is_named(dataset: Dataset, header: str) -> None:
     path = dataset.entries[1].path
     save_header(path, header)
     with pytest.raises(DatasetError, match=f"{path}: its header is damaged"):
@@ -365,7 +363,7 @@ def test_a_damaged_header_is_named(dataset: Dataset, header: str) -> None:
     assert len(load(dataset.directory)) == 2
 
 
-def test_a_header_of_a_later_version_may_say_more_about_the_origin(dataset: Dataset) -> None:
+def test_header_of_a_later_version_may_say_more_about_the_origin(dataset: Dataset) -> None:
     path = dataset.entries[0].path
     header = dataset.entries[0].header.to_json()
     header["origin"]["mood"] = "sunny"
@@ -409,7 +407,7 @@ def test_calls_of_a_capture_that_the_manifest_does_not_describe_are_shown(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", "\x00", '"text"'])
-def test_a_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: str) -> None:
+def test_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: str) -> None:
     (dataset.directory / MANIFEST).write_text(text)
     again = load(dataset.directory)
     assert len(again) == 3
@@ -425,7 +423,7 @@ def test_a_damaged_manifest_is_rebuilt_from_the_files(dataset: Dataset, text: st
         lambda data: data["captures"][0].update(model_of="?"),
     ],
 )
-def test_a_manifest_with_something_missing_is_rebuilt(
+def test_manifest_with_something_missing_is_rebuilt(
     dataset: Dataset, change: Callable[[Any], Any]
 ) -> None:
     edit_manifest(dataset, lambda data: (change(data), data)[1])
@@ -437,7 +435,7 @@ def test_a_manifest_with_something_missing_is_rebuilt(
 
 
 @pytest.mark.parametrize("version", ["attention-replay/3", None, 1])
-def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
+def test_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, version: Any) -> None:
     edit_manifest(dataset, lambda data: {**data, "format": version})
     told = rf"format {version!r}, but this version reads '{FORMAT}': use the version that"
     with pytest.raises(DatasetError, match=told):
@@ -458,7 +456,7 @@ def test_a_manifest_of_another_format_is_not_guessed_at(dataset: Dataset, versio
         lambda item: item.pop("checksum"),
     ],
 )
-def test_a_damaged_entry_costs_one_file(
+def test_damaged_entry_costs_one_file(
     dataset: Dataset, change: Callable[[dict[str, Any]], Any]
 ) -> None:
     edit_manifest(dataset, lambda data: (change(data["files"][1]), data)[1])
@@ -483,7 +481,7 @@ def test_a_damaged_entry_costs_one_file(
         None,
     ],
 )
-def test_a_manifest_cannot_point_outside_its_directory(
+def test_manifest_cannot_point_outside_its_directory(
     dataset: Dataset, tmp_path: Path, name: Any
 ) -> None:
     outside = tmp_path / "evil.safetensors"
@@ -497,7 +495,7 @@ def test_a_manifest_cannot_point_outside_its_directory(
     assert damaged.path == dataset.directory / MANIFEST
 
 
-def test_a_file_is_listed_once(dataset: Dataset) -> None:
+def test_file_is_listed_once(dataset: Dataset) -> None:
     edit_manifest(dataset, lambda data: data["files"].append(data["files"][0]))
     again = load(dataset.directory)
     assert len(again) == 3
@@ -506,7 +504,7 @@ def test_a_file_is_listed_once(dataset: Dataset) -> None:
     assert "listed twice" in damaged.error.reason
 
 
-def test_what_a_manifest_cannot_check_is_said(dataset: Dataset) -> None:
+def test_what_a_manifest_cannot_check_is_reported(dataset: Dataset) -> None:
     def without_checksum(data: Any) -> None:
         data["files"][1].update(checksum=None)
 
@@ -514,7 +512,7 @@ def test_what_a_manifest_cannot_check_is_said(dataset: Dataset) -> None:
     assert "lacks the checksums of 1 of its files" in load(dataset.directory).note
 
 
-def test_the_manifest_and_the_files_agree(dataset: Dataset) -> None:
+def test_manifest_and_the_files_agree(dataset: Dataset) -> None:
     def other_module(data: Any) -> None:
         data["files"][1]["call"]["origin"]["module"] = "another"
 
@@ -525,7 +523,7 @@ def test_the_manifest_and_the_files_agree(dataset: Dataset) -> None:
         again[1]
 
 
-def test_checksums_are_compared_unless_told_otherwise(true_dataset: Dataset) -> None:
+def test_checksums_are_compared_unless_reported_otherwise(true_dataset: Dataset) -> None:
     alter(true_dataset.entries[1].path)
     with pytest.raises(DatasetError, match="checksum differs"):
         list(load(true_dataset.directory))
@@ -534,7 +532,7 @@ def test_checksums_are_compared_unless_told_otherwise(true_dataset: Dataset) -> 
     assert unchecked[1:][0].origin.call_index == 1
 
 
-def test_the_checksum_is_that_of_the_values_that_are_loaded(
+def test_checksum_is_that_of_the_values_that_are_loaded(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file is read once, so that none can change between its check and its use."""

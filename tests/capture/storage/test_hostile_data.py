@@ -96,7 +96,7 @@ def test_only_regular_files_are_opened(dataset: Dataset, kind: str, sentence: st
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
-def test_a_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> None:
+def test_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> None:
     manifest = dataset.directory / MANIFEST
     kept = manifest.rename(dataset.directory.parent / "elsewhere")
     if kind == "link":
@@ -133,7 +133,7 @@ def test_writing_waits_for_no_fifo(dataset: Dataset, make_call: MakeCall) -> Non
 
 
 @pytest.mark.parametrize("name", ["query", "output"])
-def test_a_stride_reserves_no_memory_that_the_file_does_not_account_for(
+def test_stride_reserves_no_memory_that_the_file_does_not_account_for(
     dataset: Dataset, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def far_apart(header: dict[str, Any]) -> None:
@@ -202,7 +202,7 @@ def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
         (lambda h: h["origin"].update(versions={"torch": 2}), "versions is a dict"),
     ],
 )
-def test_a_header_says_what_an_attention_call_can_be(
+def test_header_says_what_an_attention_call_can_be(
     dataset: Dataset, change: Callable[[dict[str, Any]], Any], sentence: str
 ) -> None:
     rewrite(dataset.entries[1], change)
@@ -248,7 +248,7 @@ def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]
         lambda h: [],
     ],
 )
-def test_the_header_of_tensors_fits_the_file(
+def test_header_of_tensors_fits_the_file(
     dataset: Dataset, change: Callable[[dict[str, Any]], Any]
 ) -> None:
     with_tensor_header(dataset.entries[1], change)
@@ -298,7 +298,7 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
         {"rows": "many", "signatures": []},
     ],
 )
-def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object) -> None:
+def test_damaged_census_is_left_out_and_reported(dataset: Dataset, census: object) -> None:
     manifest = dataset.directory / MANIFEST
     data = json.loads(manifest.read_text())
     data["captures"][0]["census"] = census
@@ -316,7 +316,7 @@ def test_a_damaged_census_is_left_out_and_said(dataset: Dataset, census: object)
         ("captures", [{"model": "", "weights": ""}] * 20_000, "20001 captures"),
     ],
 )
-def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
+def test_manifest_takes_no_memory_that_its_length_does_not_account_for(
     dataset: Dataset, key: str, items: list[object], sentence: str
 ) -> None:
     manifest = dataset.directory / MANIFEST
@@ -333,7 +333,7 @@ def test_a_manifest_takes_no_memory_that_its_length_does_not_account_for(
 
 
 @pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])
-def test_a_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object) -> None:
+def test_damaged_line_of_a_journal_costs_itself(dataset: Dataset, line: object) -> None:
     journal = Journal.begin(
         dataset.directory / "other.journal",
         CaptureRecord("other", "random").to_json(),
@@ -355,7 +355,7 @@ ESCAPES = "\x1b[2J\x1b]0;owned\x07\x9b31m\ud800\u202e"
 
 
 @pytest.mark.parametrize("command", ["show", "check"])
-def test_a_recording_says_nothing_to_the_terminal(
+def test_recording_says_nothing_to_the_terminal(
     dataset: Dataset, run_cli: RunCli, command: str
 ) -> None:
     manifest = dataset.directory / MANIFEST

@@ -22,7 +22,7 @@ def joined(directory: Path) -> JoinedCalls:
 CALL = random_call(q_heads=4, with_output=True, origin={"module": "layers.0", "phase": "encode"})
 
 
-def test_a_call_is_joined_in_the_order_of_its_ranks(tmp_path: Path) -> None:
+def test_call_is_joined_in_the_order_of_its_ranks(tmp_path: Path) -> None:
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [1, 0], call_index=3 + rank)
     (call,) = joined(tmp_path)
@@ -94,14 +94,14 @@ def test_two_parts_of_one_rank(tmp_path: Path) -> None:
     assert joined(tmp_path).missing == ["model.rank0-000000 has several parts of one rank"]
 
 
-def test_parts_that_do_not_fit_together_are_told_when_loaded(tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_together_are_reported_when_loaded(tmp_path: Path) -> None:
     store_part(tmp_path, CALL, 0, [0, 1])
     store_part(tmp_path, replace(CALL, scale=2.0), 1, [0, 1])
     with pytest.raises(DatasetError, match=r"ranks0-1-000000 cannot be joined: .* differ in scale"):
         joined(tmp_path)[0]
 
 
-def test_an_altered_part_is_found(tmp_path: Path) -> None:
+def test_altered_part_is_found(tmp_path: Path) -> None:
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])
     load(tmp_path).save_manifest()

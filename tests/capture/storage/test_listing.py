@@ -26,7 +26,7 @@ def test_what_lists_no_files(tmp_path: Path, manifest: str | None) -> None:
     assert listed_files(tmp_path) is None
 
 
-def test_a_link_is_not_followed(tmp_path: Path) -> None:
+def test_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "real.json").write_text('{"files": []}')
     (tmp_path / MANIFEST).symlink_to(tmp_path / "real.json")
     assert listed_files(tmp_path) is None

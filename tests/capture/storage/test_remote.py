@@ -107,7 +107,7 @@ def copies(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.rglob("*.safetensors"))
 
 
-def test_a_directory(recorded: Path, place: Place, cache: Path) -> None:
+def test_directory(recorded: Path, place: Place, cache: Path) -> None:
     server, base = place
     dataset = load(f"{base}/calls")
     assert (len(dataset), dataset.note, server.got()) == (3, "", [])
@@ -134,7 +134,7 @@ def test_several_at_a_time(recorded: Path, place: Place, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar.gz"])
-def test_an_archive(recorded: Path, place: Place, name: str) -> None:
+def test_archive(recorded: Path, place: Place, name: str) -> None:
     import shutil
 
     server, base = place
@@ -156,7 +156,7 @@ def test_one_that_changes_is_fetched_again(
     assert call.origin.call_index == 7
 
 
-def test_an_archive_that_changes_is_fetched_again(
+def test_archive_that_changes_is_fetched_again(
     recorded: Path, place: Place, make_call: MakeCall
 ) -> None:
     import shutil
@@ -173,7 +173,7 @@ def test_an_archive_that_changes_is_fetched_again(
             assert call.origin.call_index == index
 
 
-def test_a_file_that_is_missing_or_altered_costs_itself(
+def test_file_that_is_missing_or_altered_costs_itself(
     recorded: Path, place: Place, cache: Path
 ) -> None:
     (recorded / CALLS[0]).unlink()
@@ -192,7 +192,7 @@ def test_a_file_that_is_missing_or_altered_costs_itself(
     assert load(f"{place[1]}/calls")[1].origin.call_index == 1
 
 
-def test_a_file_that_is_too_long_is_not_copied_whole(recorded: Path, place: Place) -> None:
+def test_file_that_is_too_long_is_not_copied_whole(recorded: Path, place: Place) -> None:
     with (recorded / CALLS[0]).open("ab") as file:
         file.truncate(9 << 20)
     with pytest.raises(DatasetError, match=r"model-0\.safetensors:? has more than \d+ bytes"):
@@ -222,7 +222,9 @@ def test_no_access(recorded: Path, place: Place) -> None:
         load(f"{base}/calls")
 
 
-def test_nobody_answers(recorded: Path, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_address_is_reported(
+    recorded: Path, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _server, base = place
     if base.startswith("s3://"):
         import fsspec
@@ -240,7 +242,7 @@ def test_nobody_answers(recorded: Path, place: Place, monkeypatch: pytest.Monkey
         load(f"{base}/calls")
 
 
-def test_a_call_without_a_network_ends_the_copying(recorded: Path, served: Path) -> None:
+def test_call_without_a_network_ends_the_copying(recorded: Path, served: Path) -> None:
     """Not one sentence for each of a thousand files."""
     with serving("http", served) as server:
         dataset = load(f"{server.url}/org/name/calls")
@@ -283,7 +285,7 @@ def test_without_a_manifest(recorded: Path, place: Place) -> None:
 
 
 @pytest.mark.parametrize("place", ["s3", "hub"], indirect=True)
-def test_a_capture_that_had_not_ended(recorded: Path, place: Place, make_call: MakeCall) -> None:
+def test_capture_that_had_not_ended(recorded: Path, place: Place, make_call: MakeCall) -> None:
     record = CaptureRecord("other", "random")
     journal = Journal.begin(recorded / "other.journal", record.to_json(), replaces=False)
     call = make_call(call_index=3)
@@ -297,7 +299,7 @@ def test_a_capture_that_had_not_ended(recorded: Path, place: Place, make_call: M
 
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
-def test_a_link_with_a_signature(recorded: Path, place: Place, cache: Path) -> None:
+def test_link_with_a_signature(recorded: Path, place: Place, cache: Path) -> None:
     """It goes to the server, but neither to the screen nor into names of files."""
     server, base = place
     dataset = load(f"{base}/calls?signature=secret")
@@ -349,7 +351,7 @@ def test_two_processes_copy_the_same_file(recorded: Path, served: Path, cache: P
     assert not list(cache.rglob("*.part"))
 
 
-def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+def test_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
         with cache_module.placed(tmp_path / "file") as temporary:
             temporary.write_bytes(b"half")
@@ -360,13 +362,13 @@ def test_a_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_nobody_reads() -> None:
+def test_addresses_without_a_reader_are_refused() -> None:
     with pytest.raises(DatasetError, match=r"nosuch://x: cannot be read .*: give a directory, an"):
         load("nosuch://x")
 
 
 @pytest.mark.parametrize("where", ["s3://x", "gs://x", "https://x", "hf://datasets/org/name/x"])
-def test_a_library_that_is_missing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_library_that_is_missing(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("s3fs", "gcsfs", "aiohttp", "huggingface_hub.constants"):
         monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setattr(sys.modules["fsspec.registry"], "registry", {})

@@ -28,7 +28,7 @@ from tests.capture.storage.captures import Started, calls, ended
 MakeCall = Callable[..., AttentionCall]
 
 
-def test_an_earlier_capture_is_replaced_when_the_new_one_is_complete(
+def test_earlier_capture_is_replaced_when_the_new_one_is_complete(
     tmp_path: Path, started: Started
 ) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
@@ -43,7 +43,7 @@ def test_an_earlier_capture_is_replaced_when_the_new_one_is_complete(
     ]
 
 
-def test_an_earlier_capture_stays_if_the_new_one_does_not_end(
+def test_earlier_capture_stays_if_the_new_one_does_not_end(
     tmp_path: Path, started: Started
 ) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
@@ -54,7 +54,7 @@ def test_an_earlier_capture_stays_if_the_new_one_does_not_end(
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 
 
-def test_a_killed_capture_is_read_told_and_finished(tmp_path: Path, started: Started) -> None:
+def test_killed_capture_is_read_reported_and_finished(tmp_path: Path, started: Started) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     _, journal = started(tmp_path, "model", range(3))
     journal.append(sampled=3)
@@ -76,7 +76,7 @@ def test_a_killed_capture_is_read_told_and_finished(tmp_path: Path, started: Sta
     assert repair(tmp_path) == []
 
 
-def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started) -> None:
+def test_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started) -> None:
     _, journal = started(tmp_path, "model", range(2))
     journal.close()
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
@@ -87,7 +87,7 @@ def test_the_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started
 
 
 @pytest.mark.parametrize("in_memory", [0, 2])
-def test_a_directory_in_which_nothing_was_recorded_may_be_used_again(
+def test_directory_in_which_nothing_was_recorded_may_be_used_again(
     tmp_path: Path, started: Started, in_memory: int
 ) -> None:
     _, journal = started(tmp_path, "model", range(0))
@@ -107,7 +107,7 @@ def test_a_directory_in_which_nothing_was_recorded_may_be_used_again(
 @pytest.mark.parametrize(
     ("in_memory", "told"), [(0, ""), (2, "; 2 had been only in memory")], ids=["seen", "chosen"]
 )
-def test_a_repair_says_that_a_killed_capture_had_no_call(
+def test_repair_says_that_a_killed_capture_had_no_call(
     tmp_path: Path, started: Started, in_memory: int, told: str
 ) -> None:
     _, journal = started(tmp_path, "model", range(0))
@@ -123,7 +123,7 @@ def test_a_repair_says_that_a_killed_capture_had_no_call(
     assert repair(tmp_path) == []
 
 
-def test_the_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Started) -> None:
+def test_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Started) -> None:
     started(tmp_path, "model", range(1))[1].close()
     with pytest.raises(CaptureError, match="already contains a capture of model"):
         CaptureTarget.check(tmp_path, "model", overwrite=False)
@@ -148,7 +148,7 @@ def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[P
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_a_journal_of_an_earlier_copy_costs_no_call(
+def test_journal_of_an_earlier_copy_costs_no_call(
     tmp_path: Path, started: Started, complete: bool
 ) -> None:
     directory, copy = copied_twice(tmp_path, started, complete=complete)
@@ -163,7 +163,7 @@ def test_a_journal_of_an_earlier_copy_costs_no_call(
 
 
 @pytest.mark.parametrize("model", ["model", "zebra"])
-def test_a_journal_without_calls_costs_none(tmp_path: Path, started: Started, model: str) -> None:
+def test_journal_without_calls_costs_none(tmp_path: Path, started: Started, model: str) -> None:
     started(tmp_path, "model", range(2))[0].end(ended("model"))
     record = CaptureRecord(model, "random", started="2026-01-01").to_json()
     Journal.begin(tmp_path / "model.journal", record, replaces=False).close()
@@ -173,7 +173,7 @@ def test_a_journal_without_calls_costs_none(tmp_path: Path, started: Started, mo
     assert not (tmp_path / "model.journal").exists()
 
 
-def test_a_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Started) -> None:
+def test_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Started) -> None:
     _, journal = started(tmp_path / "earlier", "model", range(2), began="2026-01-01")
     journal.close()
     directory = tmp_path / "data"
@@ -218,7 +218,7 @@ def test_what_is_no_call_is_not_read_for_a_checksum(tmp_path: Path, started: Sta
     assert [entry.checksum is None for entry in load(tmp_path).entries] == [False, True]
 
 
-def test_a_manifest_that_is_gone_is_written_anew(tmp_path: Path, started: Started) -> None:
+def test_manifest_that_is_gone_is_written_again(tmp_path: Path, started: Started) -> None:
     started(tmp_path, "model", range(2))[0].end(ended("model"))
     (tmp_path / MANIFEST).unlink()
     assert "wrote" in repair(tmp_path)[0]
@@ -236,7 +236,7 @@ def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
 
 
-def test_a_capture_that_ends_leaves_those_in_progress_alone(
+def test_capture_that_ends_leaves_those_in_progress_alone(
     tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even if another process writes a call whenever the directory is read."""
@@ -264,7 +264,7 @@ def test_a_capture_that_ends_leaves_those_in_progress_alone(
     assert calls(tmp_path) == {"model.rank0": [0, 1], "model.rank1": written}
 
 
-def test_a_capture_is_ended_by_itself_alone(
+def test_capture_is_ended_by_itself_alone(
     tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, journal = started(tmp_path, "model", range(2))
@@ -281,7 +281,7 @@ def test_a_capture_is_ended_by_itself_alone(
     assert calls(tmp_path) == {"model": [0, 1]}
 
 
-def test_a_reader_holds_nobody_up(tmp_path: Path, started: Started) -> None:
+def test_reader_delays_no_capture(tmp_path: Path, started: Started) -> None:
     _, journal = started(tmp_path, "model", range(2))
     journal.close()
     with journal.path.open() as file:
@@ -291,7 +291,7 @@ def test_a_reader_holds_nobody_up(tmp_path: Path, started: Started) -> None:
     assert calls(tmp_path) == {"model": [0, 1]}
 
 
-def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
+def test_manifest_that_cannot_be_written_is_reported_and_the_calls_stay(
     tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = started(tmp_path, "model", range(2))
@@ -319,7 +319,7 @@ def test_a_manifest_that_cannot_be_written_is_told_and_the_calls_stay(
         ("", "model"),
     ],
 )
-def test_a_name_becomes_the_beginning_of_a_file_name(name: str, expected: str) -> None:
+def test_name_becomes_the_beginning_of_a_file_name(name: str, expected: str) -> None:
     assert slug(name) == expected
 
 
@@ -333,7 +333,7 @@ def test_long_names_become_short_and_stay_different() -> None:
     ("rank", "ranks", "expected"),
     [("0", "2", "model.rank0"), ("1", "2", "model.rank1"), ("0", "1", "model"), ("", "", "model")],
 )
-def test_a_rank_has_a_capture_of_its_own(
+def test_rank_has_a_capture_of_its_own(
     monkeypatch: pytest.MonkeyPatch, rank: str, ranks: str, expected: str
 ) -> None:
     monkeypatch.setenv("RANK", rank)

@@ -13,7 +13,7 @@ from capture.storage.checksums import CHUNK
 from capture.storage.tensor_file import TensorFile, write_safetensors
 
 
-def test_a_file_that_is_cut_while_it_is_written_has_no_header(
+def test_file_that_is_cut_while_it_is_written_has_no_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Chunks are written by several threads, so that a whole length says nothing."""
@@ -34,7 +34,7 @@ def test_a_file_that_is_cut_while_it_is_written_has_no_header(
     assert content[:8] == bytes(8)
 
 
-def test_a_file_is_written_and_read_where_no_thread_can_be_started(
+def test_file_is_written_and_read_where_no_thread_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As at the end of the program."""

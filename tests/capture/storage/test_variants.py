@@ -22,7 +22,7 @@ from tests.variant_calls import CALLS, paged_call
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=list(CALLS))
-def test_a_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
+def test_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
     PackedCall.of(call).write(tmp_path / "call.safetensors")
     found = FileEntry.read(tmp_path / "call.safetensors").load()
     assert found.variant == call.variant
@@ -40,7 +40,7 @@ def nonsense(**options: Any) -> AttentionVariant:
 
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -30.0, math.nan, math.inf])
-def test_a_soft_cap_is_positive_or_none(softcap: float) -> None:
+def test_soft_cap_is_positive_or_none(softcap: float) -> None:
     """FlashAttention's 0, no cap, would be divided by."""
     with pytest.raises(ValueError, match=r"^soft cap \S+: must be .* None for no cap, which in Fl"):
         AttentionVariant(softcap=softcap)
@@ -73,7 +73,7 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stated", [None, 0, 5, 6, 9])
-def test_the_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
+def test_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
     """With 3 and 6 queries, kernels would leave the last rows unwritten, and be judged wrong."""
     starts = {"cu_seqlens_q": torch.tensor([0, 3, 9]), "cu_seqlens_k": torch.tensor([0, 4, 13])}
     path = write(random_call(**starts, variant=AttentionVariant(max_seqlen_q=stated)), tmp_path)
@@ -120,7 +120,7 @@ PACKED = torch.tensor([0, 2, 3])
     ],
     ids=str,
 )
-def test_a_page_table_that_is_none_is_refused(
+def test_page_table_that_is_invalid_is_refused(
     fields: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     path = write(replace(PAGED, **fields), tmp_path)
@@ -146,7 +146,7 @@ MLA = paged_call([9, 6], 4, head_dim=24, kv_heads=1)
 MLA = replace(MLA, value=MLA.key[..., :16])
 
 
-def test_a_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
+def test_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
     separate = replace(MLA, value=MLA.value.clone())
     (tmp_path / "separate").mkdir()
     saved = write(separate, tmp_path / "separate").stat().st_size
@@ -170,7 +170,7 @@ def test_a_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
         (2.5, "value_in_key is 2.5"),
     ],
 )
-def test_a_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str) -> None:
+def test_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str) -> None:
     header = {**PackedCall.of(MLA).header.to_json(), "value_in_key": columns}
     header["layouts"] = {name: asdict(each) for name, each in MLA_LAYOUTS.items()}
     with pytest.raises(ValueError, match=re.escape(reason)):
@@ -180,7 +180,7 @@ def test_a_value_that_is_no_part_of_the_key_is_refused(columns: Any, reason: str
 MLA_LAYOUTS = PackedCall.of(MLA).header.layouts
 
 
-def test_a_value_beside_the_one_in_the_key_is_refused() -> None:
+def test_value_beside_the_one_in_the_key_is_refused() -> None:
     data = PackedCall.of(replace(MLA, value=MLA.value.clone())).header.to_json()
     data["layouts"] = {name: asdict(Layout.of(each)) for name, each in stored(MLA).items()}
     with pytest.raises(ValueError, match="tensors"):
@@ -193,7 +193,7 @@ def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
     return {name: each[(None,) * (4 - each.ndim)] for name, each in call.tensors().items()}
 
 
-def test_a_huge_output_of_no_keys_is_refused(tmp_path: Path) -> None:
+def test_huge_output_of_no_keys_is_refused(tmp_path: Path) -> None:
     """An expanded value without keys has no memory, and its output would take 8 TB."""
     empty = normal(1, 1, 0, 1)
     call = AttentionCall(

@@ -131,7 +131,7 @@ def test_each_form_of_a_mask_is_recorded(
     assert call.attn_mask is not None
 
 
-def test_a_bool_mask_of_attention_basic_is_one_of_keys(comfyui: Any, tmp_path: Path) -> None:
+def test_bool_mask_of_attention_basic_is_one_of_keys(comfyui: Any, tmp_path: Path) -> None:
     mask = torch.ones(2, 7, dtype=torch.bool)
     mask[1, 4:] = False
     layer = Layer(comfyui.attention_basic)
@@ -141,7 +141,7 @@ def test_a_bool_mask_of_attention_basic_is_one_of_keys(comfyui: Any, tmp_path: P
 
 
 @pytest.mark.parametrize("name", FUNCTIONS[1:])
-def test_a_bool_mask_that_is_added_is_refused(name: str, comfyui: Any, tmp_path: Path) -> None:
+def test_bool_mask_that_is_added_is_refused(name: str, comfyui: Any, tmp_path: Path) -> None:
     mask = torch.ones(5, 7, dtype=torch.bool)
     layer = Layer(getattr(comfyui, name))
     reason = refusal(layer, tmp_path / "calls", *tensors(merged), 3, mask=mask)
@@ -155,7 +155,7 @@ def test_what_is_pytorchs_own_is_left_to_sdpa(comfyui: Any, tmp_path: Path) -> N
     assert call.origin.entry_point == "sdpa"
 
 
-def test_an_override_that_hands_on_is_recorded_once(comfyui: Any, tmp_path: Path) -> None:
+def test_override_that_hands_on_is_recorded_once(comfyui: Any, tmp_path: Path) -> None:
     def halve(function: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         output: Tensor = function(query / 2, *args, **kwargs)
         return output
@@ -174,7 +174,7 @@ def test_an_override_that_hands_on_is_recorded_once(comfyui: Any, tmp_path: Path
     assert torch.equal(call.query, query / 2)
 
 
-def test_an_override_that_answers_by_itself_is_counted(comfyui: Any, tmp_path: Path) -> None:
+def test_override_that_answers_by_itself_is_counted(comfyui: Any, tmp_path: Path) -> None:
     def sparse(function: Any, query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return query
 
@@ -185,7 +185,7 @@ def test_an_override_that_answers_by_itself_is_counted(comfyui: Any, tmp_path: P
     assert reason.endswith("sparse")
 
 
-def test_a_function_that_a_custom_node_registers(
+def test_function_that_a_custom_node_registers(
     comfyui: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def mine(q: Tensor, k: Tensor, v: Tensor, heads: int, **kwargs: Any) -> Tensor:
@@ -197,7 +197,7 @@ def test_a_function_that_a_custom_node_registers(
     assert call.origin.backend == "comfyui.mine"
 
 
-def test_a_scale_counts_where_it_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scale_counts_where_it_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, ATTENTION, comfyui_stand_in)
     functions = {"ignored": comfyui_stand_in.attention_basic}
     functions["taken"] = comfyui_stand_in.attention_split
@@ -208,7 +208,7 @@ def test_a_scale_counts_where_it_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert {name: call.scale for name, call in calls.items()} == {"ignored": None, "taken": 0.1}
 
 
-def test_a_vaes_attention_is_recorded(comfyui: Any, tmp_path: Path) -> None:
+def test_vaes_attention_is_recorded(comfyui: Any, tmp_path: Path) -> None:
     layer = Layer(sys.modules[VAE].normal_attention)
     images = [normal(2, 8, 3, 4, seed=seed) for seed in range(3)]
     call = recorded(layer, tmp_path / "calls", *images)
@@ -221,7 +221,7 @@ def test_a_vaes_attention_is_recorded(comfyui: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "attention_pytorch"])
 @pytest.mark.parametrize(("make", "options"), FORMS)
-def test_a_kernel_answers_in_the_form_that_was_asked(
+def test_kernel_answers_in_the_form_that_was_asked(
     name: str, make: Any, options: dict[str, Any], comfyui: Any
 ) -> None:
     layer = Layer(getattr(comfyui, name))
@@ -310,7 +310,7 @@ UNET: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "attention_pytorch"])
 @pytest.mark.parametrize("model", ["flux", "unet"])
-def test_a_model_of_its_own(
+def test_model_of_its_own(
     name: str, model: str, denoisers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     denoiser, step, modules = denoisers[model]
@@ -335,7 +335,7 @@ def test_a_model_of_its_own(
 
 
 @pytest.mark.usefixtures("_source")
-def test_the_nodes_of_the_page_around_its_own_sampler(
+def test_nodes_of_the_page_around_its_own_sampler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

@@ -57,7 +57,7 @@ def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_own_backend")
-def test_the_backend_of_a_model_stays(tmp_path: Path) -> None:
+def test_backend_of_a_model_stays(tmp_path: Path) -> None:
     denoiser = model()
     for module in denoiser.modules():
         if hasattr(module, "processor"):

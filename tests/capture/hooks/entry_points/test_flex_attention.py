@@ -40,7 +40,7 @@ DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 1, 1, 2, 2])
 
 
 @pytest.mark.parametrize("mask_mod", [window, by_value])
-def test_a_block_mask_is_written_out(mask_mod: Any, tmp_path: Path) -> None:
+def test_block_mask_is_written_out(mask_mod: Any, tmp_path: Path) -> None:
     query = normal(1, 2, 9, 16)
     block_mask = create_block_mask(mask_mod, None, None, 9, 9, device="cpu")
     layer = Layer()
@@ -53,7 +53,7 @@ def test_a_block_mask_is_written_out(mask_mod: Any, tmp_path: Path) -> None:
     assert torch.allclose(attention(call), output.double(), atol=1e-5)
 
 
-def test_a_score_mod_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_score_mod_is_refused_by_its_name(tmp_path: Path) -> None:
     def alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return score - (q - k)
 
@@ -65,7 +65,7 @@ def test_a_score_mod_is_refused_by_its_name(tmp_path: Path) -> None:
     assert recording.kept == 0
 
 
-def test_a_mask_that_cannot_be_written_out_leaves_the_model_alone(
+def test_mask_that_cannot_be_written_out_leaves_the_model_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*_: object) -> Tensor:

@@ -77,9 +77,7 @@ def recorded(layer: Layer, out: Path, *tensors: Tensor) -> AttentionCall:
     ],
     ids=str,
 )
-def test_a_function_held_in_a_dictionary_is_recorded(
-    options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_function_held_in_a_dictionary_is_recorded(options: dict[str, Any], tmp_path: Path) -> None:
     layer = Layer(flash_attn_func, **options)
     tensors = normal(2, 5, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
     call = recorded(layer, tmp_path / "calls", *tensors)
@@ -108,7 +106,7 @@ def test_packed_sequences_are_recorded(tmp_path: Path) -> None:
     ("function", "argument"),
     [(flash_attn_func, "alibi_slopes"), (flash_attn_varlen_func, "alibi_slopes")],
 )
-def test_what_cannot_be_said_is_refused_by_its_name(
+def test_what_cannot_be_reported_is_refused_by_its_name(
     function: Any, argument: str, tmp_path: Path
 ) -> None:
     layer = Layer(function, **{argument: torch.ones(1)})
@@ -132,7 +130,7 @@ def test_functions_are_themselves_again(flash_attn: types.ModuleType, tmp_path: 
     assert not [name for name in globals() if "attention_replay" in name]
 
 
-def test_a_function_that_two_modules_hold_is_counted_once(
+def test_function_that_two_modules_hold_is_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sageattn(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -171,7 +169,7 @@ def test_one_query_needs_no_causal_mask(
 
 @pytest.mark.usefixtures("flash_attn")
 @pytest.mark.parametrize("new", [False, True])
-def test_a_cache_is_written_once(new: bool, tmp_path: Path) -> None:
+def test_cache_is_written_once(new: bool, tmp_path: Path) -> None:
     cache, keys = normal(1, 8, 2, 8), normal(1, 1, 2, 8, seed=1)
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=5, causal=True)
     given = (keys, keys) if new else ()
@@ -238,7 +236,7 @@ def test_packed_queries_over_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_a_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> None:
+def test_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> None:
     """On a GPU, looking it up would end the model's run."""
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=torch.tensor([10, 7]), block_table=TABLE)
     query, (key, value) = normal(2, 3, 4, 8, seed=1), pools()
@@ -288,7 +286,7 @@ def flash_mla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_a_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> None:
+def test_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> None:
     query, cache = normal(2, 1, 4, 24, seed=1), normal(POOL, 4, 1, 24)
     lengths = torch.tensor([10, 7]).int()
     layer = Layer(flash_mla_with_kvcache, softmax_scale=0.2, causal=True)
@@ -322,7 +320,7 @@ def test_what_flash_mla_computes_beside_is_refused(option: dict[str, Any], tmp_p
     assert signature["refusal"] == f"takes {next(iter(option))}"
 
 
-def test_vllms_flash_attn_writes_where_it_is_told(
+def test_vllms_flash_attn_writes_to_the_given_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The library's order of arguments, `out`, and scales for tensors that are not 8-bit."""

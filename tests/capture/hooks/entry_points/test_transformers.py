@@ -78,7 +78,7 @@ def recorded(
         ),
     ],
 )
-def test_a_models_own_eager_attention(
+def test_models_own_eager_attention(
     kind: str, config: dict[str, Any], features: tuple[str, ...], tmp_path: Path
 ) -> None:
     model = language_model(kind, "eager", **config)
@@ -174,7 +174,7 @@ def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_flash")
-def test_a_soft_cap_of_0_is_none(tmp_path: Path) -> None:
+def test_soft_cap_of_0_is_invalid(tmp_path: Path) -> None:
     """As flash-attn takes it; divided by, it would be recorded as what no kernel can run."""
     model = with_flash(language_model("Gemma2", "eager", attn_logit_softcapping=0.0))
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
@@ -267,7 +267,7 @@ def test_padding_is_the_mask_of_a_padded_batch(tmp_path: Path) -> None:
         assert torch.allclose(seen, call.output[:, :, 4:].double(), atol=1e-5)
 
 
-def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
+def test_implementation_that_a_program_registered(tmp_path: Path) -> None:
     def mine(
         module: Any,
         query: Tensor,
@@ -306,7 +306,7 @@ def test_an_implementation_that_somebody_registered(tmp_path: Path) -> None:
         ({"sinks": normal(1, 2, 5, 1)}, "takes a sink for each query"),
     ],
 )
-def test_what_a_road_cannot_say_is_counted_with_its_reason(
+def test_what_a_entry_point_cannot_say_is_counted_with_its_reason(
     given: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     def sparse(
