@@ -82,7 +82,7 @@ class SamplePlace:
 class OfferedCall(NamedTuple):
     """A call that a sampler may keep."""
 
-    index: int
+    call_index: int
     place: SamplePlace
     step: int
     nbytes: int
@@ -209,7 +209,7 @@ class ReservoirSampler(_Limited):
             self.refused_for_bytes += 1
             return REJECTED
         self._calls[self._drawn], self.nbytes = call, total
-        return SamplingDecision(keep=True, drop=(dropped.index,))
+        return SamplingDecision(keep=True, drop=(dropped.call_index,))
 
 
 class HardCall(NamedTuple):
@@ -236,7 +236,7 @@ class HardSampler(_Limited):
 
     def offer(self, call: OfferedCall) -> SamplingDecision:
         difficulty = -math.inf if call.difficulty is None else call.difficulty
-        new, dropped = HardCall(difficulty, -call.index, call.nbytes), list[HardCall]()
+        new, dropped = HardCall(difficulty, -call.call_index, call.nbytes), list[HardCall]()
         while not self.fits(call.nbytes):
             if not self._calls or new < self._calls[0]:
                 if self.kept + len(dropped) < self.max_calls:
@@ -354,7 +354,7 @@ class SpreadSampler(_Limited):
             dropped.append(self._calls[victim])
             self._remove(self._calls[victim])
         priority = _priority(call.place, call.step)
-        self._add(SpreadCall(call.index, call.place, call.step, call.nbytes, priority))
+        self._add(SpreadCall(call.call_index, call.place, call.step, call.nbytes, priority))
         return SamplingDecision(keep=True, drop=tuple(earlier.call_index for earlier in dropped))
 
     def _victim(self, place: SamplePlace, step: int) -> int | None:
