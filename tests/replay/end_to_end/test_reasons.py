@@ -119,7 +119,7 @@ def test_the_rest_of_the_model_costs_something_else() -> None:
     (found,) = reasons(made(attention=0.2))
     assert found == (
         "attention is not the cause: it changed by -200 ms in the model and by -200 ms in the "
-        "replay, while the rest of the model took 600 ms with its own attention and 700 ms with "
+        "replay; the rest of the model took 600 ms with its own attention and 700 ms with "
         "the kernel"
     )
 
