@@ -111,7 +111,8 @@ class CallsInMemory:
 
         dataset = Dataset(self.directory, [], [])
         for index, call in enumerate(self.calls):
-            name = f"{call.origin.model or 'call'}-{index:06d}.safetensors"
+            model = (call.origin.model or "call").replace("/", "-")
+            name = f"{model}-{index:06d}.safetensors"
             dataset.entries.append(PackedCall.of(call).write(self.directory / name))
         return dataset
 

@@ -1,4 +1,4 @@
-"""Sources of calls: a recorded file, joined parts, random values, or memory.
+"""Sources of calls: a recorded file, joined parts, random values, or a damaged file.
 
 A source describes itself in JSON, so that a worker process can load the same call.
 """
@@ -15,7 +15,7 @@ import torch
 
 from capture.call.attention_call import AttentionCall, Origin
 from capture.errors import DatasetError
-from capture.storage.call_file import FileEntry, PackedCall
+from capture.storage.call_file import FileEntry
 from capture.storage.header import dtype_name
 from capture.storage.joined_calls import JoinedCall
 from replay.rows.row import CallFacts
@@ -186,14 +186,8 @@ class RandomSource(Source):
         return self.spec.call(device, torch.Generator(device).manual_seed(self.seed), self.model)
 
     def to_json(self) -> dict[str, Any]:
-        spec, seed = self.spec.to_json(), self.seed
-        return {
-            "kind": "synthetic",
-            "name": self.name,
-            "model": self.model,
-            "seed": seed,
-            "spec": spec,
-        }
+        described = {"name": self.name, "model": self.model, "seed": self.seed}
+        return {"kind": "synthetic", **described, "spec": self.spec.to_json()}
 
     def metadata(self) -> CallMetadata:
         spec, shape = self.spec, self.spec.shape
@@ -237,29 +231,6 @@ class CounterpartSource(Source):
 
     def moved_to(self, directory: Path) -> CounterpartSource:
         return replace(self, recorded=self.recorded.moved_to(directory))
-
-
-@dataclass(frozen=True)
-class MemorySource(Source):
-    """Call that exists only in this process; `stored_in` makes it readable by others."""
-
-    given_name: str
-    call: AttentionCall
-
-    @property
-    def name(self) -> str:
-        return self.given_name
-
-    def load(self, device: torch.device) -> AttentionCall:
-        return self.call.to(device)
-
-    def stored_in(self, directory: Path) -> RecordedSource:
-        """Write the call to a file of a directory, and return the file's source."""
-        path = directory / f"{self.name}.safetensors"
-        return RecordedSource.of(PackedCall.of(self.call).write(path))
-
-    def to_json(self) -> dict[str, Any]:
-        raise TypeError(f"call {self.name} is only in memory: write it with workload.stored()")
 
 
 def source_from_json(data: Mapping[str, Any]) -> Source:

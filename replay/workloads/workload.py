@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 
 from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from replay.workloads.random_calls import Spec
-from replay.workloads.sources import CounterpartSource, MemorySource, RandomSource, Source
+from replay.workloads.sources import CounterpartSource, RandomSource, Source
 from replay.workloads.synthetic_counterparts import KINDS
 
 
@@ -79,31 +78,4 @@ def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]
         member
         for number, workload in enumerate(recorded)
         for member in (workload, *(counterpart_of(workload, kind, seed + number) for kind in KINDS))
-    ]
-
-
-def from_calls(calls: Sequence[AttentionCall]) -> list[Workload]:
-    """Make workloads of calls in memory, named by their models and call indices."""
-    found: list[Workload] = []
-    taken: set[str] = set()
-    for number, call in enumerate(calls):
-        name = f"{call.origin.model or 'call'}-{call.origin.call_index:06d}".replace("/", "-")
-        if name in taken:
-            name = f"{name}.{number}"
-        taken.add(name)
-        found.append(Workload.of(MemorySource(name, call)))
-    return found
-
-
-def stored(workloads: Sequence[Workload], directory: Path) -> list[Workload]:
-    """Return workloads that every process can load: calls in memory are written to files.
-
-    Args:
-        directory: for the files; it must last as long as the replay.
-    """
-    return [
-        replace(workload, source=workload.source.stored_in(directory))
-        if isinstance(workload.source, MemorySource)
-        else workload
-        for workload in workloads
     ]

@@ -15,7 +15,7 @@ from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay_here
 from replay.workloads.recorded import from_directory
 from replay.workloads.sources import source_from_json
-from replay.workloads.workload import Workload, from_calls, stored
+from replay.workloads.workload import Workload
 from tests.factories import kernel, random_call, settings, store_part
 
 CPU = torch.device("cpu")
@@ -114,17 +114,3 @@ def test_calls_that_cannot_be_joined_are_refused(parts: Path, tmp_path: Path) ->
     store_part(whole, random_call(q_heads=4), 0, [0], split="", split_ranks=[])
     with pytest.raises(DatasetError, match="every call is whole, none is shared by ranks"):
         from_directory(whole, join_ranks=True)
-
-
-def test_calls_in_memory_are_stored_for_workers(tmp_path: Path) -> None:
-    calls = [random_call(seed=seed, with_output=True) for seed in range(2)]
-    in_memory = from_calls(calls)
-    assert [workload.name for workload in in_memory] == ["model-000000", "model-000000.1"]
-    with pytest.raises(TypeError, match="only in memory"):
-        in_memory[0].source.to_json()
-    for workload, call in zip(stored(in_memory, tmp_path), calls, strict=True):
-        read = through_json(workload)
-        assert read.name == workload.name
-        assert torch.equal(read.load(CPU).query, call.query)
-    loaded = in_memory[0].load(CPU)
-    assert loaded.query.data_ptr() != calls[0].query.data_ptr()
