@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from replay.bench.output_check import OutputNotSaved, file_name
+from replay.bench.output_check import OutputNotSaved
 from replay.bench.settings import Settings
 from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
 
@@ -41,12 +41,6 @@ def test_output_file_stays_in_the_folder_for_any_kernel_name(
     rows_of(make_call(), workload, replace(quick, save_output=kept), kernels(name, sdpa))
     assert len(list(kept.glob("call/*"))) == 2
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
-
-
-def test_no_two_kernels_share_a_file() -> None:
-    names = ["a/b", "a-b", "a:b", "a%2Fb", "x" * 300, "x" * 299, "triton-fa2[block=64]"]
-    assert len({file_name(name) for name in names}) == len(names)
-    assert file_name("triton-fa2[block=64]") == "triton-fa2[block=64]"
 
 
 def test_unwritable_folder_ends_the_replay(

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -320,25 +319,6 @@ def test_sigterm_ends_a_replay_on_ray(replays: Replays, recorded: Path, tmp_path
         assert not list(Path(temporary).glob("replay-*"))
 
 
-@pytest.mark.slow
-@with_ray
-def test_ctrl_c_ends_a_replay_while_ray_waits(replays: Replays, recorded: Path) -> None:
-    """For a cluster that answers, but in no time."""
-    replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        process = replays.start("--dir", recorded, "--ray", f"127.0.0.1:{server.getsockname()[1]}")
-        server.settimeout(200)
-        asked, _ = server.accept()
-        with asked:
-            waiting, _ = server.accept()
-            with waiting:
-                time.sleep(1)
-                process.send_signal(signal.SIGINT)
-                _, err = process.communicate(timeout=100)
-    assert process.returncode == 130
-    assert "replay: interrupted" in err.splitlines()[-1]
-
-
 def test_missing_ray_is_named_with_its_remedy(
     run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,21 +344,6 @@ def test_missing_ray_is_named_with_its_remedy(
 def test_address_without_a_cluster_is_refused(address: str, reason: str) -> None:
     with pytest.raises(ClusterError, match=f"^--ray {address}: {reason}"), connected(address):
         pass
-
-
-@with_ray
-def test_address_that_ray_replaces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it does for 127.0.0.1, where a cluster may answer that answers nowhere else."""
-    from ray._private import services
-
-    monkeypatch.setattr(services, "get_node_ip_address", lambda: "127.0.0.2")
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        expected = (
-            f"Ray uses 127.0.0.2:{port} for this address, and nothing answers there .*: give the"
-        )
-        with pytest.raises(ClusterError, match=expected), connected(f"127.0.0.1:{port}"):
-            pass
 
 
 def test_cluster_that_never_connects_is_refused(

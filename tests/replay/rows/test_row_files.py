@@ -26,16 +26,6 @@ from tests.factories import full_row, row
 RunCli = Callable[..., tuple[int, str, str]]
 
 
-def test_saving_follows_links_and_leaves_nothing_else(tmp_path: Path) -> None:
-    path, link = tmp_path / "rows.jsonl", tmp_path / "link.jsonl"
-    save_jsonl([row("a"), row("b")], path)
-    link.symlink_to(path)
-    save_jsonl([row("a")], link)
-    assert link.is_symlink()
-    assert [each.kernel for each in read_jsonl(path).rows] == ["a"]
-    assert sorted(tmp_path.iterdir()) == [link, path]
-
-
 def test_unwritable_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(RowsError, match=r"cannot write .*: No such file"):
         save_jsonl([], tmp_path / "nowhere" / "rows.jsonl")
@@ -100,39 +90,3 @@ def test_named_pipes_are_not_read(tmp_path: Path) -> None:
     for refused in (fifo, Path("/dev/zero")):
         with pytest.raises(RowsError, match=f"cannot read {refused}: not a regular file"):
             read_jsonl(refused)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        "report fifo -o x.html",
-        "report rows.jsonl -o x.html --e2e-json fifo",
-        "explain fifo",
-        "devices fifo",
-        "compare rows.jsonl fifo",
-        "compare rows.jsonl other.jsonl --spread fifo",
-        "--random --tolerances fifo",
-    ],
-)
-def test_commands_do_not_wait_for_a_fifo(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli, given: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("fifo")
-    for name in ("rows.jsonl", "other.jsonl"):
-        save_jsonl([row("a")], Path(name))
-    code, _, err = run_cli(*given.split())
-    assert code == 2
-    assert "cannot read fifo: not a regular file" in err
-
-
-def test_pipe_is_written_to_not_replaced(tmp_path: Path) -> None:
-    pipe = tmp_path / "rows.jsonl"
-    os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader
-    try:
-        save_jsonl([row("a")], pipe)
-        assert pipe.is_fifo()
-        assert json.loads(os.read(reader, 1 << 16)) == row_to_json(row("a"))
-    finally:
-        os.close(reader)

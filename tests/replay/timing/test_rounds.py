@@ -13,11 +13,10 @@ from functools import partial
 import pytest
 import torch
 
-from replay.bench.resources import with_peak_bytes
 from replay.timing import rounds
-from replay.timing.gpu_state import read_gpu_state, throttle_reasons
+from replay.timing.gpu_state import throttle_reasons
 from replay.timing.rounds import measure, run_rounds, warm_up
-from replay.timing.timer import Candidate, first_call
+from replay.timing.timer import Candidate
 
 
 class FakeTimer:
@@ -257,21 +256,6 @@ def test_invalid_measurements_are_refused() -> None:
         measure({}, "meta")
     with pytest.raises(ValueError, match="0 rounds measure nothing"):
         measure({}, "cpu", cache="warm", rounds=0)
-
-
-def test_measure_accepts_no_candidates() -> None:
-    assert measure({}, "cpu", cache="warm") == {}
-
-
-def test_first_call_returns_the_result() -> None:
-    result, milliseconds = first_call(lambda: torch.ones(3), "cpu")
-    assert torch.equal(result, torch.ones(3))
-    assert milliseconds > 0
-
-
-def test_memory_and_gpu_state_are_not_measured_on_the_cpu() -> None:
-    assert with_peak_bytes(lambda: torch.ones(3), "cpu")[1] is None
-    assert read_gpu_state("cpu") is None
 
 
 def test_throttle_reasons_have_names() -> None:

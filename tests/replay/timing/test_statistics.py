@@ -11,9 +11,7 @@ from replay.rows.row import Speedup
 from replay.timing.statistics import (
     MedianInterval,
     median_interval,
-    paired_ratios,
     paired_speedup,
-    percentile,
     speed_verdict,
     summarize,
 )
@@ -28,25 +26,9 @@ def test_summary_equals_figures_by_hand() -> None:
     assert summary.samples == (5.0, 1.0, 3.0, 2.0, 4.0)
 
 
-def test_even_number_of_samples_has_its_median_between() -> None:
-    assert percentile([1.0, 2.0, 4.0, 10.0], 50) == 3.0
-    assert percentile([1.0, 2.0, 4.0, 10.0], 0) == 1.0
-    assert percentile([1.0, 2.0, 4.0, 10.0], 100) == 10.0
-
-
-def test_one_sample_is_all_its_percentiles() -> None:
-    summary = summarize([7.0])
-    assert (summary.p10, summary.p50, summary.p90, summary.iqr, summary.n) == (7, 7, 7, 0, 1)
-
-
 def test_missing_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
         summarize([])
-
-
-def test_constant_ratio_has_no_width() -> None:
-    speedup = paired_speedup([2.0, 4.0, 6.0, 8.0, 10.0, 12.0], [1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
-    assert speedup == Speedup(2.0, 2.0, 2.0, "fast", "interval-above-1")
 
 
 def test_drift_that_both_share_cancels() -> None:
@@ -153,10 +135,6 @@ def test_interval_contains_the_true_ratio_under_noise() -> None:
     assert tenth_faster.holds(1.1)
     assert tenth_faster.verdict == "fast"
     assert not tenth_faster.is_tie
-
-
-def test_only_common_rounds_are_paired() -> None:
-    assert paired_ratios([2.0] * 3, [1.0] * 3 + [9.0] * 9) == [2.0] * 3
 
 
 def test_missing_rounds_are_refused() -> None:

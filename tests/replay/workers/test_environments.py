@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import statistics
 import sys
@@ -240,11 +239,6 @@ def test_environments_need_workers(run_cli: RunCli) -> None:
     assert "require worker processes" in err
 
 
-@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "soon"])
-def test_timeout_must_be_positive(run_cli: RunCli, seconds: str) -> None:
-    assert run_cli("random", f"--timeout={seconds}")[0] == 2
-
-
 def test_interpreters_are_read_from_options_and_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -283,20 +277,6 @@ def test_invalid_interpreters_are_refused(
         file.write_text(text)
     with pytest.raises(WorkerError, match=sentence):
         interpreters([*options, *([] if text == "" else [str(file)])])
-
-
-def test_directory_is_refused_as_file_of_interpreters(tmp_path: Path) -> None:
-    directory = tmp_path / "kernels.toml"
-    directory.mkdir()
-    with pytest.raises(WorkerError, match=r"^cannot read .* \(Is a directory\): name a TOML file"):
-        interpreters([str(directory)])
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes with names here")
-def test_silent_pipe_is_refused_as_file_of_interpreters(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "kernels.toml")
-    with pytest.raises(WorkerError, match=r"^cannot read .* \(not a regular file\)"):
-        interpreters([str(tmp_path / "kernels.toml")])
 
 
 def test_kernels_run_in_environments_with_their_library() -> None:

@@ -18,8 +18,7 @@ import torch
 
 from replay.bench.settings import Settings
 from replay.isolation.process_state import ProcessState
-from replay.kernels.compiled_functions import import_compiler
-from replay.kernels.registry import Kernel, catalogue
+from replay.kernels.registry import Kernel
 from replay.workers import kernel_server
 from replay.workers.environments import Environment
 from replay.workers.process import (
@@ -151,10 +150,6 @@ def test_end_while_idle_is_blamed_on_no_kernel(worker: Callable[..., Process]) -
 def test_long_line_is_read_in_pieces(worker: Callable[..., Process]) -> None:
     (message,) = worker("slow-and-partial").ask(do="something")
     assert message["at"] == "é" * 10**6
-
-
-def test_worker_without_output_has_an_empty_log(worker: Callable[..., Process]) -> None:
-    assert list(worker("closes-its-output").ask(do="something")) == [{"at": "a"}]
 
 
 def test_interrupted_request_leaves_no_answers(worker: Callable[..., Process]) -> None:
@@ -298,13 +293,6 @@ def test_worker_imports_compilers_while_the_judge_works(
     assert done == [*at_first, "reply", "reply"]
     kernel_server._busy_at_first(hear, kernels, process_state)()
     assert done == [*at_first, "reply", "reply", "reply"]
-
-
-def test_kernels_that_compile_with_torch_have_a_warm_up() -> None:
-    compiled = {name for name, kernel in catalogue().items() if kernel.warm_up is import_compiler}
-    assert compiled == {
-        name for name in catalogue() if name == "flex" or name.endswith(("-compiled", "-autotuned"))
-    }
 
 
 def test_worker_that_ends_in_preparation_is_replaced() -> None:

@@ -50,10 +50,6 @@ def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
         assert torch.equal(found[name], tensor)
 
 
-def test_empty_message_is_passed(shared: SharedFile) -> None:
-    assert Inbox(CPU).take(Outbox(shared.path, CPU).put({})) == {}
-
-
 def test_tensors_taken_stay_when_the_next_are_put(shared: SharedFile) -> None:
     outbox, inbox = Outbox(shared.path, CPU), Inbox(CPU)
     first = inbox.take(outbox.put({"output": torch.ones(9)}))["output"]

@@ -32,37 +32,6 @@ def test_flux_shapes_are_as_published() -> None:
     ]
 
 
-def test_sage_shapes_are_as_published() -> None:
-    assert set(shapes("sage")) == {
-        (4, 32, 32, length, length, dim, dim, causal)
-        for length in (1024, 2048, 4096, 8192, 16384, 32768)
-        for dim in (64, 128)
-        for causal in (False, True)
-    }
-    assert len(shapes("sage")) == 24
-
-
-def test_aiter_shapes_are_as_published() -> None:
-    assert [(b, h, s) for b, h, _, s, *_ in shapes("aiter")] == [
-        (1, 5, 75600),
-        (1, 24, 16452),
-        (1, 3, 118808),
-        (2, 2, 29760),
-    ]
-    assert {row[5:] for row in shapes("aiter")} == {(128, 128, False)}
-
-
-def test_video_and_language_shapes_are_as_published() -> None:
-    assert (2, 30, 30, 17776, 17776, 64, 64, False) in shapes("cogvideo")
-    assert shapes("llama") == [
-        (1, 32, 32, 4096, 4096, 128, 128, True),
-        (1, 32, 8, 8192, 8192, 128, 128, True),
-        (8, 64, 16, 1024, 1024, 64, 64, True),
-        (8, 32, 8, 1, 32768, 128, 128, False),
-        (8, 64, 16, 1, 1024, 64, 64, False),
-    ]
-
-
 def test_suite_can_have_another_dtype_and_longest_shape() -> None:
     assert all(spec.dtype == torch.bfloat16 for spec in suite("sage"))
     assert all(spec.dtype == torch.float16 for spec in suite("sage", "float16"))
