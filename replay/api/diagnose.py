@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 from replay.api.choices import joined_names, thresholds
 from replay.api.chosen_device import ChoiceError, device_of
@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 
 TIMEOUT = 300.0
 """Seconds without a sign of life after which a kernel's process is ended."""
+
+
+class Pipeline(Protocol):
+    """A diffusers pipeline."""
+
+    components: Any
 
 
 class ExaminationInterrupted(KeyboardInterrupt):
@@ -54,7 +60,7 @@ def doctor(
 ) -> Diagnoses: ...
 @overload
 def doctor(
-    subject: torch.nn.Module | Mapping[str, Any] | object,
+    subject: torch.nn.Module | dict[str, Any] | Pipeline,
     kernels: str | Callable[..., Tensor] | Sequence[str | Callable[..., Tensor]] | None = None,
     *,
     max: int = 20,

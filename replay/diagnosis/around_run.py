@@ -45,8 +45,13 @@ def examine_run(
         CaptureError: as for `record`; or the block made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
     """
-    is_one = isinstance(kernels, str) or callable(kernels)
-    given = [kernels] if is_one or kernels is None else kernels
+    given: Sequence[str | Attention | None]
+    if kernels is None or isinstance(kernels, str):
+        given = [kernels]
+    elif isinstance(kernels, Sequence):
+        given = kernels
+    else:
+        given = [kernels]
     if not given:
         raise KernelNameError(
             "kernels= names no kernel: leave it out to examine what the model ran"
