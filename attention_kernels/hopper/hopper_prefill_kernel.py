@@ -207,11 +207,11 @@ def prefill_kernel(
         bias,
     )
     pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first turn is the first consumer's
-    visited = None
+    lists = None
     if visited is not None:
-        visited = (visited, visit_counts, visit_batch, visit_head)
+        lists = (visited, visit_counts, visit_batch, visit_head)
     bounds = CallBounds(
-        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, visited
+        q_len, kv_len, diagonal, left, right, most_cut, q_offsets, k_starts, k_lengths, lists
     )
     share = None
     if parts_ptr is not None:
