@@ -1,4 +1,4 @@
-"""Attention that no road sees is found, by the modules that ran without a call."""
+"""Attention that no entry point sees is found, by the modules that ran without a call."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_remedy_that_cannot_work_is_not_given(tmp_path: Path) -> None:
 
     model = BloomModel(BloomConfig(vocab_size=32, hidden_size=16, n_layer=1, n_head=2)).eval()
     with (
-        pytest.warns(RecordingWarning, match="in its own code, .* class BloomAttention") as warned,
+        pytest.warns(RecordingWarning, match="own code, .* class BloomAttention") as warned,
         record(model, tmp_path),
     ):
         model(torch.arange(4)[None])
