@@ -118,7 +118,7 @@ def test_recording_some_heads(tmp_path: Path) -> None:
 
 def test_no_call_has_the_heads(tmp_path: Path) -> None:
     model = Grouped()
-    with pytest.warns(RecordingWarning, match=r"has the heads 0-2 with equally many .* with `heads=`"):  # noqa: SIM117
+    with pytest.warns(RecordingWarning, match=r"the heads 0-2 with equally many .*`heads=`"):  # noqa: SIM117
         with record(model, tmp_path, heads=(0, 1, 2)):
             model(torch.zeros(1, 6))
 
