@@ -61,7 +61,7 @@ def sweep(
     kernels, _ = select(names)
     with (
         first_processes(timeout=300.0) as first,
-        execution(first, interpreters(arguments.env, None), timeout=300.0) as where,
+        execution(first, interpreters(arguments.env), timeout=300.0) as where,
     ):
         assigned = where.assign(kernels, device)
         for call, cache in calls:

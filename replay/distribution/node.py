@@ -81,9 +81,9 @@ class Node:
             found = getattr(torch.cuda.get_device_properties(0), "uuid", "")
             uuid = f"GPU-{found}" if found else ""
         number, count = self._share
-        here = with_own_cores([Device(machine.device, machine.device, uuid)] * count)[number]
-        place = Placement(cpus=here.cpus)
-        self._stack.enter_context(held([here]))
+        own = with_own_cores([Device(machine.device, machine.device, uuid)] * count)[number]
+        place = Placement(cpus=own.cpus)
+        self._stack.enter_context(held([own]))
         first = self._stack.enter_context(first_processes(self._timeout, place))
         first.prepare(device)
         self._workers = Workers.around(first, self._interpreters, self._timeout, place)

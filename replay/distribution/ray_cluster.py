@@ -481,8 +481,8 @@ def _why_not(error: Exception) -> str:
         text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
     if "Version mismatch" in text:
         versions = re.findall(r"(Ray|Python): (\S+)", text)
-        there, here = (", ".join(map(" ".join, pair)) for pair in (versions[:2], versions[2:4]))
-        return f"the cluster has {there}, and this is {here}: install the same versions"
+        theirs, ours = (", ".join(map(" ".join, pair)) for pair in (versions[:2], versions[2:4]))
+        return f"the cluster has {theirs}, and this is {ours}: install the same versions"
     if type(error).__name__ == "AuthenticationError" or "authentication token" in text.lower():
         return (
             "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a "
@@ -525,9 +525,9 @@ def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
     if machine.device != other.device:
         return None
     for name in ("python", "torch", "cuda", "cudnn", "triton", "threads"):
-        here, there = getattr(machine, name), getattr(other, name)
-        if here != there:
-            return f"{name} {here}", f"{name} {there}"
+        ours, theirs = getattr(machine, name), getattr(other, name)
+        if ours != theirs:
+            return f"{name} {ours}", f"{name} {theirs}"
     return None
 
 

@@ -413,10 +413,10 @@ def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:
     if row.speedup is None:
         return row
     baseline = row.speedup.vs
-    here, there = (_typical_ms(rows, baseline) for rows in (beside, clean))
-    if here is None or there is None or here <= DISTURBED * there:
+    beside_ms, clean_ms = (_typical_ms(rows, baseline) for rows in (beside, clean))
+    if beside_ms is None or clean_ms is None or beside_ms <= DISTURBED * clean_ms:
         return row
-    flag = f"no speed-up: {baseline} takes {here / there:.1f} times as long beside it"
+    flag = f"no speed-up: {baseline} takes {beside_ms / clean_ms:.1f} times as long beside it"
     return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
 
 

@@ -164,17 +164,17 @@ class CallEvidence:
             return wrong
         if row.kernel not in self._blocks:
             return ""
-        here, there, calls = self._blocks[row.kernel]
-        if not _agree(here, there):
+        parent_ms, worker_ms, calls = self._blocks[row.kernel]
+        if not _agree(parent_ms, worker_ms):
             return (
-                f"{counted(calls, 'call')} took {there:.3g} ms by the worker's clock and "
-                f"{here:.3g} ms by another process's: something changed the clock"
+                f"{counted(calls, 'call')} took {worker_ms:.3g} ms by the worker's clock and "
+                f"{parent_ms:.3g} ms by another process's: something changed the clock"
             )
         reported = row.time_ms.p50 + (row.host_ms or 0.0)
-        if self.settings.device.type == "cuda" and there / calls > OTHER_TIMER * reported:
+        if self.settings.device.type == "cuda" and worker_ms / calls > OTHER_TIMER * reported:
             return (
                 f"its row says {reported:.3g} ms a call, and in a block of them one took "
-                f"{there / calls:.3g} ms: something changed the timer"
+                f"{worker_ms / calls:.3g} ms: something changed the timer"
             )
         return ""
 
