@@ -264,7 +264,7 @@ GROUPS: dict[str, tuple[Callable[[], Cases], ...]] = {
     "portable": (of_prefill, of_lengths, of_quantised_prefill, of_quantised_decode, of_choice),
     "hopper": (of_hopper, of_lengths, of_quantised_prefill, of_decode),
 }
-"""The cases of each process: with kernels that any GPU gets, and with those that a Hopper GPU gets.
+"""Cases of each process: with the kernels of any GPU, and with the kernels of a Hopper GPU.
 A program that a group has had already is not compiled again."""
 
 
