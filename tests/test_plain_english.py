@@ -36,7 +36,7 @@ CLAUSE = re.compile(r"(?:What|Of|Whether|Which|Whose|Who|How|That|Those)\b")
 THIRD_PERSON = re.compile(r"[A-Z][a-z]+[^s]s$")
 AVOIDED = re.compile(
     r"\b(nobody|somebody|whoever|(?<![Tt]here )(?:is|are) (?:no|none)\b(?! longer)"
-    r"|(?:is|was) (?:told|said)|those that|of which)\b"
+    r"|(?:is|was) (?:told|said)|those that|of which)\b(?! \()"
 )
 PASSAGES = ("models/generation.py",)
 """Files that hold text for a model to read."""

@@ -178,8 +178,8 @@ def use_plan(
     modules: if its calls are counted as not in the plan, call `torch.compiler.reset()` first.
 
     Args:
-        plan: a file written by `replay plan`, or a `Plan`; or several for different types of GPU,
-            the fitting one of which is used.
+        plan: a file written by `replay plan`, or a `Plan`; or several for different types of GPU:
+            the one that fits is used.
         module: the model, if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
         any_device: use the plan on another type of GPU than it was made on, or on a CPU.

@@ -630,7 +630,7 @@ def test_a_file_of_an_archive_that_was_altered_costs_its_row(
 def test_a_recording_that_cannot_be_had(run_cli: RunCli, where: str) -> None:
     code, out, err = run_cli("--dir", where, *QUICK)
     assert (code, out) == (2, "")
-    assert err.startswith(f"replay: {where}: ")
+    assert where in err
     assert err.count("\n") == 1
 
 

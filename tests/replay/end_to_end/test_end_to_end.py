@@ -162,9 +162,9 @@ def test_the_paragraph_that_explains_a_kernel(
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ('{"kernel": "fast"}', "was not written by `replay --e2e-json` of this version"),
-        ("[1]", "was not written by `replay --e2e-json` of this version"),
-        ("[" * 100_000, "was not written by `replay --e2e-json` of this version"),
+        ('{"kernel": "fast"}', "was not written by `replay verify --checks` of this version"),
+        ("[1]", "was not written by `replay verify --checks` of this version"),
+        ("[" * 100_000, "was not written by `replay verify --checks` of this version"),
         ("", "has no kernel to explain: choose some with --kernels"),
         (None, "cannot read"),
     ],

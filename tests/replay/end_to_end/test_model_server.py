@@ -11,14 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from replay.end_to_end import model_server
-from replay.patch.use_kernel import Swap, Tally
+from replay.patch.use_kernel import CallCounts, Swap
 
 
 @pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])
 def test_a_text_that_was_read_without_the_kernel_says_nothing_of_it(
     tmp_path: Path, answered: int, is_kept: bool
 ) -> None:
-    swap = Swap({"for decoding": Tally(hits=28)})
+    swap = Swap({"for decoding": CallCounts(hits=28)})
 
     def score(ids: Tensor) -> Tensor:
         swap.kernels["for decoding"].hits += answered
