@@ -1,10 +1,10 @@
 """Attention kernels in Triton and Gluon: functions of tensors with SDPA-like arguments.
 
 `attention` takes the arguments of `scaled_dot_product_attention` and runs the fastest exact kernel
-for the call. The other functions are the kernels themselves. Each is imported when it is first
-used, so that this package imports quickly, and without Triton.
+for the call. The other functions are the kernels themselves. A kernel is imported on first use, so
+importing this package is quick and does not need Triton.
 
-A folder imports from those below it only:
+A folder imports only from the folders listed below it:
 
     dispatch.py   the choice of a kernel for a call
     sparse/       decode that reads a choice of tokens
@@ -16,13 +16,13 @@ A folder imports from those below it only:
     launch/       the host's side of a launch: plans, descriptors, workspace, shape checks
     options.py    arguments of a call that SDPA does not have
 
-A file is named after its function (`prefill.py`, `paged_decode.py`). `…_kernel.py` is what the GPU
-runs, to be read from the top; the file of the same name without `_kernel` plans and launches it.
-With TRITON_INTERPRET=1 set before the import, the Triton kernels run on the CPU in Triton's
-interpreter, which shows that they are right and nothing about their speed.
+A file is named after its function (`prefill.py`, `paged_decode.py`). `…_kernel.py` holds the code
+that the GPU runs; the file of the same name without `_kernel` plans and launches it. With
+TRITON_INTERPRET=1 set before the import, the Triton kernels run on the CPU in Triton's interpreter,
+which tests their results but not their speed.
 
-Suffixes of names: B batch, Hq query heads, Hkv key/value heads, H any heads, S sequence, D head
-dimension, T tokens of all batch elements in a row.
+Suffixes of names: B batch, Hq query heads, Hkv key/value heads, H heads of either kind, S sequence,
+D head dimension, T tokens of all batch elements, concatenated.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ _MODULES = {
     "quantised_prefill": "quantised.quantised_prefill",
     "sparse_decode": "sparse.sparse_decode",
 }
-"""The module of each public name. No public function is called like a folder or a file here, which
-would take its place in this namespace once it is imported."""
+"""Module of each public name. No public function has the name of a folder or file here: importing
+that module would replace the function in this namespace."""
 
 __all__ = [
     "PLAIN", "AttentionOptions", "KeyRanges", "attend_to_cache", "attend_to_quantised", "attention",
@@ -89,17 +89,20 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for.
+    """Import a public name when it is first used.
 
     Raises:
-        ImportError: it needs Triton, or a newer one; the message says what to do.
+        ImportError: the name needs Triton or a newer version of Triton.
     """
     module = _MODULES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
-    except (ImportError, AttributeError) as error:  # an old Triton lacks modules, or names in them
+    except (
+        ImportError,
+        AttributeError,
+    ) as error:  # old versions of Triton lack some modules and names
         raise ImportError(_refusal(name, error)) from error
     globals()[name] = found
     return found
@@ -110,7 +113,7 @@ def __dir__() -> list[str]:
 
 
 def _refusal(name: str, error: Exception) -> str:
-    """Return why a kernel cannot be imported and what to do about it, in one sentence."""
+    """Return one sentence: why a kernel cannot be imported and what to do about it."""
     try:
         installed = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The choice of a kernel for a call with SDPA's arguments."""
+"""Choice of a kernel for a call with SDPA's arguments."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from attention_kernels.tiles.matmul import INTERPRETED
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LARGEST_HEAD_DIM = 256
 LARGEST_LATENT, LARGEST_TAIL = 512, 128
-"""Largest head dimension of a value that is the first part of its key, and of the key beyond it."""
+"""Largest head dimension of a value that is the first part of its key, and of the rest of the
+key."""
 MOST_DECODED_QUERIES = 16
 MOST_DECODED_ROWS = 64
-"""Most queries of all heads that share a key head: decode reads the keys once for so many."""
+"""Maximum number of queries of the heads that share a key head, for decode to read the keys only
+once."""
 WORTH_LOOKING = 2**20
-"""Least scores of a head for which it pays to find the blocks that a mask hides. Looking takes some
-20 µs, and a tenth to a half longer where the mask hides no whole block (H100,
+"""Minimum number of scores per head for which scanning a mask for hidden blocks pays off. The scan
+takes some 20 µs. A call whose mask hides no whole block takes 10 to 50 % longer with it (H100,
 docs/attention-kernels.md)."""
 
 
@@ -40,15 +42,15 @@ def attention(
 ) -> Tensor:
     """Return `scaled_dot_product_attention` of the arguments by the fastest exact kernel for them.
 
-    A few queries are decoded, with the keys split among programs. Long masks are looked through
-    first, so that blocks that they hide are skipped. Other calls of 16 bits run the kernel for
-    Hopper on such a GPU, and the portable kernel elsewhere.
+    Calls with a few queries are decoded, with the keys split among programs. Long masks are scanned
+    first, so that hidden blocks are skipped. Other 16-bit calls run the Hopper kernel on a Hopper
+    GPU, and the portable kernel elsewhere.
 
     Args:
         query: (B, Hq, Sq, D) in float16, bfloat16 or float32, any strides.
         key: (B, Hkv, Sk, D).
-        value: (B, Hkv, Sk, Dv); D and Dv are at most 256, or 640 and 512 for a few queries where
-            the value is the first part of the key.
+        value: (B, Hkv, Sk, Dv); D and Dv are at most 256, or 640 and 512 for a few queries if the
+            value is the first part of the key.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
         is_causal: query i sees keys 0 to i; not with `attn_mask`, as in SDPA.
         scale: factor of the scores; None for 1/√D.
@@ -58,20 +60,22 @@ def attention(
         (B, Hq, Sq, Dv) in the query's dtype; zeros where a query sees no key.
 
     Raises:
-        NotImplementedError: dropout, gradients, a device, dtype or head dimension without a kernel.
-        ValueError: arguments that do not fit together.
+        NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension
+            without a kernel.
+        ValueError: the arguments do not fit together.
     """
     _check(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     q_len, kv_len = query.shape[2], key.shape[2]
     if _is_decoded(query, key):
         rows = query.shape[1] // key.shape[1] * q_len
-        # Wide heads have no other kernel, so that their keys are read more than once.
+        # Wide heads have no other kernel: decode takes them even if it reads the keys several
+        # times.
         if rows <= MOST_DECODED_ROWS or query.shape[3] > LARGEST_HEAD_DIM:
             return contiguous_decode(query, key, value, attn_mask, is_causal, scale=scale)
     if attn_mask is not None and q_len * kv_len >= WORTH_LOOKING:
         return masked_prefill(query, key, value, attn_mask, scale=scale)
     if has_gluon_kernels(query.device):
-        # Gluon is imported only on a GPU that runs it.
+        # Gluon is imported only on a GPU that supports it.
         from attention_kernels.hopper.hopper_prefill import hopper_prefill, takes
 
         if takes(query, value, scale):
@@ -88,11 +92,11 @@ def _check(
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
-    """Refuse a call that no kernel here can answer.
+    """Reject a call that no kernel supports.
 
     Raises:
-        NotImplementedError: as `attention` does.
-        ValueError: likewise.
+        NotImplementedError: as for `attention`.
+        ValueError: as for `attention`.
     """
     if dropout_p:
         raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
@@ -121,7 +125,7 @@ def _check(
 
 
 def _is_decoded(query: Tensor, key: Tensor) -> bool:
-    """Return whether decode takes the call, if it has few enough rows."""
+    """Return whether decode supports the call, provided that the call has few enough rows."""
     is_16_bit = query.dtype != torch.float32
     return is_16_bit and query.shape[2] <= MOST_DECODED_QUERIES and key.shape[2] > 0
 
@@ -155,7 +159,7 @@ def _check_head_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 @functools.cache
 def _wrong_device(device: torch.device) -> str | None:
-    """Return why no kernel runs on a device, in a sentence."""
+    """Return one sentence: why no kernel runs on a device."""
     if INTERPRETED.value:
         return None
     if device.type != "cuda":

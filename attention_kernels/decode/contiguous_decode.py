@@ -1,4 +1,4 @@
-"""Attention of a few query tokens over keys in one piece."""
+"""Attention of a few query tokens over contiguous keys and values."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ def contiguous_decode(
 ) -> Tensor:
     """Return softmax(scale · QKᵀ + mask) · V for a short query, (B, Hq, Sq, Dv), contiguous.
 
-    Any Sq is computed correctly. The keys are read once for every 64 rows (G · Sq) of a key head,
-    so a prefill kernel is the better choice for more.
+    Any Sq gives correct results. The keys are read once for every 64 rows (G · Sq) of a key head,
+    so a prefill kernel is faster for more rows.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides; Hq a multiple of Hkv.
-        key: (B, Hkv, Sk, D), in the query's dtype and on its device, any strides.
-        value: (B, Hkv, Sk, Dv), likewise.
+        key: (B, Hkv, Sk, D), dtype and device of the query, any strides.
+        value: (B, Hkv, Sk, Dv), like the key.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added). A query
             whose keys are all masked gets zeros.
-        is_causal: aligned top left: query i sees keys 0 to i, or bottom right, if `options` says
-            so. Keys beyond the first Sq are not read top left, so that a NaN there reaches nothing.
+        is_causal: query i sees keys 0 to i (top left), unless `options` specifies bottom right.
+            With top left, keys beyond the first Sq are not read, so a NaN in them has no effect.
         scale: factor of the scores; None for 1/√D.
-        seqused_k: (B,) int32, how many keys count, from the first; None for all.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
-        options: bottom right, window and soft cap; keys before every query's window are not read.
+        seqused_k: (B,) int32, number of valid keys, counted from the first; None for all.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
+        options: bottom right, window and soft cap. Keys before the windows of all queries are not
+            read.
     """
     if seqused_k is not None and seqused_k.dtype != torch.int32:
-        seqused_k = seqused_k.int()  # descriptors take places of 32 bits
+        seqused_k = seqused_k.int()  # descriptors take 32-bit coordinates
     return attend_to_cache(
         query,
         Cache(key, value, lengths=seqused_k),

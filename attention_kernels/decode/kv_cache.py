@@ -1,4 +1,4 @@
-"""A key/value cache in 16 bits: in one piece or in pages, all of its tokens or chosen ones."""
+"""A key/value cache in 16 bits, contiguous or in pages, read in full or at chosen tokens only."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from attention_kernels.launch.shape_checks import Sizes
 from attention_kernels.options import is_leading_part
 
 WORTH_DESCRIBING = 2**26
-"""Least count of numbers in keys and values for which descriptors pay.
+"""Minimum number of elements in keys and values for which descriptors pay off.
 
-A call keeps the GPU busy for as long as the host then. Descriptors cost the host some microseconds
-and save an H200 half of one.
+A call of this size keeps the GPU busy for as long as the host. Descriptors cost the host some
+microseconds and save half a microsecond on an H200.
 """
 BUSY_ROWS = range(17, 33)
-"""Queries of a key head that keep a processor busy while memory delivers.
+"""Numbers of queries of a key head for which arithmetic, not memory, limits a multiprocessor.
 
-Without addresses they take 40 % fewer instructions. More queries take so many registers that
-descriptors spill some.
+With descriptors, these calls take 40 % fewer instructions. With more queries, descriptors cause
+register spills.
 """
 LEAST_PAGE = 64
-"""Least tokens of a page that is loaded in whole blocks."""
+"""Minimum number of tokens in a page for which whole blocks are loaded."""
 
 Access = Literal["described", "direct", "indirect", "quantised"]
 """Ways to read a cache: through tensor descriptors, through pointers, through pointers to tokens
-that are looked up first, or in 8 bits through descriptors."""
+whose positions are looked up first, or through descriptors of an 8-bit cache."""
 
 
 class Cache(NamedTuple):
-    """Keys and values, and the places of each sequence's tokens in them."""
+    """Keys and values, and the positions of each sequence's tokens in them."""
 
     key: Tensor
     """(B, Hkv, Sk, D), or pages (P, page_size, Hkv, D)."""
     value: Tensor
     """(B, Hkv, Sk, Dv), or pages (P, page_size, Hkv, Dv)."""
     block_table: Tensor | None = None
-    """(B, pages of the longest sequence) int32; None when the keys are in one piece."""
+    """(B, pages of the longest sequence) int32; None if the keys are contiguous."""
     lengths: Tensor | None = None
-    """(B,) int32, how many tokens each sequence has; None for all."""
+    """(B,) int32, number of tokens of each sequence; None for all."""
     indices: Tensor | None = None
     """(B, Hkv, K) int32, the tokens to attend to; None for all. Negative entries and entries beyond
     the length are skipped."""
@@ -58,19 +58,17 @@ class Cache(NamedTuple):
         lengths: Tensor,
         indices: Tensor | None = None,
     ) -> Cache:
-        """Return a cache in pages, with a table whose rows are contiguous, as the kernel reads
-        them."""
+        """Return a cache in pages, with the rows of its table made contiguous for the kernel."""
         if block_table.shape[1] > 1 and block_table.stride(1) != 1:
             block_table = block_table.contiguous()
         return cls(key_pages, value_pages, block_table, lengths, indices)
 
     @property
     def shapes(self) -> tuple[Sizes, Sizes]:
-        """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); with pages, Sk is what the table has room
-        for.
+        """Return (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); with pages, Sk is the table's capacity.
 
         Raises:
-            ValueError: keys and values lie in different pages.
+            ValueError: the shapes of key pages and value pages do not match.
         """
         key, value, table = self.key.shape, self.value.shape, self.block_table
         if table is None:
@@ -82,14 +80,14 @@ class Cache(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return Hkv, the most tokens that a sequence can have, and Dv."""
+        """Return Hkv, the maximum number of tokens of a sequence, and Dv."""
         if self.block_table is None:
             return self.key.shape[1], self.key.shape[2], self.value.shape[3]
         return self.key.shape[2], self.block_table.shape[1] * self.page_size, self.value.shape[3]
 
     @property
     def layouts(self) -> Hashable:
-        """Return all that a plan may depend on."""
+        """Return everything that a plan may depend on."""
         return tuple(map(layout, self))
 
     @property
@@ -99,36 +97,37 @@ class Cache(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """Return how many numbers of a key follow its value, 0 where the value is not the key's
+        """Return the number of elements of a key after its value; 0 if the value is not the key's
         first part.
 
-        It is the first part in absorbed MLA.
+        In absorbed MLA, the value is the first part of the key.
         """
         beyond = self.key.shape[3] - self.value.shape[3]
         return beyond if beyond > 0 and is_leading_part(self.value, self.key) else 0
 
     @property
     def page_size(self) -> int:
-        """Return the tokens in a page; 0 without pages."""
+        """Return the number of tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else self.key.shape[1]
 
     def access(self, is_cut: bool, begins_late: bool = False, rows: int = 1) -> Access:
         """Return how the kernel reads the cache.
 
-        Descriptors take whole blocks, and no block of tokens may lie in two pages. Tokens that do
-        not count could be NaN, so a window may not leave them at a sequence's beginning.
+        Descriptors load whole blocks, and a block may not cross from one page to the next. Hidden
+        tokens could be NaN, so descriptors are not used if a window hides a sequence's first
+        tokens.
 
         Args:
-            is_cut: whether a diagonal leaves some tokens out.
-            begins_late: whether a window leaves out the first tokens.
-            rows: queries of a key head.
+            is_cut: whether a diagonal hides some tokens.
+            begins_late: whether a window hides the first tokens.
+            rows: number of queries of a key head.
         """
         in_pages = self.block_table is not None
         pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
         numbers = self.key.numel() + self.value.numel()
         if self.indices is not None or begins_late or numbers < WORTH_DESCRIBING:
             return pointers
-        # In one piece, where something is cut off, pointers are as fast (one query, H200).
+        # Pointers are as fast if a contiguous cache is not read to its end (one query, H200).
         is_cut |= self.lengths is not None
         if not in_pages and not self.tail and is_cut and rows not in BUSY_ROWS:
             return pointers
@@ -141,20 +140,21 @@ class Cache(NamedTuple):
         return "described" if fits else pointers
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return the strides of batch elements or pages, of heads, of tokens and within a head."""
+        """Return the strides between batch elements or pages, heads, tokens, and elements of a
+        head."""
         first, second, third, within = tensor.stride()
         paged = self.block_table is not None
         return (first, third, second, within) if paged else (first, second, third, within)
 
     @property
     def largest_block(self) -> int | None:
-        """Return the most tokens that a descriptor loads at once."""
+        """Return the maximum number of tokens that a descriptor loads at once."""
         return _largest_block(self.page_size) if self.page_size else None
 
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Return descriptors of key and value without their memory; with a tail, both are of the
+        """Return descriptors of key and value without memory; with a tail, both describe the
         key."""
         key, value = self._by_head(self.key), self._by_head(self.value)
         second = described(key, block_n, block_tail) if block_tail else None
@@ -164,7 +164,7 @@ class Cache(NamedTuple):
         )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
-        """Return (B or P, Hkv, tokens, D)."""
+        """Return a view (B or P, Hkv, tokens, D)."""
         return tensor if self.block_table is None else tensor.transpose(1, 2)
 
 
@@ -184,10 +184,10 @@ def find_tokens(
     stride_table,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Return tokens at `positions` (N,), whether each exists, and its places on the cache's token
+    """Return tokens at `positions` (N,), whether each exists, and its indices on the cache's token
     axis and first axis.
 
-    The first axis is of batch elements or of pages. `indices_ptr` is None where all tokens count.
+    The first axis is that of batch elements or pages. `indices_ptr` is None if all tokens are read.
     """
     tokens = positions
     if indices_ptr is not None:

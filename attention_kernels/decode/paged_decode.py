@@ -1,4 +1,4 @@
-"""Attention of a few query tokens over keys in pages."""
+"""Attention of a few query tokens over keys and values in pages."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ def paged_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """Return attention of each query to its sequence's tokens, (B, Hq, Sq, Dv), contiguous.
+    """Return attention of each query to the tokens of its sequence, (B, Hq, Sq, Dv), contiguous.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
         key_pages: (P, page_size, Hkv, D), any page size, any strides.
         value_pages: (P, page_size, Hkv, Dv).
         block_table: (B, N) int32: token t of sequence b is in page `block_table[b, t // page_size]`
-            at place `t % page_size`. Entries behind a sequence's last page are not read.
-        lengths: (B,) int32, tokens of each sequence, at most N · page_size. An empty sequence gets
-            zeros. Memory behind the last token of a page is not read.
+            at position `t % page_size`. Entries after a sequence's last page are not read.
+        lengths: (B,) int32, number of tokens of each sequence, at most N · page_size. The output of
+            an empty sequence is zeros. Page memory after a sequence's last token is not read.
         scale: factor of the scores; None for 1/√D.
-        is_causal: query i sees tokens 0 to i, or as `options` says.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
-        options: bottom right, window and soft cap; pages before every query's window are not read.
+        is_causal: query i sees tokens 0 to i, unless `options` specifies bottom right.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
+        options: bottom right, window and soft cap. Pages before the windows of all queries are not
+            read.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)
     return attend_to_cache(

@@ -1,4 +1,4 @@
-"""A key/value cache in pages, as serving engines keep it (PagedAttention, Kwon et al. 2023)."""
+"""A key/value cache in pages, as in serving engines (PagedAttention, Kwon et al. 2023)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attention_kernels.options import is_leading_part
 
 
 class PagedCache(NamedTuple):
-    """Arguments of `paged_decode` after the query, in its order."""
+    """Arguments of `paged_decode` after the query, in the same order."""
 
     key_pages: Tensor
     """(P, page_size, Hkv, D)."""
@@ -21,7 +21,7 @@ class PagedCache(NamedTuple):
     block_table: Tensor
     """(B, pages of a sequence) int32."""
     lengths: Tensor
-    """(B,) int32, tokens of each sequence."""
+    """(B,) int32, number of tokens of each sequence."""
 
 
 def page(
@@ -35,14 +35,14 @@ def page(
 ) -> PagedCache:
     """Copy keys and values (B, Hkv, S, D) into pages that lie in a random order.
 
-    In order the indirection would cost nothing, since neighbouring tokens would be neighbours in
-    memory. In a server that has run for a while they are not. A value that is the key's first part
-    stays so in the pages.
+    If the pages were in order, neighbouring tokens would be neighbours in memory, and the
+    indirection would cost nothing. This is not so in a server that has run for a while. A value
+    that is the first part of the key remains a part of it in the pages.
 
     Args:
-        lengths: (B,), tokens of each sequence; None for S.
+        lengths: (B,), number of tokens of each sequence; None for S.
         starts: (B,), first token of each sequence, less than S; None for 0.
-        seed: seed of the order of the pages.
+        seed: seed for the order of the pages.
     """
     batch, _, length, _ = key.shape
     is_shared, v_dim = is_leading_part(value, key), value.shape[3]
@@ -62,8 +62,8 @@ def page(
 
 
 def _into_pages(tensor_BHSD: Tensor, page_size: int, block_table: Tensor) -> Tensor:
-    """Return pages (P, page_size, H, D). Memory behind the last token is not written, as nothing
-    reads it."""
+    """Return pages (P, page_size, H, D). Memory after the last token is not written, because it is
+    never read."""
     _, heads, length, head_dim = tensor_BHSD.shape
     tokens_BSHD = tensor_BHSD.transpose(1, 2)
     pages = tensor_BHSD.new_empty(block_table.numel(), page_size, heads, head_dim)
@@ -78,7 +78,7 @@ def _into_pages(tensor_BHSD: Tensor, page_size: int, block_table: Tensor) -> Ten
 
 
 def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
-    """Move each sequence so that it begins at 0, and repeat its last token behind it."""
+    """Move each sequence so that it starts at 0, and repeat its last token after its end."""
     length = tensor_BHSD.shape[2]
     tokens = starts[:, None] + torch.arange(length, device=starts.device)
     tokens = tokens.clamp_(max=length - 1)[:, None, :, None]
@@ -87,7 +87,7 @@ def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def shuffled(count: int, device: torch.device, seed: int) -> Tensor:
-    """Return a permutation of the first `count` numbers. It is kept, since a server does not draw
-    one at each call either."""
+    """Return a permutation of the first `count` integers. It is cached, because a server does not
+    draw one at each call either."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.to(device)

@@ -1,30 +1,30 @@
-"""A key/value cache in 8 bits, as serving engines keep it, and how `split_kv_kernel.py` reads it.
+"""A key/value cache in 8 bits, as in serving engines, and its parts of `split_kv_kernel.py`.
 
-Every token of a key head has a scale for its key and one for its value, as with vLLM's
-`kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`, and, with an offset beside it, in
-LMDeploy. So a new token is quantised by itself, and none is quantised again. A scale per channel
-would need the tokens that follow (KIVI, Liu et al. 2024, keeps the last 128 in 16 bits). Its
-purpose is served in another way here: keys have channels that are far from 0 for every token, which
-would use up a token's 8 bits, so a mean is subtracted ("K smoothing", SageAttention, Zhang et al.
-2024). A server would take the mean of the prompt. Here it is the mean of the keys that
-`sampled_mean` takes. It is stored, because sinks and soft caps depend on it, unlike softmax alone:
-the queries' products with it are added to the scores again.
+Every token of a key head has one scale for its key and one for its value, as in vLLM's
+`kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`. LMDeploy also stores an offset. A new
+token is therefore quantised independently, and no token is quantised again. A scale per channel
+would depend on later tokens (KIVI, Liu et al. 2024, keeps the last 128 tokens in 16 bits). Channel
+scales would help because some channels of the keys are far from 0 for every token, which uses up
+the 8 bits. Instead, a mean key is subtracted ("K smoothing", SageAttention, Zhang et al. 2024). A
+server would use the mean of the prompt; this module uses the mean of the keys that `sampled_mean`
+selects. Softmax alone does not depend on the mean, but sinks and soft caps do. The mean is
+therefore stored, and the product of each query with the mean is added back to the scores.
 
-No number of the cache is multiplied by its scale or converted. Scales of keys are factors of their
-scores, scales of values are factors of their probabilities. The probabilities are split into two
-8-bit numbers each, like the query (`high_low_parts.py`). In each block the largest product of a
-probability and its value's scale becomes the largest 8-bit number, so that all bits are used.
+The kernel neither converts the cache's elements nor multiplies them by their scales. Key scales
+multiply the scores, and value scales multiply the probabilities. Each probability is split into two
+8-bit numbers, like the query (`high_low_parts.py`). In each block, the largest product of a
+probability and its value's scale is mapped to the largest 8-bit number.
 
-Values lie transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first kernels.
-The tensor cores need bytes of neighbouring tokens side by side, and no instruction transposes bytes
-on their way there. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9 and so on.
-A thread has the scores of such pairs (PTX, the accumulator of `wgmma` and `mma.m16n8`), and stores
-both weights at once.
+Values are stored transposed within every `CACHE_BLOCK` tokens, as in the pages of vLLM's first
+kernels. The tensor cores need the bytes of neighbouring tokens to be adjacent, and no load
+instruction transposes bytes. Within every 16 tokens the two groups of eight alternate: 0, 8, 1, 9
+and so on. A thread holds the scores of such pairs (PTX, the accumulator of `wgmma` and
+`mma.m16n8`), and stores both weights at once.
 
-In pages, a page is one such block, and a program looks up the page of each block.
+In a paged cache, each page is one such block.
 
-A NaN or an infinity makes the scale of its token NaN. In a key it reaches every row that sees the
-key, in a value the whole output of such rows.
+A NaN or an infinity makes the scale of its token NaN. The output of every row that sees the token
+is then NaN.
 """
 
 from __future__ import annotations
@@ -58,20 +58,21 @@ from attention_kernels.tiles.high_low_parts import (
 from attention_kernels.tiles.matmul import INTERPRETED
 
 CACHE_BLOCK = tl.constexpr(128)
-"""Tokens whose values are transposed together; lengths are rounded up to a multiple."""
+"""Number of tokens whose values are transposed together; lengths are rounded up to a multiple of
+it."""
 
 
 @dataclass(frozen=True)
 class QuantisedCache:
-    """Keys and values in 8 bits in one piece. N = Sk rounded up to `CACHE_BLOCK`, D' = D rounded to
-    16.
+    """Keys and values in 8 bits. N is Sk rounded up to a multiple of `CACHE_BLOCK`, D' is D rounded
+    up to a multiple of 16.
 
-    In pages, all except `key_mean` have P pages of N = `CACHE_BLOCK` in the place of B batch
-    elements.
+    In a paged cache, all tensors except `key_mean` have P pages of N = `CACHE_BLOCK` tokens instead
+    of B batch elements.
     """
 
     key: Tensor
-    """(B, Hkv, N, D') int8 or float8_e4m3fn, zeros beyond each sequence and D."""
+    """(B, Hkv, N, D') int8 or float8_e4m3fn; zeros beyond each sequence's end and beyond D."""
     value: Tensor
     """(B, Hkv, N / 128 · Dv, 128) in the key's dtype: Dv rows of every `CACHE_BLOCK` tokens, in the
     order of `in_value_order`."""
@@ -83,16 +84,16 @@ class QuantisedCache:
     """(B, Hkv, N) float32: value ≈ quantised · scale."""
     kv_len: int
     lengths: Tensor | None
-    """(B,) int32, how many tokens each sequence has; None for all."""
+    """(B,) int32, number of tokens of each sequence; None for all."""
     block_table: Tensor | None = None
-    """(B, pages of a sequence) int32: the page of each `CACHE_BLOCK` tokens; None in one piece."""
+    """(B, pages of a sequence) int32: the page of each `CACHE_BLOCK` tokens; None without pages."""
 
     indices: ClassVar[None] = None
     tail: ClassVar[int] = 0
 
     @property
     def page_size(self) -> int:
-        """Return the tokens in a page; 0 without pages."""
+        """Return the number of tokens in a page; 0 without pages."""
         return 0 if self.block_table is None else CACHE_BLOCK.value
 
     @property
@@ -104,13 +105,14 @@ class QuantisedCache:
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Return Hkv, the most tokens that a sequence can have, and Dv."""
+        """Return Hkv, the maximum number of tokens of a sequence, and Dv."""
         _, kv_heads, rows, _ = self.value.shape
         return kv_heads, self.kv_len, rows // (self.key.shape[2] // CACHE_BLOCK.value)
 
     @property
     def layouts(self) -> Hashable:
-        """Return all that a plan may depend on. Other tensors follow from these."""
+        """Return everything that a plan may depend on. The layouts of other tensors follow from
+        these."""
         tensors = (self.key, self.value, self.lengths, self.block_table)
         return *map(layout, tensors), self.kv_len
 
@@ -121,22 +123,22 @@ class QuantisedCache:
     def access(
         self, is_cut: bool, begins_late: bool = False, rows: int = 1
     ) -> Literal["quantised"]:
-        """Return "quantised": blocks are whole, and tokens that do not count are finite."""
+        """Return "quantised": all blocks are whole, and invalid tokens are finite."""
         return "quantised"
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
-        """Return zeros for the four dimensions, since descriptors are used instead."""
+        """Return zeros for the four dimensions, because the kernel uses descriptors instead."""
         return tensor.stride()
 
     @property
     def largest_block(self) -> int:
-        """Return the most tokens that are loaded at once."""
+        """Return the maximum number of tokens that are loaded at once."""
         return CACHE_BLOCK.value
 
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Return descriptors of key and value without their memory. There is no tail."""
+        """Return descriptors of key and value without memory. There is no tail."""
         return (
             nowhere(described(self.key, block_n, block_d)),
             nowhere(described(self.value, block_dv, block_n)),
@@ -145,10 +147,10 @@ class QuantisedCache:
 
 @triton.jit
 def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
-    """Return a query (M, D) as `high_low_parts`, each row's factor (M,) and its score of the mean
-    (M,).
+    """Return a query (M, D) as `high_low_parts`, the factor of each row (M,), and the product of
+    each row with the mean key (M,).
 
-    Factor and score are NaN where the row is not finite.
+    Factor and product are NaN if the row is not finite.
     """
     query = query.to(tl.float32)
     mean = tl.load(mean_ptr + dims, mask=has_dim, other=0.0)
@@ -162,15 +164,15 @@ def fit_query(query, mean_ptr, dims, has_dim, IS_INT8: tl.constexpr):
 
 @triton.jit
 def in_value_order(numbers):
-    """Return 8-bit numbers (M, N) of N tokens in the order of their values."""
+    """Return 8-bit numbers (M, N) of N tokens, reordered like the stored values."""
     eights = numbers.reshape(numbers.shape[0], numbers.shape[1] // 16, 2, 8)
     return eights.permute(0, 1, 3, 2).reshape(numbers.shape[0], numbers.shape[1])
 
 
 @triton.jit
 def log2(scales):
-    """Return the logarithm of positive float32 numbers by one instruction, where Triton takes a
-    dozen."""
+    """Return the base-2 logarithm of positive float32 numbers in one instruction, where Triton
+    would use a dozen."""
     if INTERPRETED:
         return tl.math.log2(scales)
     return tl.inline_asm_elementwise(
@@ -180,7 +182,8 @@ def log2(scales):
 
 @triton.jit
 def _quantise_rows(rows, has_row, IS_INT8: tl.constexpr):
-    """Return (N, D) float32 rows in 8 bits, and (N,) scales, NaN where a row is not finite."""
+    """Return (N, D) float32 rows in 8 bits, and scales (N,), which are NaN for rows that are not
+    finite."""
     rows = tl.where(has_row[:, None], rows, 0.0)
     not_finite = tl.sum(rows * 0.0, axis=1)
     rows = tl.where(tl.abs(rows) < float("inf"), rows, 0.0)
@@ -208,7 +211,7 @@ def _quantise_keys(
 ):
     """Quantise one block of keys.
 
-    Pointers are those of its head; `output_ptr` and `scale_ptr` are those of the block.
+    `output_ptr` and `scale_ptr` point to the block, the other pointers to its head.
     """
     inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
     tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
@@ -216,7 +219,7 @@ def _quantise_keys(
     places = tokens[:, None].to(tl.int64) * stride_s + dims[None, :] * stride_d
     key = tl.load(key_ptr + places, mask=is_token[:, None] & has_dim[None, :], other=0.0)
     mean = sampled_mean(key_ptr, stride_s, stride_d, dims, has_dim, length)
-    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any finite offset will do
+    mean = tl.where(tl.abs(mean) < float("inf"), mean, 0.0)  # any finite offset is valid
     key = tl.where(has_dim[None, :], key.to(tl.float32) - mean[None, :], 0.0)
     quantised, scale = _quantise_rows(key, is_token, output_ptr.dtype.element_ty == tl.int8)
     places = inside[:, None] * STORED_DIM + dims[None, :]
@@ -329,11 +332,11 @@ def quantise_cache(
     """Return keys and values in `dtype` (int8 or float8_e4m3fn).
 
     Args:
-        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1; it is not changed.
-        value: (B, Hkv, Sk, Dv), likewise.
-        lengths: (B,) int32, how many tokens of each sequence count; others are not read.
-        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, each
-            number below their product once; None for a cache in one piece.
+        key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1.
+        value: (B, Hkv, Sk, Dv), like the key.
+        lengths: (B,) int32, number of valid tokens of each sequence; others are not read.
+        block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, a
+            permutation of all page numbers; None for a cache without pages.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -341,7 +344,7 @@ def quantise_cache(
     batch, kv_heads, kv_len, head_dim = key.shape
     lengths = vector("seqused_k", lengths, batch)
     if lengths is not None and lengths.dtype != torch.int32:
-        lengths = lengths.int()  # descriptors take places of 32 bits
+        lengths = lengths.int()  # descriptors take 32-bit coordinates
     v_dim, blocks = value.shape[3], triton.cdiv(kv_len, CACHE_BLOCK.value)
 
     first, inner = (batch, blocks) if block_table is None else (batch * blocks, 1)
@@ -381,7 +384,7 @@ def quantise_cache(
 
 
 def _stored(head_dim: int) -> int:
-    """Return the distance of keys in numbers, a multiple of 16 bytes as descriptors need it."""
+    """Return the stride between keys in elements, a multiple of 16 bytes as descriptors require."""
     return -(-head_dim // 16) * 16
 
 
@@ -399,8 +402,8 @@ def _planned(
 ) -> Launch:
     """Return the launch for keys and values of one shape.
 
-    `dtypes` are those of keys, values and cache. `others` are the layouts of lengths and pages, on
-    which compilation depends.
+    `dtypes` are those of keys, values and cache. `others` are the layouts of the lengths and the
+    block table, on which compilation depends.
     """
     check_shapes(*shapes[:1], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_dim) = shapes

@@ -1,4 +1,4 @@
-"""Attention of a few query tokens over a cache in 8 bits, quantisation included."""
+"""Attention of a few query tokens over a cache in 8 bits, including the quantisation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from attention_kernels.options import PLAIN, AttentionOptions
 
 
 def random_pages(key: Tensor) -> Tensor:
-    """Return the `block_table` of keys (B, Hkv, Sk, D) whose pages lie in a random order.
+    """Return a `block_table` for keys (B, Hkv, Sk, D), with pages in a random order.
 
-    The order is always the same. In a server that has run for a while, neighbouring tokens are not
-    neighbours in memory.
+    The order is the same at each call. It imitates a server that has run for a while, where
+    neighbouring tokens are not neighbours in memory.
     """
     batch, blocks = key.shape[0], -(-key.shape[2] // CACHE_BLOCK.value)
     return shuffled(batch * blocks, key.device, 0).view(batch, blocks).int()
@@ -37,12 +37,12 @@ def quantised_decode(
 ) -> Tensor:
     """Return softmax(scale · QKᵀ + mask) · V for a short query, with key and value in 8 bits.
 
-    A server quantises a token once and then calls `attend_to_cache` with a `QuantisedCache`. Key
-    and value are not changed.
+    A server would instead quantise each token once and call `attend_to_cache` with a
+    `QuantisedCache`.
 
     Args:
-        dtype: int8 or float8_e4m3fn, of the cache. FP8 needs compute capability 8.9.
-        in_pages: whether the cache lies in pages of `CACHE_BLOCK` tokens, in a random order.
+        dtype: type of the cache, int8 or float8_e4m3fn. FP8 needs compute capability 8.9.
+        in_pages: whether the cache is in pages of `CACHE_BLOCK` tokens, in a random order.
 
     The other arguments and the result are those of `contiguous_decode`.
     """

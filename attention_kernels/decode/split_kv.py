@@ -1,4 +1,4 @@
-"""Attention of a few queries over a cache: planning and launching of `split_kv_kernel.py`."""
+"""Attention of a few queries over a cache: planning and launch of `split_kv_kernel.py`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,15 @@ def attend_to_cache(
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
-        cache: in the query's dtype, any strides, or in 8 bits; on the query's device.
+        cache: a cache on the query's device, in the query's dtype with any strides, or in 8 bits.
         attn_mask: broadcasts to (B, Hq, Sq, Sk); bool (True = attend) or float (added).
-        is_causal: query i sees tokens 0 to i for any lengths, as in SDPA. If `options` says bottom
-            right, the last query sees all tokens and each query before it one less.
+        is_causal: query i sees tokens 0 to i for any lengths, as in SDPA. With bottom right in
+            `options`, the last query sees all tokens, and each earlier query sees one token less
+            than the next.
         scale: factor of the scores; None for 1/√D.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
-        options: bottom right, window and soft cap; not with indices.
-        tiles: sizes and parts of the work; None for those of `planned`.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
+        options: bottom right, window and soft cap; not together with indices.
+        tiles: sizes of the work; None for the result of `planned`.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -60,7 +61,7 @@ def attend_to_cache(
         layout(sinks),
         is_causal,
         scale,
-        None if options is PLAIN else options,  # its hash would take longer than all others
+        None if options is PLAIN else options,  # its hash takes longer than all others
         tiles,
         aligned,
         cache.tail,
@@ -96,8 +97,7 @@ def planned(
     is_causal: bool = False,
     options: AttentionOptions = PLAIN,
 ) -> Plan:
-    """Return how `attend_to_cache` cuts a call up where it gets no `tiles`; arguments are those of
-    it."""
+    """Return the plan of `attend_to_cache` for a call without `tiles`."""
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, v_dim = cache.sizes
     kept = 0 if cache.indices is None else cache.indices.shape[2]
@@ -119,12 +119,12 @@ def planned(
 
 
 class _PlannedDecode(NamedTuple):
-    """Plan that calls of one shape share."""
+    """Plan for calls of one shape."""
 
     call: PlannedCall
     output_shape: tuple[int, int, int, int]
     parts_numbers: int
-    """Numbers of scratch memory for the parts; 0 where there is one part only."""
+    """Size of the scratch memory for the parts, in float32 numbers; 0 if there is only one part."""
     counters: int
 
 
@@ -141,9 +141,9 @@ def _plan_call(
     tiles: Tiling | None,
     sinks: Sizes | None,
 ) -> _PlannedDecode:
-    """Plan a call: everything except its tensors' addresses.
+    """Plan a call: everything except the addresses of its tensors.
 
-    Arguments are those of `attend_to_cache`, with the shape of the sinks.
+    The arguments are those of `attend_to_cache`, except that `sinks` is a shape.
     """
     check_shapes(query.shape, *cache.shapes, sinks)
     _check_by_sequence(cache)
@@ -156,7 +156,7 @@ def _plan_call(
     is_cut = is_causal or left is not None or right is not None
     access = cache.access(is_cut, left is not None, group * q_len)
     tiles = tiles or cut.tiling
-    # A block of another size could lie in two pages.
+    # A block of another size could cross the boundary of two pages.
     has_descriptors = access in ("described", "quantised") and cache.page_size % tiles.block_n == 0
     assignment = tiles.assignment
     heads_of_keys = batch * kv_heads
@@ -233,11 +233,11 @@ def _plan_call(
 
 
 def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
-    """Check lengths, and indices of tokens.
+    """Check the shapes of lengths and token indices.
 
     Raises:
-        ValueError: there are more or fewer lengths than sequences, or tokens are not given for each
-            key head.
+        ValueError: the number of lengths differs from that of the sequences, or the indices do not
+            have one list of tokens for each key head.
     """
     batch, kv_heads, *_ = cache.shapes[0]
     if cache.lengths is not None and cache.lengths.shape != (batch,):
@@ -250,10 +250,11 @@ def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
 def _sides(
     is_causal: bool, options: AttentionOptions, q_len: int, kv_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Return whether there is a diagonal, and the keys that a window leaves on each side."""
+    """Return whether there is a diagonal, and the numbers of keys that a window keeps visible
+    before and after it."""
     is_causal, left, right = window_sides(is_causal, options, q_len, kv_len)
     if options.bottom_right and q_len == 1:
-        # The last query's diagonal is the last token, which a single query always sees.
+        # The diagonal of a single query is the last token, which that query always sees.
         return False, left, None
     return is_causal, left, right
 
@@ -261,7 +262,7 @@ def _sides(
 def _most_seen(
     left: int | None, right: int | None, options: AttentionOptions, q_len: int, kv_len: int
 ) -> int:
-    """Return the most tokens that the queries see together."""
+    """Return the maximum number of tokens that the queries see in total."""
     most = kv_len
     if right is not None and not options.bottom_right:
         most = min(most, q_len + right)
@@ -271,5 +272,5 @@ def _most_seen(
 @functools.cache
 def _processors(device: torch.device) -> int:
     if device.type == "cpu":
-        return 4  # interpreted: few programs, and still some splits
+        return 4  # in the interpreter: few programs, but some splits
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,14 +1,13 @@
-"""Assignment of keys to programs where sequences have lengths of their own, which the GPU alone
-knows.
+"""Assignment of keys to programs for sequences whose different lengths only the GPU knows.
 
 The host launches the same number of programs for any lengths. Each program reads all lengths,
-computes the same largest part as all others, and finds its own part by counting the parts before
-it. A longer sequence has more parts, and all parts are about equally long, so that programs end
-together. Programs beyond the last part end at once.
+computes the same maximum size of a part, and finds its own part by counting the parts before it. A
+longer sequence has more parts, and all parts are about equally long, so that programs end at about
+the same time. Programs beyond the last part end at once.
 
-With a largest part of c blocks, n blocks of a head are ⌈n / c⌉ parts, at most n / c + 1. If c is at
-least the number of all blocks divided by `shares`, all heads together have at most `shares` + heads
-parts, which is the number of programs.
+If a part has at most c blocks, the n blocks of a head make ⌈n / c⌉ parts, at most n / c + 1. If c
+is at least the total number of blocks divided by `shares`, all heads together have at most `shares`
+parts plus one per head, which is the number of programs.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from attention_kernels.tiles.matmul import INTERPRETED
 
 
 class KeyAssignment(NamedTuple):
-    """Numbers that the GPU needs beside the lengths."""
+    """Numbers that the GPU needs in addition to the lengths."""
 
     shares: int
-    """Parts that the keys of all heads are cut into, beside one that each head has anyway."""
+    """Number of parts that the keys of all heads are split into, not counting one part per head."""
     resident: int
-    """Parts that the GPU holds at once; with fewer, some of it would be idle."""
+    """Number of parts that fill the GPU; with fewer, some multiprocessors would be idle."""
     least: int
-    """Blocks of keys beside which a program's start is short. Parts are smaller only where there
-    would not be `resident` of them."""
+    """Minimum number of key blocks in a part, so that the start of a program is short in
+    comparison. Parts are smaller only if there would be fewer than `resident` parts."""
     worth: float
-    """Square of the number of parts, per block of a head's keys, beyond which merging takes longer
-    than the parts save."""
+    """Limit of (number of parts)² per block of a head's keys; beyond it, merging takes longer than
+    splitting saves."""
 
     def programs(self, heads: int) -> int:
-        """Return the number of programs for so many key heads, B · Hkv."""
+        """Return the number of programs for `heads` key heads, B · Hkv."""
         return heads + self.shares
 
 
@@ -50,10 +49,10 @@ def seen_positions(
     IS_BOTTOM_RIGHT: tl.constexpr,
     ROUNDED_TO: tl.constexpr,
 ):
-    """Return the first position that any query sees, the end of these positions, and the last one
-    that query 0 of a diagonal sees.
+    """Return the first position that any query sees, the end of the visible positions, and the last
+    position that query 0 sees under a diagonal.
 
-    `length` may be one or many. The first position is a multiple of ROUNDED_TO.
+    `length` may be a scalar or a tensor. The first position is a multiple of ROUNDED_TO.
     """
     diagonal = length * 0
     if IS_BOTTOM_RIGHT:
@@ -90,7 +89,7 @@ def assigned_part(
 ):
     """Return a program's sequence, key head and part, and the number of parts of that head.
 
-    The sequence is `sequences` where nothing is left for the program.
+    The sequence is `sequences` if there is no work for the program.
     """
     own = tl.arange(0, BLOCK_SEQUENCES)
     lengths = tl.load(lengths_ptr + own, mask=own < sequences, other=0)
@@ -114,10 +113,12 @@ def assigned_part(
 
 @triton.jit
 def _uniform(number):
-    """Return an integer that is the same in every thread, in a way that tells `ptxas` so.
+    """Return an integer that is the same in every thread, in a form that `ptxas` recognises as
+    uniform.
 
-    `ptxas` takes a sum over threads for as many numbers, and loops that end at it for divergent. It
-    would then move descriptors of shared memory between registers at each product.
+    `ptxas` assumes that a sum over threads may differ between threads, so that a loop bounded by
+    the sum may diverge. It would then move shared-memory descriptors between registers at each
+    product.
     """
     if not INTERPRETED:
         number = tl.inline_asm_elementwise(

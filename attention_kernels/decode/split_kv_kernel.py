@@ -1,16 +1,17 @@
-"""Attention of a few queries over many keys, which are split among programs whose parts are merged.
+"""Attention of a few queries over many keys, which are split among programs.
 
-Decoding has one query token, so the keys are all there is to share out (Flash-Decoding, Dao,
-Haziza, Massa and Sizov 2023). A program attends with all query heads of one key head, times the few
-query tokens, to one part of the keys. It leaves its maximum, its sum and its unnormalised output.
-The parts are merged in the same launch (`split_kv_merge.py`).
+Decoding has one query token, so only the keys can be split (Flash-Decoding, Dao, Haziza, Massa and
+Sizov 2023). A program attends with all query heads of one key head, and all query tokens, to one
+part of the keys. It stores the maximum, the sum and the unnormalised output of each row. The parts
+are merged in the same launch (`split_kv_merge.py`).
 
-The kernel serves four kinds of cache. Position i of a sequence is token i, or the token that
-`indices` names. A token lies in its batch element's row, or in the page that `block_table` names.
-Where position i is token i, or a page holds whole blocks of tokens, keys and values are loaded
-through tensor descriptors (TMA), if their strides and the GPU allow it. `quantised_cache.py` has
-what differs for a cache in 8 bits. Where the value is the first part of the key, as in DeepSeek's
-absorbed latent attention (MLA), it is read once, and the rest of the key, its tail, beside it.
+The kernel supports four kinds of cache. Position i of a sequence is token i, or the token given by
+`indices`. A token is stored in its batch element, or in the page given by `block_table`. If
+position i is token i, or a page holds whole blocks of tokens, keys and values are loaded through
+tensor descriptors (TMA), provided that their strides and the GPU allow it. `quantised_cache.py`
+handles a cache in 8 bits. If the value is the first part of the key, as in DeepSeek's absorbed
+latent attention (MLA), that part is read once, and the rest of the key, its tail, is read
+separately.
 
 Letters: B batch, Hq query heads, Hkv key/value heads, G = Hq / Hkv, Sq and Sk query and key length,
 D and Dv head dimensions, M = G · Sq rows of a key head (row r is head r // Sq, query r % Sq).
@@ -41,7 +42,7 @@ from attention_kernels.tiles.matmul import matmul
 from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap, softmax_step
 
 
-# Numbers that change from call to call must not compile the kernel again.
+# Numbers that change from call to call must not cause a recompilation.
 @triton.jit(
     do_not_specialize=[
         "group", "q_len", "kv_len", "kept", "splits", "left", "right", "stride_table",
@@ -114,28 +115,28 @@ def split_kv_kernel(
     TOGETHER: tl.constexpr,
     BLOCK_SEQUENCES: tl.constexpr,
 ):
-    """Attend to one part of the keys of a head, and merge parts where this program has to.
+    """Attend to one part of the keys of a head, and merge parts if that is this program's task.
 
-    Arguments that a call lacks are None, and no arguments of the compiled program: the mask, sinks,
-    lengths, indices, table, `cap`, `left` and `right`; the parts and their counters where keys are
-    not split; the scales and the mean where the cache is in 16 bits.
+    Unused arguments are None, and the compiled program does not have them: the mask, sinks,
+    lengths, indices, table, `cap`, `left` and `right`; the parts and their counters if keys are not
+    split; the scales and the mean if the cache is in 16 bits.
 
-    With BLOCK_SEQUENCES, keys are assigned to programs by the lengths of at most that many
+    If BLOCK_SEQUENCES is not 0, keys are assigned to programs by the lengths of at most that many
     sequences (`split_kv_assignment.py`), and `splits` is None. Otherwise the fields of a
     `KeyAssignment` are None.
 
-    `cap` is in base 2. With a cap, `scale` is that of the exponent in tanh. With a BLOCK_TAIL,
-    `head_dim` is the part of the key before its tail: Dv.
+    `cap` is in base 2. With a cap, `scale` is the factor of the exponent in tanh. If BLOCK_TAIL is
+    not 0, `head_dim` is the size of the key without its tail: Dv.
     """
     IS_8_BIT: tl.constexpr = key_scale_ptr is not None
     IS_INT8: tl.constexpr = IS_8_BIT and key_ptr.dtype == tl.int8
-    # Logarithm of the number that a weight of 1 is counted as.
+    # Base-2 logarithm of the number that represents a weight of 1.
     LOG2_LARGEST: tl.constexpr = LOG2_LARGEST_INT8 if IS_INT8 else LOG2_LARGEST_FP8
     LOG2_UNIT: tl.constexpr = LOG2_LARGEST if IS_8_BIT else 0.0
     ROUNDED_TO: tl.constexpr = CACHE_BLOCK if IS_8_BIT else 1
     BY_PAGE: tl.constexpr = HAS_DESCRIPTORS and PAGE_SIZE != 0
     IS_CUT: tl.constexpr = IS_CAUSAL or right is not None or lengths_ptr is not None
-    # An 8-bit cache is finite beyond the tokens that count.
+    # An 8-bit cache is finite beyond its valid tokens.
     ENDS_WHOLE: tl.constexpr = HAS_DESCRIPTORS and not IS_8_BIT and (BY_PAGE or IS_CUT)
     head = tl.program_id(0)
     split = tl.program_id(1)
@@ -218,7 +219,7 @@ def split_kv_kernel(
     begin = positions_begin + split * share
     end = tl.minimum(begin + share, positions_end)
 
-    # Between these, all queries see all positions.
+    # All queries see all positions from `whole_begin` to `whole_end`.
     whole_begin = begin
     whole_end = end
     if IS_CAUSAL:
@@ -231,21 +232,21 @@ def split_kv_kernel(
     place = batch
     next_place = batch
     if BY_PAGE:
-        # Pages are looked up a block ahead: a load does not begin early if its address is loaded in
-        # the same iteration.
+        # Pages are looked up a block ahead: Triton does not prefetch a load whose address is loaded
+        # in the same iteration.
         table_ptr += batch.to(tl.int64) * stride_table
         next_place = tl.load(table_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
 
     maximum = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    # Sums are kept per key of a block and added up at the end: a sum over warps at each block would
-    # make them wait.
+    # Sums are kept per key of a block and added up at the end, because a sum over warps at each
+    # block would make the warps wait for each other.
     totals = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     output = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for first in range(begin, end, BLOCK_N):
         block_begin = first
         if ENDS_WHOLE:
-            # Keys behind the end could be NaN and are not read. So the last block begins earlier,
-            # and has zeros where that is before its page.
+            # Keys after the end could be NaN and are not read. The last block therefore begins
+            # earlier, with zeros in place of positions before its page.
             block_begin = tl.minimum(first, end - BLOCK_N)
         positions = block_begin + tl.arange(0, BLOCK_N)
         tokens, is_valid, slots, first_axis = find_tokens(
@@ -298,7 +299,7 @@ def split_kv_kernel(
                 )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         if IS_8_BIT:
-            # The block's pointers come first: its keys' places in them are the same for all blocks.
+            # The block's pointers come first: the offsets of keys are then the same for all blocks.
             key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
             value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
             value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
@@ -326,11 +327,12 @@ def split_kv_kernel(
             if (first < whole_begin) | (first + BLOCK_N > whole_end):
                 scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         else:
-            # Without a branch, one instruction multiplies a score and subtracts its maximum.
+            # If masking has no branch, one instruction multiplies a score and subtracts its
+            # maximum.
             scores = _hide(scores, tokens, is_valid, queries, diagonal, left, right, IS_CAUSAL)
         if IS_8_BIT:
-            # Weights times their values' scales are fractions of the block's own largest, so that
-            # rounding in 8 bits takes little away. A block then counts as one score does.
+            # The products of weights and value scales are relative to the largest one of the block,
+            # so that rounding to 8 bits loses little.
             scores += value_logs[None, :]
             largest = tl.max(scores, axis=1)
             block_share, maximum, rescale = softmax_step(largest[:, None], largest, maximum, 1.0)
@@ -360,20 +362,20 @@ def split_kv_kernel(
 
     total = tl.sum(totals, axis=1)
     if sinks_ptr is not None:
-        # They count as if they were keys of the first part.
+        # Sinks count as keys of the first part.
         counts = has_row & (split == 0)
         sinks = tl.load(sinks_ptr + q_heads, mask=counts, other=float("-inf")).to(tl.float32)
         rescale, maximum, total = add_sink(sinks * LOG2_E, maximum, total, 2.0**LOG2_UNIT)
         output *= rescale[:, None]
 
-    # (B, Hq, Sq, Dv), contiguous: the rows of a key head follow one another.
+    # (B, Hq, Sq, Dv), contiguous: the rows of a key head are adjacent.
     output_ptr += head.to(tl.int64) * q_rows * v_dim
     if BLOCK_SEQUENCES != 0:  # noqa: SIM102 (decided when it is compiled)
         if parts == 1:
             _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
             return
     if parts_ptr is not None:
-        # The parts are (programs, M, Dv), those of a head in their order. Their maxima and sums
+        # The parts are (programs, M, Dv), with the parts of a head in order. Maxima and sums
         # follow.
         programs, first_part = tl.num_programs(0), tl.program_id(0) - split
         if BLOCK_SEQUENCES == 0:
@@ -389,7 +391,7 @@ def split_kv_kernel(
             output,
             mask=has_row[:, None] & has_column[None, :],
         )
-        tl.debug_barrier()  # all threads' parts are stored before one counts them in
+        tl.debug_barrier()  # all threads have stored their results before one counts the part
         counters: tl.constexpr = COUNTERS_TOGETHER if TOGETHER else 1
         counters_ptr += (head * tl.num_programs(2) + tl.program_id(2)) * counters
         merge(
@@ -414,7 +416,7 @@ def split_kv_kernel(
 
 @triton.jit
 def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
-    """Store the output of rows whose keys are all summed."""
+    """Store the output of rows after the last key."""
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         output_ptr + rows[:, None] * v_dim + columns[None, :],
@@ -453,7 +455,8 @@ def _mask_bias(
     stride_token,
     PER_ROW: tl.constexpr,
 ):
-    """Return what a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it."""
+    """Return the terms that a mask adds to scores in base 2: (M, N), or (1, N) if all rows share
+    them."""
     places = mask_ptr + batch.to(tl.int64) * stride_batch
     places += tokens.to(tl.int64)[None, :] * stride_token
     is_there = is_valid[None, :]
@@ -462,7 +465,7 @@ def _mask_bias(
         places += rows[:, None]
         is_there = is_there & has_row[:, None]
     entries = tl.load(places, mask=is_there, other=0)
-    # It is added, and does not replace scores: as in SDPA a masked NaN stays NaN.
+    # The mask is added and does not replace scores: a masked NaN stays NaN, as in SDPA.
     if mask_ptr.dtype.element_ty == tl.int1:
         bias = tl.where(entries, 0.0, float("-inf"))
     else:

@@ -1,13 +1,14 @@
-"""Merging of the parts of an output, one of each program, without a second kernel.
+"""Merging of the parts of an output, one part per program, without a second kernel.
 
-Each program counts itself in when its part is stored. Usually the last to arrive merges all parts,
-which are a few KB for each head. Parts of absorbed latent attention have 512 numbers a row, 32 KB
-and more. One program merges 16 of them in 13 µs, a tenth of the time of eight sequences of 32,768
-tokens (H100). There, programs wait until all have arrived, and take rows of the output by turns
-until none is left. The result does not depend on who waits: a program leaves after a while, since
-others may not have begun yet, and the last to arrive always stays.
+Each program increments a counter when its part is stored. Usually the last program to arrive merges
+all parts, which are a few KB for each head. Parts of absorbed latent attention have 512 numbers per
+row, 32 KB and more. One program merges 16 such parts in 13 µs, a tenth of the time that decoding
+eight sequences of 32,768 tokens takes (H100). In that case, programs wait until all have arrived,
+and then take rows of the output in turns. A program stops waiting after a while, because others may
+not have started yet. The last program to arrive always merges.
 
-A row is the sum of its parts in their order, whichever program adds them up.
+The parts of a row are always added in the same order, so the result does not depend on the program
+that adds them.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ import triton
 import triton.language as tl
 
 COUNTERS_TOGETHER = tl.constexpr(3)
-"""Counters of each head and block of rows, zeros before and after: programs that have arrived, rows
-taken, and programs that have left. Where one program merges, only the first is used."""
+"""Number of counters per head and block of rows: programs that have arrived, rows taken, and
+programs that have left. All are zero before and after the launch. If one program merges, only the
+first is used."""
 PATIENCE = tl.constexpr(64)
-"""Most times that a program looks whether all have arrived: so many atomic operations take some 50
-µs."""
+"""Maximum number of times that a program checks whether all have arrived; 64 atomic operations take
+about 50 µs."""
 
 
 @triton.jit
@@ -40,16 +42,16 @@ def merge(
     BLOCK_SPLITS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):
-    """Count this program in, and merge the rows that fall to it.
+    """Count this program as arrived, and merge the rows that it takes.
 
     Args:
-        parts_ptr, sums_ptr: of one head, (parts, M, Dv) and (parts, M, 2): the unnormalised
-            outputs, and the maximum and sum of each row.
+        parts_ptr, sums_ptr: pointers to one head's unnormalised outputs (parts, M, Dv), and to the
+            maximum and sum of each row (parts, M, 2).
         counters_ptr: counters of the head and this block of rows.
-        output_ptr: of the head, (M, Dv).
+        output_ptr: pointer to the head's output, (M, Dv).
         first_row: first of ROW_CHUNKS times BLOCK_ROWS rows.
-        BLOCK_SPLITS: how many parts are read at a time.
-        TOGETHER: whether all programs that have arrived help.
+        BLOCK_SPLITS: number of parts that are read at a time.
+        TOGETHER: whether all programs that have arrived merge rows.
     """
     arrived = tl.atomic_add(counters_ptr, 1, sem="acq_rel") + 1
     if TOGETHER:

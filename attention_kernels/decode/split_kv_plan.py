@@ -1,4 +1,4 @@
-"""Sizes of the work in `split_kv_kernel.py`: keys at a time, warps, and parts of the keys."""
+"""Sizes of the work in `split_kv_kernel.py`: block sizes, warps, and the split of the keys."""
 
 from __future__ import annotations
 
@@ -10,45 +10,50 @@ from attention_kernels.decode.kv_cache import Access
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 
 SHORTEST = 128
-"""Least keys for which a program is worth its start."""
+"""Minimum number of keys of a program, for its start to be worthwhile."""
 LONG = 4096
-"""Least keys of a program for which two programs on a processor look up tokens faster than one."""
+"""Minimum number of keys per program for which two programs on a multiprocessor look up tokens
+faster than one."""
 RESIDENT = 2
-"""Programs that a processor holds at once in most tilings, and that keep its memory busy."""
+"""Number of programs that a multiprocessor holds at once in most tilings, enough to keep memory
+busy."""
 MOST_SHARES = 8
-"""Most parts a processor that keys are cut into: more end more evenly, and start more often."""
+"""Maximum number of parts per multiprocessor. More parts balance the work better, but start more
+programs."""
 LEAST_SHARE = 2**21
-"""Bytes of keys and values beside which a program's start and end, some 2 µs, are short."""
+"""Minimum size of a part in bytes of keys and values, so that a program's start and end (some 2 µs)
+are short in comparison."""
 WORTH_DEALING = 2**26
-"""Least bytes of keys and values, some 15 µs of an H200, for which uneven lengths may cost more
-than adding the lengths up."""
+"""Minimum size of keys and values in bytes (some 15 µs on an H200) for which uneven lengths may
+cost more than adding up the lengths."""
 MOST_SEQUENCES = 1024
-"""Most lengths that a program can read and add up at once."""
+"""Maximum number of lengths that a program can read and add up at once."""
 MERGED_REGISTERS = 32
-"""Numbers that a thread reads at once when its program merges parts."""
+"""Number of elements that a thread reads at once when its program merges parts."""
 MERGED_OUTPUT = 2**14
-"""Numbers of the output that a single program merges at once."""
+"""Number of output elements that a single program merges at once."""
 ALONE = 2**12
-"""Numbers of the output that one program merges about as fast as several do."""
+"""Number of output elements that one program merges about as fast as several do."""
 FEW_PARTS = 2
 """Number of parts that one program merges about as fast as several do."""
 
 
 class Tiles(NamedTuple):
-    """Sizes for calls of at most so many rows, and numbers of a key or value."""
+    """Sizes for calls up to a number of rows and a head dimension."""
 
     rows: int
-    """Rows of a program, padded."""
+    """Number of rows of a program, including padding."""
     widest: int
     block_n: int
     warps: int
     stages: int
 
 
-# Of each access the first entry that is large enough is used; "pages" is for described ones. With
-# 128 keys and a head_dim of 128, an 8-bit cache has 32 KiB in a block: a processor has room for two
-# programs of three blocks, or of two blocks beside the weights of 32 rows. The wide output of MLA
-# with more than 16 heads needs the registers of 8 warps.
+# The first entry of an access that is large enough is used; "pages" is for pages that are read
+# through descriptors. With 128 keys and a head_dim of 128, a block of an 8-bit cache takes 32 KiB:
+# a multiprocessor has room for two programs of three blocks, or for two programs of two blocks and
+# the weights of 32 rows. The wide output of MLA with more than 16 heads needs the registers of 8
+# warps.
 TILES: dict[Access | Literal["pages"], tuple[Tiles, ...]] = {
     "quantised": (
         Tiles(32, 64, 128, 4, 4),
@@ -98,21 +103,22 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     splits: int
-    """Equal parts that the keys of each head are cut into, where there is no assignment."""
+    """Number of equal parts that the keys of each head are split into, if there is no
+    assignment."""
     assignment: KeyAssignment | None = None
-    """Assignment of keys to programs by the sequences' lengths."""
+    """Assignment of keys to programs by the lengths of the sequences."""
 
 
 class Plan(NamedTuple):
-    """Sizes that follow from those of a call alone."""
+    """Sizes that depend only on the sizes of a call."""
 
     tiling: Tiling
     row_blocks: int
     block_m: int
-    """Rows of a program, padded to a tensor core's tile."""
+    """Number of rows of a program, padded to a tile of the tensor cores."""
     block_d: int
     block_tail: int
-    """Columns of the key's tail; 0 where key and value are separate."""
+    """Number of columns of the key's tail; 0 if key and value are separate."""
     block_dv: int
 
 
@@ -120,17 +126,17 @@ class Merging(NamedTuple):
     """Way in which the parts of an output are merged."""
 
     block_rows: int
-    """Rows that are merged at once, without padding; `row_chunks` of them are all rows of a
-    program."""
+    """Number of rows that are merged at once, without padding. A program has `row_chunks` times as
+    many."""
     row_chunks: int
     block_splits: int
     """Number of parts that are read at a time."""
     together: bool
-    """True where all programs of a head merge, once they have arrived."""
+    """True if all programs of a head merge rows after they have arrived."""
 
 
 def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:
-    """Return how to merge, for a `plan` of these sizes whose tiling may be another one.
+    """Return the way to merge for the sizes of a `plan`; `tiling` may differ from the plan's own.
 
     Programs wait for each other only where all of them run at once. Otherwise waiting programs
     would keep others from starting.
@@ -163,27 +169,28 @@ def plan(
     sequences: int = 1,
     largest_block: int | None = None,
 ) -> Plan:
-    """Return sizes for a call, a deterministic choice from measurements on an H200.
+    """Return sizes for a call, chosen deterministically from measurements on an H200.
 
     Args:
         heads: B · Hkv.
         rows: G · Sq.
         positions: number of keys to attend to.
-        access: how they are read.
-        processors: streaming multiprocessors of the GPU.
-        tail: numbers of a key that follow its value, where that is the key's first part.
-        sequences: B where each has a length of its own, at most `positions`, which the GPU alone
-            knows; else 1.
-        largest_block: most keys that descriptors load at once.
+        access: way in which the keys are read.
+        processors: number of streaming multiprocessors of the GPU.
+        tail: number of elements of a key after its value, if the value is the first part of the
+            key.
+        sequences: B if only the GPU knows the sequences' lengths, which are at most `positions`;
+            else 1.
+        largest_block: maximum number of keys that a descriptor loads at once.
     """
-    # In 8 bits a row is two columns of a product (`high_low_parts.py`): 32 rows fill its registers.
+    # In 8 bits a row is two columns of a product (`high_low_parts.py`); 32 rows fill the registers.
     least, most = (8, 32) if access == "quantised" else (16, 64)
     block_m = min(max(least, 1 << (rows - 1).bit_length()), most)
     row_blocks = -(-rows // block_m)
     block_dv = _side(v_dim)
     block_d, block_tail = (block_dv, _side(tail)) if tail else (_side(head_dim), 0)
     if access == "quantised":
-        block_d = max(block_d, 32)  # bytes that a tensor core sums at once
+        block_d = max(block_d, 32)  # number of bytes that a tensor core sums at once
     widest = max(block_d, block_dv)
     in_blocks = access == "described" and largest_block is not None
     _, _, block_n, warps, stages = next(
@@ -193,18 +200,19 @@ def plan(
     )
     if largest_block is not None and access == "described":
         block_n = min(block_n, largest_block)
-    # One program a processor moves as many bytes as several do, unless it has to look up where long
-    # sequences are.
+    # One program per multiprocessor moves as many bytes as several do, unless it has to look up the
+    # tokens of long sequences.
     splits = processors // (heads * row_blocks)
     if access == "indirect" and positions > splits * LONG:
         splits *= 2
-    # With half as many bytes or twice as many rows, two programs a processor hide each other's
-    # waiting.
+    # With half as many bytes or twice as many rows, two programs per multiprocessor hide each
+    # other's latency.
     if access == "quantised" or (block_m == 32 and widest <= 128):
         splits *= 2
-    # Loading takes as long as bytes / splits and merging as bytes · splits: the sum is least where
-    # both take as long. A program loads about twice as fast as it merges. Where all run at once,
-    # each row of a large output may have a program that merges it.
+    # The time of loading is proportional to bytes / splits, that of merging to bytes · splits. The
+    # sum is smallest if the two times are equal. A program loads about twice as fast as it merges.
+    # If all programs run at once, each row of a large output may have its own program that merges
+    # it.
     itemsize = 1 if access == "quantised" else 2
     loaded = positions * (block_d + (block_tail or block_dv)) * itemsize
     stored_rows = _stored(rows, block_m)
@@ -220,17 +228,17 @@ def plan(
         resident = max(1, RESIDENT * processors // row_blocks)
         shares = min(MOST_SHARES * processors // row_blocks, heads * loaded // LEAST_SHARE)
         if access == "described" and widest > 256:
-            # A processor has room for one program. Equal sequences have up to one part more each,
-            # and then none is left for another turn. Parts of 512 numbers a row take long to merge,
-            # so there is one turn more than the heads fill: with 64 heads 108 % of the floor, 109
-            # with the first turn alone, 98 with eight.
+            # A multiprocessor has room for one program. Equal sequences have up to one extra part
+            # each, for which `resident` leaves room in the turn. Merging parts of 512 numbers per
+            # row takes long, so there is only one turn more than the heads fill: 108 % of the floor
+            # with 64 heads, compared with 109 % with only the first turn and 98 % with eight turns.
             turn = max(1, processors // row_blocks)
             resident = max(1, turn - heads)
             shares = max(1, min(-(-heads // turn) + 1, shares // turn)) * turn - heads
         assignment = KeyAssignment(
             max(resident, shares), resident, -(-LEAST_SHARE // a_block), a_block / (2 * merged)
         )
-    # Where nothing is merged, more warps hide more latency of a small block's loads.
+    # If nothing is merged, more warps hide more of the latency of a small block's loads.
     is_merged = splits > 1 or assignment is not None
     if widest <= 64 and not is_merged and access == "direct":
         warps = 8
@@ -245,11 +253,12 @@ def plan(
 
 
 def _stored(rows: int, most: int) -> int:
-    """Return the rows that a program of `most` stores, a power of two without the padding of its
-    tile."""
+    """Return the number of rows, at most `most`, that a program stores: a power of two without the
+    padding of its tile."""
     return min(1 << (rows - 1).bit_length(), most)
 
 
 def _side(numbers: int) -> int:
-    """Return a power of two that a tensor core's product can have as a side."""
+    """Return the smallest power of two, at least 16, that holds `numbers`: a valid size for the
+    tensor cores."""
     return max(16, 1 << (numbers - 1).bit_length())

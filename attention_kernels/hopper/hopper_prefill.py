@@ -96,7 +96,7 @@ def hopper_prefill(
         scale: factor of the scores, not negative; None for 1/√D.
         options: bottom right, window and soft cap. Keys outside a window are not read, except for
             the rest of a block.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
             included.
 

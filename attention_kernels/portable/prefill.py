@@ -65,7 +65,7 @@ def prefill(
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
         is_causal: aligned top left, or as `options` says; with `attn_mask` both apply.
         scale: factor of the scores; None for 1/√D.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         options: bottom right, window and soft cap. Keys outside the window are not read, except for
             the rest of a block.
         return_lse: also return the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)

@@ -78,7 +78,7 @@ def attend_to_quantised(
     Args:
         is_causal: aligned top left, or as `options` says.
         scale: factor of the scores; None for 1/√D.
-        sinks: (Hq,), a logit of each head that takes weight and has no value.
+        sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         in_tensor_cores: sum FP8 products in the tensor cores from the first key to the last, which
             is faster and less exact.
         attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Blocks that it hides are not
