@@ -1,1 +1,1 @@
-"""Two runs of the same calls: what became faster, slower or wrong, and what is noise."""
+"""Comparison of two runs of the same calls: changes in speed and correctness, told from noise."""

@@ -1,9 +1,9 @@
 """Change of a kernel's accuracy from one run to another.
 
-Most kernels repeat exactly, and so do their errors. For the others, the errors of each head in up
-to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place by place: the median of
-the ratios, with the interval of order statistics that times have. A single place that went wrong
-does not move the median, so the largest ratio is also tested on its own.
+Most kernels are deterministic, so their errors are identical in both runs. For the others, the
+errors of each head in up to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place
+by place: the median of the ratios, with the same interval of order statistics as for times. A
+single wrong place does not move the median, so the largest ratio is also tested on its own.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ RELEVANT = 1.1
 """Smallest ratio of two errors that counts as a change."""
 
 DOUBLED = 2.0
-"""Smallest ratio that makes a single place stand out."""
+"""Smallest ratio at which a single place can stand out."""
 
 DEVIATIONS = 6.0
 """Distance from the median ratio at which a place stands out, in standard deviations."""
 
 MAD_TO_DEVIATION = 1.4826
-"""Standard deviation of a normal distribution over its median absolute deviation."""
+"""Standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
 @dataclass(frozen=True)
 class AccuracyChange:
-    """Ratio of the error after to the error before, with a 95 % interval if there is one."""
+    """Ratio of the later error to the earlier error, with a 95 % interval if available."""
 
     ratio: float
     low: float | None
@@ -57,7 +57,7 @@ class AccuracyChange:
     verdict: AccuracyVerdict
     reason: AccuracyReason
     place: tuple[int, int] | None = None
-    """Head, counted over batches, and range of queries of a place that alone went wrong."""
+    """Head (counted over batches) and query range of the only place that went wrong."""
 
 
 class _Place(NamedTuple):
@@ -68,7 +68,7 @@ class _Place(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """The logarithm of after / before; infinite where there was no error."""
+        """Logarithm of after / before; infinite if the earlier error was zero."""
         if self.after == self.before:
             return 0.0
         if not self.before or not self.after:
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
 
 
 def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
-    """Compare the errors of a kernel on a call; None if one of the rows has none."""
+    """Compare the errors of a kernel on a call; None if either row has no errors."""
     if before.accuracy is None or after.accuracy is None:
         return None
     old, new = before.accuracy.reference, after.accuracy.reference
@@ -95,7 +95,7 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
 
 
 def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
-    """Judge by the places; where these are too few, by whether the whole error doubled."""
+    """Judge by the places; if there are too few of them, check whether the whole error doubled."""
     alone = _gone_wrong_alone(places)
     finite = [each.growth for each in places if math.isfinite(each.growth)]
     within = median_interval([math.exp(each) for each in finite])
@@ -126,7 +126,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
 
 
 def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
-    """Return the place whose error grew most, if it doubled, stands out and is not tiny."""
+    """Return the place whose error grew most, if the error doubled, stands out and is not tiny."""
     if not places:
         return None
     worst = max(places, key=lambda each: each.growth)
@@ -141,7 +141,7 @@ def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
 
 
 def _places(before: Row, after: Row) -> list[_Place]:
-    """Return the finite errors of each head and range of queries that both rows have."""
+    """Return the finite errors of each head and query range that both rows have."""
     old = before.accuracy.where if before.accuracy else None
     new = after.accuracy.where if after.accuracy else None
     if old is None or new is None:

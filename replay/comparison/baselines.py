@@ -1,8 +1,8 @@
-"""Runs kept under a name, to compare later runs with; each type of machine has its own.
+"""Runs stored under a name, for comparison with later runs; each type of machine has its own.
 
-They lie in `$XDG_DATA_HOME/attention-replay/baselines` (default: `~/.local/share`), in a directory
-per machine. A name with a path separator or with the ending `.jsonl` is a file instead, for
-repositories that keep a baseline beside their code.
+Baselines are stored in `$XDG_DATA_HOME/attention-replay/baselines` (default: `~/.local/share`), in
+a directory per machine. A name with a path separator or with the ending `.jsonl` denotes a file
+instead, for repositories that keep a baseline next to their code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SUFFIX = ".jsonl"
 
 
 def directory() -> Path:
-    """Return the directory of all baselines."""
+    """Return the directory that holds all baselines."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     return Path(data) / "attention-replay" / "baselines"
 
@@ -30,7 +30,7 @@ def directory() -> Path:
 def machine_type(machine: Machine) -> str:
     """Return a directory name for machines whose times may be compared, e.g. `nvidia-h200`.
 
-    The name of a processor includes the number of threads that PyTorch used.
+    A processor's directory name includes the number of threads that PyTorch used.
     """
     text = f"{machine.device} {machine.threads} threads" if machine.threads else machine.device
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "unknown"
@@ -57,10 +57,10 @@ def location(name: str, machine: Machine) -> Path:
 
 
 def place(name: str, machine: Machine) -> Path:
-    """Return the file to write a baseline to, after making the directory of named ones.
+    """Return the file to write a baseline to; create the directory of a named baseline.
 
     Raises:
-        ComparisonError: the name is invalid, or the directory cannot be made.
+        ComparisonError: the name is invalid, or the directory cannot be created.
     """
     path = location(name, machine)
     if not is_file(name):
@@ -74,11 +74,11 @@ def place(name: str, machine: Machine) -> Path:
 
 
 def load(name: str, machine: Machine) -> Run:
-    """Read a baseline of a machine's type, or a file.
+    """Read a stored baseline for this type of machine, or a file.
 
     Raises:
         ComparisonError: the baseline does not exist.
-        RowsError: it holds something other than rows of this version.
+        RowsError: the file holds something other than rows of this version.
     """
     path = location(name, machine)
     try:
@@ -92,7 +92,7 @@ def load(name: str, machine: Machine) -> Run:
 
 
 def save(name: str, rows: Sequence[Row], machine: Machine) -> Path:
-    """Keep the rows of a run, in place of an earlier baseline of that name and machine type.
+    """Store the rows of a run, replacing an earlier baseline of that name and machine type.
 
     Raises:
         ComparisonError: the name is invalid, or the run has no rows.
@@ -106,7 +106,7 @@ def save(name: str, rows: Sequence[Row], machine: Machine) -> Path:
 
 
 def as_run(name: str, stored: StoredRows) -> Run:
-    """Return the rows of a file as a run.
+    """Return the rows of a file as a `Run`.
 
     Raises:
         ComparisonError: the file has no rows.
@@ -123,7 +123,7 @@ def machine_of(rows: Sequence[Row]) -> Machine:
 
 
 def _others(machine: Machine) -> str:
-    """Describe the baselines of this type of machine and of others."""
+    """Describe the baselines for this type of machine and for others."""
     own_directory = directory() / machine_type(machine)
     own = sorted(path.stem for path in own_directory.glob(f"*{SUFFIX}"))
     others = sorted(

@@ -1,4 +1,4 @@
-"""Judged comparison of a run with an earlier one, row by row."""
+"""Comparison of a run with an earlier one, row by row, with verdicts."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ class Pair:
     before: Row
     after: Row
     speed: SpeedChange | None
-    """None without comparable times, and for the baseline when speed-ups over it are compared."""
+    """None if times are not comparable, and for the baseline if speed-ups over it are compared."""
     accuracy: AccuracyChange | None
-    """None if one of the outputs was not judged."""
+    """None if either output was not judged."""
 
     @property
     def outcome(self) -> Presence:
@@ -69,7 +69,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class KernelChange:
-    """Change of a kernel over all its calls."""
+    """Change of a kernel, summarised over all its calls."""
 
     kernel: KernelId
     pairs: tuple[Pair, ...]
@@ -105,7 +105,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
     Args:
         spread: share by which two runs of the same kernels differ.
-        basis: what to compare; by default the more precise of speed-ups and times.
+        basis: figure to compare; by default, speed-ups or times, whichever is more precise.
 
     Raises:
         ComparisonError: the runs have nothing in common, or were timed in different ways.
@@ -113,7 +113,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
     matched = match(before, after)
     check_settings(matched.pairs, before, after)
     differing = differences(matched.pairs)
-    # Times of two devices are not comparable, but speed-ups over each one's baseline are.
+    # Times on two devices are not comparable, but speed-ups over each device's baseline are.
     crosses = any(each.field == "device" for each in differing)
     if crosses and basis == "time":
         raise ComparisonError(
@@ -127,7 +127,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
         )
         for old, new in matched.pairs
     )
-    # Rows of a few calls may have another baseline; the most common one names the comparison.
+    # A few rows may have a different baseline; the most common one names the comparison.
     baselines = [each.before.speedup.vs for each in pairs if each.before.speedup is not None]
     baseline = max(set(baselines), key=baselines.count) if baselines else ""
     return Comparison(
@@ -194,7 +194,7 @@ def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: Spread) -> Spee
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain JSON, with null for NaN and infinity."""
+    """Return a comparison as plain JSON, with null in place of NaN and infinity."""
     return plain(
         {
             "comparison": 1,

@@ -25,7 +25,7 @@ class Condition:
 
     name: str
     share: float = 0.0
-    """Smallest slowdown that counts, for `slow`."""
+    """Smallest slowdown that meets a `slow` condition."""
 
     def __str__(self) -> str:
         return f"{self.name}:{100 * self.share:.3g}%" if self.share else self.name
@@ -57,7 +57,7 @@ class Condition:
 
 
 def read_conditions(text: str | None) -> list[Condition]:
-    """Parse `slow:3%,inaccurate`; None gives an empty list.
+    """Parse text such as `slow:3%,inaccurate`; None gives an empty list.
 
     Raises:
         ComparisonError: a condition or its share is invalid.
@@ -83,7 +83,7 @@ def read_share(text: str, option: str) -> float:
     """Parse `1.5%` or `0.015` as a share below 1.
 
     Raises:
-        ComparisonError: the text is neither.
+        ComparisonError: the text is not such a share.
     """
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:

@@ -11,12 +11,12 @@ from replay.rows.row import Row
 
 @dataclass(frozen=True)
 class AcrossDevices:
-    """Rows of each type of device, on the calls that all of them replayed."""
+    """Rows of each type of device, for the calls that all of them replayed."""
 
     rows: dict[str, list[Row]]
     """Rows by device name, in the order of the runs."""
     left_out: int
-    """Number of calls that some device did not replay."""
+    """Number of calls that at least one device did not replay."""
 
 
 def across_devices(runs: Sequence[Run]) -> AcrossDevices:
@@ -49,12 +49,12 @@ def across_devices(runs: Sequence[Run]) -> AcrossDevices:
 
 
 def _device_of(row: Row, run: Run) -> str:
-    """Return the device of a row; a row without one gets its run's, if that is unique."""
+    """Return the device of a row; a row without a device gets the device of its run, if unique."""
     if row.machine.device or len(run.devices) != 1:
         return row.machine.device
     return run.devices[0]
 
 
 def _call(row: Row) -> object:
-    """Return what identifies a row's call on every machine."""
+    """Return a value that identifies a row's call on every machine."""
     return replace(row.call, backend="")

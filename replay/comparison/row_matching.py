@@ -11,7 +11,7 @@ from replay.rows.row import CallFacts, KernelId, Row
 
 
 class ComparisonError(Error):
-    """Reason why two runs cannot be compared; the message names the remedy."""
+    """Reason why two runs cannot be compared; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class Run:
     """Rows of one replay."""
 
     name: str
-    """Name of a file or a stored baseline."""
+    """Name of the file or stored baseline."""
     rows: Sequence[Row]
     is_cut_off: bool = False
-    """True if the run was interrupted while it wrote a row."""
+    """True if the run was interrupted while a row was being written."""
 
     @property
     def unreadable(self) -> list[str]:
@@ -31,18 +31,18 @@ class Run:
 
     @property
     def devices(self) -> list[str]:
-        """Names of the devices, without repetition."""
+        """Names of the devices, without duplicates."""
         return sorted({row.machine.device for row in self.rows} - {""})
 
 
 class Matched(NamedTuple):
-    """Rows of two runs, in their order."""
+    """Matched and unmatched rows of two runs, in the order of the runs."""
 
     pairs: list[tuple[Row, Row]]
     missing: list[Row]
-    """Rows only in the earlier run."""
+    """Rows that only the earlier run has."""
     new: list[Row]
-    """Rows only in the later run."""
+    """Rows that only the later run has."""
 
 
 class Difference(NamedTuple):
@@ -57,8 +57,8 @@ class Difference(NamedTuple):
 def match(before: Run, after: Run) -> Matched:
     """Match rows of the same kernel and environment on the same call.
 
-    Two calls are the same if their rows agree on everything except the backend that PyTorch chose
-    when the call was recorded, because another version may choose another one.
+    Two calls are the same if their rows agree on everything except the recorded backend, because
+    another version of PyTorch may choose another backend.
 
     Raises:
         ComparisonError: a run has two rows of a kernel on a call, or the runs share no such pair.
@@ -93,7 +93,7 @@ def _by_subject(run: Run) -> dict[tuple[KernelId, CallFacts], Row]:
 
 
 def differences(pairs: Iterable[tuple[Row, Row]]) -> list[Difference]:
-    """List the differences between the machines and versions behind pairs of rows."""
+    """List the differences in machines and software versions between paired rows."""
     found: dict[Difference, None] = {}
     for before, after in pairs:
         if not (before.machine.device and after.machine.device):

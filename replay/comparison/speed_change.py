@@ -1,8 +1,8 @@
 """Change of a kernel's speed from one run to another.
 
 Within a run, a disturbance slows a kernel and the baseline of the same rounds alike. Speed-ups over
-the baseline are therefore more repeatable than times, and are what is compared, unless the baseline
-itself may have changed: with another version of PyTorch on the same device, times are compared.
+the baseline are therefore more repeatable than times, and are compared by default. If the baseline
+itself may have changed (another version of PyTorch on the same device), times are compared instead.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ SpeedReason = Literal[
 ]
 
 OF_THE_BASELINE = ("device", "torch", "cuda", "cudnn", "threads", "cores", "usable_cpus")
-"""Properties of a machine that the time of PyTorch's own kernels depends on."""
+"""Properties of a machine that affect the time of PyTorch's own kernels."""
 
 
 class Spread(NamedTuple):
-    """By how much two runs of the same kernels differ on this machine."""
+    """Difference between two runs of the same kernels on this machine."""
 
     share: float
     source: str
-    """Source of the share: a file, or the user."""
+    """Source of the share: a file name, or the user."""
     of_kernels: Mapping[KernelId, float] = MappingProxyType({})
-    """Shares of kernels that were measured separately: some repeat better than others."""
+    """Shares for kernels measured separately, because some kernels repeat better than others."""
 
     def of(self, kernel: KernelId) -> float:
         return self.of_kernels.get(kernel, self.share)
@@ -61,7 +61,7 @@ NO_SPREAD = Spread(0.0, "")
 
 @dataclass(frozen=True)
 class SpeedChange:
-    """Ratio of the speed after to the speed before, with a 95 % interval."""
+    """Ratio of the later speed to the earlier speed, with a 95 % interval."""
 
     ratio: float
     low: float | None
@@ -71,7 +71,7 @@ class SpeedChange:
     basis: Basis
 
     def is_slower_by(self, share: float) -> bool:
-        """Tell whether the whole interval lies beyond this slowdown."""
+        """Return True if the whole interval lies beyond this slowdown."""
         return self.verdict == "slow" and self.high is not None and self.high < 1 / (1 + share)
 
 
@@ -81,12 +81,12 @@ class _Figure(NamedTuple):
 
     @property
     def is_positive(self) -> bool:
-        """False for figures without ratios, which only a damaged file holds."""
+        """False if a figure has no ratio, which happens only with a damaged file."""
         return all(0 < each < math.inf for each in (self.figure, *(self.within or ())))
 
 
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
-    """Choose speed-ups, unless only times are comparable on the two machines."""
+    """Choose speed-ups, unless only times are comparable between the two machines."""
     changed = {each.field for each in differing if each.environment == HERE}
     if "device" in changed:
         return "speed-up"
@@ -98,7 +98,7 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel that is correct in both runs; None without two positive, finite figures.
+    """Compare a kernel that is correct in both runs; None unless both figures are positive, finite.
 
     Args:
         spread: share by which two runs of the same kernels differ.
@@ -124,7 +124,7 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
 def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | None:
     """Return the median change over a kernel's calls; None for no calls.
 
-    The interval reflects how calls differ, including differences between the runs in a single call.
+    The interval reflects how the change varies between calls.
     """
     if not changes:
         return None
@@ -136,7 +136,7 @@ def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | N
 
 
 def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedReason]:
-    """Return the verdict on an interval of the change: the first line that fits.
+    """Return the verdict on the interval of a change; the first matching line applies.
 
     The margin is 3 %, or the spread if that is larger.
 
@@ -146,7 +146,8 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
         reaches beyond margin at both ends   ambiguous  noisy
         otherwise                            ambiguous  interval-includes-1
 
-    So a kernel is faster or slower only if it changed by more than two equal runs differ.
+    So a kernel is faster or slower only if its change exceeds the difference between two equal
+    runs.
     """
     low, high = within
     margin = max(RELEVANT, 1 + spread)
@@ -163,7 +164,7 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
 def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis, source: str) -> Spread | None:
     """Return the share within which 95 % of the rows of two equal runs differ.
 
-    A kernel with `MINIMUM_ROUNDS` rows also gets a share of its own. None without timed pairs.
+    A kernel with `MINIMUM_ROUNDS` rows also gets its own share. None if there are no timed pairs.
     """
     found: dict[KernelId, list[float]] = {}
     for before, after in pairs:

@@ -1,4 +1,4 @@
-"""Spread between two equal runs on a machine, as the user gives it."""
+"""Spread between two equal runs on a machine, as specified by the user."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ CHECK = "run to run"
 def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> Spread:
     """Read the spread from `1.5%`, a file of `replay selftest --json`, or rows of a repetition.
 
-    The repetition is a second run of what `before` ran. Without any, the spread is zero.
+    The repetition is a second run of the kernels and calls of `before`. None means no spread.
 
     Raises:
-        ComparisonError: the text is neither, or the file is about other machines or kernels.
+        ComparisonError: the text has none of these forms, or the file describes other machines or
+            kernels.
         RowsError: the rows cannot be read.
     """
     if given is None:

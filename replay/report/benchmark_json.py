@@ -18,7 +18,7 @@ from replay.rows.row import Row
 
 
 class Entry(TypedDict):
-    """Point of a chart."""
+    """One point of a chart."""
 
     name: str
     unit: str

@@ -67,7 +67,7 @@ def _group_report(
                 and (column.metric in metrics or "all" in metrics)
                 and (path != "accuracy_class" or len(group.classes) > 1)
             ]
-            # A table of dashes only would tell nothing.
+            # A table that contains only dashes would be useless.
             if paths:
                 headings = [COLUMNS[path].heading for path in paths]
                 lines = [
@@ -101,7 +101,7 @@ def _table(
 
 
 def _stats(group: Group, names: Sequence[KernelId]) -> Table:
-    """Tabulate range, mean and deviation of output and reference for the group's first call."""
+    """Tabulate the range, mean and deviation of output and reference for the group's first call."""
     figures = ("min", "max", "mean", "std")
     lines = []
     for name in names:
@@ -139,7 +139,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         if found is not None and not is_correct(group, name):
             errors, row = found
             notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
-        # The verdict of a sparse kernel refers to its chosen keys, unlike the errors in the table.
+        # A sparse kernel is judged on its chosen keys, but the table shows its errors on all keys.
         sparse = [row for row in group.rows[name] if row.kept is not None]
         if sparse:
             notes.append(
@@ -159,7 +159,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
 
 
 def _where(errors: Errors, row: Row) -> str:
-    """Format as `batch 0 head 7, queries 64-127: relative L1 0.9, typically 0.002`."""
+    """Format the place of the worst error: `batch 0 head 7, queries 64-127: relative L1 0.9, …`."""
     where = None if row.accuracy is None else row.accuracy.where
     if where is None:
         batch, head = errors.worst_head
@@ -204,7 +204,7 @@ def _refusals(group: Group) -> list[Text]:
     for name, rows in group.rows.items():
         for row in rows:
             if row.status not in ("ok", "inaccurate", "not-timed", "unavailable"):
-                # A reason may name sizes that differ from call to call.
+                # A reason may contain sizes that differ from call to call.
                 kind = (row.status, re.sub(r"[\d.]+", "", row.reason))
                 reasons.setdefault(kind, f"{row.status}: {row.reason}")
                 if str(name) not in (names := kernels.setdefault(kind, [])):

@@ -11,7 +11,7 @@ from replay.rows.row import KernelId, Row, Speedup
 from replay.timing.statistics import percentile
 
 MOST_DIGITS = 4
-"""Most decimals of a speed-up whose interval ends close to 1."""
+"""Maximum number of decimals of a speed-up whose interval ends close to 1."""
 
 
 def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "reference") -> str:
@@ -47,7 +47,7 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 def speedup_text(speedup: Speedup) -> str:
     """Format as `1.25× (1.21-1.30)`, `1.00× same`, `1.02× ? (0.95-1.10)` or `too few rounds`.
 
-    An interval gets enough decimals to exclude 1; the question mark stands for an ambiguous one.
+    An interval gets enough decimals to exclude 1. The question mark marks an ambiguous verdict.
     """
     if speedup.low is None or speedup.high is None:
         return "too few rounds"

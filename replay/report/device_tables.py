@@ -31,7 +31,7 @@ def print_devices(
     """Print each device's own tables, then a matrix of kernels and devices for each kind of call.
 
     Args:
-        metrics: metrics in the devices' own tables (`replay.rows.fields.METRICS`).
+        metrics: metrics to show in each device's own tables (`replay.rows.fields.METRICS`).
     """
     for device, rows in merged.rows.items():
         console.print(Text(printable(device), "bold underline"))
@@ -69,7 +69,7 @@ def devices_markdown(merged: AcrossDevices) -> str:
 
 
 def left_out(merged: AcrossDevices) -> str:
-    """Describe the calls that no matrix has; empty if there are none."""
+    """Describe the calls that are missing from all matrices; empty if no call is missing."""
     if not merged.left_out:
         return ""
     count = counted(merged.left_out, "call")
@@ -77,9 +77,10 @@ def left_out(merged: AcrossDevices) -> str:
 
 
 def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return for each kind of call its title, the headings, and a line for each kernel.
+    """Return the title, the headings and a line per kernel for each kind of call.
 
-    Kernels that ran on no device have no line. The first is the fastest on the first device.
+    Kernels that ran on no device are omitted. The kernel that is fastest on the first device comes
+    first.
     """
     groups = {device: _by_title(group_rows(rows)) for device, rows in merged.rows.items()}
     titles = dict.fromkeys(title for each in groups.values() for title in each)
@@ -98,7 +99,7 @@ def _by_title(groups: Sequence[Group]) -> dict[str, Group]:
 
 
 def _lines(groups: Sequence[Group]) -> list[list[str]]:
-    """Return a line for each kernel, with a cell for the group of each device."""
+    """Return a line for each kernel, with one cell per device."""
     ran = [
         kernel
         for kernel in dict.fromkeys(kernel for group in groups for kernel in group.rows)
@@ -125,7 +126,7 @@ def _cell(group: Group, marks: dict[KernelId, str], kernel: KernelId) -> str:
 
 
 def _marks(group: Group) -> dict[KernelId, str]:
-    """Return the marks of the fastest kernels of each class, and of kernels that tie with them."""
+    """Return the marks of each class's fastest kernels and of the kernels that tie with them."""
     marks: dict[KernelId, str] = {}
     for found in (fastest(group, "exact"), fastest(group, "quantised")):
         if found is not None:

@@ -27,7 +27,7 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """Explain a kernel's time in a model.
 
     Args:
-        phase: a phase, or `RUN`; default: the phase that takes most of a run.
+        phase: a phase, or `RUN`; default: the phase that takes the largest part of a run.
     """
     phase = phase or main_phase(checked)
     found = break_down(checked, phase)
@@ -40,7 +40,7 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
 
 
 def most_disappointing(checks: Sequence[ModelResult]) -> ModelResult | None:
-    """Return the kernel that is fast alone and loses the most time in the model.
+    """Return the kernel that is fast on its own but loses the most time in the model.
 
     None if no kernel loses a notable share of the time.
     """
@@ -67,7 +67,7 @@ def _sentences(
         f"Alone, the {what} is {found.core_speedup:.2f}× as fast as the model's own attention, "
         f"which would bring that to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
     )
-    # Every loss gets a sentence only if it is large enough to notice.
+    # A loss gets a sentence only if it is large enough to notice.
     if abs(found.fallbacks) > NEGLIGIBLE * before:
         took = in_ms(sum(predicted.fallback_seconds.values()))
         yield (

@@ -1,7 +1,7 @@
-"""Table that breaks text at spaces before it breaks a name or a number.
+"""Table that wraps text at spaces before it breaks a name or a number.
 
-rich itself narrows the widest columns regardless of their contents, and cuts off what a `min_width`
-leaves no room for.
+rich itself narrows the widest columns regardless of their contents, and cuts off text if columns
+with a `min_width` leave too little room.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from rich.table import Column, Table
 class FittedTable(Table):
     """Table whose columns first get the width of their longest word, then of their longest line.
 
-    A column with `no_wrap` gets the width of its longest line at once. One with a `min_width`, such
-    as a module's path, may be broken anywhere down to it. If even the words do not fit, the longest
-    are broken.
+    A column with `no_wrap` gets the width of its longest line at once. Text in a column with a
+    `min_width`, such as a module's path, may be broken anywhere until the column has that width. If
+    the words still do not fit, the longest words are broken.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class FittedTable(Table):
 
 
 def _widths(columns: list[Column], room: int) -> list[int]:
-    """Return the width of each column without its padding."""
+    """Return the width of each column, excluding its padding."""
     texts = [[str(each) for each in (column.header, *column.cells)] for column in columns]
     whole = [max(cell_len(line) for text in each for line in text.split("\n")) for each in texts]
     widths = [

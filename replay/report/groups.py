@@ -14,13 +14,13 @@ from replay.rows.row import CallFacts, KernelId, Row
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of equal cost: one model, phase, shape (except a growing cache), dtype and mask."""
+    """Calls of equal cost: model, phase, shape (except for a growing cache), dtype and mask agree."""
 
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
-    """Rows of each kernel in the calls' order."""
+    """Rows of each kernel, in the order of the calls."""
     baseline: str
-    """Kernel that speed-ups are relative to; empty if there are none."""
+    """Kernel that speed-ups are relative to; empty if the rows have no speed-ups."""
 
     @property
     def title(self) -> str:
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def shape(self) -> str:
-        """Text such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` where a cache grows."""
+        """Text such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` if the cache grows."""
         shape = self.calls[0].shape
         lengths = sorted({call.shape.kv_len for call in self.calls})
         if len(lengths) == 1:
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def mask(self) -> str:
-        """`no mask`, `causal` or `bool 1×1×64×64 mask`, and options that SDPA does not have."""
+        """`no mask`, `causal` or `bool 1×1×64×64 mask`, followed by options beyond SDPA."""
         first = self.calls[0]
         mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
         if first.mask_structure:
@@ -63,7 +63,7 @@ class Group:
 
     @property
     def place(self) -> str:
-        """Place of a single call, such as `step 3 layers.0`; empty for several calls."""
+        """Place of a single call, such as `step 3 layers.0`; empty for a group of several calls."""
         first, *others = self.calls
         return place(first) if first.module and not others else ""
 
@@ -78,23 +78,23 @@ class Group:
 
     @property
     def backends(self) -> str:
-        """Names of the backends that its calls were recorded with."""
+        """Names of the backends that ran these calls when they were recorded."""
         return printable(", ".join(sorted({call.backend for call in self.calls} - {""})))
 
     @property
     def classes(self) -> list[AccuracyClass]:
-        """Accuracy classes of the kernels that ran, without repetition."""
+        """Accuracy classes of the kernels that ran, without duplicates."""
         ran = (name for name, rows in self.rows.items() if any(row.accuracy for row in rows))
         return list(dict.fromkeys(self.class_of(name) for name in ran))
 
     def class_of(self, kernel: KernelId) -> AccuracyClass:
-        """Return a kernel's accuracy class; `exact` if its rows do not name one."""
+        """Return a kernel's accuracy class; `exact` if its rows do not specify one."""
         known = (row.accuracy_class for row in self.rows[kernel] if row.accuracy_class)
         return next(known, "exact")
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
-    """Group rows, in the order of their first call; with `per_call`, one group per call."""
+    """Group rows, in the order of their first call; `per_call` makes one group per call."""
     rows = [row for row in rows if row.kernel]
     shortest = _shortest_caches(row.call for row in rows)
     grouped: dict[object, list[Row]] = {}
@@ -105,14 +105,14 @@ def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
 
 
 def joined(*parts: str) -> str:
-    """Join the parts of a title that are not empty."""
+    """Join the non-empty parts of a title."""
     return " · ".join(filter(None, parts))
 
 
 def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
     """Add dtype, mask, weights and the first call's place to names that several groups share.
 
-    Each is added only where it differs between the groups of a name.
+    A property is added only where it differs between groups with the same name.
     """
     names = list(names)
     for part in _MORE:
@@ -154,7 +154,7 @@ def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
 
 
 def place(call: CallFacts) -> str:
-    """Return the place of a call, `step 3 transformer_blocks.0.attn1`, or its name if unknown."""
+    """Return the place of a call, `step 3 transformer_blocks.0.attn1`; its name if unknown."""
     return printable(f"step {call.step} {call.module}" if call.module else call.name)
 
 

@@ -1,4 +1,4 @@
-"""List of kernels, and of the environments in which each can run."""
+"""List of kernels and of the environments in which each one can run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def print_kernels(
     found: Mapping[str, Mapping[str, ProbeResult]],
     console: Console,
 ) -> None:
-    """Print each kernel, its number of variants, and where it can run.
+    """Print each kernel, its number of variants, and the environments in which it can run.
 
     Args:
-        variants: kernels that are others with other options.
+        variants: kernels that are other kernels with different options.
         found: whether a kernel can run, by environment and kernel.
     """
     counts = Counter(kernel.variant_of for kernel in variants)
@@ -42,6 +42,6 @@ def print_kernels(
 def _state(found: ProbeResult) -> Text:
     if found.reason is None:
         return Text(f"available {found.version}".strip(), "green")
-    # The reason may already contain the command.
+    # The reason may already contain the install command.
     missing = found.reason.startswith("not installed") and found.install not in found.reason
     return Text(f"{found.reason}: {found.install}" if missing else found.reason, "yellow")

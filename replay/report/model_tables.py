@@ -1,4 +1,4 @@
-"""Tables of an end-to-end check, 80 columns wide: the model's times, then its output."""
+"""Tables of an end-to-end check, 80 columns wide: first the model's times, then its output."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLES = {
 }
 
 DELAYED = 0.05
-"""Smallest excess of delays over the baseline's that is reported, as a share of the time."""
+"""Smallest reported excess of delays over the baseline's, as a share of the time."""
 
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "
@@ -39,9 +39,9 @@ LEGEND = (
 
 
 def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
-    """Print the results of one model, the first being its own attention."""
+    """Print the results of one model; the first result is that of its own attention."""
     own, *others = checks
-    ran = [each for each in others if each.measured] or [own]  # the baseline runs more often
+    ran = [each for each in others if each.measured] or [own]  # The baseline runs more often.
     rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
     title = f"{own.model} end to end · {counted(rounds, 'round')}"
     console.print(Text(printable(title), style="bold"))
@@ -75,7 +75,7 @@ def _table() -> Table:
 
 
 def _title(span: str, predicted: PredictedTime | None) -> Text:
-    """Name the span and the share that attention takes of it according to the replay."""
+    """Name the span and, from the replay, the share of the span that attention takes."""
     parts = [TITLES.get(span, span)]
     if predicted is not None:
         least = "at least " if predicted.not_recorded else ""
@@ -134,7 +134,7 @@ def _outcome(others: Sequence[ModelResult]) -> Table:
 
 
 def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
-    """Return the reasons for missing predictions, each with its kernels."""
+    """Return the reasons for missing predictions, each with the kernels concerned."""
     by_reason: dict[str, list[str]] = {}
     for checked in others:
         reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
@@ -167,7 +167,7 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
         notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
-    # A reason for the run often repeats one of its phases.
+    # The reason for the whole run often repeats the reason for one of its phases.
     seen: set[str] = set()
     for span in checked.measured:
         fresh = [each for each in reasons(checked, span) if each not in seen]

@@ -1,4 +1,4 @@
-"""Tables of a plan, 80 columns wide: its choices, and each kernel used at every layer."""
+"""Tables of a plan, 80 columns wide: its choices, and the result of one kernel at every layer."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NAME_WIDTH = 22
 PLACE_WIDTH = 16
 """Characters for a module's path in a table of 80 columns."""
 PATH_WIDTH = 8
-"""Width to which a path is broken before the name of a kernel is."""
+"""Width to which a path is shortened before a kernel's name is broken."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
-    """Print a plan and its savings, then those of each kernel used at every layer.
+    """Print a plan and its savings, then the savings of each kernel if used at every layer.
 
     Layers with the same kernel share a line if their modules differ only in a number:
     `blocks.0-29.attn1`. The line shows the mean time over their calls and the worst error.
@@ -36,7 +36,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
-    # Layers of equal choice share a line, or a model of 40 layers would fill the screen.
+    # Layers with equal choices share a line; otherwise a model of 40 layers would fill the screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
         style = "" if first.inside else "yellow" if first.covered else "dim"
@@ -64,12 +64,12 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
 
 
 def fold(choices: Sequence[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
-    """Merge choices of one kind whose names differ in a number: `blocks.0-3,7.attn1`.
+    """Merge choices of the same kind whose names differ only in a number: `blocks.0-3,7.attn1`.
 
-    A merged name denotes exactly its members, even with several ranges.
+    A merged name stands for exactly the merged layers, even with several ranges.
     """
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
-    # From the end, because layer indices lie deeper in the path than those of model parts.
+    # Start from the end: layer indices come later in the path than indices of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
         mergeable: dict[object, list[tuple[tuple[str, ...], list[LayerChoice]]]] = {}
         for parts, members in groups:
@@ -106,7 +106,7 @@ def _table(texts: Sequence[str], numbers: Sequence[str]) -> FittedTable:
 
 
 def _at_dots(path: str, width: int) -> str:
-    """Wrap a module's path to a width, breaking before dots."""
+    """Wrap a module's path to a width, breaking only before dots."""
     lines = [""]
     for part in re.split(r"(?=\.)", printable(path)):
         if lines[-1] and len(lines[-1]) + len(part) > width:
@@ -116,7 +116,7 @@ def _at_dots(path: str, width: int) -> str:
 
 
 def _mean_ms(choices: Sequence[LayerChoice], time: Callable[[LayerChoice], float | None]) -> str:
-    """Format the mean over the calls of a run; a dash if a layer has no time."""
+    """Format the mean over a run's calls; a dash if a layer has no time."""
     times = [time(choice) for choice in choices]
     if None in times:
         return "-"
@@ -131,7 +131,7 @@ def _worst_of(choices: Sequence[LayerChoice], budget: Budget) -> str:
 
 
 def _figure(figure: float, budget: Budget) -> str:
-    """Format a metric; a cosine is rounded down, so that none outside the budget looks inside."""
+    """Format a metric; a cosine is rounded down, so that no value wrongly looks within the budget."""
     return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
 
 

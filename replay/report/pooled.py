@@ -23,7 +23,7 @@ class Percentiles(NamedTuple):
 
 
 def typical_time(rows: Sequence[Row]) -> Percentiles | None:
-    """Return the median over the calls of each percentile."""
+    """Return the median over the calls for each percentile."""
     times = [row.time_ms for row in rows if row.time_ms is not None]
     if not times:
         return None
@@ -37,14 +37,14 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None) -> Speedup | None:
     """Pool the paired speed-up over all rounds of all calls on which both kernels are correct.
 
-    A kernel that runs in its own process was paired with the baseline there, whose times are not
-    stored: its speed-up is the median over the calls of each call's ratio and interval.
+    A kernel that runs in its own process is paired with the baseline there, whose times are not
+    stored. Its pooled ratio and interval are therefore medians over the calls.
 
     Args:
         over: kernel to compare with; default: the baseline in the kernel's own environment.
 
     Returns:
-        None for kernels of two environments or processes, whose rounds are not paired.
+        None for kernels from different environments or processes, whose rounds are not paired.
     """
     baseline = KernelId(group.baseline, kernel.environment)
     partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class TimeColumn(ProgressColumn):
-    """The time left, as `1:20 left`; while that is unknown, the time so far, as `0:12`."""
+    """Time left, as `1:20 left`; while the time left is unknown, the elapsed time, as `0:12`."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(Column(no_wrap=True))
@@ -43,7 +43,7 @@ def _clock_time(seconds: float) -> str:
 
 @contextlib.contextmanager
 def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
-    """Show how far a replay is; yield a function that takes a call and its stage."""
+    """Show the progress of a replay; yield a function that takes a call and its stage."""
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         BarColumn(bar_width=16),

@@ -1,4 +1,4 @@
-"""Order of the kernels of a group, and the fastest correct kernel of a class."""
+"""Ranking of a group's kernels, and the fastest correct kernel of a class."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Fastest:
 
     kernel: KernelId
     ties: list[KernelId]
-    """Kernels that the rounds cannot tell from it."""
+    """Kernels that the rounds cannot distinguish from the fastest one."""
     speedup: Speedup | None
-    """Speed-up over the group's baseline; None if it is the baseline, or ties with it."""
+    """Speed-up over the group's baseline; None if the kernel is the baseline or ties with it."""
 
 
 def is_correct(group: Group, kernel: KernelId) -> bool:
@@ -33,10 +33,10 @@ def rank(group: Group, kernel: KernelId) -> tuple[bool, float]:
 
 
 def fastest(group: Group, accuracy_class: AccuracyClass) -> Fastest | None:
-    """Return the fastest usable kernel of a class; None if none was timed and correct.
+    """Return the fastest usable kernel of a class; None if no kernel was timed and correct.
 
-    The class must not be `sparse`: sparse kernels do less work, and their speed does not show
-    whether that is enough.
+    The class must not be `sparse`: sparse kernels do less work, and speed alone does not show
+    whether that work is sufficient.
     """
     timed = [
         kernel

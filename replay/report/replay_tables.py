@@ -1,4 +1,4 @@
-"""The tables of a replay, printed to stdout. Imports torch late."""
+"""Tables of a replay, printed to stdout. This module imports torch late."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def print_tables(
     per_call: bool = False,
     versus_random: bool = False,
 ) -> None:
-    """Print the tables of each type of device, and of several which kernel is fastest on which."""
+    """Print the tables of each type of device; for several, also the fastest kernel on each."""
     from rich.console import Console
     from rich.text import Text
 
@@ -52,7 +52,7 @@ def print_tables(
 
 
 def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
-    """Return what the rows were measured on, and how."""
+    """Describe the machine and the settings of the measurement."""
     versions = ", ".join(
         f"{name} {version}"
         for name in ("torch", "cuda", "triton")
@@ -66,7 +66,7 @@ def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
 
 
 def _print_matrices(rows: Sequence[Row], console: Console) -> None:
-    """Print which kernel is the fastest on which type of device."""
+    """Print the fastest kernel on each type of device."""
     from replay.comparison.device_types import across_devices
     from replay.comparison.row_matching import ComparisonError, Run
     from replay.report.device_tables import print_matrices

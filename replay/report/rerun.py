@@ -1,4 +1,4 @@
-"""Changes since the same calls were replayed a moment ago, a line for each kernel."""
+"""Changes since the previous replay of the same calls, one line per kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from replay.rows.row import Row
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     """Return lines such as `mine.py:attention: 0.148 → 0.11 ms, inaccurate → ok`.
 
-    For several calls, a line has the geometric mean of the ratios of times, `0.74 × the time`.
+    For several calls, a line shows the geometric mean of the time ratios: `0.74 × the time`.
     """
     rows = {(row.kernel, row.call.name): row for row in before}
     pairs: dict[str, list[tuple[Row, Row]]] = {}

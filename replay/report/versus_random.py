@@ -1,4 +1,4 @@
-"""Recorded calls beside synthetic counterparts with random values."""
+"""Recorded calls compared with synthetic counterparts that have random values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replay.workloads.synthetic_counterparts import KINDS
 class Counterparts:
     """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts.
 
-    Medians over the calls that ran in every version; None if a figure was not measured.
+    Figures are medians over the calls that ran in every version; None if not measured.
     """
 
     kernel: KernelId
@@ -27,20 +27,20 @@ class Counterparts:
     recorded: dict[str, float | None]
     """Figures by name: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
     synthetic: dict[str, dict[str, float | None]]
-    """Figures by kind of counterpart, then by name."""
+    """Figures by kind of counterpart and by name."""
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
     "time": lambda row: row.time_ms.p50 if row.time_ms else None,
     "speedup": lambda row: row.speedup.ratio if row.speedup else None,
     "error": lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None,
-    # `gpu_during` would not do: kernels take turns while it is read.
+    # `gpu_during` is unsuitable, because kernels take turns while it is sampled.
     "power": lambda row: row.energy.power_w if row.energy else None,
 }
 
 
 def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
-    """Return the kernels that ran, for each group of recorded calls, in the rows' order."""
+    """Return the kernels that ran for each group of recorded calls, in the order of the rows."""
     by_place = {(row.call.name, row.id): row for row in rows}
     weights = {weights for weights, _ in KINDS.values()}
     found = []
@@ -64,8 +64,7 @@ def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
 
 
 def print_versus_random(rows: Sequence[Row], console: Console) -> None:
-    """Print a table for each group of recorded calls; random figures are multiples of recorded
-    ones."""
+    """Print a table for each group of recorded calls; synthetic figures are shown as multiples."""
     console.print(Text("recorded against random inputs", style="bold"))
     for group, kernels in counterparts(rows):
         console.print(Text(group.title))
@@ -89,7 +88,7 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
 
 
 HEADINGS = {"speedup": "speed-up", "error": "rel L1", "power": "W"}
-"""Headings of the figures that a line has room for."""
+"""Headings of the figures shown in the table."""
 FORMS: dict[str, Callable[[float], str]] = {
     "speedup": lambda value: f"{value:.2f}×",
     "error": lambda value: f"{value:.1e}",

@@ -1,1 +1,1 @@
-"""Charts for papers and READMEs: specifications in Vega-Lite, and their files."""
+"""Charts for papers and READMEs, as Vega-Lite specifications and image files."""

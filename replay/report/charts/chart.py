@@ -1,7 +1,7 @@
-"""Parts of all charts: look, colours, titles, and the choice of kernels for charts of lines.
+"""Common parts of all charts: look, colours, titles, and the choice of kernels for line charts.
 
-Every value is in the specification, so that an author can restyle a chart without its rows. Text of
-a recording is only data in it: it becomes part of no expression, link or address.
+The specification contains all values, so that an author can restyle a chart without the rows. Text
+from a recording appears in it only as data, never in an expression or a link.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ OKABE_ITO = {
     "black": "#000000",
     "grey": "#7f7f7f",
 }
-"""Palette of Okabe and Ito, safe for colour-blind readers, with grey for its yellow, which is
-hard to see on white."""
+"""Okabe and Ito's palette, safe for colour-blind readers, with grey in place of its pale yellow."""
 CLASS_COLOURS: dict[AccuracyClass, str] = {
     "exact": OKABE_ITO["blue"],
     "quantised": OKABE_ITO["vermillion"],
@@ -37,16 +36,17 @@ CLASS_COLOURS: dict[AccuracyClass, str] = {
 }
 SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down"]
 SHAPES += ["triangle-right", "triangle-left"]
-"""Shapes that tell lines apart in black and white too."""
+"""Shapes that distinguish the lines even in black and white."""
 
 LEGEND_SYMBOL, LETTER = 34, 6.0
-"""Widths in a legend, in pixels: of a symbol with the space around it, and of a letter."""
+"""Widths in a legend, in pixels: a symbol with the space around it, and a letter."""
 
 MOST_LINES = len(OKABE_ITO)
-"""Most kernels in a chart of lines."""
+"""Maximum number of kernels in a line chart."""
 
 LONGEST_WORD = 40
-"""Most letters of a model or a GPU in a file's name, which file systems limit to 255 bytes."""
+"""Maximum length of a model's or GPU's name in a file name, which file systems limit to 255 bytes.
+"""
 
 STYLE = {
     "font": "Helvetica, Arial, Liberation Sans, sans-serif",
@@ -69,17 +69,17 @@ Spec = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """Chart, and the name of its files."""
+    """Chart and the name of its files."""
 
     name: str
     spec: Spec
 
 
 class Lines(NamedTuple):
-    """Kernels that a chart of lines shows."""
+    """Kernels that a line chart shows."""
 
     names: list[str]
-    """Names as `line_name` gives them, the fastest first."""
+    """Names from `line_name`, the fastest kernel first."""
     note: list[str]
     """Sentences about kernels that are not shown."""
 
@@ -97,7 +97,7 @@ def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> 
 
 
 def _printable_tree(value: Any) -> Any:
-    """Make all text of a specification printable: vl-convert ends the process at control codes."""
+    """Make all text of a specification printable, because control codes crash vl-convert."""
     if isinstance(value, dict):
         return {key: _printable_tree(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -117,7 +117,7 @@ def lines(rows: Sequence[Row]) -> Lines:
     A kernel's rank is its median time over the calls, in units of the fastest kernel's.
     """
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    # Another environment runs the baseline too, to pair its rounds with.
+    # Every other environment runs the baseline too, to pair its rounds with it.
     rows = [row for row in rows if row.environment == HERE or row.kernel not in baselines]
     wrong = list(dict.fromkeys(line_name(row) for row in rows if row.status == "inaccurate"))
     timed = [

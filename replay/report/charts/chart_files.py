@@ -17,19 +17,19 @@ from replay.rows.replacement import why_not_written
 from replay.rows.row import Row
 
 PNG_SCALE = 3.0
-"""Pixels of a PNG per pixel of the specification: some 300 dpi in a column of a paper."""
+"""Pixels of a PNG per pixel of the specification: about 300 dpi in a column of a paper."""
 
 
 class PlotError(Error):
-    """Reason why charts cannot be written; the message names the remedy."""
+    """Reason why charts cannot be written; the message gives the remedy."""
 
 
 def prepare(directory: Path) -> None:
-    """Make the directory, and check early that charts can be drawn.
+    """Create the directory, and check early that charts can be drawn.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.
-        PlotError: the directory cannot be made.
+        PlotError: the directory cannot be created.
     """
     chart_library.require()
     try:
@@ -48,7 +48,7 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
-    """Write each chart as `.svg`, `.png` and, to be restyled, `.vl.json`.
+    """Write each chart as `.svg`, `.png` and, for restyling, `.vl.json`.
 
     Returns:
         The files; none if the rows have no figures to draw.
@@ -77,7 +77,7 @@ def _with_unique_names(found: Iterable[Chart]) -> Iterator[Chart]:
 
 
 def write_chart(spec: dict[str, object], path: Path) -> Iterator[Path]:
-    """Write one chart beside `path`, which has no suffix.
+    """Write one chart to files named like `path`, which has no suffix.
 
     Raises:
         OSError: a file cannot be written.

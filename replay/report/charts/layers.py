@@ -12,14 +12,14 @@ from replay.report.charts.models import by_model
 from replay.rows.row import Row
 
 MOST_LABELS = 24
-"""Most labels below the layers, where the labels are more than numbers."""
+"""Maximum number of labels on the layer axis if the labels are not plain numbers."""
 
 
 def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Yield a line for each correct kernel: median speed-up and worst relative L1 of a layer's
     calls.
 
-    Each machine, model and phase with at least two replayed layers has a chart.
+    Each combination of machine, model and phase with at least two replayed layers has a chart.
     """
     phases: dict[tuple[str, str, str], list[Row]] = {}
     for (device, model), members in by_model(rows).items():
@@ -58,9 +58,9 @@ def layer_charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _in_order(rows: Sequence[Row]) -> list[str]:
-    """Return the modules of the rows: kinds of layers by their first call, each by its numbers.
+    """Return the modules of the rows: kinds of layers by their first call, then by their numbers.
 
-    Sampled calls are of different steps, so their order is not that of the layers.
+    Sampled calls come from different steps, so they are not in the order of the layers.
     """
     kinds: dict[str, int] = {}
     for row in rows:
@@ -75,9 +75,9 @@ def _in_order(rows: Sequence[Row]) -> list[str]:
 
 
 def layer_labels(modules: Sequence[str]) -> tuple[list[str], str]:
-    """Shorten paths to their differing parts, and return the rest as a pattern.
+    """Shorten paths to their differing parts, and return the common part as a pattern.
 
-    `blocks.0.attn1` and `blocks.7.attn1` are 0 and 7 of `blocks.*.attn1`.
+    `blocks.0.attn1` and `blocks.7.attn1` become `0` and `7`, with the pattern `blocks.*.attn1`.
     """
     paths = [module.split(".") for module in modules]
     shortest = min(map(len, paths))
@@ -92,7 +92,7 @@ def layer_labels(modules: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _axis(labels: Sequence[str]) -> Spec:
-    """Keep numbers upright; thin out many longer labels."""
+    """Describe the axis: numbers stay upright, and some of the longer labels are left out."""
     if max(map(len, labels)) < 4:
         return {"labelAngle": 0, "labelOverlap": "greedy"}
     shown = labels[:: math.ceil(len(labels) / MOST_LABELS)]

@@ -1,4 +1,4 @@
-"""Speed-up of each kernel on the calls of a model."""
+"""Speed-up of each kernel on a model's calls."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from replay.rows.row import Row
 def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Yield a bar for each correct kernel, the fastest first, with the interval of its speed-up.
 
-    Each machine and model has a chart, with a panel for each kind of call. Figures are pooled over
-    the paired rounds of all calls, as in the tables.
+    Each pair of machine and model has a chart, with a panel for each kind of call. Figures are
+    pooled over the paired rounds of all calls, as in the tables.
     """
     for (device, model), members in by_model(rows).items():
         groups = [(group, values) for group in group_rows(members) if (values := _values(group))]

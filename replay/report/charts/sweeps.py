@@ -11,10 +11,10 @@ PANEL_WIDTH = 210
 
 
 def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Yield a line for each kernel on random calls of several lengths; GB/s for decoding.
+    """Yield a line for each kernel on random calls of several lengths; decoding is shown in GB/s.
 
-    Each machine, dtype and B×H has a chart, with a panel for each head_dim, causal and not. Bars
-    reach from the 10th to the 90th percentile of a kernel's times.
+    Each combination of machine, dtype and B×H has a chart, with panels for each head_dim, causal
+    and non-causal. Bars reach from the 10th to the 90th percentile of a kernel's times.
     """
     sweeps: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -64,7 +64,7 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
 
 
 def _sweep(row: Row) -> tuple[str, ...]:
-    """Return what the calls of a chart have in common."""
+    """Return the properties that all calls of a chart share."""
     call = row.call
     batch, heads, kv_heads = call.shape.batch, call.shape.q_heads, call.shape.kv_heads
     shared = f"B={batch}, H={heads}" + (f"/{kv_heads}" if kv_heads != heads else "")

@@ -1,1 +1,1 @@
-"""A comparison of two runs for people: as text and as Markdown."""
+"""Comparison of two runs, written for people as text and as Markdown."""

@@ -1,4 +1,4 @@
-"""Comparisons as Markdown that fits into a comment of a pull request."""
+"""Comparisons as Markdown short enough for a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from replay.report.comparison.sections import Sections, Table
 
 BUDGET = 59_000
-"""Most bytes of the text; GitHub accepts 65,536 characters in a comment."""
+"""Maximum size of the text in bytes; GitHub accepts 65,536 characters in a comment."""
 
 LONGEST = 200
-"""Most characters of a cell or a sentence."""
+"""Maximum length of a cell or a sentence, in characters."""
 
 NOTES = 10
-"""Most sentences about how two runs were compared."""
+"""Maximum number of sentences about how two runs were compared."""
 
 
 def to_markdown(compared: Sequence[Sections]) -> str:
-    """Write the comparisons one after the other, with as many lines of tables as fit.
+    """Write the comparisons in order, with as many table lines as fit.
 
-    Names in the rows cannot become Markdown, HTML, mentions or links.
+    Names from the rows are escaped, so they cannot become Markdown, HTML, mentions or links.
     """
     heads = [_head(contents) for contents in compared]
     left = BUDGET - _size(_left_out(len(heads)))
@@ -50,7 +50,7 @@ def _tables(contents: Sections, budget: int) -> str:
 
 
 def _table(table: Table, budget: int) -> str:
-    """Return the lines that fit, and the number of others; empty if not even the headings fit."""
+    """Return the lines that fit, and the number of omitted lines; empty if no line fits."""
     text = (
         f"\n**{escaped(table.title)}**\n\n"
         f"| {' | '.join(map(escaped, table.headings))} |\n"
@@ -77,7 +77,7 @@ def _size(text: str) -> int:
 
 
 def escaped(text: str) -> str:
-    """Escape text for GitHub: words with a meaning in Markdown become `<code>`.
+    """Escape text for GitHub: words with a special meaning in Markdown become `<code>`.
 
     Inside `<code>`, names with an @ or a # are neither mentions nor references.
     """

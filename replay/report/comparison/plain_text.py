@@ -1,4 +1,4 @@
-"""Comparison as text, 80 columns wide."""
+"""Comparison as text in 80 columns."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from replay.report.comparison.sections import Sections, Table
 from replay.report.fitted import FittedTable
 
 LINES = 20
-"""Most lines of a table; the JSON has all."""
+"""Maximum number of lines of a table; the JSON output has all lines."""
 
 
 def print_comparison(contents: Sections, console: Console) -> None:
-    """Print the answer, how it was compared, the counts, and what changed."""
+    """Print the summary, how the runs were compared, the counts, and the changes."""
     console.print(Text(contents.title, "bold"))
     for note in contents.notes:
         console.print(Text(note, "dim"))

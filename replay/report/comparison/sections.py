@@ -1,7 +1,7 @@
 """Contents of a comparison, in order: sentences and tables of plain text.
 
-Names in rows come from files and may contain anything. They become printable text; each format
-escapes all of it.
+Names in rows come from files and may contain anything. They are made printable here, and each
+output format escapes them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from replay.report.groups import place
 from replay.rows.row import HERE, Row, SpeedVerdict
 
 LONGEST = 200
-"""Most characters of a sentence from a row."""
+"""Maximum length of a sentence from a row, in characters."""
 
 NAMED = 5
-"""Most kernels that a sentence names."""
+"""Maximum number of kernels named in a sentence."""
 
 SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "ambiguous")
 ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambiguous")
@@ -31,7 +31,7 @@ ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambig
 
 @dataclass(frozen=True)
 class Table:
-    """Table with the worst line first."""
+    """Table whose lines are sorted, the worst first."""
 
     title: str
     headings: tuple[str, ...]
@@ -51,11 +51,11 @@ class Sections:
     """Sentences about how the runs were compared."""
     counts: Table
     tables: tuple[Table, ...]
-    """Tables without the empty ones."""
+    """Tables that have at least one line."""
 
 
 def sections(comparison: Comparison) -> Sections:
-    """Put a comparison in words."""
+    """Describe a comparison in sentences and tables."""
     tables = (_kernels(comparison), _rows(comparison), _came_and_went(comparison))
     return Sections(
         title=printable(f"{comparison.before.name} → {comparison.after.name}"),
@@ -68,7 +68,7 @@ def sections(comparison: Comparison) -> Sections:
 
 
 def speed_text(change: SpeedChange) -> str:
-    """Format as `0.95× (0.94-0.96) slow`, with the reason where the verdict does not say it."""
+    """Format as `0.95× (0.94-0.96) slow`, with the reason if the verdict does not imply it."""
     if change.low is None or change.high is None:
         return f"{change.ratio:.2f}× {change.verdict}, {change.reason}"
     text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {change.verdict}"
@@ -113,7 +113,7 @@ def _named(
     holds: Callable[[Pair], bool],
     overall: SpeedVerdict | None = None,
 ) -> str:
-    """Name the kernels for which a condition holds over all calls, or on some."""
+    """Name the kernels for which a condition holds over all calls, or on some of them."""
     over_all, on_some = [], []
     for each in sorted(comparison.kernels, key=_kernel_order):
         name, count = printable(str(each.kernel)), sum(map(holds, each.pairs))
@@ -154,11 +154,11 @@ def _notes(comparison: Comparison) -> list[str]:
         else "spread between runs: not given (--spread), so random differences between runs may be "
         "called faster or slower"
     )
-    # Another version of a library may explain a verdict.
+    # A different version of a library may explain a verdict.
     for each in comparison.differences:
         there = "" if each.environment == HERE else f" of {each.environment}"
         notes.append(f"{each.field}{there}: {each.before or 'none'} → {each.after or 'none'}")
-    # Another tolerance can change a verdict without any change of the kernel.
+    # A different tolerance can change a verdict although the kernel did not change.
     changed = {(one.before.tolerances, one.after.tolerances) for one in comparison.pairs}
     notes += [
         f"--tolerances: {one or 'default'} → {other or 'default'}"
@@ -189,7 +189,7 @@ def _counts(comparison: Comparison) -> Table:
 
 
 def _kernels(comparison: Comparison) -> Table:
-    """Return the table of kernels that changed, over all their calls."""
+    """Return the table of kernels that changed, each over all its calls."""
     lines = [
         (
             printable(str(each.kernel)),
@@ -251,7 +251,7 @@ def _came_and_went(comparison: Comparison) -> Table:
 
 
 def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return one line per kernel; kernels that one run lacks are named without calls."""
+    """Return one line per kernel; kernels missing from one run are listed without calls."""
     known = {row.id for row in others}
     calls: dict[str, list[str]] = {}
     for row in rows:
@@ -300,11 +300,11 @@ def _is_worse(kernel: KernelChange) -> bool:
 
 
 def _kernel_order(kernel: KernelChange) -> tuple[bool, bool, float]:
-    """Return a key that sorts failures first, then lost accuracy, then the slowest."""
+    """Return a sort key: failures first, then lost accuracy, then the largest slowdown."""
     ratio = kernel.speed.ratio if kernel.speed else 1.0
     return (not any(map(_fails, kernel.pairs)), not any(map(_lost_accuracy, kernel.pairs)), ratio)
 
 
 def _row_order(pair: Pair) -> tuple[bool, bool, float]:
-    """Return a key that sorts failures first, then lost accuracy, then the slowest."""
+    """Return a sort key: failures first, then lost accuracy, then the largest slowdown."""
     return (not _fails(pair), not _lost_accuracy(pair), pair.speed.ratio if pair.speed else 1.0)

@@ -1,1 +1,1 @@
-"""The report: one HTML file that needs nothing else."""
+"""The report: a single HTML file that needs no other files."""

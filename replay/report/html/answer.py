@@ -1,4 +1,4 @@
-"""First sentence of a report about a group of calls: its fastest kernels."""
+"""First sentence of a report on a group of calls, which names the fastest kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from replay.report.ranking import fastest
 def fastest_kernels(group: Group) -> str:
     """Return `fastest exact kernel: triton-fa3, 1.13× (1.12-1.14) vs torch-default; fastest …`.
 
-    A class without a timed and correct kernel is left out.
+    Classes without a timed and correct kernel are left out.
     """
     found = []
     for accuracy_class in ("exact", "quantised"):

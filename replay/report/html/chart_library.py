@@ -8,14 +8,14 @@ import importlib.util
 from capture.errors import MissingPackage
 
 ONCE_THERE = "window.vegaEmbed = vegaEmbed; window.dispatchEvent(new Event('charts'));"
-"""Code that runs when a browser has run the bundle."""
+"""Code that the browser runs after the bundle."""
 
 
 def require() -> None:
-    """Check that it is installed.
+    """Check that vl-convert-python is installed.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: vl-convert-python is not installed.
     """
     if importlib.util.find_spec("vl_convert") is None:
         raise MissingPackage(
@@ -27,7 +27,7 @@ def bundle() -> str:
     """Return a JavaScript module of about 0.9 MB, which uses no network.
 
     Raises:
-        MissingPackage: it is not installed.
+        MissingPackage: vl-convert-python is not installed.
     """
     require()
     return _bundled()
@@ -35,7 +35,7 @@ def bundle() -> str:
 
 @functools.cache
 def _bundled() -> str:
-    # Kept, since it takes a second, and watching a recording writes many reports.
+    # The bundle is cached: making it takes a second, and watching a recording writes many reports.
     import vl_convert
 
     text: str = vl_convert.javascript_bundle(ONCE_THERE)

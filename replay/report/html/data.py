@@ -1,6 +1,6 @@
-"""Data of the page: rows as columns, and figures pooled over the calls of a group.
+"""Data of the page: rows stored as columns, and figures pooled over the calls of a group.
 
-The script puts all of it on the page as text, never as markup.
+The script inserts all data into the page as text, never as markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIGURES = {
     "speedup.low": "from",
     "speedup.high": "to",
 }
-"""First figures of the table; the other columns of `replay.rows.fields` follow."""
+"""First figures of the table; the other columns from `replay.rows.fields` follow."""
 FACTS = (
     "call.name",
     "call.model",
@@ -42,30 +42,30 @@ FACTS = (
     "roof.tflops",
     "roof.gb_per_s",
 )
-"""Fields that charts need and the table shows elsewhere or not at all."""
+"""Fields that the charts need and that have no column of their own in the table."""
 
 FIELD = (32, 32)
-"""Most heads and ranges of queries of one field of errors."""
+"""Maximum number of heads and of query ranges in a stored field of errors."""
 DECADE = 8
 """Levels of error per power of ten in a stored field."""
 LEAST = 1e-9
-"""Error of the lowest level."""
+"""Error at the lowest level."""
 FIRST_LEVEL = "0"
-"""Character of the lowest level; the next level has the next character."""
+"""Character for the lowest level; each further level uses the next character."""
 NOT_FINITE = "~"
 
 
 def page_data(
     rows: Sequence[Row], groups: Sequence[Group], budget: Budget | None
 ) -> dict[str, Any]:
-    """Return everything that the page draws of the rows, as plain JSON.
+    """Return everything that the page draws from the rows, as plain JSON.
 
     Args:
         groups: groups of exactly these rows (`replay.report.groups.group_rows`).
     """
     headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
     headings = FIGURES | headings | dict.fromkeys(FACTS, "")
-    # Two rows may be equal, so their identity tells which group has them.
+    # Two rows may be equal, so a row's identity determines its group.
     group_of = {
         id(row): at
         for at, group in enumerate(groups)
@@ -124,7 +124,7 @@ def _groups(groups: Sequence[Group]) -> list[dict[str, Any]]:
 
 
 def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
-    """Yield speed, speed-up and worst error of each kernel over the group's calls."""
+    """Yield the speed, speed-up and worst error of each kernel over the group's calls."""
     for kernel, rows in group.rows.items():
         time, ran = typical_time(rows), [row for row in rows if row.accuracy]
         if not ran:
@@ -153,7 +153,7 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
 
 
 def _error(figure: float, metric: str) -> float:
-    """Return the figure as an error that grows from 0: a cosine becomes its distance from 1."""
+    """Return the figure as an error that grows from 0; a cosine becomes its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
 
 
@@ -162,14 +162,14 @@ def _badness(budget: Budget) -> float:
 
 
 def _short(value: Any) -> Any:
-    """Drop digits that are not shown; cosines differ only in their last ones."""
+    """Drop digits that are not shown; cosines keep them, because only their last digits differ."""
     if isinstance(value, float):
         return float(f"{value:.9g}" if 0.99 < abs(value) <= 1 else f"{value:.5g}")
     return value
 
 
 def _without_series(row: Row) -> Row:
-    """Drop long parts that the page does not show: samples, and the field of errors."""
+    """Drop long parts that the page does not show: samples and the field of errors."""
     time = row.time_ms and replace(row.time_ms, samples=())
     core = row.core_time_ms and replace(row.core_time_ms, samples=())
     accuracy = row.accuracy and replace(row.accuracy, where=None)
@@ -177,9 +177,9 @@ def _without_series(row: Row) -> Row:
 
 
 def _field(row: Row) -> list[str] | None:
-    """Return an output's levels of error: a string for each head, by range of queries.
+    """Return the error levels of an output: one string per head, one character per query range.
 
-    A cell of a field that is too large is the worst of the places that it stands for.
+    If the field is too large, each cell holds the worst of several places.
     """
     where = None if row.accuracy is None else row.accuracy.where
     if where is None or not any(where.relative_l1):

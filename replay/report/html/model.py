@@ -1,4 +1,4 @@
-"""End-to-end check in a report: the model's predicted and measured gain."""
+"""End-to-end checks in a report: the model's predicted and measured gain."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answers(checks: Sequence[Check]) -> Iterator[str]:
 
 
 def model_data(checks: Sequence[Check]) -> dict[str, Any]:
-    """Return everything that the page draws of one model."""
+    """Return everything that the page draws for one model."""
     return {
         "spans": [
             {
@@ -70,12 +70,12 @@ def _title(span: str) -> str:
 
 
 def _speedup(checked: Check, span: str) -> Any:
-    """Return ratio, ends of its interval and verdict; None for the model's own attention."""
+    """Return the ratio, its interval's ends and the verdict; None for the model's own attention."""
     return checked["measured"].get(span, {}).get("speedup")
 
 
 def _predicted(checked: Check, span: str) -> Any:
-    """Return value, low and high; None if the replay allows no prediction."""
+    """Return the value, low and high; None if the replay allows no prediction."""
     found = checked["prediction"] or {"run": None, "phases": {}}
     place = found["run"] if span == RUN else found["phases"].get(span)
     return place and place["speedup"]

@@ -1,4 +1,4 @@
-"""Saved outputs of each model, small enough for a page."""
+"""Saved outputs of each model, reduced to fit into a page."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from replay.report.html.model import Check
 WIDTH = 256
 """Width of a picture in pixels."""
 PICTURES = 3
-"""Pictures of each kernel: the first, the middle and the last."""
+"""Maximum number of pictures per kernel: the first, the middle and the last."""
 KERNELS = 24
-"""Most kernels of each model; the page gives the number of others."""
+"""Maximum number of kernels per model; the page gives the number of the others."""
 CHARACTERS = 4000
-"""Most characters of a text."""
+"""Maximum number of characters of a text."""
 
 
 def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """Writes the report: a page, a style sheet, a script, the chart library, and compressed data.
 
-The file uses no network, which its content security policy enforces, so that it works from a disk
-or a mail. Text of a dataset is escaped here, or put on the page as text by the script.
+The file works from a disk or a mail: it uses no network, which its content security policy
+enforces. Text from a dataset is either escaped here or inserted as text by the script.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from replay.rows.row import Row
 from replay.rows.row_files import plain
 
 MOST_ANSWERS = 12
-"""Most kinds of calls that have a sentence of their own at the top."""
+"""Maximum number of kinds of calls with their own sentence at the top."""
 
 
 class ReportError(Error):
-    """Reason why a report cannot be written; the message names the remedy."""
+    """Reason why a report cannot be written; the message gives the remedy."""
 
 
 def write_html(
@@ -51,11 +51,12 @@ def write_html(
     Args:
         checks: the lines of `replay verify --checks`.
         outputs: the directory of `--save-output`.
-        budget: drawn in the charts of errors, in its metric; without one, errors are relative L1.
+        budget: error limit drawn in the error charts, which use its metric; relative L1 without a
+            budget.
 
     Raises:
-        ReportError: no row is about a kernel, the rows are of several types of device, or the
-        file cannot be written.
+        ReportError: the rows contain no kernel, they come from several types of device, or the file
+        cannot be written.
         MissingPackage: the chart library is not installed.
     """
     groups = group_rows(rows)
@@ -67,7 +68,7 @@ def write_html(
             f"the rows are of {' and '.join(devices)}, but a page is for one type of device: "
             "replay each into a file of its own, and merge them with `replay devices`"
         )
-    # Checks of several models are drawn one below the other.
+    # Checks of several models are drawn below each other.
     models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
     data: dict[str, Any] = page_data(rows, groups, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},
@@ -120,7 +121,7 @@ def _machine(rows: Sequence[Row]) -> str:
 
 
 def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:
-    """Yield list items, first the models' own speed, which is what a user gets."""
+    """Yield list items, starting with the models' own speed, which is what a user gets."""
     for name, checks in models.items():
         for sentence in model.answers(checks):
             yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
@@ -132,7 +133,7 @@ def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> I
 
 
 def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a paragraph for each reason why kernels could not run, with their names."""
+    """Yield a paragraph for each reason why kernels could not run, naming these kernels."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         if row.status == "unavailable":
@@ -147,5 +148,5 @@ def _resource(name: str) -> str:
 
 
 def _packed(text: str) -> str:
-    """Compress a text, into characters that need no escaping."""
+    """Compress a text into characters that need no escaping."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
