@@ -14,7 +14,7 @@ from replay.rows.row import CallFacts, KernelId, Row
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of equal cost: model, phase, shape (except for a growing cache), dtype and mask agree."""
+    """Calls of equal cost: same model, phase, shape (but for a growing cache), dtype and mask."""
 
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]

@@ -131,7 +131,7 @@ def _worst_of(choices: Sequence[LayerChoice], budget: Budget) -> str:
 
 
 def _figure(figure: float, budget: Budget) -> str:
-    """Format a metric; a cosine is rounded down, so that no value wrongly looks within the budget."""
+    """Format a metric; a cosine is rounded down, so that it never wrongly looks acceptable."""
     return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
 
 
