@@ -1,1 +1,1 @@
-"""One kernel on one call makes one row: check it, time it, check it again."""
+"""The replay of one kernel on one call, in this process: check, time, check again, make a row."""

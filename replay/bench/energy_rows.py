@@ -1,4 +1,4 @@
-"""The energy of a kernel, over a block of calls with different inputs."""
+"""The energy of a kernel, measured over a block of calls with different inputs."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from replay.timing.energy import measure_energy
 from replay.timing.gpu_state import NoReading, gpu_is_lost
 
 JUDGED_SAMPLES = 4
-"""Outputs of each block that are judged, drawn after it."""
+"""Number of outputs to judge in each block, drawn after the block."""
 
 
 def with_energy(
     timed: TimedKernel, inputs: Inputs, process_state: ProcessState, seed: int, device: torch.device
 ) -> TimedKernel:
-    """Run a timed kernel alone for a second, and add its energy.
+    """Run a timed kernel alone for a second, and add the energy of a call.
 
-    Inputs change a little before each call (`replay.isolation.input_perturbation`), so that no
-    result of an earlier call can be reused. Rows of some outputs are kept to be judged.
+    The inputs change a little before each call (`replay.isolation.input_perturbation`), so that the
+    kernel cannot reuse an earlier result. Rows of some outputs are kept to be judged.
 
     Args:
         seed: seed of the perturbations.
@@ -71,7 +71,7 @@ class _SampledCalls:
         self._perturbation = perturbation
         self._samples: list[Sample] = []
         self.fault = ""
-        """Fault in the form of an output."""
+        """Fault in the form of an output; empty if there is none."""
 
     def add(self, result: object) -> None:
         if wrong := malformed(result, self._call):

@@ -1,4 +1,4 @@
-"""The check, before anything starts, that this machine can replay some shapes."""
+"""The check that this machine can replay some shapes, made before anything starts."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from replay.timing.machine import available_bytes, cpu_flops_per_second
 from replay.workloads.random_calls import ShapeError, Spec
 
 PATIENCE_SECONDS = 1800
-"""Longest expected duration of a run on a CPU; a longer one is refused."""
+"""Longest expected duration of a run on a CPU; longer runs are refused."""
 
 LARGEST = 2**50
-"""Most elements of a tensor, a petabyte, so that torch can still count the bytes of all tensors."""
+"""Maximum number of elements of a tensor (a petabyte), so that torch can count the bytes of all
+tensors."""
 
 
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
-    """Refuse shapes that do not fit into this machine's memory or would take it very long.
+    """Refuse shapes that do not fit into this machine's memory or would take very long.
 
-    Memory: query, key, value and output, the float64 reference with its temporaries, and the copy
-    of the inputs to compare with. Time, on a CPU only: the reference, and about ten runs of every
-    kernel at the rate of this machine's float32 matrix products.
+    The memory counts query, key, value and output, the float64 reference with its temporaries, and
+    the copy of the inputs to compare with. The time is limited only on a CPU. It counts the
+    reference and about ten runs of every kernel, at the rate of float32 matrix products.
 
     Raises:
-        ShapeError: with the `--max-seq` that fits.
+        ShapeError: a shape is too large; the message names the `--max-seq` that fits.
     """
     for spec in specs:
         rows = spec.batch * max(spec.q_heads, spec.kv_heads) * max(spec.q_len, spec.kv_len)

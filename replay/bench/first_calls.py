@@ -1,4 +1,4 @@
-"""First calls of kernels, which compile them for a call before any is timed on it."""
+"""First calls of kernels on a call, which compile the kernels before any of them is timed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def first_calls(
     process_state: ProcessState,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, float]]:
-    """Yield the kernels that ran, and the milliseconds of their first call with compilation.
+    """Yield each kernel that ran, with the milliseconds of its first call, compilation included.
 
     Outputs are not judged. A kernel that refuses the call or fails is left out, because its check
-    will report that. Kernels in Triton's interpreter compile nothing and are left out too.
+    will report the reason. Kernels in Triton's interpreter are left out: they compile nothing.
     """
     forms = Forms.of(call)
     inputs = Inputs(*forms.all)

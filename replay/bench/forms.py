@@ -1,4 +1,4 @@
-"""The forms of a call: as recorded, and without its mask where options mean the same.
+"""The forms of a call: as recorded, and with equivalent options in place of its mask.
 
 A kernel that takes the mask gets the mask, as it would in the model. A kernel that refuses the mask
 or prefers options gets the options, as its users would write them. Outputs are judged by the
@@ -22,18 +22,18 @@ class Form(NamedTuple):
 
     call: AttentionCall
     restated_as: str = ""
-    """The mask in words, if the call is without it."""
+    """Mask in words, if options replace the mask; otherwise empty."""
     refused: Finding | None = None
-    """Reason why the kernel cannot run; None if it can."""
+    """Reason why the kernel cannot run the call; None if it can."""
 
 
 class Forms(NamedTuple):
-    """A recorded call, and the structure of its mask."""
+    """A recorded call, the structure of its mask, and its other form."""
 
     call: AttentionCall
     structure: MaskStructure | None = None
     rewritten: AttentionCall | None = None
-    """The call with options in place of its mask; None if no options mean the same."""
+    """The call with its mask replaced by equivalent options; None if no options are equivalent."""
 
     @classmethod
     def of(cls, call: AttentionCall) -> Forms:
@@ -63,7 +63,7 @@ class Forms(NamedTuple):
 
 
 def refusal(kernel: Kernel, call: AttentionCall, device: torch.device) -> Finding | None:
-    """Return why a kernel cannot run a call on a device; None if it can."""
+    """Return the reason why a kernel cannot run a call on a device; None if it can."""
     try:
         kernel = kernel.loaded()
         if reason := kernel.unavailable(device):

@@ -1,4 +1,4 @@
-"""The check of a kernel's output: untimed runs on a call, judged before and after timing."""
+"""The check of a kernel's output, by untimed runs that are judged before and after timing."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ from replay.timing.rounds import Samples
 from replay.timing.timer import first_call
 
 LONGEST_FILE_NAME = 200
-"""Characters of a kernel's file name; file systems take 255 bytes."""
+"""Maximum number of characters of a kernel's file name; file systems take 255 bytes."""
 
 BETWEEN_CALLS_MS = 0.005
-"""Time that a GPU needs between two calls in a row, however short they are."""
+"""Time that a GPU needs between two calls in a row, however short the calls are."""
 PATIENCE_S = 2.0
-"""Time to try whether calls in a row are as fast as their samples. On a GPU that other processes
-use, most tries are interrupted."""
+"""Time for further tries while calls in a row seem slower than the samples. On a GPU that other
+processes use, most tries are interrupted."""
 
 
 class OutputNotSaved(Error):
@@ -57,8 +57,8 @@ class Checker:
     """Checks of kernels on one call.
 
     Args:
-        inputs: inputs of all its forms, as they were before any kernel ran.
-        process_state: state as it was before any kernel was imported.
+        inputs: inputs of all forms of the call, as they were before any kernel ran.
+        process_state: state of the process before any kernel was imported.
         save_to: directory for the kernels' outputs.
     """
 
@@ -85,7 +85,7 @@ class Checker:
         """Run a kernel for the first time and judge its output.
 
         Args:
-            alive: called before each run, as a sign of life during slow kernels.
+            alive: called before each run, to show progress during slow kernels.
 
         Raises:
             ContextLost: the kernel made the GPU, or this process, unusable.
@@ -93,7 +93,7 @@ class Checker:
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
         )
-        self._process_state.restore(kernel.name)  # importing its library may have changed something
+        self._process_state.restore(kernel.name)  # the library's import may have changed it
         if refused is not None:
             return CheckedKernel(kernel, call, refused)
         checked = CheckedKernel(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
@@ -114,16 +114,16 @@ class Checker:
             return replace(checked, finding=self._failure(error))
         finally:
             self._process_state.restore(kernel.name)
-        if self._save_to is not None:  # outside: a full disk is not the kernel's error
+        if self._save_to is not None:  # not in a `try`: a full disk is not the kernel's error
             _save(output, kernel, self._save_to)
         return checked
 
     def reverify(self, timed: TimedKernel) -> ReverifiedKernel:
         """Judge the outputs of a kernel and its core again after they were timed.
 
-        The timed calls may differ from the first: from the third call on, a CUDA graph may be
-        replayed, which can have lost a launch. A graph writes to the same memory again, so that
-        memory is poisoned too.
+        Timed calls may differ from the first call: from the third call on, a kernel may replay a
+        CUDA graph that lacks a launch. A graph writes to the same memory each time, so that memory
+        is poisoned too.
         """
         checked, finding, accuracy = timed.checked, timed.checked.finding, timed.checked.accuracy
         kernel, core_fault = checked.kernel.name, ""
@@ -149,7 +149,7 @@ class Checker:
         )
 
     def _timed_finding(self, timed: TimedKernel) -> Finding:
-        """Judge outputs of timed calls, whose inputs changed from call to call."""
+        """Judge outputs of timed calls; their inputs differed from call to call."""
         checked = timed.checked
         if replaced := self._process_state.replaced(checked.kernel.name):
             return Finding("error", replaced)
@@ -180,7 +180,7 @@ class Checker:
                     output, milliseconds = first_call(checked.run, self._settings.device)
                 finally:
                     self._process_state.restore(checked.kernel.name)
-            # Before the inputs are restored, in case it returns one of them.
+            # Clone before the inputs are restored, because the output may be one of the inputs.
             output = output.clone() if isinstance(output, Tensor) else output
         except BaseException as error:
             failure = error
@@ -210,7 +210,7 @@ class Checker:
     ) -> CheckedKernel:
         """Call the kernel twice more, to find outputs that differ, share memory or are unwritten.
 
-        Also measures the memory that a call needs.
+        The calls also measure the memory that a call needs.
         """
         others, earlier = [], None
         for poison in (0.0, POISON):
@@ -222,7 +222,7 @@ class Checker:
                 return replace(checked, finding=Finding("error", reason))
             checked = replace(checked, peak_bytes=peak_bytes)
             others.append(again.clone())
-            # Compare addresses and not tensors: a CUDA graph that was replayed since refuses access
+            # Compare addresses and not tensors: a CUDA graph that has been replayed refuses access
             # to its earlier output.
             memory = again.untyped_storage().data_ptr()
             if earlier is not None and earlier[1] == memory:
@@ -251,7 +251,7 @@ class Checker:
         finding = classify(error)
         if gpu_is_lost(self._settings.device):
             raise ContextLost(finding.reason) from error
-        traceback.clear_frames(error.__traceback__)  # they hold the kernel's tensors
+        traceback.clear_frames(error.__traceback__)  # its frames hold the kernel's tensors
         starved = finding.status == "out-of-memory" and self._options.in_worker
         if starved and not self._is_enough_left():
             raise ContextLost(
@@ -260,7 +260,7 @@ class Checker:
         return finding
 
     def _is_enough_left(self) -> bool:
-        """Return whether a kernel that ran out of memory freed what the others need."""
+        """Return whether a kernel that ran out of memory freed enough for the other kernels."""
         gc.collect()
         try:
             self._inputs.poison(self._call)
@@ -309,10 +309,10 @@ class Checker:
     def _judged_again(
         self, checked: CheckedKernel, samples: Samples, last: list[Any]
     ) -> tuple[Finding, Accuracy | None]:
-        """Judge the output of one more call, timed by another clock where a block is one call.
+        """Judge the output of one more call, timed by the judge's clock if it has one.
 
         Args:
-            last: output of an earlier call, if one was made since the samples.
+            last: holds the output of an earlier call, if one was made after the samples.
         """
         kernel, run = checked.kernel, checked.run
         try:
@@ -321,7 +321,7 @@ class Checker:
                 last.append(run())
             with (
                 torch.inference_mode()
-            ):  # an output that was made in that mode refuses changes outside
+            ):  # an output that was made in inference mode cannot be changed outside that mode
                 narrow_expanded(last.pop()).fill_(POISON)
             self._inputs.restore(checked.call)
             self._inputs.poison(checked.call)
@@ -345,10 +345,10 @@ class Checker:
         return _wrong_again(judged.finding.reason), judged.accuracy
 
     def _core_fault(self, timed: TimedKernel, finding: Finding) -> str:
-        """Return why the time of a kernel's core is to be discarded; empty if it is valid.
+        """Return why the time of a kernel's core must be discarded; empty if it is valid.
 
-        The core of a wrong kernel is not judged. Its output may have another dtype, because the
-        conversion can be part of the drop-in call.
+        The core of a wrong kernel is not judged. A core's output may have another dtype, because
+        the drop-in call may convert it.
         """
         if timed.core is None or timed.core_samples is None:
             return timed.core_fault
@@ -379,7 +379,7 @@ class Checker:
 
 
 def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
-    """Return a kernel's output; None if it fails, which its own row reports."""
+    """Return a kernel's output; None if the kernel fails, which its own row reports."""
     call, _, refused = forms.form(kernel, forms.call.device)
     if refused is not None:
         return None
@@ -395,7 +395,7 @@ def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
 def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[object]:
     """Hide stderr, where compilers report their search.
 
-    In a worker it stays, because the parent keeps the end of it for the case that the worker dies.
+    A worker's stderr stays, because the parent shows the end of it if the worker dies.
     """
     if options.in_worker:
         return contextlib.nullcontext()
@@ -417,7 +417,7 @@ def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
 
 
 def file_name(kernel: str) -> str:
-    """Return a file name for a kernel's output. A user kernel's name is a path, which is quoted."""
+    """Return a file name for a kernel's output, with the path of a user's kernel quoted."""
     name = quote(kernel, safe="[]=,")
     if len(name) <= LONGEST_FILE_NAME:
         return name

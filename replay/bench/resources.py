@@ -1,4 +1,4 @@
-"""Resources of a kernel on the GPU: memory, Triton programs, registers and warps."""
+"""The resources of a kernel on the GPU: memory, Triton programs, registers and warps."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ T = TypeVar("T")
 def launched_programs(run: Callable[[], object]) -> list[Program]:
     """Return the Triton programs that `run` launches, in order of first launch.
 
-    Empty for kernels that are not written in Triton or that `torch.compile` launches itself, and
-    where Triton is missing, interprets, or is older than 3.4.
+    The list is empty for kernels that are not written in Triton or that `torch.compile` launches
+    itself. It is also empty where Triton is missing, interprets kernels, or is older than 3.4.
     """
     try:
         hooks = importlib.import_module("triton.knobs").runtime.launch_enter_hook
@@ -35,7 +35,7 @@ def launched_programs(run: Callable[[], object]) -> list[Program]:
         run()
     finally:
         hooks.remove(launch)
-    # The hook gives a driver handle; the object with the figures is in Triton's cache.
+    # The hook gives a driver handle; Triton's cache holds the object with the figures.
     loaded = {
         found.function: found
         for found in gc.get_objects()
@@ -55,20 +55,20 @@ def _program(kernel: Any) -> Program:
 
 
 def with_peak_bytes(function: Callable[[], T], device: torch.device | str) -> tuple[T, int | None]:
-    """Return the result of `function`, and the most bytes that it needed on a CUDA device.
+    """Return the result of `function`, and the peak bytes that it needed on a CUDA device.
 
-    Counts allocations by torch's allocator, the result included, and not memory that a kernel takes
-    from the driver. None on the CPU, where it is not measured.
+    The peak counts allocations by torch's allocator, the result included, but not memory that a
+    kernel takes from the driver. It is None on the CPU, where memory is not measured.
     """
     device = torch.device(device)
     if device.type != "cuda":
         return function(), None
     torch.cuda.synchronize(device)
-    torch.empty(1, device=device)  # makes the allocator free what another stream used
+    torch.empty(1, device=device)  # makes the allocator free memory that another stream used
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     collecting = gc.isenabled()
-    gc.disable()  # garbage collected during the call would hide what the call needs
+    gc.disable()  # a collection during the call would hide a part of its memory
     try:
         result = function()
         torch.cuda.synchronize(device)

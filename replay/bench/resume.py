@@ -1,4 +1,4 @@
-"""Continuation of an interrupted replay from the JSON Lines file that it was writing."""
+"""The continuation of an interrupted replay from the JSON Lines file that it was writing."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def finished_rows(
     machines: Sequence[Machine],
     settings: Settings,
 ) -> tuple[list[Row], list[Workload]]:
-    """Return the rows of calls that are complete in a file, and the calls that are not.
+    """Return the rows of the complete calls in a file, and the incomplete calls.
 
-    A call is complete when every kernel has a row in every environment that it runs in. Other calls
-    are replayed whole, because speed-ups must be paired with a baseline of the same rounds.
+    A call is complete when every kernel has a row in every environment where the kernel runs. An
+    incomplete call is replayed with all kernels, because a speed-up needs a baseline of the same
+    rounds.
 
     Args:
         assigned: the kernels to run, by environment.
@@ -33,8 +34,8 @@ def finished_rows(
         settings: the settings to measure with.
 
     Raises:
-        RowsError: the file cannot be read, or contains other things than rows, or rows of other
-            calls, another machine or other settings.
+        RowsError: the file cannot be read, contains anything other than rows, or contains rows of
+            other calls, another machine or other settings.
     """
     rows: dict[str, list[Row]] = {}
     known = {workload.label: workload for workload in workloads}
@@ -66,10 +67,10 @@ def label_of(row: Row, machines: Sequence[Machine]) -> str:
 
 
 def latest(rows: Sequence[Row]) -> list[Row]:
-    """Return rows without those of calls that were replayed again later.
+    """Return the rows of the latest replay of each call.
 
-    Rows of one call, environment and type of device share their rounds, so they are replaced
-    together, once a kernel appears again or the call itself could not be replayed.
+    Rows of one call, environment and type of device share their rounds and are replaced together.
+    A new replay begins where a kernel appears again, or where the call could not be replayed.
     """
     is_mixed = len({row.machine.device for row in rows} - {""}) > 1
     found: dict[tuple[str, str, str], dict[str, Row]] = {}
@@ -99,7 +100,7 @@ def _read(path: Path) -> list[Row]:
 
 
 def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
-    """Return what was different when a row was measured; empty if nothing was.
+    """Return the first difference between a row's measurement and this replay; empty if none.
 
     Versions in other environments may differ.
     """
@@ -109,7 +110,7 @@ def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
         measured = {name: value for name, value in measured.items() if name != "usable_cpus"}
     if row.environment != HERE:
         measured = {"device": row.machine.device}
-    if not row.machine.device:  # its worker died before it could say
+    if not row.machine.device:  # the worker died before it reported its machine
         measured = {}
     if row.accuracy is not None:
         measured |= {"--tolerances": row.tolerances}

@@ -1,4 +1,4 @@
-"""The run of kernels on calls: check each kernel, time it, judge it again, make its row."""
+"""The replay of calls in this process: check each kernel, time it, judge it again, make its row."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from replay.workloads.workload import Workload
 
 DEFAULT_BASELINE = "torch-default"
 BEYOND_SDPA = ("torch-masked", "eager")
-"""Kernels that models call for what SDPA has no argument for."""
+"""Kernels that models call for features that SDPA has no argument for."""
 
 LOADING = "loading the call"
 REFERENCE = "computing the reference"
 TIMING = "preparing to time"
 DONE = "done"
 STAGES = (LOADING, REFERENCE, TIMING, DONE)
-"""Stages that progress reports while no kernel runs; otherwise it reports the kernel's name."""
+"""Stages that progress reports while no kernel runs; a running kernel is reported by name."""
 
 JudgeFactory = Callable[[AttentionCall, int, Settings, "Tensor | None"], OutputJudge]
-"""Function that makes the judge of a call, given the seed of its perturbations and the output that
-errors are computed against."""
+"""Function that makes the judge of a call from the call, the seed of its perturbations, the
+settings, and the output of the kernel that errors are computed against."""
 
 
 class Loaded(NamedTuple):
@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
     facts: CallFacts
     machine: Machine
     roof: Roof | None = None
-    """None unless it is wanted."""
+    """Measured peaks of the machine; None unless the settings request `roofline`."""
 
 
 def replay_here(
@@ -70,15 +70,15 @@ def replay_here(
     judge_factory: JudgeFactory | None = None,
     process_state: ProcessState | None = None,
 ) -> Iterator[Row]:
-    """Yield rows of every kernel on every call, in order; an unreadable call is one error row.
+    """Yield a row for every kernel on every call, in order; an unreadable call gets one error row.
 
-    Everything runs in this process, so a kernel that crashes ends it
-    (`replay.workers.environments.replay_in_workers` does the same with workers).
+    Everything runs in this process, so a kernel that crashes ends the process
+    (`replay.workers.environments.replay_in_workers` uses workers instead).
 
     Each output is checked against the reference before anything is timed. All kernels of a call are
-    timed together, in shuffled rounds, and their outputs are then checked again.
+    timed together, in shuffled rounds. Afterwards their outputs are checked again.
     """
-    with torch.no_grad():  # as kernels run, so that a change of that setting is seen
+    with torch.no_grad():  # kernels run in this mode, so a change of it is noticed
         process_state = process_state or ProcessState()
     judge_factory = judge_factory or local_judge
     report = on_progress or (lambda workload, stage: None)
@@ -100,7 +100,7 @@ def replay_here(
             if on_loaded is not None:
                 on_loaded(loaded)
             stage = functools.partial(report, workload)
-            with torch.no_grad():  # as models run: inference mode would make launches cheaper
+            with torch.no_grad():  # like models: inference mode would make launches cheaper
                 rows = _replay_call(
                     forms, loaded, kernels, settings, options, stage, judge_factory, process_state
                 )
@@ -177,11 +177,12 @@ def _replay_call(
 def _baseline(
     call: AttentionCall, settings: Settings, options: WorkerOptions, report: Callable[[str], None]
 ) -> str:
-    """Return the name of the kernel to compare with: what the model called, as it called it.
+    """Return the name of the kernel to compare with: the function that the model called.
 
-    Usually that is plain SDPA, whatever backend PyTorch chose then. If the model had switched
-    backends off and PyTorch now chooses another, it is the recorded backend, if it can run. For
-    calls beyond SDPA it is the recorded function, or the first of `BEYOND_SDPA` that can run.
+    The baseline is usually plain SDPA, whatever backend PyTorch chose during the recording. If the
+    model had switched backends off and PyTorch now chooses another one, the baseline is the
+    recorded backend, if it can run. For calls beyond SDPA the baseline is the recorded function, or
+    the first of `BEYOND_SDPA` that can run.
     """
     if settings.baseline is not None:
         return settings.baseline
@@ -201,7 +202,10 @@ def _baseline(
 
 
 def _other_choice(call: AttentionCall) -> tuple[str, ...]:
-    """Return a flag if plain SDPA now chooses another backend than on a device of the same type."""
+    """Return a flag if plain SDPA chose another backend when the call was recorded.
+
+    Recordings on another type of device are not compared.
+    """
     if call.features:
         return ()
     recorded, here = call.origin.backend, chosen_backend(call)

@@ -1,4 +1,4 @@
-"""Samples of timed outputs: every timed call gets new inputs, and rows of its output are kept."""
+"""Samples of timed outputs. Every timed call gets new inputs, and rows of some outputs are kept."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
 
 COMPARED = 8
-"""One sample in eight, and the warm-up, has its inputs compared in full, after its first call and
-at its end. Changes by PyTorch show in a tensor's version after each call; others do not."""
+"""One sample in this many, and each warm-up, has its inputs compared in full, after its first call
+and at its end. Changes by PyTorch itself always show, in a tensor's version."""
 
 FINGERPRINT_ROWS = 4096
-"""Rows of an output that a fingerprint reads, in about a microsecond of a GPU."""
+"""Number of rows of an output that a fingerprint reads, in about a microsecond on a GPU."""
 
 
 class TimedPart(NamedTuple):
@@ -44,7 +44,7 @@ class OutputFingerprint:
         self._was = self._bytes(output)
 
     def differs_from(self, output: Tensor) -> Tensor:
-        """Return whether the output has changed, as a tensor on its device, without waiting."""
+        """Return whether the output has changed, as a tensor on the device, without waiting."""
         return (self._was != self._bytes(output)).any()
 
     def _bytes(self, output: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class OutputFingerprint:
 class SampledOutputs:
     """Perturbed inputs and kept outputs of kernels that are timed together.
 
-    Cores get no new inputs, because their operands were prepared before.
+    Cores get no new inputs, because their operands are prepared before the timing.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class SampledOutputs:
         self._process_state = process_state
         self._draw = secrets.SystemRandom()
         self._sequences: dict[int, PerturbationSequence] = {}
-        """Perturbations by query: forms of a call share the tensors that are changed."""
+        """Perturbations by the id of the query tensor, because forms of a call share tensors."""
         self._versions: dict[int, int] = {}
         """Version of each tensor when it was last compared."""
         for member in checked:
@@ -82,7 +82,7 @@ class SampledOutputs:
         self._kept: Sample | None = None
         self._fingerprint: OutputFingerprint | None = None
         self._changed_after: dict[str, list[Tensor]] = {}
-        """By kernel, for some samples: whether the output changed after its call."""
+        """Bool tensors by kernel: whether a kept output changed after its call."""
         self._calls = 0
         self._look_closer = False
         self._warm: set[TimedPart] = set()
@@ -92,7 +92,7 @@ class SampledOutputs:
         """Inputs that changed while a kernel was timed, by kernel."""
 
     def restore(self, kernel: str) -> None:
-        """Restore the process after a kernel ran untimed, before another runs."""
+        """Restore the state of the process after an untimed run of a kernel."""
         self._process_state.restore(kernel)
 
     def before(self, part: TimedPart) -> None:
@@ -120,7 +120,7 @@ class SampledOutputs:
             self._fingerprint = OutputFingerprint(result, self._draw.getrandbits(64))
 
     def keep(self, part: TimedPart, result: object) -> None:
-        """Keep rows of the last output, in place of an earlier one's of the same sample."""
+        """Keep rows of an output, in place of an earlier output's in the same sample."""
         call, name = self._checked[part.kernel].call, part.kernel
         if part.is_core or name in self._faults:
             return
@@ -156,7 +156,7 @@ class SampledOutputs:
             sequence.undo()
 
     def fault(self, kernel: str) -> str:
-        """Return what was wrong with timed calls apart from values; empty if nothing was."""
+        """Return the fault of timed calls other than wrong values; empty if there is none."""
         if fault := self._faults.get(kernel):
             return fault
         changed = self._changed_after.get(kernel)

@@ -1,4 +1,4 @@
-"""Settings of a replay, from the user and from a worker's parent."""
+"""The settings of a replay, from the user and from a worker's parent."""
 
 from __future__ import annotations
 
@@ -26,36 +26,36 @@ class Settings:
     """The user's settings of a replay.
 
     Raises:
-        SettingsError: a field cannot have this value.
+        SettingsError: a field has an invalid value.
     """
 
     device: torch.device
-    """The device, or its name."""
+    """Device, which may be given by name."""
     cache: Cache
     rounds: int = ROUNDS
     max_seconds: float = SECONDS
-    """Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
+    """Time limit for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
     max_noise: float | None = None
-    """End the rounds once every kernel's time is known within this share of it."""
+    """Relative noise at which the rounds end, once every kernel's time has reached it."""
     calls_before: int = 0
-    """Untimed calls of the same kernel before each sample, as a model's other layers make them."""
+    """Untimed calls of the same kernel before each sample, like those of a model's other layers."""
     seed: int = 0
     baseline: str | None = None
     """Baseline of speed-ups; None for the kernel that the model called (`runner._baseline`)."""
     errors_against: str = "reference"
-    """`reference`, `captured` or a kernel, whose output is then compared with too."""
+    """Output that errors are computed against: `reference`, `captured` or a kernel's name."""
     compare_stats: bool = False
     save_output: Path | None = None
-    """Directory for outputs, or its name."""
+    """Directory for outputs; None to save none."""
     for_model: bool = False
-    """Measure for a model that passes its masks: a kernel that takes a mask runs no other form of
-    the call, not even one that it prefers."""
+    """Measure kernels as a model would call them: a kernel that takes a mask always gets the mask,
+    even if it prefers options."""
     energy: bool = False
-    """Also measure the energy of a call, in a second or two for each kernel."""
+    """Also measure the energy of a call, which takes a second or two for each kernel."""
     roofline: bool = False
     """Measure the device's peak throughput for each dtype."""
     resources: bool = False
-    """Note the registers and shared memory of Triton programs."""
+    """Record the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)
     """Constants that outputs are judged by."""
 
@@ -86,7 +86,7 @@ class Settings:
 
     @property
     def compared_kernel(self) -> str | None:
-        """Kernel that `errors_against` names, if it names one."""
+        """Kernel that `errors_against` names; None if it names no kernel."""
         return None if self.errors_against in ("reference", "captured") else self.errors_against
 
     def to_json(self) -> dict[str, Any]:
@@ -118,16 +118,16 @@ class WorkerOptions:
     """Settings from the parent of a worker; the defaults are for a replay without workers."""
 
     in_worker: bool = False
-    """True if this process runs only kernels and its parent keeps their output."""
+    """True if this process only runs kernels, and its parent keeps their stdout and stderr."""
     environment: str = HERE
     process: str = ""
-    """Kernel whose own worker this is; empty for the worker that kernels share."""
+    """Name of the only kernel in this worker; empty for the worker that kernels share."""
     synchronous: bool = False
-    """Wait for every sample before the next, so that a kernel that ends the process is known."""
+    """Wait for each sample before the next begins, so that a crash shows which kernel caused it."""
     excluded: tuple[str, ...] = ()
     """Kernels that must not run, not even as the baseline."""
     shared_file: str = ""
-    """File that passes outputs to a judge in another process; empty to judge in this one."""
+    """File that passes outputs to a judge in another process; empty to judge in this process."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON for a worker."""

@@ -1,6 +1,6 @@
-"""The stages of a row: a kernel is checked on a call, timed, verified again, and becomes a row.
+"""The stages of a row: a kernel is checked on a call, timed and verified again.
 
-Each stage contains the one before it, and is never changed.
+Each stage contains the previous one and is immutable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from replay.timing.statistics import paired_speedup, summarize
 from replay.timing.timer import TIMERS
 
 NO_ENERGY = "no energy: "
-"""Beginning of the flag of a row whose energy could not be measured."""
+"""Beginning of the flag that explains why a row has no energy."""
 
 MOST_OF_ROOF = 1.05
 """Largest share of the roof that noise explains."""
@@ -42,17 +42,17 @@ class CheckedKernel:
 
     kernel: Kernel
     call: AttentionCall
-    """Call that the kernel runs; its own copy once it has changed its inputs."""
+    """Call that the kernel runs; a separate copy if the kernel changes its inputs."""
     finding: Finding
     restated_as: str = ""
-    """The mask in words, if the kernel runs the call without it (`replay.bench.forms`)."""
+    """Mask in words, if the kernel runs the call without its mask (`replay.bench.forms`)."""
     chosen: Tensor | None = None
-    """Keys that a sparse kernel attends to."""
+    """Keys that a sparse kernel attends to; None for other kernels."""
     accuracy: Accuracy | None = None
     kept: float | None = None
     flags: tuple[str, ...] = ()
     not_deterministic: str = ""
-    """Difference between the outputs of its calls, in words; empty if they are equal."""
+    """Difference between the kernel's outputs, in words; empty if all outputs are equal."""
     changed_inputs: tuple[str, ...] = ()
     first_call_ms: float | None = None
     output_summary: Summary | None = None
@@ -67,7 +67,7 @@ class CheckedKernel:
 
     @property
     def is_interpreted(self) -> bool:
-        """True if Triton's interpreter runs it, which makes every time meaningless."""
+        """True if Triton's interpreter runs the kernel, so that its times are meaningless."""
         return self.kernel.library == "triton" and is_interpreted()
 
     @property
@@ -78,23 +78,23 @@ class CheckedKernel:
 
 @dataclass(frozen=True)
 class TimedKernel:
-    """A kernel with its times. A wrong kernel is timed too, but never compared."""
+    """A kernel with its times. Inaccurate kernels are timed too, but never compared."""
 
     checked: CheckedKernel
     samples: Samples | None = None
-    """None if it could not be timed."""
+    """Times of the kernel; None if it could not be timed."""
     core: Callable[[], Tensor] | None = None
     core_samples: Samples | None = None
     core_fault: str = ""
-    """Reason why its core could not be timed."""
+    """Reason why the kernel's core could not be timed."""
     drawn_samples: tuple[Sample, ...] = ()
     """Rows of the outputs of some timed calls."""
     fault: str = ""
     """Fault in the form of a timed call's output (`replay.isolation.output_form`)."""
     changed_inputs: tuple[str, ...] = ()
-    """Inputs that changed while it was timed."""
+    """Inputs that changed while the kernel was timed."""
     block: EnergyBlock | None = None
-    """Measurement of calls back to back, if energy is wanted."""
+    """Energy of a block of calls without gaps; None unless measured."""
     block_samples: tuple[Sample, ...] = ()
     """Rows of the outputs of some calls of the block."""
     block_fault: str = ""
@@ -111,13 +111,13 @@ class ReverifiedKernel:
     finding: Finding
     accuracy: Accuracy | None
     core_fault: str
-    """Reason to discard the core's time; empty if there is none, or no core."""
+    """Reason to discard the core's time; empty if the time is valid or there is no core."""
     flags: tuple[str, ...] = ()
     """Settings of the process that the kernel changes."""
 
     @property
     def ms(self) -> tuple[float, ...]:
-        """Milliseconds by round, if they may be compared with other kernels'."""
+        """Milliseconds by round; empty unless the kernel may be compared with others."""
         samples = self.timed.samples
         return samples.ms if samples is not None and self.finding.status == "ok" else ()
 
@@ -131,7 +131,7 @@ def make_row(
     machine: Machine,
     roof: Roof | None = None,
 ) -> Row:
-    """Make the row of a kernel after all stages, compared with the baseline of the same rounds."""
+    """Make a kernel's row after all stages, with its speed-up over the baseline."""
     timed = reverified.timed
     checked, call = timed.checked, timed.checked.call
     is_timed = reverified.finding.status in ("ok", "inaccurate")
