@@ -1,1 +1,1 @@
-"""Errors of an output against the reference, and the verdict whether they are too large."""
+"""Errors of an output against the reference, and verdicts on them."""

@@ -1,15 +1,15 @@
 """Errors of an output against a reference; `replay.accuracy.verdict` judges them.
 
-Figures follow the definitions of the field and are never rounded. Sums are in float64 and are
-collected per row, one row being the Dv numbers of one (batch, head, query), because an average over
-a large output hides a broken head or row.
+Figures follow the usual definitions of attention papers and are never rounded. Sums are in float64
+and are collected per row, because an average over a large output hides a broken head or row. A row
+is the Dv numbers of one (batch, head, query).
 
 Non-finite values are never dropped silently:
-- where output and reference are both NaN, or the same infinity, they agree: the call itself makes
-  that value, and the element counts as zero on both sides;
-- any other non-finite element makes its figures NaN or infinite, by IEEE arithmetic, and is counted
-  in `mismatched_nonfinite`;
-- `nan_count` and `inf_count` count elements of the output, whether they agree or not.
+- An element agrees if output and reference are both NaN or the same infinity. The call itself makes
+  that value, so the element counts as zero on both sides.
+- Any other non-finite element makes its figures NaN or infinite, by IEEE arithmetic, and is counted
+  in `mismatched_nonfinite`.
+- `nan_count` and `inf_count` count all such elements of the output, in agreement or not.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CHUNK_ELEMENTS = 2**22
 """Output elements compared at a time: each float64 temporary is 32 MiB."""
 
 QUERY_BINS = 64
-"""Ranges of queries that a head's errors are divided into."""
+"""Maximum number of ranges of queries that a head's errors are divided into."""
 
 
 def compare(output: Tensor, reference: Tensor) -> Errors:
     """Compare `output` with `reference`, both (B, H, S, Dv), of any float dtypes and devices.
 
     Raises:
-        ValueError: the shapes differ, are not four-dimensional, or hold nothing.
+        ValueError: the shapes differ, are not four-dimensional, or are empty.
     """
     return row_errors(output, reference).errors()
 
@@ -46,7 +46,8 @@ class RowErrors:
 
     sums: Tensor
     """(7, B, H, S) in float64: sums of output · reference, output², reference², |reference|,
-    error², |error| and error · reference. Figures of heads and of the whole output follow."""
+    error², |error| and error · reference. The figures of heads and of the whole output are computed
+    from these sums."""
     elements: int
     max_abs: float
     nan_count: int
@@ -109,7 +110,7 @@ class RowErrors:
         binned = self.sums.new_zeros((*self.sums.shape[:3], bins))
         found = _relative_l1s(binned.index_add_(3, places, self.sums))
         batch, head, worst = _position_of_lowest(-found)
-        # Bin b has the queries whose position · bins // length is b.
+        # Bin b holds the queries with position · bins // length = b.
         first, after = (-(-edge * length // bins) for edge in (worst, worst + 1))
         return Where(
             worst=float(found[batch, head, worst]),
@@ -132,7 +133,7 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
     for rows, part, expected in chunks(output, reference):
         error = part - expected
         largest = float(norm(error, ord=math.inf))
-        if not math.isfinite(largest):  # only non-finite elements are worth more passes
+        if not math.isfinite(largest):  # count non-finite elements only if there are any
             nan_count += int(part.isnan().sum())
             inf_count += int(part.isinf().sum())
             part, expected, odd = _without_agreed_nonfinite(part, expected)
@@ -152,7 +153,7 @@ def row_errors(output: Tensor, reference: Tensor) -> RowErrors:
 
 
 def summary(tensor: Tensor) -> Summary:
-    """Return range, mean and population standard deviation of `tensor`, summed in float64.
+    """Return the range, mean and population standard deviation of `tensor`, summed in float64.
 
     Raises:
         ValueError: the tensor is empty.
@@ -170,7 +171,7 @@ def summary(tensor: Tensor) -> Summary:
 
 
 def check_comparable(output: Tensor, reference: Tensor) -> None:
-    """Raise ValueError unless both are the same (B, H, S, Dv), and not empty."""
+    """Raise ValueError unless both tensors have the same shape (B, H, S, Dv) and are not empty."""
     if output.shape != reference.shape or output.ndim != 4 or output.numel() == 0:
         raise ValueError(
             f"cannot compare an output of shape {tuple(output.shape)} with a reference of shape "
@@ -192,7 +193,7 @@ def chunks(output: Tensor, reference: Tensor) -> Iterator[tuple[slice, Tensor, T
 
 
 def _without_agreed_nonfinite(part: Tensor, expected: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return both with agreed non-finite elements as zeros, and the number of mismatched ones."""
+    """Return both tensors with zeros for non-finite elements that agree, and count the others."""
     both_finite = part.isfinite() & expected.isfinite()
     if both_finite.all():
         return part, expected, 0
@@ -222,7 +223,7 @@ def _position_of_lowest(values: Tensor) -> tuple[int, ...]:
 
 
 def unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
-    """Return the index of the element at a flat position in a tensor of a shape.
+    """Return the index of the element at a flat position in a tensor of the given shape.
 
     `torch.unravel_index` imports SymPy first, which takes half a second.
     """

@@ -1,14 +1,14 @@
-"""The error of honest 8-bit attention on one call: the yardstick of quantised kernels.
+"""The error of honest 8-bit attention on one call, which quantised kernels are compared with.
 
-A call is computed in two plain 8-bit ways, coarser than those of published kernels, with the
-reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger
-error of the two:
+A call is computed in two plain 8-bit ways, both coarser than published kernels, with the
+reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger of
+their errors:
 
-- in INT8: query and key with a scale per 128 rows, nothing subtracted from the keys, value with a
-  scale per channel, probabilities with one per row. SageAttention 1 and 2 (Zhang et al. 2024) have
-  finer scales, and more bits for value and probabilities;
-- in FP8 (e4m3), with a scale per key head, as in FlashAttention-3 (Shah et al. 2024) and
-  Transformer Engine.
+- INT8: query and key have a scale per 128 rows, value a scale per channel, and probabilities a
+  scale per row. Nothing is subtracted from the keys. SageAttention 1 and 2 (Zhang et al. 2024) have
+  finer scales, and more bits for value and probabilities.
+- FP8 (e4m3): each key head has one scale, as in FlashAttention-3 (Shah et al. 2024) and Transformer
+  Engine.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from replay.accuracy.thresholds import QuantisedThresholds
 FP8 = torch.float8_e4m3fn
 FP8_MAX = torch.finfo(FP8).max
 FP8_ROUNDOFF = 2.0**-4
-"""Half the distance of neighbouring e4m3 numbers, relative to the smaller one."""
+"""Half the distance between neighbouring e4m3 numbers, relative to the smaller number."""
 INT8_MAX = 127.0
 GROUP = 128
-"""Rows of a query or key that share a scale in INT8."""
+"""Number of rows of a query or key that share a scale in INT8."""
 MINIMUM_ROWS = 32
-"""Least rows whose mean has a reliable standard error."""
+"""Minimum number of rows for a reliable standard error of their mean."""
 STANDARD_ERRORS = 4.0
 SHARED_ERRORS = 2.0
-"""Factors of the two parts of a relative L1's margin; see `_ratio`."""
+"""Factors on the two parts of a relative L1's margin (see `_ratio`)."""
 SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
-"""Lowest limit of relative L1, in units of `FP8_ROUNDOFF`, because values that happen to be FP8
-numbers give the yardstick no error."""
+"""Lowest limit of relative L1, in units of `FP8_ROUNDOFF`. Plain 8-bit attention has no error on
+values that happen to be FP8 numbers."""
 ROW_ROUNDOFFS = 2.0
-"""Error that any row may have in addition to the yardstick's, in units of `FP8_ROUNDOFF`."""
+"""Error that any row may have in addition to that of plain 8-bit attention, in units of
+`FP8_ROUNDOFF`."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,12 @@ class QuantisedNoise:
 
     @classmethod
     def of(cls, call: AttentionCall, reference: Tensor, size: Tensor) -> QuantisedNoise:
-        """Compute the call in each of the ways; `size` as above, both on the call's device."""
+        """Compute the call in each 8-bit way.
+
+        Args:
+            reference: (B, Hq, Sq, Dv), on the call's device.
+            size: the field `size`, on the call's device.
+        """
         reference, size = reference.to(torch.float64), size.to(torch.float64)
         signal = reference.abs().sum(-1)
         absolute, lengths = (
@@ -84,7 +90,7 @@ class QuantisedNoise:
         worst = _or(lengths / size, 0.0).amax(dim=3, keepdim=True)
         of_all = worst.amax(dim=(1, 2), keepdim=True)
         batch, heads, length, width = reference.shape
-        # The worst row is that of a sample: the fewer rows, the more a kernel may exceed it.
+        # The worst row is estimated from a sample: a kernel may exceed it more if rows are few.
         if length < MINIMUM_ROWS:
             worst = of_all.expand_as(worst) * (1 + (batch * heads * length) ** -0.5)
         else:
@@ -94,13 +100,13 @@ class QuantisedNoise:
 
 
 def to_int8(tensor: Tensor, largest: Tensor) -> Tensor:
-    """Round to INT8 with the scale that makes `largest` 127, and back."""
+    """Round to INT8, with the scale that maps `largest` to 127, and convert back."""
     scale = _scale(largest, INT8_MAX)
     return (tensor / scale).round_().mul_(scale)
 
 
 def to_fp8(tensor: Tensor, largest: Tensor) -> Tensor:
-    """Round to e4m3 with the scale that makes `largest` its largest number, and back."""
+    """Round to e4m3, with the scale that maps `largest` to its largest number, and convert back."""
     scale = _scale(largest, FP8_MAX)
     return (tensor / scale).to(FP8).to(tensor.dtype).mul_(scale)
 
@@ -110,7 +116,7 @@ def _scale(largest: Tensor, most: float) -> Tensor:
 
 
 def _in_groups(tensor: Tensor) -> Tensor:
-    """Round to INT8 with a scale per `GROUP` rows of a head, and back."""
+    """Round to INT8, with a scale per `GROUP` rows of a head, and convert back."""
     length = tensor.shape[2]
     groups = pad(tensor, (0, 0, 0, -length % GROUP)).unflatten(2, (-1, GROUP))
     rounded = to_int8(groups, groups.abs().amax(dim=(3, 4), keepdim=True))
@@ -118,12 +124,13 @@ def _in_groups(tensor: Tensor) -> Tensor:
 
 
 class Way(NamedTuple):
-    """Rounding of a call of one key head; each function rounds float32 to 8 bits and back."""
+    """Rounding of a call of one key head; each function rounds float32 values to 8 bits."""
 
     query_and_key: Callable[[Tensor], Tensor]
     value: Callable[[Tensor], Tensor]
     rounded: Callable[[Tensor], Tensor]
-    """Rounds probabilities (G, rows, keys) whose largest in a row is `most`; may change them."""
+    """Function that rounds probabilities (G, rows, keys) with a row maximum of `most`; it may work
+    in place."""
     most: float
 
 
@@ -162,8 +169,8 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
                     "value": way.value(part.value),
                 }
             )
-            # TF32 rounds by 2⁻¹¹; 8 bits have rounded by 2⁻⁴ (e4m3) or 2⁻⁸ of the largest. The
-            # worst row of a head may change by a tenth; verdicts did not change (tests).
+            # TF32 rounds by 2⁻¹¹, whereas the 8-bit rounding was 2⁻⁴ (e4m3) or 2⁻⁸ of the largest
+            # value. The error of a head's worst row may change by a tenth; verdicts stay (tests).
             for block in weights(part, torch.float32, allow_tf32=True):
                 scale = _scale(block.weights.amax(dim=-1, keepdim=True), way.most)
                 levels = way.rounded(block.weights.div_(scale))
@@ -175,7 +182,7 @@ def _errors(call: AttentionCall, reference: Tensor, way: Way) -> tuple[Tensor, T
 
 
 def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int) -> AttentionCall:
-    """Return the query heads of one key head of one batch as a call in float32."""
+    """Return a float32 call of the query heads that belong to one key head of one batch."""
     mask = call.attn_mask
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
@@ -186,7 +193,7 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
         tensor[batch : batch + 1, kv_head : kv_head + 1].to(torch.float32)
         for tensor in (call.key, call.value)
     )
-    if used is not None and not packed:  # unused keys could be NaN and would enter every scale
+    if used is not None and not packed:  # unused keys could be NaN, which would enter every scale
         is_key = torch.arange(key.shape[2], device=key.device)[:, None] < used[batch]
         key, value = (tensor.where(is_key, 0.0) for tensor in (key, value))
     return replace(
@@ -202,11 +209,14 @@ def _of_one_key_head(call: AttentionCall, batch: int, heads: slice, kv_head: int
 
 
 def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
-    """Return Σabsolute / Σsignal over the last dimension, and its margin, stacked.
+    """Return Σabsolute / Σsignal over the last dimension, stacked with its margin.
 
-    The margin has two parts: the standard error of a ratio estimator (Cochran 1977, "Sampling
-    Techniques", chapter 6), as if rows were independent; and the errors that rows share, those of a
-    value's `numbers`: the length of n normal numbers varies by 1/√2n.
+    The margin has two parts. The first is the standard error of a ratio estimator (Cochran 1977,
+    "Sampling Techniques", chapter 6), as if rows were independent. The second covers the errors
+    that rows share through the values: the length of n normal numbers varies by 1/√2n.
+
+    Args:
+        numbers: the number n of values.
     """
     count, total = signal.shape[-1], signal.sum(-1)
     found = absolute.sum(-1) / total
@@ -219,7 +229,7 @@ def _ratio(absolute: Tensor, signal: Tensor, numbers: int) -> Tensor:
 
 
 def _limit(figures: Tensor, thresholds: QuantisedThresholds) -> Tensor:
-    """Return the largest of the n ways' limits, from relative L1 and margin (2, n, …)."""
+    """Return the largest limit of the n ways, from relative L1 and margin (2, n, …)."""
     found, margin = figures
     limits = thresholds.noise_factor * found + margin
     return _or(limits, math.inf).amax(dim=0).clamp_min(SMALLEST_SHARE * FP8_ROUNDOFF)

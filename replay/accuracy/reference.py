@@ -1,21 +1,24 @@
-"""The oracle: attention by the textbook formula, in high precision, in bounded memory.
+"""The reference: attention by the textbook formula, in high precision, in bounded memory.
 
     output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
-It is computed a block of query rows at a time, so that a score matrix of 75,600 × 75,600 never
-exists; short calls are computed several heads at a time. Kernels are judged by this file, so
-neither imports the other.
+The formula is computed one block of query rows at a time, so that a score matrix of 75,600 × 75,600
+never exists. Short calls are computed several heads at a time. Kernels are judged by this file, so
+this file and the kernels do not import each other.
 
-Semantics are those of torch's math backend: `is_causal` is aligned top left; a bool mask means True
-= attend; a float mask is added to the scores; a query whose keys are all masked gets zeros; a
-non-finite key or value reaches every query whose score row contains it, masked or not (-inf + inf
-and 0 · NaN are both NaN). Dropout is ignored: a reference must be the same each time. A mask
-together with `is_causal` means both, as in torch's CPU flash backend.
+Semantics are those of torch's math backend:
+- `is_causal` is aligned top left.
+- In a bool mask, True means attend. A float mask is added to the scores.
+- A query whose keys are all masked gets zeros.
+- A non-finite key or value reaches every query whose score row contains it, masked or not (-inf +
+  inf and 0 · NaN are both NaN).
+- A mask and `is_causal` apply together, as in torch's CPU flash backend.
+- Dropout is ignored, because a reference must be the same each time.
 
-Beyond SDPA (`capture.call.attention_variant`): a key outside the window, in another packed
-sequence or after the last valid key contributes nothing, whatever its values; a sink's weight is
-dropped after the softmax; keys in pages are gathered first.
-`tests/replay/accuracy/test_variants.py` compares each with its library's own definition.
+Features beyond SDPA (`capture.call.attention_variant`) are compared with their libraries' own
+definitions in `tests/replay/accuracy/test_variants.py`. A key outside the window, in another packed
+sequence or after the last valid key contributes nothing, whatever its values. A sink's weight is
+dropped after the softmax. Keys in pages are gathered first.
 """
 
 from __future__ import annotations
@@ -32,27 +35,28 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import KeyRanges
 
 CPU_BLOCK = 2**20
-"""Scores held at a time on a CPU: 8 MiB in float64, which fit its cache, and three times that at
-the peak."""
+"""Number of scores held at a time on a CPU: 8 MiB in float64, which fit the cache. The peak is
+three times as much."""
 CPU_KEYS = 2**18
-"""Elements of the keys of several heads on a CPU. Larger copies get new memory from the system each
-time, which takes longer than the products."""
+"""Maximum number of elements in the keys of several heads on a CPU. For larger copies the allocator
+requests new memory each time, which takes longer than the products."""
 GPU_BLOCK = 2**24
-"""Scores held at a time on a GPU: 128 MiB, and three times that at the peak."""
+"""Number of scores held at a time on a GPU: 128 MiB, and three times as much at the peak."""
 LARGE_GPU_BLOCK = 2**26
 LARGE_GPU_BYTES = 40 * 2**30
-"""Memory of a GPU that uses the larger block; with 17,776 tokens an H200 took 0.7 of the time."""
+"""Minimum memory of a GPU that uses a larger block, in bytes. An H200 took 0.7 of the time with the
+larger block (17,776 tokens)."""
 
 FAST_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}
-"""CUDA compute capabilities whose float64 rate is half of float32's.
+"""CUDA compute capabilities with a float64 rate of half the float32 rate.
 
-On others it is 1/32 or 1/64, by the table "Throughput of Native Arithmetic Instructions" in
+Other capabilities have 1/32 or 1/64, by the table "Throughput of Native Arithmetic Instructions" in
 NVIDIA's CUDA C++ Programming Guide.
 """
 
 
 def scores_at_a_time(device: torch.device) -> int:
-    """Return the number of scores that exist at once, unless one query position has more."""
+    """Return the number of scores to hold at once, unless one query position has more."""
     if device.type != "cuda":
         return CPU_BLOCK
     is_large = torch.cuda.get_device_properties(device).total_memory >= LARGE_GPU_BYTES
@@ -62,10 +66,10 @@ def scores_at_a_time(device: torch.device) -> int:
 def reference_dtype(
     device: torch.device | str, call_dtype: torch.dtype = torch.bfloat16
 ) -> torch.dtype:
-    """Return the dtype of the reference on `device`: float64 if that is fast, otherwise float32.
+    """Return the dtype of the reference on `device`: float64 if it is fast, otherwise float32.
 
-    Calls of 32 bits or more get float64 on any CUDA device: a reference of their own precision
-    would measure nothing.
+    Calls of 32 bits or more get float64 on any CUDA device, because a reference in the call's own
+    precision would measure nothing.
     """
     device = torch.device(device)
     if device.type == "cpu":
@@ -79,12 +83,11 @@ def reference_dtype(
 def same_dtype(call: AttentionCall, block_elements: int | None = None) -> tuple[Tensor, ...]:
     """Compute the formula step by step in the call's own dtype: (B, Hq, Sq, Dv) of `call.dtype`.
 
-    Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype, as in torch's
-    math backend when it may reduce in 16 bits
-    (`torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp`; by default it computes in float32
-    inside). In 16 bits a second output follows, from scores that are rounded before and after they
-    are scaled, as in a model's eager attention. Neither error bounds the other; the exactness rule
-    allows twice the larger one (`replay.accuracy.tolerance`).
+    Q√scale, K√scale, scores, probabilities and output are each rounded to that dtype. Torch's math
+    backend does the same if `torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp` is set; by
+    default it computes in float32 internally. In 16 bits there is a second output, from scores that
+    are rounded before and after the scaling, as in a model's eager attention. Either error may be
+    the larger one; the exactness rule allows twice that (`replay.accuracy.tolerance`).
 
     Rows of the second output whose unscaled scores overflow are NaN.
     """
@@ -104,8 +107,7 @@ def attention(
     """Compute the right output of `call`: (B, Hq, Sq, Dv) in `dtype`, on the call's device.
 
     Every step rounds to `dtype`. At most `block_elements` scores exist at a time (by default
-    `scores_at_a_time`), or the scores of one query position in the heads that share a key head if
-    they are more.
+    `scores_at_a_time`), but always those of one query position in the heads that share a key head.
 
     Args:
         scale_scores: see `weights`.
@@ -125,7 +127,7 @@ def attention_and_spread(
     """Compute `attention`, and the spread √Σⱼ pⱼ²‖vⱼ‖² of each row: (B, Hq, Sq).
 
     The spread is the effect on a row of independent relative errors in its terms pⱼ·vⱼ, such as
-    rounding makes.
+    rounding errors.
     """
     output = _empty_output(call, dtype)
     spread = torch.zeros(output.shape[:3], dtype=dtype, device=call.device)
@@ -138,7 +140,7 @@ def attention_and_spread(
 
 
 class WeightBlock(NamedTuple):
-    """Probabilities of some rows of H query heads that share one or several key/value heads."""
+    """Probabilities in some rows of H query heads that share one or several key/value heads."""
 
     batch: int
     heads: slice
@@ -157,7 +159,7 @@ def weights(
     scale_scores: bool = False,
     allow_tf32: bool = False,
 ) -> Iterator[WeightBlock]:
-    """Yield softmax(scale · QKᵀ + mask) a block of rows at a time, with the matching values.
+    """Yield softmax(scale · QKᵀ + mask) in blocks of rows, with the matching values.
 
     Args:
         scale_scores: compute scale · (QKᵀ), not (Q√scale)(K√scale)ᵀ; rows in which QKᵀ overflows
@@ -180,8 +182,8 @@ def weights(
     span = call.key_ranges if call.is_causal or call.features else None
     most = scores_at_a_time(call.device) if block_elements is None else block_elements
     at_once = 1
-    if shape.q_heads == shape.kv_heads:  # otherwise keys would have to be copied
-        # Short calls: as many heads at a time as fit with their keys.
+    if shape.q_heads == shape.kv_heads:  # with fewer key heads, keys would have to be copied
+        # Short calls are computed in groups of heads that fit with their keys.
         widest = max(shape.head_dim, shape.v_head_dim, 1)
         keys = min(CPU_KEYS, most) if call.device.type == "cpu" else most
         at_once = max(1, min(most // max(shape.q_len, 1), keys // widest) // shape.kv_len)
@@ -223,7 +225,7 @@ def _weights_of_heads(
     signed_root = math.copysign(root, call.softmax_scale)
     softcap = call.variant.softcap
     sinks = None if call.sinks is None else call.sinks[heads].to(dtype)
-    # SDPA's causal mask is added to scores: a masked key that is NaN or infinite makes a NaN.
+    # SDPA adds its causal mask to the scores: a masked key that is NaN or infinite makes a NaN.
     added = call.is_causal and not call.features
     reaches = added and not bool(key.isfinite().all() and value.isfinite().all())
 
@@ -237,7 +239,7 @@ def _weights_of_heads(
                 seen = _union(firsts, ends)
                 keys = slice(0, 1) if seen is None else seen
                 block_value = value[:, keys]
-                if seen is None:  # a weight of zero times NaN would be NaN
+                if seen is None:  # zero times NaN would be NaN
                     block_value = torch.zeros_like(block_value)
         query = call.query[batch, heads, rows].to(dtype)
         query = query if scale_scores else query * signed_root
@@ -265,7 +267,7 @@ def _weights_of_heads(
 def _product(left: Tensor, right: Tensor) -> Tensor:
     """Compute `left @ right`, summed in float32 or better and rounded once to their dtype.
 
-    PyTorch's own product of float16 does the same on a CPU, and takes twenty times as long.
+    On a CPU, PyTorch's own float16 product gives the same result but takes twenty times as long.
     """
     if left.dtype == torch.float16 and left.device.type == "cpu":
         return (left.float() @ right.float()).to(left.dtype)
@@ -273,7 +275,7 @@ def _product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _union(firsts: Tensor, ends: Tensor) -> slice | None:
-    """Return the keys from the first to the last that any query sees; None if none sees any."""
+    """Return the range from the first to the last visible key; None if no key is visible."""
     some = ends > firsts
     if not bool(some.any()):
         return None
@@ -283,7 +285,7 @@ def _union(firsts: Tensor, ends: Tensor) -> slice | None:
 def _mask_block(
     attn_mask: Tensor, batch: int, heads: slice, rows: slice, keys: slice, dtype: torch.dtype
 ) -> Tensor:
-    """Return the part of a mask for (H, rows, keys), as numbers to add to the scores."""
+    """Return a part of a mask, (H, rows, keys), as numbers to add to the scores."""
     mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
     wanted = (slice(batch, batch + 1), heads, rows, keys)
     block = mask[
@@ -298,7 +300,7 @@ def _mask_block(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
-    """Compute the softmax over the keys and a head's sink; zeros where every key is masked.
+    """Compute the softmax over the keys and a head's sink, with zeros where every key is masked.
 
     Args:
         scores: (H, rows, keys).
@@ -316,7 +318,7 @@ def _softmax(scores: Tensor, sinks: Tensor | None, is_masked: bool) -> Tensor:
 
 @contextmanager
 def _float32_products(allow_tf32: bool) -> Iterator[None]:
-    """Use full precision in float32 matrix products, or TF32 on a GPU, whatever the caller set."""
+    """Use full float32 precision in matrix products, or TF32 on a GPU, whatever the caller set."""
     if not hasattr(torch.backends.mkldnn, "matmul"):  # PyTorch before 2.9
         legacy = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high" if allow_tf32 else "highest")

@@ -1,8 +1,8 @@
 """Calls restricted to the keys that a sparse kernel chose.
 
-A sparse kernel is right if it returns attention to the keys it chose, and useful if that is close
-to attention to all keys. The first is judged on the call that `restricted` makes; the second is
-only recorded.
+A sparse kernel is right if it returns attention to the keys it chose, which is judged on the call
+that `restricted` makes. The kernel is useful if its output is close to attention to all keys, which
+is only recorded.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from replay.timing.flops import valid_pairs
 
 
 def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
-    """Return the call with all other keys masked, and zeros in keys that no query reads.
+    """Return the call with all keys masked except the chosen ones, and zeros in unread keys.
 
     Args:
         chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
 
     Raises:
-        ValueError: `chosen` has another dtype or shape.
+        ValueError: `chosen` has a wrong dtype or shape.
     """
     shape = call.shape
     sizes = (shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
@@ -43,7 +43,8 @@ def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
     by_query = chosen[(None,) * (4 - chosen.ndim)]
     by_query = by_query.expand(shape.batch, shape.q_heads, -1, shape.kv_len)
     unread = ~by_query.unflatten(1, (shape.kv_heads, -1)).any(dim=3).any(dim=2)
-    # A NaN that was never read must not reach the reference; masked, it would (0 · NaN is NaN).
+    # A NaN that the kernel never read must not reach the reference; a mask alone would let it
+    # (0 · NaN is NaN).
     return call.with_tensors(
         {
             "key": call.key.masked_fill(unread[..., None], 0.0),
@@ -54,6 +55,6 @@ def restricted(call: AttentionCall, chosen: Tensor) -> AttentionCall:
 
 
 def kept_share(call: AttentionCall, kept: AttentionCall) -> float:
-    """Return the share of the call's (query, key) pairs that its restriction `kept` has."""
+    """Return the share of the call's (query, key) pairs that remain in its restriction `kept`."""
     pairs = valid_pairs(call)
     return valid_pairs(kept) / pairs if pairs else 1.0

@@ -1,7 +1,7 @@
 """The constants that outputs are judged by, and the file that changes them.
 
-Everything else in a verdict is derived from the call's data. `replay --tolerances FILE.toml` names
-constants that differ from the defaults, in a table per class of kernel:
+Everything else in a verdict is derived from the call's data. `replay --tolerances FILE.toml` gives
+the constants that differ from the defaults, in a table per class of kernel:
 
     [quantised]
     minimum_cosine = 0.98
@@ -23,7 +23,7 @@ from replay.rows.errors_of_output import AccuracyClass
 
 
 class ThresholdsError(Error):
-    """File of thresholds that cannot be used."""
+    """Unusable file of thresholds."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class ExactThresholds:
     """Thresholds of kernels that compute in the call's 16 or 32 bits."""
 
     same_dtype_factor: Annotated[float, "× the same-dtype error, of the output and of rows"] = 2.0
-    """FlashAttention's own tests use this factor."""
+    """Factor that FlashAttention's own tests use."""
     rounding_factor: Annotated[float, "× the rounding noise of a row"] = 4.0
-    """In tens of thousands of random calls, honest kernels reach at most 1.1 (16 bits) and 1.7 (32
-    bits)."""
+    """Honest kernels need at most 1.1 (16 bits) and 1.7 (32 bits) in tens of thousands of random
+    calls."""
 
 
 @dataclass(frozen=True)
@@ -42,14 +42,14 @@ class QuantisedThresholds:
     """Thresholds of kernels that compute in 8 bits or fewer."""
 
     minimum_cosine: Annotated[float, "of the whole output"] = 0.99
-    """On real inputs, working 8-bit kernels stay above 0.99; broken ones (lost heads, overflow,
-    unwritten memory) fall far below."""
+    """Working 8-bit kernels exceed 0.99 on real inputs. Broken kernels (lost heads, overflow,
+    unwritten memory) are far below."""
     maximum_relative_l1: Annotated[float, "of the whole output"] = 0.1
-    """A tenth of the signal. It also reveals a wrong factor, which does not change the cosine."""
+    """Error of a tenth of the signal. It reveals a wrong factor, unlike the cosine."""
     noise_factor: Annotated[
         float, "× the relative L1 of plain 8-bit attention, of the whole output and of each head"
     ] = 1.35
-    """A loss of 64 of 8,192 random keys increases the error 1.5 times."""
+    """For comparison, a loss of 64 of 8,192 random keys increases the error 1.5 times."""
     row_factor: Annotated[float, "× the error of plain 8-bit attention in its head's worst row"] = (
         3.0
     )
@@ -71,7 +71,7 @@ class Thresholds:
         return self.sparse if accuracy_class == "sparse" else self.exact
 
     def changes(self) -> str:
-        """Return what differs from the defaults, e.g. `quantised.minimum_cosine=0.98`."""
+        """Return the differences from the defaults, e.g. `quantised.minimum_cosine=0.98`."""
         usual = asdict(Thresholds())
         return " ".join(
             f"{table}.{name}={value:g}"

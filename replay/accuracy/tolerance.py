@@ -1,8 +1,8 @@
 """The error that an exact kernel's output may have on one call.
 
-It is measured on the call itself, with eager attention in the call's own dtype (in 16 bits in two
-forms, the larger error counting), and with a model of the rounding of each row.
-`replay.accuracy.verdict` applies it.
+The tolerance has two sources. One is the error of eager attention on the call, in the call's own
+dtype; in 16 bits there are two forms of it, and the larger error counts. The other is a model of
+each row's rounding. `replay.accuracy.verdict` applies the tolerance.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from replay.accuracy.errors import check_comparable, chunks
 from replay.accuracy.thresholds import ExactThresholds
 
 ROWS_OF_A_HEAD = 32
-"""Least rows of a head with its own worst eager row; otherwise that of all heads counts."""
+"""Minimum number of rows for a head to have its own worst eager row; smaller heads share one."""
 
 SHARED_NOISE = 0.5
-"""Share of the rounding noise of 16 bits that rows may have in common. Four times that is two
+"""Share of the rounding noise of 16 bits that rows may have in common. Four times this share is two
 roundings each of probabilities and outputs, which are equal for equal keys and values. A GPU's
-matrix units truncate sums to 24 bits after every 16 keys. With 128k keys that makes half a rounding
-in float16, and a sixteenth in bfloat16."""
+matrix units truncate sums to 24 bits after every 16 keys. With 128k keys the truncation equals half
+a rounding in float16, and a sixteenth in bfloat16."""
 
 SHARED_NOISE_OF_SUMS = 1.0
-"""The same share in 32 bits, whose noise is that of sums: additions of equal terms err alike."""
+"""Share of the noise in 32 bits that rows may have in common. This noise comes from sums, and sums
+of equal terms have equal errors."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class RowTolerance:
     """Rounding errors of the rows of one call."""
 
     noise: Tensor = field(repr=False)
-    """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite if it is unknown."""
+    """(B, Hq, Sq) in float64: see `rounding_noise`. NaN or infinite where unknown."""
     eager: Tensor = field(repr=False)
     """(B, Hq, 1): the same-dtype error of a head's worst row, in units of its `noise`."""
     eager_bias: Tensor = field(repr=False)
@@ -53,10 +54,10 @@ class RowTolerance:
     def bias_limits(self, lengths: Tensor, thresholds: ExactThresholds) -> Tensor:
         """Return the largest allowed |Σ (output - reference) · reference| over a head's rows.
 
-        If a kernel computes another attention in every row, for example with one key too many, the
-        sum grows with the number n of rows. Independent rounding errors make it grow with √n. The
-        common part of rounding is a share of the noise (`shared`), or what eager attention shows.
-        The result is (B, Hq).
+        If a kernel computes a different attention in every row, for example with one key too many,
+        the sum grows with the number n of rows. With independent rounding errors it grows with √n.
+        The limit adds the rounding error that rows have in common: a share of the noise (`shared`),
+        and the common error of eager attention. The result is (B, Hq).
 
         Args:
             lengths: (B, Hq, S), ‖reference‖ of each row.
@@ -77,10 +78,10 @@ class Tolerance:
     """Error that an exact kernel may have on one call, derived from the call's data."""
 
     same_dtype_error: float
-    """max|O_same_dtype - reference| of the plain formula in the call's dtype, in its less accurate
-    form (`replay.accuracy.reference.same_dtype`)."""
+    """max|O_same_dtype - reference| of the plain formula in the call's dtype, in the less accurate
+    of its forms (`replay.accuracy.reference.same_dtype`)."""
     rounding: float
-    """Largest error by rounding alone, whatever the order of a kernel's sums (see `tolerance`)."""
+    """Largest error from rounding alone, for any order of a kernel's sums (see `tolerance`)."""
     noise: float = 0.0
     """Largest rounding noise of a row, per element."""
     rows: RowTolerance | None = field(default=None, compare=False)
@@ -96,20 +97,20 @@ def tolerance(
 ) -> Tolerance:
     """Compute the exactness rule's tolerance of `call`, from the results of the reference.
 
-    `rounding` is max|reference rounded to the call's dtype - reference|. A float32 call adds the
-    noise of float32 sums, because its eager error depends on their order: a product with one query
-    row is summed differently from one with many. Otherwise honest kernels would sometimes exceed
-    twice the eager error.
+    `rounding` is max|reference rounded to the call's dtype - reference|. For a float32 call it
+    includes the noise of float32 sums. The eager error depends on the order of these sums: a
+    product with one query row is summed differently from a product with many rows. Without that
+    noise, honest kernels would sometimes exceed twice the eager error.
 
-    Each same-dtype error is the largest of any output. Elements that are not finite in a same-dtype
-    output (float16 overflows) or in the reference are left out, and so are their rows.
+    Each same-dtype error is the largest among the outputs. Elements that are not finite in a
+    same-dtype output (float16 overflows) or in the reference are left out, with their rows.
 
     Args:
         same_dtype_outputs: one or two outputs of `replay.accuracy.reference.same_dtype`.
         spread: (B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`.
 
     Raises:
-        ValueError: the outputs' shapes differ, are not four-dimensional, or hold nothing.
+        ValueError: the outputs' shapes differ, are not four-dimensional, or are empty.
     """
     for output in same_dtype_outputs:
         check_comparable(output, reference)
@@ -142,7 +143,7 @@ def tolerances_of_heads(
 ) -> list[Tolerance]:
     """Compute the `tolerance` of each head of a call alone, without its `RowTolerance`.
 
-    All heads are computed at once, because one head would take about fifty small operations.
+    All heads are computed at once, because each head alone would take about fifty small operations.
 
     Args:
         same_dtype_outputs, reference, spread: see `tolerance`; no two heads share a key head.
@@ -203,8 +204,8 @@ def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_
     error of at most u. A sum of independent vectors of mean zero and lengths of at most cⱼ is
     longer than t · √Σcⱼ² with a probability of at most 2·exp(-t²/2), whatever their number and
     dimension (Pinelis 1994, "Optimum bounds for the distributions of martingales in Banach spaces",
-    theorem 3.5), with cⱼ = u·pⱼ‖vⱼ‖. So it holds for rows of one key and of thousands, and for rows
-    whose terms cancel.
+    theorem 3.5). Here cⱼ = u·pⱼ‖vⱼ‖. So the bound holds for rows of one key or of thousands, and
+    for rows whose terms cancel.
 
     Below the smallest normal number, rounding has the size of the smallest subnormal number.
 
@@ -220,8 +221,9 @@ def rounding_noise(lengths: Tensor, spread: Tensor, call: AttentionCall, v_head_
 def _terms_of_a_sum(call: AttentionCall) -> float:
     """Return √Sk + scale · max‖q‖ · max‖k‖: the error of float32 sums in units of u · terms.
 
-    A sum of n rounded terms errs by √n·u of their size (Higham and Mary 2019, "A new approach to
-    probabilistic rounding error analysis"); a score errs by u of the norms of its vectors.
+    The error of a sum of n rounded terms is √n·u of their size (Higham and Mary 2019, "A new
+    approach to probabilistic rounding error analysis"). The error of a score is u times the product
+    of its vectors' norms.
     """
     query_norm, key_norm = (
         _largest_finite(torch.linalg.vector_norm(tensor, dim=-1))

@@ -1,7 +1,7 @@
 """The verdict on a kernel's output.
 
 Nothing in this module runs a kernel, so outputs can be judged in another process. Quantised kernels
-are judged by their own rule. Sparse ones are judged as exact on the keys they chose.
+have their own rule. Sparse kernels are judged as exact, on the keys they chose.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Expected:
     """(B, Hq, Sq, Dv) in float64 or float32."""
     tolerance: Tolerance
     kept: float | None = None
-    """Share of (query, key) pairs that a sparse kernel attends to."""
+    """Share of (query, key) pairs that a sparse kernel attends to; None for other kernels."""
     call: AttentionCall | None = field(default=None, repr=False, compare=False)
-    """Call for the noise of 8-bit attention, computed when a quantised kernel is judged; tensors
-    must not change before. Without it only that kernel's whole output is judged."""
+    """Call for the noise of 8-bit attention, which is computed when a quantised kernel is judged;
+    the call's tensors must not change before. If None, only the kernel's whole output is judged."""
     spread: Tensor | None = field(default=None, repr=False, compare=False)
     """(B, Hq, Sq), from `replay.accuracy.reference.attention_and_spread`."""
 
@@ -46,7 +46,7 @@ class Expected:
             chosen: bool, True = attend, broadcasts to (B, Hq, Sq, Sk).
 
         Raises:
-            ValueError: `chosen` has another dtype or shape.
+            ValueError: `chosen` has a wrong dtype or shape.
         """
         attended = call if chosen is None else restricted(call, chosen)
         output, spread = attention_and_spread(attended, reference_dtype(call.device, call.dtype))
@@ -57,9 +57,10 @@ class Expected:
 
     @classmethod
     def of_heads(cls, call: AttentionCall) -> list[Expected]:
-        """Compute `of` for each head of a call alone, on the CPU; no two heads share a key head.
+        """Compute the right output of each head of a call alone; no two heads share a key head.
 
-        For a few rows, because many small results would each have to wait for a GPU.
+        The CPU computes it, for a few rows: on a GPU each of many small results would have to be
+        waited for.
         """
         computed = attention_and_spread(call, reference_dtype(call.device, call.dtype))
         output, spread = (tensor.cpu() for tensor in computed)
@@ -69,7 +70,7 @@ class Expected:
 
     @cached_property
     def quantised(self) -> QuantisedNoise | None:
-        """Noise of 8-bit attention; None without the call to compute it from."""
+        """Noise of 8-bit attention; None if `call` is None."""
         if self.call is None or self.spread is None:
             return None
         lengths = torch.linalg.vector_norm(self.reference, dim=-1)
@@ -87,7 +88,7 @@ class OutputVerdict:
 
     @cached_property
     def where(self) -> Where:
-        """Heads and queries with the errors."""
+        """Errors by head and range of queries."""
         return self.rows.where()
 
 
@@ -99,22 +100,23 @@ def judge(
 ) -> OutputVerdict:
     """Judge an `output` of the reference's shape by its class of kernel.
 
-    `exact` (the kernel computes in the call's 16 or 32 bits): max|O - reference| ≤
+    `exact` kernels compute in the call's 16 or 32 bits. They must have max|O - reference| ≤
     2 · max|O_same_dtype - reference| + rounding, the rule of FlashAttention's own tests. In 16 bits
     there are two O_same_dtype, scaled before and after QKᵀ, and the larger error counts
-    (`replay.accuracy.reference.same_dtype`). The rule hides a lost row among larger ones, so every
-    row must also have ‖o - reference‖ ≤ (4 + 2e) · noise: the row's own rounding noise
-    (`replay.accuracy.tolerance.rounding_noise`), and e the same-dtype error, in the same units, of
-    the worst row of its head. The common error of a head's rows has a lower limit, because rounding
-    errors are random (`RowTolerance.bias_limits`).
+    (`replay.accuracy.reference.same_dtype`). This rule could hide a lost row among larger rows. So
+    every row must also have ‖o - reference‖ ≤ (4 + 2e) · noise. The noise is the row's own rounding
+    noise (`replay.accuracy.tolerance.rounding_noise`). The number e is the same-dtype error of the
+    worst row of the head, in units of that row's noise. The common error of a head's rows has a
+    lower limit, because rounding errors are random (`RowTolerance.bias_limits`).
 
-    `sparse` (the kernel chooses keys): the same rule for attention to the chosen keys. The
+    `sparse` kernels choose keys. The same rule applies to attention to the chosen keys. The
     difference from attention to all keys is recorded, for the user to judge.
 
-    `quantised`: limits of cosine and relative L1 of the whole output, which separate usable from
-    broken; and the errors of the whole output, each head and each row, compared with those of
-    honest 8-bit attention on this call (`replay.accuracy.quantised`). Users decide by the recorded
-    figures whether that is good enough for a model.
+    `quantised` kernels must keep limits of cosine and relative L1 of the whole output, which
+    separate usable from broken kernels. The errors of the whole output, of each head and of each
+    row are also compared with those of honest 8-bit attention on this call
+    (`replay.accuracy.quantised`). Users decide by the recorded figures whether the accuracy is good
+    enough for a model.
 
     Raises:
         ValueError: the output's shape differs from the reference's.
@@ -173,7 +175,7 @@ def _judge_rows(
 
 
 def _bias(found: RowErrors, allowed: RowTolerance, factors: ExactThresholds) -> str:
-    """Return the common error of a head's rows if rounding cannot explain it; otherwise nothing."""
+    """Return a sentence about the common error of a head's rows; empty if rounding explains it."""
     lengths = found.reference_lengths
     limits = allowed.bias_limits(lengths, factors)
     known = (allowed.noise.to(lengths.device) * lengths).isfinite() & found.along.isfinite()
@@ -220,9 +222,9 @@ def _judge_quantised(
 
 
 def _worst(errors: Tensor, limits: Tensor) -> tuple[tuple[int, ...], float, float]:
-    """Return the place of the error that is largest relative to its limit, the error, the limit.
+    """Return the place, error and limit where the error is largest relative to its limit.
 
-    A limit of NaN means no limit.
+    A limit of NaN means that there is no limit.
     """
     limits = limits.to(errors.device)
     shares = (errors / limits).nan_to_num(nan=-math.inf, posinf=math.inf)
