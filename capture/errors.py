@@ -1,4 +1,4 @@
-"""Errors that the user can fix, which the commands print as one sentence, and a warning."""
+"""Errors that the user can fix, and one warning. The commands print an error as one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports large packages such as PyTorch quickly and interruptibly. Imports no torch itself."""
+"""Imports large packages such as PyTorch quickly and interruptibly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import FrameType
 def interruptible() -> Iterator[None]:
     """Raise KeyboardInterrupt at the end if Ctrl-C was pressed and a library swallowed it.
 
-    Libraries catch every exception around imports, and go on with half of a module.
+    Some libraries catch every exception around imports and continue with a partly loaded module.
     """
     before = signal.getsignal(signal.SIGINT)
     is_main = threading.current_thread() is threading.main_thread()
@@ -46,7 +46,7 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Switch off garbage collection, which takes up to a third of an import and finds nothing."""
+    """Switch off garbage collection, which takes up to a third of an import and frees nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -57,10 +57,10 @@ def without_collecting() -> Iterator[None]:
 
 
 def import_for_good(*names: str) -> None:
-    """Import modules that stay as long as the process.
+    """Import modules that stay loaded until the process ends.
 
-    If the first module is new, the process belongs to a command. Then the garbage collector ignores
-    the modules' objects, and the end of the process does not free them one by one.
+    If the first module was not loaded yet, this process runs one of our commands. In that case the
+    garbage collector ignores the modules' objects, and they are not freed one by one at exit.
     """
     is_own = names[0] not in sys.modules
     with interruptible(), without_collecting():

@@ -1,7 +1,7 @@
 """Imports our own `models` package under another name.
 
-A user's project often has a `models` package too, and Python allows only one module per name. Ours
-is loaded by its path, so that `import models` still imports the user's.
+A user's project often has a `models` package too, and Python allows only one module per name. Our
+package is loaded by its path, so that `import models` still imports the user's package.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Finds the attention calls of a running model."""
+"""Detection of the attention calls of a running model."""

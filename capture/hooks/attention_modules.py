@@ -1,4 +1,4 @@
-"""Recognises modules that compute attention by their classes."""
+"""Recognises attention modules by the names of their classes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Return whether a module computes attention, by its class or its TorchScript."""
+    """Return whether the class or the TorchScript code of a module computes attention."""
     if isinstance(module, torch.jit.ScriptModule):
         return script_attends(module)
     name = class_name(module)
@@ -25,7 +25,7 @@ _PARTS = re.compile(
     r"(Processor|Norm|Bias|Mask|Output|Embeddings?|Cache|Proj|Projection|Gate)\d*$"
     r"|(Down|Mid|Up)Block"
 )
-"""Classes that belong to attention and compute none, and blocks that leave it to inner modules."""
+"""Names of helper classes, and of blocks around attention modules, which are not attention."""
 
 
 def script_attends(module: nn.Module) -> bool:

@@ -1,8 +1,8 @@
 """Counts every attention function and operator that runs outside of the calls that were seen.
 
-PyTorch's modes see each function and operator of the thread that enters them. They cost some
-microseconds each time, so only an audit uses them. They miss other threads, attention by matrix
-products, and libraries that call their kernels directly.
+A PyTorch mode sees each function and operator of the thread that enters the mode. It adds some
+microseconds to each of them, so only an audit uses modes. Modes miss other threads, attention
+computed by matrix products, and libraries that call their kernels directly.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from capture.text.counted import counted
 
 
 class Audit:
-    """Counts of unseen attention during `counted()`, by name and path of the surrounding module."""
+    """Counts of unseen attention during `counted()`, by operator name and module path."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         self._tracker = tracker
         self._is_counted = False
-        """True while a counted function runs, whose parts are not counted."""
+        """True while a counted function runs; operators inside that function are not counted."""
         self.calls: Counter[tuple[str, str]] = Counter()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count attention that this thread runs, until the exit."""
+        """Count the attention that this thread runs until the context exits."""
         with _Functions(self), _Operators(self):
             yield
 
     def run(self, name: str, function: Callable[[], Any]) -> Any:
-        """Run a function, and count it unless it belongs to a call that was seen or counted."""
+        """Run a function; count it unless it runs inside a call that was seen or counted."""
         if not name or is_inside() or self._is_counted:
             return function()
         self.calls[name, self._tracker.site.module] += 1
@@ -70,8 +70,8 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # PyTorch passes the function by its name, which is now our replacement. A call of the
-        # replacement itself does not arrive here, so the caller held the built-in from before.
+        # `func` is looked up by name, so it is our replacement. Calls of the replacement itself do
+        # not arrive here: this caller still holds the built-in function.
         name = "scaled_dot_product_attention"
         if getattr(func, "__name__", "") != name or is_inside():
             return func(*args, **(kwargs or {}))
@@ -80,7 +80,7 @@ class _Functions(TorchFunctionMode):
 
 class _Operators(TorchDispatchMode):
     supports_higher_order_operators = True
-    """FlexAttention is one."""
+    """True, because FlexAttention is a higher-order operator."""
 
     def __init__(self, audit: Audit) -> None:
         super().__init__()

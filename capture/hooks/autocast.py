@@ -15,7 +15,7 @@ is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
 def autocast_dtype(query: Tensor) -> torch.dtype | None:
-    """Return the dtype that SDPA casts its arguments to in this thread; None if it does not."""
+    """Return the dtype that SDPA casts its arguments to in this thread; None without autocast."""
     device = query.device.type
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         return None

@@ -28,9 +28,9 @@ _IS_ENABLED = {
 
 
 def chosen_backend(call: Arguments | AttentionCall) -> str:
-    """Return the backend that PyTorch would choose for a call now; empty if it cannot say.
+    """Return the backend that PyTorch would choose for a call now.
 
-    Some subclasses of tensors and some devices cannot report the backend.
+    The result is empty for tensor subclasses and devices that cannot report the backend.
     """
     try:
         choice = torch._fused_sdp_choice(

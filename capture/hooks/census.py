@@ -2,7 +2,8 @@
 
 As JSON a census is `{"signatures": [...], "rows": [{"module", "phase", "signature", "calls",
 "kept", "first_step", "last_step"}]}`, where `signature` is an index into the list of signatures. A
-scale that JSON cannot express, such as infinity, is named in `refusal`; such calls are not stored.
+scale that JSON cannot express, such as infinity, is named in `refusal`, and its calls are not
+stored.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ class CallSignature(NamedTuple):
     scale: float | None
     enable_gqa: bool
     beyond: str = ""
-    """Options beyond SDPA, in a phrase (`capture.call.attention_variant.beyond`)."""
+    """Options that SDPA does not have, as text (`capture.call.attention_variant.beyond`)."""
     entry_point: str = "sdpa"
     refusal: str = ""
-    """Reason why calls like this cannot be stored; empty if they can."""
+    """Reason why calls with this signature cannot be stored; empty if they can be stored."""
 
     @classmethod
     def of(cls, arguments: Arguments) -> CallSignature:
@@ -67,7 +68,7 @@ class CallSignature(NamedTuple):
 
     @property
     def stratum(self) -> tuple[object, ...]:
-        """Signature without the key length, which a growing cache changes at every step."""
+        """Signature without the key length, because a growing cache changes that at every step."""
         return (
             self.query,
             self.key[:-2],
@@ -101,7 +102,8 @@ class Census:
     @property
     def calls(self) -> int:
         """Calls counted so far."""
-        return sum(count.calls for count in [*self._counts.values()])  # copied: threads add others
+        # Copied into a list, because other threads may add counts.
+        return sum(count.calls for count in [*self._counts.values()])
 
     def add(self, site: CallSite, arguments: Arguments) -> None:
         """Count a call."""
@@ -112,10 +114,10 @@ class Census:
     def count_of(
         self, site: CallSite, arguments: Arguments, cast_to: torch.dtype | None = None
     ) -> CallCount:
-        """Return the count of calls like this one, which itself is not counted yet.
+        """Return the count of calls like this one, without counting this call.
 
         Args:
-            cast_to: dtype that autocast casts the arguments to.
+            cast_to: dtype that autocast casts the arguments to; None without autocast.
         """
         signature = CallSignature.of(cast(arguments, cast_to))
         key = site.module, site.phase, signature
@@ -158,12 +160,12 @@ class Census:
 
 
 def _alike(scale: float | None) -> float | None:
-    """Return the scale, and the same object for every NaN, so that two of them are equal."""
+    """Return the scale. Every NaN becomes the same object, so that two signatures can be equal."""
     return math.nan if scale is not None and math.isnan(scale) else scale
 
 
 def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
-    """Return the shape of a key or value; for pages, that of the keys that the table holds."""
+    """Return the shape of a key or value; for pages, the shape of the keys in the page table."""
     table = arguments.page_table
     if table is None:
         return _sizes(tensor)
@@ -174,7 +176,7 @@ def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape, with -1 for possibly ragged dimensions of a nested tensor."""
+    """Return the shape of a tensor, with -1 for each dimension of a nested tensor but the first."""
     if tensor.is_nested:
         return (tensor.size(0), *(-1,) * (tensor.dim() - 1))
     return tuple(tensor.shape)

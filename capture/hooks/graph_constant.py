@@ -1,4 +1,4 @@
-"""Marks functions that run once while a graph is traced, and not when it is called."""
+"""Marks functions that run once when a graph is traced, not each time the graph is called."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def constant_in_graphs(function: F) -> F:
-    """Do the same as `torch.compiler.assume_constant_result`, without importing the compiler.
+    """Mark a function like `torch.compiler.assume_constant_result`, without importing the compiler.
 
-    The import takes more than a second, also in programs that only read recordings.
+    The import takes more than a second, even in programs that only read recordings.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

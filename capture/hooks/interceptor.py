@@ -2,8 +2,8 @@
 
 The function is replaced in every loaded module that refers to it: in `torch.nn.functional` itself,
 where models look it up at call time, and in modules that ran `from torch.nn.functional import
-scaled_dot_product_attention`. Attention that does not begin as a call of SDPA begins at one of
-`capture.hooks.entry_points`.
+scaled_dot_product_attention`. `capture.hooks.entry_points` handles attention that does not begin as
+a call of SDPA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TORCH_SDPA: Callable[..., Tensor] = F.scaled_dot_product_attention
 
 
 class Arguments(NamedTuple):
-    """Arguments of an attention call by name: SDPA's, and those of other functions beyond them."""
+    """Arguments of an attention call by name: SDPA's arguments, then those of other functions."""
 
     query: Tensor
     key: Tensor
@@ -50,15 +50,15 @@ class Arguments(NamedTuple):
     refusal: str = ""
     """Reason why the call cannot be an `AttentionCall` and is only counted; usually empty."""
     returns: str = ""
-    """Results beside the output that the caller wants and no kernel returns; usually empty."""
+    """Results that the caller requests but no kernel returns, such as weights; usually empty."""
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names from `FEATURES` of what a kernel must support beyond SDPA."""
+        """Features beyond SDPA that a kernel must support, as names in `FEATURES`."""
         return features(self)
 
     def fields(self) -> dict[str, Any]:
-        """Return the arguments that an `AttentionCall` has too, by name."""
+        """Return by name the arguments that are also fields of an `AttentionCall`."""
         fields = self._asdict()
         for name in ("entry_point", "backend", "refusal", "returns"):
             del fields[name]
@@ -79,14 +79,14 @@ def bind(
     """Bind arguments to SDPA's signature (`inspect.signature` cannot read the builtin's)."""
     # SDPA also accepts numpy and tensor scalars; the census and headers need plain numbers.
     scale = None if scale is None else float(scale)
-    # Three times as fast as calling the class, and every call comes here.
+    # Three times as fast as calling the class, and every SDPA call runs this line.
     sdpas = (query, key, value, attn_mask, float(dropout_p), is_causal, scale, enable_gqa)
     bound = _tuple(Arguments, sdpas + _BEYOND)
     return bound if attn_mask is None else _without_bias(bound)
 
 
 def _without_bias(arguments: Arguments) -> Arguments:
-    """Replace a `CausalBias`, which has no values in memory, by `is_causal`."""
+    """Replace a `CausalBias`, a mask without values in memory, with `is_causal`."""
     bias = sys.modules.get("torch.nn.attention.bias")  # not imported, since that imports Triton
     mask = arguments.attn_mask
     if bias is None or not isinstance(mask, bias.CausalBias):
@@ -103,23 +103,23 @@ _BEYOND = tuple(Arguments._field_defaults.values())
 
 
 Handler = Callable[[Arguments, Callable[[], Tensor], Callable[..., Tensor]], Tensor]
-"""`handler(arguments, proceed, sdpa) -> output`: `proceed()` makes the original call, `sdpa` is
-the function it calls."""
+"""`handler(arguments, proceed, sdpa) -> output`: `proceed()` makes the original call of the
+function `sdpa`."""
 
 Traced = Callable[[Arguments, Callable[[], Tensor]], Tensor]
 """`traced(arguments, proceed) -> output`: function that `torch.compile` traces in place of the
-call. A compiled model is recompiled if the code of this function, or a value it reads, has
-changed."""
+call. A compiled model is recompiled if this function's code, or a value that the function reads,
+has changed."""
 
 Observer = Callable[..., None]
 """`observer(output, sdpa, *args, **kwargs)`: called after the function `sdpa` has returned `output`
-for these arguments. Its parameters after the first two are SDPA's."""
+for the arguments `*args, **kwargs`."""
 
 _active = threading.Lock()
 
 
 class _Position:
-    """State of a thread: its handled calls."""
+    """Handled calls of a thread."""
 
     __slots__ = ("handled", "inside")
 
@@ -127,7 +127,7 @@ class _Position:
         self.inside = False
         """True inside a handled or observed call."""
         self.handled = 0
-        """Number of handled calls that have begun so far."""
+        """Number of handled calls that have started so far."""
 
 
 class _PerThread(threading.local):
@@ -144,13 +144,14 @@ def intercept(
 ) -> Iterator[None]:
     """Route every SDPA call of this process, from any thread, through `handler`.
 
-    Meanwhile compiled modules run eagerly or, with `traced`, compiled with `traced` in place of the
-    call. `nn.MultiheadAttention` leaves its fused fast path, so that no call is missed, unless
-    `keeps_fast_path`. On exit everything is restored and earlier compiled code is used again. SDPA
-    calls inside an SDPA implementation are part of the outer call and are not handled again.
+    During the interception, compiled modules run eagerly. With `traced`, they stay compiled, with
+    `traced` in place of the call. Unless `keeps_fast_path`, `nn.MultiheadAttention` does not use
+    its fused fast path, so that no call is missed. On exit everything is restored and earlier
+    compiled code is used again. SDPA calls inside an SDPA implementation belong to the outer call
+    and are not handled again.
 
     Raises:
-        RuntimeError: another interception is active, which would see this one's calls.
+        RuntimeError: another interception is active.
     """
 
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
@@ -164,10 +165,11 @@ def intercept(
 def observe(observer: Observer) -> Iterator[None]:
     """Call `observer` after every SDPA call, in a third of the time that `intercept` takes.
 
-    `nn.MultiheadAttention` stays on its fused fast path, because other code gives other bits.
+    `nn.MultiheadAttention` stays on its fused fast path, because its other path is not
+    bit-identical.
 
     Raises:
-        RuntimeError: an interception is active, which would see the same calls.
+        RuntimeError: another interception is active.
     """
 
     def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
@@ -178,7 +180,7 @@ def observe(observer: Observer) -> Iterator[None]:
 
 
 class _State:
-    """State of an interception, which every call reads."""
+    """State of an interception. Every call reads this state."""
 
     __slots__ = ("is_over",)
 
@@ -187,7 +189,7 @@ class _State:
 
 
 _Replacing = Callable[[Callable[..., Tensor], _State], Callable[..., Tensor]]
-"""`replacing(sdpa, state)`: returns the function to put in place of `sdpa`."""
+"""`replacing(sdpa, state)`: function that returns the replacement of `sdpa`."""
 
 
 @contextlib.contextmanager
@@ -233,12 +235,12 @@ def is_inside() -> bool:
 
 
 def calls_handled() -> int:
-    """Return the number of calls of this thread that were handled so far."""
+    """Return the number of handled calls of this thread so far."""
     return _thread.position.handled
 
 
 def _like_the_original(replacement: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Give a replacement the name of the original, so that it is pickled as the original."""
+    """Give a replacement the original's name, so that pickle stores a reference to the original."""
     functools.update_wrapper(replacement, TORCH_SDPA, assigned=("__name__", "__doc__"))
     replacement.__module__, replacement.__qualname__ = F.__name__, replacement.__name__
     return replacement
@@ -252,7 +254,7 @@ def _handled(
         # Checked first, because the code below cannot be traced.
         if traced is not None and torch.compiler.is_compiling():
             return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
-        # A caller may still hold this function after the interception ended, as in a closure.
+        # A closure may still hold this function after the interception has ended.
         position = _thread.position
         if state.is_over or position.inside:
             return sdpa(*args, **kwargs)
@@ -262,7 +264,7 @@ def _handled(
             arguments = None
         if arguments is None:
             return sdpa(*args, **kwargs)  # let SDPA raise its own error
-        position.inside = True  # like `answer`, without the cost of another function call
+        position.inside = True  # repeats `answer`, to save the cost of another function call
         position.handled += 1
         try:
             return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
@@ -291,7 +293,7 @@ def _observed(
             try:
                 observer(output, sdpa, *args, **kwargs)
             except TypeError as error:
-                # A program's own function in SDPA's place may take more arguments than SDPA.
+                # A program may have replaced SDPA with a function that has more arguments.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
             return output
@@ -304,7 +306,7 @@ def _observed(
 @contextlib.contextmanager
 def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
     state = _State()
-    # F may already hold a replacement of the program's, which models then call.
+    # The program may already have replaced F.scaled_dot_product_attention.
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
     replacements = {key: replacing(sdpa, state) for key, sdpa in originals.items()}
     try:
@@ -312,17 +314,17 @@ def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
         yield
     finally:
         state.is_over = True
-        # In all modules, because those imported meanwhile may hold the replacement.
+        # In all modules, because modules imported since then may hold the replacement.
         _swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 
 
 def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
-    """Replace functions, given by their id, in every loaded module except this one."""
+    """Replace functions in every loaded module except this one; `functions` is keyed by id."""
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType) or vars(module) is globals():
             continue
         namespace = vars(module)
-        # Copied into a list at once, because other threads may import modules.
+        # Copied into a list first, because other threads may import modules.
         if functions.keys().isdisjoint(map(id, list(namespace.values()))):
             continue
         for name, held in list(namespace.items()):

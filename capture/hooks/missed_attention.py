@@ -1,7 +1,8 @@
-"""Finds attention that ran without a call being seen, so that an incomplete census says so.
+"""Finds attention that no entry point has seen, so that the report of a census is complete.
 
-An attention module whose forward pass ends without a call at any entry point computes attention in
-another way: by a function that it held from before, TorchScript, its own kernel or matrix products.
+If the forward pass of an attention module ends without a call at any entry point, the module
+computes attention in another way: with an original function that it still holds, TorchScript, its
+own kernel or matrix products.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class MissedAttention:
     """Forward passes of one class of attention modules in which no call was seen."""
 
     kind: str
-    """Class of the modules, or an operator that an audit found."""
+    """Class of the modules whose attention was missed, or name of an operator found by an audit."""
     forwards: int
-    """Number of forward passes, which is 0 for TorchScript, whose passes cannot be counted."""
+    """Number of forward passes; 0 for TorchScript, because its passes cannot be counted."""
     modules: int
     example: str
     """Path of one of the modules."""
@@ -43,7 +44,7 @@ class MissedAttention:
 
 
 class FusedLayers:
-    """Counts of the calls of PyTorch's fused layer, by the path of the module around it."""
+    """Counts of the calls of PyTorch's fused encoder layer, by path of the surrounding module."""
 
     def __init__(self, tracker: ModuleTracker) -> None:
         self._tracker = tracker
@@ -51,7 +52,7 @@ class FusedLayers:
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
-        """Count until the exit."""
+        """Count the calls until the context exits."""
         fused = getattr(torch, _FUSED)
 
         def counting(*args: Any, **kwargs: Any) -> Any:

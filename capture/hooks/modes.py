@@ -13,9 +13,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 def outside_of_modes() -> Iterator[None]:
     """Switch off every mode of this thread, and PyTorch's hooks for subclasses, until the exit.
 
-    Modes act on every operation: selective activation checkpointing matches the products of a
-    recomputation with those of the forward pass by number, and `with torch.device(…)` places new
-    tensors.
+    Modes act on every operation. For example, selective activation checkpointing counts operations
+    to match a recomputation with the forward pass, and `with torch.device(…)` places new tensors.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield

@@ -1,4 +1,4 @@
-"""Tracks which module is running, with forward hooks, to attribute every attention call."""
+"""Tracks the running module with forward hooks, to attribute every attention call to a module."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class CallSite(NamedTuple):
     module: str = ""
     """Dotted path of the innermost watched module; empty outside all watched modules."""
     step: int = 0
-    """Earlier forward passes of the module that decides the phase."""
+    """Number of earlier forward passes of the module that decides the phase."""
     phase: str = "encode"
 
 
 OUTSIDE = CallSite()
-"""Site of calls outside of all watched modules."""
+"""Site of calls outside all watched modules."""
 
 
 @dataclass(eq=False, slots=True)
@@ -41,24 +41,27 @@ class WatchedModule:
     path: str
     module: nn.Module
     role: ModuleRole | None
-    """Role of the module; None if it always has its caller's phase."""
+    """Role of the module; None if the module always has its caller's phase."""
     forwards: int = 0
-    """Forward passes so far, without the repetitions of backward passes."""
+    """Number of forward passes so far, without recomputations in backward passes."""
     step: int = 0
     """Step of the latest forward pass."""
     is_attention: bool = False
     is_script: bool = False
-    """True for TorchScript, which takes no hooks."""
+    """True for TorchScript, which does not support hooks."""
     unseen: int = 0
-    """Forward passes of an attention module that ended without an attention call."""
+    """Number of forward passes of an attention module that ended without an attention call."""
 
 
 class RunningModules(threading.local):
-    """The modules that the calling thread is in, outermost first."""
+    """Modules that the calling thread is running, outermost first."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[nn.Module, CallSite, int]] = []
-        """Module, site, and the number of attention calls before an attention module began."""
+        """Each module, its site, and the number of attention calls handled before it began.
+
+        The number is 0 for modules that do not compute attention.
+        """
 
 
 class _Hook:
@@ -70,7 +73,7 @@ class _Hook:
         self._running, self._watched = running, watched
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A function that does nothing with any arguments, and exists without this package.
+        # A function that accepts any arguments, does nothing, and does not need this package.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
 
@@ -121,14 +124,14 @@ class _Leave(_Hook):
 
 
 class ModuleTracker:
-    """A tracker of the forward passes of every module below some roots, per thread.
+    """A tracker of the forward passes of the root modules and all modules inside them, per thread.
 
-    The phase of a forward pass (`capture.hooks.phases`) is that of the innermost surrounding module
-    that decides phases: a denoiser, a language model, or the outermost watched module.
+    The innermost surrounding denoiser or language model decides the phase of a forward pass
+    (`capture.hooks.phases`). Without one, the outermost watched module decides.
 
     Args:
-        roots: modules by the prefix of their paths; a root with an empty prefix has its class name
-            as path.
+        roots: modules by the prefix of their paths. The path of a root with an empty prefix is its
+            class name.
     """
 
     def __init__(self, roots: Mapping[str, nn.Module]) -> None:
@@ -162,7 +165,7 @@ class ModuleTracker:
         self.running = RunningModules()
 
     def component(self, path: str) -> str:
-        """Return the name of the root that a path begins with; empty if there is none."""
+        """Return the name of the root at the start of a path; empty if there is none."""
         name = path.partition(".")[0]
         return name if name in self._components else ""
 
@@ -183,7 +186,7 @@ class ModuleTracker:
 
     @property
     def may_have_run(self) -> bool:
-        """False if no watched module has run, and all of them take hooks."""
+        """True if a watched module has run, or may have run because it does not support hooks."""
         return any(
             watched.forwards or watched.is_script or watched.module in self._unhooked
             for watched in self.watched
@@ -197,20 +200,21 @@ class ModuleTracker:
     def watch(self) -> Iterator[None]:
         """Hook every module, and remove the hooks on exit.
 
-        TorchScript takes no hooks. PyTorch's `TransformerEncoderLayer` leaves its fused path if it
-        has hooks and gives other results, so in evaluation it counts as a part of its caller.
+        TorchScript does not support hooks. In evaluation mode, PyTorch's `TransformerEncoderLayer`
+        gets no hooks and counts as part of its caller, because with hooks it would not use its
+        fused path and would give different results.
         """
         handles = []
         try:
             for module, watched in self._watched.items():
                 if watched.is_script or module in self._unhooked:
                     continue
-                # The hook holds the module's state, because DataParallel runs replicas of it.
+                # The hook holds the module's state, because DataParallel runs replicas of modules.
                 enter, leave = _Enter(self.running, watched), _Leave(self.running, watched)
                 handles.append(
                     module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
                 )
-                # always_call: a forward that raises must restore the stack.
+                # always_call, so that a forward pass that raises also restores the stack.
                 handles.append(module.register_forward_hook(leave, always_call=True))
             yield
         finally:
@@ -219,12 +223,12 @@ class ModuleTracker:
 
 
 def outside() -> CallSite:
-    """Return the site of a thread that is outside of all watched modules."""
+    """Return the site of a thread that is outside all watched modules."""
     return OUTSIDE._replace(phase=RECOMPUTE) if in_backward() else OUTSIDE
 
 
 def roots_of(watched: Any) -> dict[str, nn.Module]:
-    """Return the modules to hook, by name: one module, a pipeline's modules, or a mapping's.
+    """Return the modules to hook, by name: one module, or the modules of a pipeline or mapping.
 
     Raises:
         TypeError: `watched` contains no module.
@@ -232,7 +236,7 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
     if isinstance(watched, nn.Module):
         roots = {"": watched}
     else:
-        # A diffusers pipeline lists tokenizers and schedulers among its components too.
+        # The components of a diffusers pipeline also include tokenizers and schedulers.
         components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
         roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
     if all(map(_never_runs, roots.values())):
@@ -251,7 +255,7 @@ def _never_runs(module: nn.Module) -> bool:
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:
-    """Unwrap a module that `torch.compile` wrapped, so that the paths are the model's own."""
+    """Unwrap a module that `torch.compile` wrapped, so that paths match the original model."""
     inner = getattr(module, "_orig_mod", module)
     return inner if isinstance(inner, nn.Module) else module
 

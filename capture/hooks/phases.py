@@ -1,8 +1,8 @@
-"""Decides the phase of a forward pass by its module and arguments.
+"""Decides the phase of a forward pass from its module and arguments.
 
 - `denoise`: the module's forward takes a time step.
-- `decode`: a language model reads at most `FEW` tokens, with a cache that already holds some.
-- `prefill`: a language model reads anything else, including later chunks of a prompt.
+- `decode`: a language model reads at most `FEW` tokens, and its cache already holds tokens.
+- `prefill`: any other forward pass of a language model, including later chunks of a prompt.
 - `encode`: any other module runs, including an encoder inside a language model.
 - `recompute`: a backward pass runs the module again (gradient checkpointing).
 """
@@ -23,10 +23,10 @@ from capture.hooks.signals import is_meant_for_program
 RECOMPUTE = "recompute"
 
 FEW = 8
-"""Most tokens of a decoding step, which may verify several guessed tokens together."""
+"""Maximum number of tokens in a decoding step, which may verify several guessed tokens."""
 
 _TIME_STEPS = ("t", "sigma", "time_step", "noise_level", "decoder_noise_time")
-"""Names of a time step, in addition to names that contain `timestep`."""
+"""Parameter names for a time step, in addition to names that contain `timestep`."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past")
 _TOKENS = (
     "decoder_input_ids",
@@ -35,11 +35,11 @@ _TOKENS = (
     "inputs_embeds",
     "hidden_states",
 )
-"""Names of the tokens that a language model or its layer reads, (B, S) or (B, S, width)."""
+"""Parameter names for the tokens of a language model or its layer, (B, S) or (B, S, width)."""
 
 
 class ModuleRole:
-    """The properties of a module that decide phases."""
+    """Properties of a module that decide phases."""
 
     def __init__(self, module: nn.Module) -> None:
         places = _places(module)
@@ -53,7 +53,7 @@ class ModuleRole:
         self.encodes = False
         """True for an encoder inside a language model."""
         self.layers: list[int | None] = [getattr(module, "layer_idx", None)]
-        """Layers of a cache that belong to the module; None for the first."""
+        """Indices of the cache layers that belong to the module; None for the first layer."""
         if self.caches and self.layers == [None]:
             own = (getattr(part, "layer_idx", None) for part in module.modules())
             self.layers = [*dict.fromkeys(layer for layer in own if layer is not None)] or [None]
@@ -66,10 +66,10 @@ class ModuleRole:
     def phase(
         self, outer: str | None, args: tuple[Any, ...], kwargs: Mapping[str, Any], step: int
     ) -> str | None:
-        """Return the phase of a forward pass with these arguments; None for its caller's phase.
+        """Return the phase of a forward pass with these arguments; None for the caller's phase.
 
         Args:
-            outer: phase of the caller; None without a watched caller.
+            outer: phase of the caller; None if no watched module is the caller.
             step: number of earlier forward passes of the module.
         """
         if outer != "denoise" and any(
@@ -99,7 +99,7 @@ class ModuleRole:
             # One filled layer is enough, because layers of linear attention may hold no tokens.
             is_filled = any(_tokens_in(cache, layer, crosses=crosses) for layer in self.layers)
             return "decode" if is_filled and tokens <= FEW else "prefill"
-        # Without a cache among the arguments, the model may keep one itself.
+        # Without a cache among the arguments, the model may hold its own cache.
         return "decode" if not self.caches and step > 0 and tokens == 1 else "prefill"
 
     def _new_tokens(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
@@ -145,20 +145,20 @@ def deciding(root: nn.Module) -> dict[nn.Module, ModuleRole]:
 
 
 def stepping(root: nn.Module) -> dict[nn.Module, ModuleRole]:
-    """Return the modules whose forward passes are a model's steps: the root or wrapped models."""
+    """Return the modules whose forward passes are a model's steps: the root or inner models."""
     found = deciding(root)
     wrapped = {module: role for module, role in found.items() if module is not root}
     return {root: found[root]} if found[root].decides or not wrapped else wrapped
 
 
 def takes_time_step(module: nn.Module) -> bool:
-    """Return whether a module is a denoiser, whose forward takes a time step."""
+    """Return whether a module is a denoiser, that is, whether its forward takes a time step."""
     return any(_is_time_step(name, module) for name in _places(module))
 
 
 def in_backward() -> bool:
-    """Return whether a backward pass runs this code, to recompute activations."""
-    # This works in both variants of torch.utils.checkpoint, and on every thread of autograd.
+    """Return whether this code runs in a backward pass, which recomputes activations."""
+    # This check works in both variants of torch.utils.checkpoint and on every autograd thread.
     return torch._C._current_graph_task_id() != -1
 
 
@@ -166,7 +166,7 @@ def _places(module: nn.Module) -> Mapping[str, int]:
     """Return the position of every parameter of a module's forward, by name."""
     if isinstance(module, torch.jit.ScriptModule):
         return {}
-    if "forward" in vars(module):  # accelerate and diffusers wrap it on the instance
+    if "forward" in vars(module):  # accelerate and diffusers set a wrapper on the instance
         return _parameters(module.forward, 0)
     return _parameters_of_method(type(module).forward)
 
@@ -207,13 +207,13 @@ def _can_generate(module: nn.Module) -> bool:
 
 
 def _tokens_in(cache: Any, layer: int | None, *, crosses: bool) -> int:
-    """Return the number of tokens in a cache, or in one layer's part of it."""
+    """Return the number of tokens in one layer of a cache (default: the first layer)."""
     if crosses and isinstance(updated := getattr(cache, "is_updated", None), Mapping):
         return int(updated.get(layer or 0, False))
     if hasattr(cache, "get_seq_length"):
         try:
             return int(cache.get_seq_length(layer or 0))
-        except (TypeError, ValueError):  # a layer without a part, such as linear attention
+        except (TypeError, ValueError):  # a layer without cached tokens, such as linear attention
             return int(cache.get_seq_length())
     while isinstance(cache, tuple | list):  # ((key, value), …), or one layer's (key, value)
         cache = cache[0] if cache else None

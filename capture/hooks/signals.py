@@ -1,4 +1,4 @@
-"""Recognises exceptions that are meant for the program and only arrive while our code runs."""
+"""Recognises exceptions for the user's program that happen to be raised while our code runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import threading
 from types import CodeType
 
 _PACKAGES = {"capture", "torch", "builtins"} | sys.stdlib_module_names
-"""Packages whose code our own work runs, and whose errors it raises."""
+"""Packages whose code our own work runs; errors of their classes may be failures of ours."""
 
 
 def is_meant_for_program(error: BaseException) -> bool:
-    """Return whether an error is not a failure of ours, such as the program's time limit.
+    """Return whether an error is meant for the program, such as the program's time limit.
 
-    A signal handler of the program raised it, or another thread put it into this one.
+    Such an error was raised by a signal handler of the program, or set by another thread.
     """
     return _is_of_signal_handler(error) or _is_of_another_thread(error)
 
@@ -35,7 +35,7 @@ def _is_of_signal_handler(error: BaseException) -> bool:
 def _is_of_another_thread(error: BaseException) -> bool:
     """Return whether an error has a class of the program but was raised in our own code.
 
-    A tensor or model of the program's own classes raises errors from its own code.
+    An error that the program's own tensors or models raise comes from the program's code instead.
     """
     traceback = error.__traceback__
     if traceback is None or _package(type(error).__module__) in _PACKAGES:
@@ -56,7 +56,7 @@ def _code(handler: object) -> CodeType | None:
     while isinstance(handler, functools.partial):
         handler = handler.func
     for function in (handler, handler.__call__ if callable(handler) else None):
-        code = getattr(function, "__code__", None)  # a method has that of its function
+        code = getattr(function, "__code__", None)  # a method has the code of its function
         if isinstance(code, CodeType):
             return code
     return None

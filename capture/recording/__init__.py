@@ -1,1 +1,1 @@
-"""Takes a sample of the calls and writes it."""
+"""Sampling of a model's attention calls, and writing of the sampled calls."""

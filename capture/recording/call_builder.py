@@ -14,7 +14,7 @@ from capture.recording.paging import with_pages_read
 
 
 def can_be_copied(arguments: Arguments) -> bool:
-    """Return whether the tensors have values, and no CUDA graph is captured meanwhile."""
+    """Return whether the tensors have values, and no CUDA graph is being captured."""
     on_gpu = arguments.query.device.type == "cuda"
     if on_gpu and torch.cuda.is_current_stream_capturing():
         return False
@@ -22,7 +22,7 @@ def can_be_copied(arguments: Arguments) -> bool:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Return whether a tensor is an ordinary one with its own memory."""
+    """Return whether a tensor is an ordinary tensor with its own memory."""
     if tensor.is_nested or isinstance(tensor, FakeTensor):
         return False
     try:
@@ -32,7 +32,7 @@ def _has_values(tensor: Tensor) -> bool:
 
 
 def has_symbolic_sizes(*tensors: Tensor) -> bool:
-    """Return whether a size is symbolic, so that a trace stands for calls of many sizes."""
+    """Return whether a size is symbolic, so that one traced call represents many sizes."""
     return any(
         isinstance(size, torch.SymInt)
         for tensor in tensors
@@ -42,7 +42,7 @@ def has_symbolic_sizes(*tensors: Tensor) -> bool:
 
 
 def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> AttentionCall:
-    """Return the call with four dimensions, after merging the leading dimensions of SDPA's tensors.
+    """Build a call whose tensors have four dimensions, by merging SDPA's leading dimensions.
 
     A pool of pages is reduced to the pages that the call reads.
     """
@@ -65,7 +65,7 @@ def as_call(arguments: Arguments, output: Tensor | None, origin: Origin) -> Atte
 
 
 def _four_dims(tensor: Tensor, leading: Sequence[int]) -> Tensor:
-    """Broadcast and flatten any number of SDPA's leading dimensions into one."""
+    """Broadcast SDPA's leading dimensions, and flatten them into one."""
     while tensor.ndim < 4:
         tensor = tensor.unsqueeze(0)
     if leading:

@@ -1,4 +1,4 @@
-"""Receives the attention calls of a running model: counts each, and stores those wanted."""
+"""Counts every attention call of a running model, and stores the calls that the sampler selects."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from capture.recording.seen_calls import SeenCalls, SimilarCalls
 
 
 class CallRecorder:
-    """Takes every call of the model, and raises nothing but what is meant for the program.
+    """Receives every attention call of the model; raises only exceptions meant for the program.
 
     Args:
-        tell: takes a sentence for each thing that goes wrong; any thread may call it.
+        tell: function that receives a sentence about each problem, from any thread.
     """
 
     def __init__(self, context: RecordingContext, tell: Callable[[str], None]) -> None:
         self.is_closed = True
-        """True before the recording begins and after it has ended."""
+        """True before the recording begins and after its end."""
         self.lock = threading.RLock()
         self.seen = SeenCalls(context, self.lock)
         self.kept = KeptCalls(context, self.seen, tell)
@@ -37,11 +37,11 @@ class CallRecorder:
         self._next_index = itertools.count().__next__
 
     def observer(self) -> Observer:
-        """Return a function that counts each SDPA call, and stores it if the sampler selects it.
+        """Return a function that counts each SDPA call, and stores the calls that are selected.
 
-        Every call of the model passes here, and most are to cost as little as possible: one look-up
-        in a dictionary. They take no lock: the GIL is not released within `+= 1`, and a call that
-        the sampler refused stays refused until the sampler changes.
+        The function runs at every call, so most calls cost only one look-up in a dictionary. They
+        need no lock, because the GIL is not released within `+= 1`, and because a call that the
+        sampler refused stays refused until the sampler changes.
         """
         groups, running = self.seen.groups, self._context.tracker.running
         sampler, next_index = self._context.sampler, self._next_index
@@ -93,7 +93,7 @@ class CallRecorder:
                 except (RuntimeError, TypeError) as error:
                     if is_meant_for_program(error):
                         raise
-                    like = group = None  # not every tensor has a shape to compare
+                    like = group = None  # some tensors have no comparable shape
                 if group is None:
                     if has_symbolic_sizes(query, key, value):
                         self._context.counts.without_values += 1
@@ -101,7 +101,7 @@ class CallRecorder:
                 elif group.place is None or (
                     group.refused_step == step and group.refused_at == sampler.changes
                 ):
-                    # The fast path: no arguments are bound, and the sampler is not asked.
+                    # The fast path neither binds the arguments nor calls the sampler.
                     next_index()
                     group.count.calls += 1
                     group.count.last_step = step
@@ -129,7 +129,7 @@ class CallRecorder:
     def handle(
         self, arguments: Arguments, proceed: Callable[[], Tensor], function: Callable[..., Tensor]
     ) -> Tensor:
-        """Count a call that came by another entry point than SDPA, and store it if selected."""
+        """Count a call from an entry point other than SDPA, and store it if selected."""
         output = proceed()
         if self.is_closed:
             return output
@@ -184,7 +184,7 @@ class CallRecorder:
             self.seen.visit(site)
         if group.place is None:
             return
-        # Held until the copies are queued, so that files change in the order of decisions.
+        # The lock is held until the copies are queued, so that files change in decision order.
         with self.lock:
             changes = sampler.changes
             if not sampler.wants(group.place, site.step):

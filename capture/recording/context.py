@@ -1,4 +1,4 @@
-"""The objects that every part of one recording works with."""
+"""Objects that all parts of one recording share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from capture.storage.target import CaptureTarget
 
 @dataclass(frozen=True, eq=False)
 class RecordingContext:
-    """One recording's options, and what it watches, writes to and counts."""
+    """Options, sampler, watched modules, target directory and counts of one recording."""
 
     options: RecordOptions
     sampler: Sampler

@@ -1,8 +1,8 @@
-"""Copies a call's tensors to host memory as they are now, while the model goes on.
+"""Copies the current values of a call's tensors to host memory while the model continues.
 
-A GPU's tensors are first copied on the GPU, on the model's own stream, so that later changes by the
-model do not matter. Then a stream of our own moves the copies to pinned memory. If the GPU has no
-room for the first copy, the model's stream moves the tensors, head by head.
+Tensors on a GPU are first copied on the GPU, on the model's own stream, so that later changes by
+the model do not matter. A separate stream then moves the copies to pinned memory. If the GPU has no
+room for the copies, the model's stream moves the tensors to the host instead, head by head.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from capture.recording.memory import HostBuffer
 
 _ALIGNMENT = 64
 _ROOM = 2
-"""Number of copies that must fit on the GPU for one to be made there."""
+"""Number of copies that must fit in the GPU's free memory before one copy is made there."""
 
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A call's tensors in host memory; complete after `wait`."""
+    """Tensors of a call in host memory, complete after `wait`."""
 
     values: dict[str, Tensor]
-    """Values as a file stores them (`capture.call.strides`), which are views of the buffer."""
+    """Views of the buffer with the values in stored form (`capture.call.strides`)."""
     layouts: dict[str, Layout]
     buffer: HostBuffer
 
@@ -38,7 +38,7 @@ class HostCopy:
 
 
 def stored_bytes(tensors: Mapping[str, Tensor]) -> int:
-    """Return the bytes that a file stores of the tensors, without expanded dimensions."""
+    """Return the bytes of the tensors in a file, without expanded dimensions."""
     return sum(narrow_expanded(tensor).nbytes for tensor in tensors.values())
 
 
@@ -55,10 +55,10 @@ class HostCopier:
         self._lock = threading.Lock()
 
     def copy(self, tensors: Mapping[str, Tensor], buffer: HostBuffer) -> HostCopy:
-        """Start copying tensors, which may change as soon as this returns.
+        """Start copying tensors; the caller may change them as soon as this method returns.
 
         Args:
-            tensors: of any shape, strides and device.
+            tensors: tensors of any shape, strides and device, by name.
             buffer: buffer of at least `buffer_size(tensors)` bytes.
         """
         stored = {name: as_stored(tensor) for name, tensor in tensors.items()}
@@ -71,7 +71,7 @@ class HostCopier:
         gpu = next((s.device for s in sources.values() if s.device.type == "cuda"), None)
         at_once = [name for name, source in sources.items() if source.device != gpu]
         if buffer.filled is not None and (at_once or gpu is None):
-            buffer.filled.synchronize()  # an earlier, dropped call's copy may still be arriving
+            buffer.filled.synchronize()  # the copy of a dropped call may still be in progress
         for name in at_once:
             values[name].copy_(sources[name])
         if gpu is not None:
@@ -88,7 +88,7 @@ class HostCopier:
             if staged is not None:
                 stream = self._stream(gpu)
                 stream.wait_stream(model)
-            if buffer.filled is not None:  # by an earlier call, perhaps from another GPU
+            if buffer.filled is not None:  # an earlier call used the buffer, maybe on another GPU
                 stream.wait_event(buffer.filled)
             with torch.cuda.stream(stream):
                 if staged is None:
@@ -109,7 +109,7 @@ class HostCopier:
 
 
 def _copies_on(device: torch.device, sources: list[Tensor]) -> list[Tensor] | None:
-    """Return contiguous copies on the GPU, or None if it has no room for them."""
+    """Return contiguous copies on the GPU, or None if the GPU has no room for them."""
     needed = _ROOM * sum(source.nbytes for source in sources)
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if needed > unused and needed > torch.cuda.mem_get_info(device)[0]:
@@ -121,7 +121,7 @@ def _copies_on(device: torch.device, sources: list[Tensor]) -> list[Tensor] | No
 
 
 def _copy_in_parts(target: Tensor, source: Tensor) -> None:
-    """Copy from the GPU in contiguous parts, which takes little memory there."""
+    """Copy from the GPU in contiguous parts, which needs little GPU memory."""
     if source.is_contiguous() or source.ndim <= 2:
         target.copy_(source, non_blocking=True)
         return

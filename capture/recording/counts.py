@@ -1,4 +1,4 @@
-"""Figures about a recording in progress, beside the calls that it has seen and kept."""
+"""Counts about a recording in progress, other than the numbers of calls seen and kept."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ class RecordingCounts:
     nbytes: int = 0
     """Size of the tensors of the kept calls."""
     lost: int = 0
-    """Calls that were chosen and could not be stored."""
+    """Number of calls that were chosen but could not be stored."""
     without_values: int = 0
-    """Calls that cannot be stored: meta, fake or nested tensors, inside `vmap` or a trace."""
+    """Number of calls whose tensors have no values to store.
+
+    Such tensors are meta, fake or nested, or the call is inside `vmap` or a trace.
+    """
     without_heads: int = 0
-    """Calls that cannot be stored because no call has just the wanted heads."""
+    """Number of calls that cannot be reduced to the selected heads."""
     refused_for_bytes: int = 0
-    """Calls that were not kept because of `max_bytes`."""
+    """Number of calls that were not kept because of `max_bytes`."""
     waited_seconds: float = 0.0
-    """Time that the model waited because `buffer_bytes` of calls were still to be written."""
+    """Time that the model waited because the `buffer_bytes` for unwritten calls were full."""
     allocation_seconds: float = 0.0
     """Time that allocating and pinning host memory took, during the model's run."""
     flush_seconds: float = 0.0
     """Time from the model's return until everything was on the disk."""
     written_bytes: int = 0
-    """Size of all files written, including those deleted since for better ones."""
+    """Size of all files written, including files deleted later in favour of better calls."""

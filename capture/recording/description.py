@@ -1,4 +1,4 @@
-"""The manifest's description of a run: its settings, versions and weights."""
+"""Builds the manifest's description of a run: settings, versions and weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import parsed, typed
 
 _LONGEST_NAME = 4096
-"""Longest name or description of weights, in characters; every file's header repeats them."""
+"""Maximum length of the name and of the description of the weights, in characters.
+
+The header of every file repeats both texts.
+"""
 _LONGEST_DESCRIPTION = 16 << 20
-"""Longest description of a capture in the manifest, without its calls, in bytes."""
+"""Maximum size of a capture's description in the manifest, without its calls, in bytes."""
 
 
 def versions() -> dict[str, str]:
@@ -31,16 +34,16 @@ def versions() -> dict[str, str]:
 
 
 def name_of_weights(module: Any) -> str:
-    """Describe the weights of a model by its `name_or_path`, if it has one."""
+    """Return a model's `name_or_path` as a description of its weights, or `not stated`."""
     path = getattr(module, "name_or_path", None) or getattr(
         getattr(module, "config", None), "_name_or_path", None
     )
-    # A model with random weights has this name too, if a checkpoint's config built it.
+    # The name proves nothing: a model built from a checkpoint's config has it with random weights.
     return f"{path} (its name_or_path)" if path else "not stated"
 
 
 def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings as JSON would give them back."""
+    """Return the settings after converting them to JSON and back."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(settings, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
@@ -49,7 +52,7 @@ def plain_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> CaptureRecord:
-    """Return a capture's record as it will be read back."""
+    """Check a capture's record, and return it as it will be read back."""
     try:
         typed(int | None, seed, "`seed=`")
         typed(int | None, rank, "`rank=`")

@@ -1,11 +1,11 @@
 """Difficulty of a call for a quantised kernel: the error of INT8 attention on a sample of tokens.
 
 The error reflects everything that makes a call hard (outlier channels of K, blocks whose peak is
-far above their root mean square, the range of V, close scores) and everything that makes it easy
-again (weights on one key, a mean that all values share). So a few queries attend to a thousand keys
-twice, with the model's values and with values rounded to INT8; the difficulty is the relative L1
-distance of the two outputs. Query and key are rounded as in SageAttention (Zhang et al. 2024), with
-a scale per 64 tokens and without K's mean, and the value with a scale per channel.
+far above their root mean square, the range of V, close scores) or easy (weights on one key, a mean
+that all values share). A few queries attend to a thousand keys twice: with the model's values, and
+with values rounded to INT8. The difficulty is the relative L1 distance of the two outputs. Query
+and key are rounded as in SageAttention (Zhang et al. 2024), with a scale per 64 tokens and after
+subtracting K's mean. The value is rounded with a scale per channel.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 
 QUERIES, KEYS, BATCH = 32, 1024, 4
-"""Most queries and keys of a head, and batch elements, evenly spaced from the first to the last."""
+"""Maximum numbers of queries, keys and batch elements in the sample, which are evenly spaced."""
 BLOCK = 64
-"""Tokens that share a scale."""
+"""Number of tokens that share a scale."""
 LARGEST = 127.0
 
 
 def with_difficulty(call: AttentionCall) -> AttentionCall:
-    """Put a call's difficulty into its origin, after waiting for the call's device."""
+    """Return a call with its difficulty in its origin; waits for the call's device."""
     found = difficulty(call).item()
     known = found if math.isfinite(found) else None
     return replace(call, origin=replace(call.origin, difficulty=known))
@@ -36,8 +36,9 @@ def with_difficulty(call: AttentionCall) -> AttentionCall:
 def difficulty(call: AttentionCall) -> Tensor:
     """Return the difficulty, a float32 scalar on the call's device.
 
-    It is NaN for a call without tokens, or with NaN or infinite values. Nothing waits for the
-    device unless keys lie in pages, and neither random numbers nor PyTorch's attention are used.
+    The difficulty is NaN for a call without tokens, or with NaN or infinite values. This function
+    waits for the device only if the call has pages. It does not use random numbers or PyTorch's
+    attention.
     """
     with torch.autocast(call.device.type, enabled=False):
         call = call.without_pages()
@@ -61,7 +62,7 @@ Indices = tuple[Tensor, Tensor, Tensor]
 
 
 def _evenly(length: int, most: int, device: torch.device) -> Tensor:
-    """Return at most `most` evenly spaced indices; more than a block are whole blocks."""
+    """Return at most `most` evenly spaced indices; a number above `BLOCK` is a multiple of it."""
     count = min(length, most)
     count -= count % BLOCK if count > BLOCK else 0
     return torch.linspace(0, length - 1, count, device=device, dtype=torch.float64).round().long()

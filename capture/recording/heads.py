@@ -16,8 +16,8 @@ from capture.call.strides import picked
 def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] | None:
     """Return the key/value heads that these query heads attend to.
 
-    Returns None if a head is missing, or if the key/value heads would serve different numbers of
-    query heads, which grouped-query attention cannot express.
+    The result is None if the call lacks one of the query heads, or if the key/value heads would
+    serve different numbers of query heads, which grouped-query attention cannot express.
     """
     if heads[-1] >= q_heads:
         return None
@@ -27,7 +27,7 @@ def kv_heads_of(heads: Sequence[int], q_heads: int, kv_heads: int) -> list[int] 
 
 
 def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> AttentionCall:
-    """Return a call of these heads only, with dense tensors in the same order of dimensions."""
+    """Return a call with only these heads; its tensors are dense and keep their dimension order."""
     mask, key = call.attn_mask, _picked(call.key, kv_heads)
     value = key[..., : call.value.shape[-1]] if call.value_is_in_key else None
     return replace(
@@ -42,6 +42,6 @@ def pick(call: AttentionCall, heads: Sequence[int], kv_heads: Sequence[int]) -> 
 
 
 def _picked(tensor: Tensor, heads: Sequence[int]) -> Tensor:
-    if tensor.stride(1) == 0:  # all heads are the same memory
+    if tensor.stride(1) == 0:  # all heads share the same memory
         return tensor[:, : len(heads)]
     return picked(tensor, 1, torch.tensor(heads, device=tensor.device))

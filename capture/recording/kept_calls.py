@@ -1,4 +1,4 @@
-"""Stores the calls that a recording's sampler wants, and keeps count of them."""
+"""Stores and counts the calls that a recording's sampler selects."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from capture.text.counted import counted
 
 
 class KeptCalls:
-    """The calls of a recording that are stored, or in memory and to be stored.
+    """Calls of a recording that are stored, or are in memory and will be stored.
 
     Args:
-        tell: takes a sentence for each thing that goes wrong; any thread may call it.
+        tell: function that receives a sentence about each problem, from any thread.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class KeptCalls:
         self._directory, self._counts = context.target.directory, context.counts
         self._copier = HostCopier()
         self._kept: dict[int, tuple[CallCount, int]] = {}
-        """Count of the calls like each kept call, and its size, by the kept call's index."""
+        """For each kept call, by index: the census count that it belongs to, and its bytes."""
         self._failed: deque[int] = deque()
-        """Calls that the writer's thread could not write, noted here without a lock."""
+        """Indices of calls that the writer's thread could not write; appended without a lock."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -62,7 +62,7 @@ class KeptCalls:
         result: Tensor,
         sdpa: Callable[..., Tensor],
     ) -> None:
-        """Store a call that the sampler wants, unless it has no values or does not fit."""
+        """Store a call that the sampler wants, if the call has values and fits the limits."""
         writer, counts, options = self.writer, self._counts, self._options
         assert writer is not None
         assert group.place is not None
@@ -84,7 +84,7 @@ class KeptCalls:
             stack = self._tracker.running.stack
             part = WHOLE if options.rank is None else of_weights(stack[-1][0], *arguments[:2])
         if options.heads is not None:
-            part = WHOLE  # some heads of a part cannot be joined with other parts
+            part = WHOLE  # a part that lacks heads cannot be joined with other parts
         output = result if options.keeps_output else None
         call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
         if options.heads is not None:
@@ -125,12 +125,12 @@ class KeptCalls:
                 raise
 
     def failed(self, index: int, error: Exception) -> None:
-        """Note a call that could not be stored. The writer's thread calls this too."""
+        """Register a call that could not be stored. The writer's thread calls this method too."""
         self._failed.append(index)
         self._tell(f"could not store a call in {self._directory}: {reason_of(error)}")
 
     def give_up(self) -> None:
-        """Forget the calls that the writer has not written by now, and say so."""
+        """Forget the calls that are not written yet, and report their number as a problem."""
         writer = self.writer
         assert writer is not None
         self._forget_failed(writer)
@@ -189,7 +189,7 @@ class KeptCalls:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the error's text in one line, or the name of a class that has no text."""
+    """Return an error's text in one line, or only its class if the text cannot be read."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     name = type(error).__name__

@@ -1,4 +1,4 @@
-"""Host memory for recorded calls that wait to be written: its limit and its buffers."""
+"""Limit and buffers of the host memory for recorded calls that are not written yet."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from capture.recording.counts import RecordingCounts
 
 SHARE = 4
-"""Divisor of the free memory that gives the default limit."""
+"""Divisor: the default limit is the free memory divided by this number."""
 
 _LARGE = 1 << 20
 _CGROUPS = (
@@ -31,7 +31,7 @@ def default_buffer_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Return the memory that the machine or the container's limit still allows to allocate."""
+    """Return the bytes that can still be allocated within the limits of machine and container."""
     found = []
     try:
         with Path("/proc/meminfo").open() as file:
@@ -52,12 +52,12 @@ class HostBuffer:
     """Host memory for the tensors of one call."""
 
     memory: Tensor
-    """uint8, (bytes,)."""
+    """Tensor (bytes,) of dtype uint8."""
     pinned: bool
     for_pinned: bool = False
-    """True if the buffer is pinned, or stands in for one that could not be pinned."""
+    """True if pinned memory was requested, even if pinning failed."""
     filled: torch.cuda.Event | None = None
-    """End of a GPU's latest copy into the buffer."""
+    """Event at the end of the latest copy from a GPU into the buffer."""
 
     @property
     def nbytes(self) -> int:
@@ -66,10 +66,10 @@ class HostBuffer:
 
 @dataclass
 class BufferPool:
-    """Buffers that are used again, because pinning memory takes longer than copying to it."""
+    """Pool of reusable buffers, because pinning memory takes longer than copying to it."""
 
     counts: RecordingCounts = field(default_factory=RecordingCounts)
-    """Counts the time that allocating and pinning takes."""
+    """Counts that receive the time for allocating and pinning."""
     nbytes: int = 0
     """Size of all buffers, in use or free."""
     _taken: set[HostBuffer] = field(default_factory=set)
@@ -80,8 +80,8 @@ class BufferPool:
     def take(self, nbytes: int, *, pinned: bool, limit: int) -> HostBuffer:
         """Return a free buffer of exactly this size, or allocate one.
 
-        If all buffers would exceed `limit` bytes, free buffers of other sizes are released. Memory
-        that cannot be pinned is used unpinned, which makes copies slower.
+        If a new buffer would exceed the `limit` in bytes, all free buffers are released first. If
+        memory cannot be pinned, the buffer is not pinned, which makes copies slower.
         """
         if free := self._free[nbytes, pinned]:
             buffer = free.pop()
@@ -90,7 +90,7 @@ class BufferPool:
         if self.nbytes + nbytes > limit:
             self.trim()
         began = time.perf_counter()
-        with torch.inference_mode(False):  # otherwise only code in inference mode could write to it
+        with torch.inference_mode(False):  # so that code outside inference mode can write to it
             try:
                 buffer = HostBuffer(_allocate(nbytes, pinned=pinned), pinned, pinned)
             except (RuntimeError, OSError):
@@ -111,7 +111,7 @@ class BufferPool:
             self.nbytes -= buffer.nbytes
 
     def close(self) -> None:
-        """Release all memory, also of buffers that were not given back."""
+        """Release all memory, including buffers that were not given back."""
         for buffer in list(self._taken):
             self.give_back(buffer)
         self.trim()
@@ -123,7 +123,7 @@ class BufferPool:
                 buffer = buffers.pop()
                 self.nbytes -= buffer.nbytes
                 if buffer.filled is not None:
-                    buffer.filled.synchronize()  # a dropped call's copy may still be arriving
+                    buffer.filled.synchronize()  # the copy of a dropped call may be in progress
                 if buffer.pinned:
                     torch.cuda.cudart().cudaHostUnregister(buffer.memory.data_ptr())
 
@@ -133,11 +133,11 @@ def _allocate(nbytes: int, *, pinned: bool) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
     if nbytes < _LARGE:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-    # PyTorch's own pinned memory comes in powers of two, which would waste up to half of it.
+    # PyTorch rounds pinned memory up to powers of two, which would waste up to half of the memory.
     pages = mmap.mmap(-1, nbytes)
     with contextlib.suppress(AttributeError, OSError):  # not every system has huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)  # fewer pages are pinned much faster
-    # Zeroed to map the pages with all threads; pinning would do it with one.
+    # Zeroing maps the pages with all threads. Without it, pinning would map them with one thread.
     memory = torch.frombuffer(pages, dtype=torch.uint8).zero_()
     portable = 1  # pinned for every GPU
     torch.cuda.check_error(

@@ -1,4 +1,4 @@
-"""Explains, with the remedy, why a recording kept nothing."""
+"""Messages about recordings that kept no call, with remedies."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from capture.text.counted import counted
 
 
 def no_match(globs: str, paths: list[str]) -> str:
-    """Say that no module's path matches the globs, and which modules there are."""
+    """Return the message that no module path matches the globs, with examples of paths."""
     likely = [path for path in paths if "att" in path.rpartition(".")[2].lower()] or paths
     shown = ", ".join(likely[:3])
     return f"no module matches {globs!r}; available: {shown} … Select some with `modules=`"
 
 
 def nothing_kept(recording: Recording) -> str:
-    """Say why a recording that ended without a problem has kept no call, with the remedy."""
+    """Return why a recording without problems kept no call, and the remedy."""
     if recording.counts.refused_for_bytes:
         return "no call fits in `max_bytes=`; increase it"
     if not recording.seen:
@@ -47,7 +47,7 @@ def nothing_kept(recording: Recording) -> str:
 
 
 def _other_attention(recording: Recording) -> str:
-    """Say what the model did instead, as far as it shows, with a remedy if there is one."""
+    """Return how the model seems to compute attention outside the entry points, and any remedy."""
     past = recording.missed_attention
     if any(each.kind in _OF_PYTORCH for each in past):
         return (

@@ -12,10 +12,10 @@ from capture.call.strides import picked
 
 
 def with_pages_read(call: AttentionCall) -> AttentionCall:
-    """Return the call with a pool of only these pages, in their order in memory.
+    """Return the call with a pool of only the pages that it reads, in their order in memory.
 
-    The pages get new numbers, and a page that sequences share is stored once. Entries of the table
-    that no token needs become 0. Waits for the GPU.
+    The pages get new numbers. A page that several sequences share is stored once. Page table
+    entries beyond the used keys become 0. Waits for the GPU.
     """
     assert call.page_table is not None
     assert call.seqused_k is not None
@@ -26,7 +26,7 @@ def with_pages_read(call: AttentionCall) -> AttentionCall:
     if not kept.numel():
         kept = kept.new_zeros(1)  # a pool must have a page
     first, last = int(kept[0]), int(kept[-1])
-    if first < 0 or last >= call.key.shape[0]:  # reading such a page would end the CUDA context
+    if first < 0 or last >= call.key.shape[0]:  # reading this page would break the CUDA context
         raise ValueError(f"the page table names pages {first} to {last} of {call.key.shape[0]}")
     key = picked(call.key, 0, kept)
     shares = call.value_is_in_key

@@ -1,6 +1,6 @@
-"""Finds a rank's part of the model's call, by the user's word or by distributed tensors.
+"""Finds a rank's part of a call from the user's options or from distributed tensors.
 
-Other ranks are not asked, because a recording must not wait for them.
+The ranks do not communicate, because a recording must not wait for other ranks.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 _HEADS = 1
-"""The dimension of a query."""
+"""Dimension of a query's heads."""
 
 
 class RankPart(NamedTuple):
-    """One rank's part of a call."""
+    """Part of a call that one rank holds."""
 
     split: str = ""
     """One of `capture.call.splits.SPLITS`; empty for a whole call."""
     ranks: tuple[int, ...] = ()
     """Ranks that share the call, in the order of their parts."""
     heads: str = ""
-    """Numbers that this part's query heads have in the whole call; empty if unknown."""
+    """Indices of this part's query heads in the whole call; empty if unknown."""
 
 
 WHOLE = RankPart()
@@ -43,10 +43,10 @@ def declared(
     rank: int | None,
     heads: Sequence[int] | None = None,
 ) -> RankPart | None:
-    """Return the part that this rank has according to the user; None without `split`.
+    """Return the part of each call that the user declared for this rank; None without `split`.
 
     Args:
-        heads: the only heads of each call that are recorded.
+        heads: heads of each call to record; None for all.
     """
     if split is None:
         if ranks is not None:
@@ -58,7 +58,7 @@ def declared(
         raise CaptureError(
             "some heads of each part do not make a whole call: leave out `heads=` or `split=`"
         )
-    if rank is None:  # the only one
+    if rank is None:  # a single process
         return WHOLE
     if ranks is None and number_of_ranks() <= rank:
         raise CaptureError(
@@ -74,10 +74,11 @@ def declared(
 
 
 def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
-    """Return the part that an attention module's distributed weights show.
+    """Return the part of a call that follows from an attention module's distributed weights.
 
-    Ranks share heads if a weight is sharded by rows, and its local rows produce the query, alone or
-    fused with key and value, as with torch's `parallelize_module` or transformers' `tp_plan`.
+    The ranks split the heads if a weight is sharded by rows and its local rows produce the query,
+    alone or fused with key and value. Torch's `parallelize_module` and transformers' `tp_plan`
+    shard weights in this way.
 
     Args:
         query: (B, Hq, Sq, D), with the heads of this rank.
@@ -86,7 +87,7 @@ def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
     heads, kv_heads, head_dim = query.shape[-3], key.shape[-3], query.shape[-1]
     for weight in _distributed(module):
         local, whole = weight.to_local().shape, weight.shape
-        is_of_query = local[0] % (heads * head_dim) == 0  # twice as many rows with a gate
+        is_of_query = local[0] % (heads * head_dim) == 0  # a gate doubles the number of rows
         is_fused = local[0] == (heads + 2 * kv_heads) * head_dim
         if len(local) != 2 or local[0] == whole[0] or not (is_of_query or is_fused):
             continue
@@ -103,11 +104,11 @@ def _distributed(module: nn.Module) -> Iterator[DTensor]:
 
 
 def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> RankPart:
-    """Return the part of a rank.
+    """Return this rank's part of a call that is split by heads.
 
     Args:
-        ways: size of the whole in units of this rank's part; the number of ranks, if all parts are
-            equal.
+        ways: size of the whole call divided by the size of this rank's part. If all parts are
+            equal, this is the number of ranks.
     """
     from torch.distributed import get_process_group_ranks
 
@@ -124,9 +125,9 @@ def is_distributed(arguments: Arguments) -> bool:
 
 
 def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPart] | None:
-    """Return this rank's tensors of a call with distributed tensors, and which part they are.
+    """Return this rank's tensors of a call with distributed tensors, and its part of the call.
 
-    Returns None if they are neither a whole call nor some heads of one.
+    The result is None if the local tensors are neither a whole call nor some heads of a call.
     """
     from torch.distributed.tensor import DTensor
 
@@ -138,7 +139,7 @@ def as_local(arguments: Arguments, output: Any) -> tuple[Arguments, Any, RankPar
         if tensor is None or (tensor.placements != placements and tensor.shape[_HEADS] > 1):
             return None
     if isinstance(output, DTensor) and all(place.is_replicate() for place in output.placements):
-        # The output was gathered. Every rank takes its own part of it, without communication.
+        # The output was gathered. Every rank takes its own part without communication.
         gathered: Any = output.detach()
         output = gathered.redistribute(query.device_mesh, placements)
     if isinstance(output, DTensor) and output.placements != placements:

@@ -1,4 +1,4 @@
-"""`record`: store a sample of the attention calls of a running model."""
+"""Stores a sample of the attention calls of a running model (`record`)."""
 
 from __future__ import annotations
 
@@ -49,53 +49,54 @@ def record(
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
 
-    After the block has begun, problems with the recording do not reach it. A call that cannot be
-    stored is left out, the first problem is issued as a `RecordingWarning`, and all are listed in
-    the recording's `problems`. The block's own exceptions pass after recorded calls are on the
-    disk.
+    Problems with the recording raise no exceptions inside the block. A call that cannot be stored
+    is skipped. The first problem is issued as a `RecordingWarning`, and all problems are listed in
+    the recording's `problems`. If the block raises an exception, recorded calls are written to the
+    disk first.
 
     Args:
-        module: `torch.nn.Module`, diffusers pipeline, or dict of name → module to watch. Calls made
-            elsewhere are counted but not stored.
+        module: `torch.nn.Module`, diffusers pipeline, or dict of name → module to watch. Calls
+            outside these modules are counted but not stored.
         max: number of calls to store.
         name: name of the capture in the dataset (default: the class name). With a rank, `.rankN`
             follows, so that all ranks can share a directory.
-        sample: `spread` over layers, steps, phases and shapes; `hard`, the most difficult for a
-            quantised kernel, where the model waits at every call that may be stored; `first`;
-            `every:N`, the first of every N; or `reservoir`, at random by `seed`.
-        modules: comma-separated globs of the module paths whose calls may be stored. By default
-            these are a pipeline's denoisers (all components that take a time step), or else every
-            watched module.
+        sample: `spread` over layers, steps, phases and shapes; `hard`, the most difficult calls for
+            a quantised kernel (the model waits at every call that may be stored); `first`;
+            `every:N`, the first of every N calls; or `reservoir`, at random by `seed`.
+        modules: comma-separated globs of the module paths whose calls may be stored (default: a
+            pipeline's denoisers, that is, all components that take a time step; without denoisers,
+            every watched module).
         phase: store only calls of this phase: `denoise`, `prefill`, `decode` or `encode`.
         heads: store only these query heads, from 0, and the key/value heads that they attend to.
             Each of these key/value heads must serve the same number of the query heads.
-        weights: phrase for the weights that produced the values (default: the model's
-            `name_or_path`, if it has one).
+        weights: description of the model's weights (default: the model's `name_or_path`, if it has
+            one).
         seed: seed of the run, stored for reference, and seed of `reservoir`.
         rank: rank of this process, stored for reference (default: the rank in `torch.distributed`
             or the environment's RANK, if there are several processes).
         split: dimension by which ranks share each call, so that `load(out).joined()` can join the
-            parts: `heads` (tensor parallel, Ulysses) or `queries` (each rank has all keys). By
-            default heads, if distributed tensors (`torch.distributed.tensor`) show it.
+            parts: `heads` (tensor parallel, Ulysses) or `queries` (each rank has all keys). The
+            default is `heads` if distributed tensors (`torch.distributed.tensor`) are split by
+            heads, and no split otherwise.
         split_ranks: ranks that share a call, in the order of their parts (default: all).
         settings: plain JSON that describes how to rebuild the run, stored in the manifest.
         max_bytes: limit of the total size of the stored calls.
-        buffer_bytes: host memory for calls that wait to be written; when it is full, the model
-            waits (default: a quarter of the free memory).
-        durable: write each call to the disk before the model goes on. Otherwise calls in memory are
-            lost if the process is killed. They are written at an exception, Ctrl-C, SIGTERM or
-            SIGHUP (unless the program handles them) and at the end of the program.
+        buffer_bytes: host memory for calls that are not written yet. The model waits when this
+            memory is full (default: a quarter of the free memory).
+        durable: write each call to the disk before the model continues. Otherwise calls in memory
+            are lost if the process is killed. Calls in memory are written at an exception, Ctrl-C,
+            SIGTERM or SIGHUP (unless the program handles the signal) and at the end of the program.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name when this one is complete.
         audit: also count attention operators that this thread runs outside of the calls seen
-            (`recording.audit`). The model is slower, and PyTorch's own transformer modules leave
-            their fused path.
+            (`recording.audit`). The model is slower, and PyTorch's own transformer modules do not
+            use their fused path.
 
     Yields:
         A `Recording` with live counts.
 
     Raises:
-        TypeError: `module` is not a model, or contains none.
+        TypeError: `module` is not a model and contains no model.
         ValueError: `sample`, `phase`, `heads`, `seed`, `rank`, `split` or a limit is invalid.
         CaptureError: before the block begins, if `out` is not writable or already contains this
             capture, `settings` are not JSON, or no module matches.
@@ -156,7 +157,7 @@ def record(
         stack.enter_context(recording.fused.counted())
         if recording.audit is not None:
             stack.enter_context(recording.audit.counted())
-        # Called first on the way out: the hooks above see calls until everything is written.
+        # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()
         yield recording

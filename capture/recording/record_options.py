@@ -1,4 +1,4 @@
-"""The options of `record`, checked once and with every default filled in."""
+"""Options of `record`, checked once and with every default filled in."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from capture.text.limits import natural, positive
 
 @dataclass(frozen=True)
 class RecordOptions:
-    """Options of a recording: the calls that it keeps, and how it stores them."""
+    """Options that select the calls of a recording and control their storage."""
 
     sample: str
     max_calls: int
@@ -26,19 +26,19 @@ class RecordOptions:
     modules: str
     """Globs of the module paths whose calls may be stored."""
     phase: str
-    """The only phase whose calls are stored; empty for all."""
+    """Phase whose calls are stored; empty for all phases."""
     heads: tuple[int, ...] | None
-    """The only query heads that are stored; None for all."""
+    """Query heads that are stored; None for all."""
     seed: int | None
     rank: int | None
-    """Rank of this process; None if it is the only one."""
+    """Rank of this process; None if there is only one process."""
     part: RankPart | None
-    """Part of each call that this rank has; None if it is not given."""
+    """Part of each call that this rank holds; None if the user did not declare a part."""
     keeps_output: bool
     buffer_bytes: int
-    """Host memory for calls that wait to be written."""
+    """Host memory for calls that are not written yet."""
     durable: bool
-    """Have each call on the disk before the model goes on."""
+    """True to write each call to the disk before the model continues."""
     audit: bool
 
     @classmethod
@@ -95,5 +95,5 @@ class RecordOptions:
         )
 
     def new_sampler(self) -> Sampler:
-        """Create the sampler that these options ask for."""
+        """Create the sampler that these options select."""
         return make_sampler(self.sample, self.max_calls, self.max_bytes, self.seed or 0)

@@ -1,4 +1,4 @@
-"""A recording in progress: the calls it sees, keeps and loses, and its end."""
+"""Manages a recording in progress, from its start to its end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _close_all() -> None:
 
 
 def _level_outside() -> int:
-    """Return the `stacklevel` at which the caller's warning points at the program's code."""
+    """Return the `stacklevel` with which a warning of the caller points at the program's code."""
     ours = (str(Path(__file__).parents[1]) + os.sep, contextlib.__file__)
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(ours):
@@ -47,7 +47,7 @@ def _level_outside() -> int:
 
 
 os.register_at_fork(after_in_child=_abandon_all)
-atexit.register(_close_all)  # for programs that end inside the block, while threads still run
+atexit.register(_close_all)  # for programs that end inside the `with` block
 
 
 class Recording:
@@ -58,17 +58,17 @@ class Recording:
         self.counts = context.counts
         """Counts of calls that are not stored, and of the time and memory that recording took."""
         self.problems: list[str] = []
-        """Problems of the recording, a sentence each; the same sentence appears only once."""
+        """Problems of the recording, one sentence each, without repetitions."""
         self.calls = CallRecorder(context, self.tell)
         self.fused = FusedLayers(context.tracker)
         self.audit = Audit(context.tracker) if context.options.audit else None
         """Attention operators that an audit counted; None without an audit."""
         self.may_have_run = True
-        """False after the end if no watched module ran."""
+        """False if the recording has ended and no watched module ran."""
         self._context, self._target = context, context.target
         self._writer: Writer | None = None
         self._missed_attention: list[MissedAttention] | None = None
-        """Found at the end, when the model is released; None until then."""
+        """Missed attention, set at the end before the model is released; None before the end."""
         self._told = itertools.count()
 
     def __repr__(self) -> str:
@@ -85,22 +85,22 @@ class Recording:
 
     @property
     def seen(self) -> int:
-        """Attention calls made so far, anywhere in the process."""
+        """Number of attention calls so far, anywhere in the process."""
         return self.census.calls
 
     @property
     def kept(self) -> int:
-        """Calls that are stored, or in memory and to be stored."""
+        """Number of calls that are stored, or are in memory and will be stored."""
         return len(self.calls.kept)
 
     @property
     def lost(self) -> int:
-        """Calls that were chosen and could not be stored."""
+        """Number of calls that were chosen but could not be stored."""
         return self.counts.lost
 
     @property
     def missed_attention(self) -> list[MissedAttention]:
-        """Attention that ran without a call being seen, which the census lacks."""
+        """Attention that no entry point saw, and that the census therefore lacks."""
         if self._missed_attention is not None:
             return self._missed_attention
         return find_missed_attention(self._context.tracker, self.fused, self.audit)
@@ -109,15 +109,16 @@ class Recording:
     def summary(self) -> str:
         """Numbers of calls kept, eligible and not sampled, by component, in one line.
 
-        Empty for one component whose calls were all eligible: `kept` and `seen` say as much.
+        The line is empty for one component whose calls were all eligible, because `kept` and `seen`
+        contain the same numbers.
         """
         return self.calls.seen.summary
 
     def begin(self) -> None:
-        """Create the journal, and record calls from now on.
+        """Create the journal, and start to record calls.
 
         Raises:
-            CaptureError: another process records there, or the directory is not writable.
+            CaptureError: another process records to the directory, or it is not writable.
         """
         options = self._context.options
         journal = self._target.begin(self.capture)
@@ -141,14 +142,14 @@ class Recording:
         _live.add(self)
 
     def tell(self, problem: str) -> None:
-        """Add to `problems`, and issue a warning about the first one at once."""
+        """Add a problem to `problems`; issue a warning if this is the first problem."""
         if problem in self.problems:
             return
         self.problems.append(problem)
         if next(self._told):
             return
-        # Users may turn warnings into exceptions, or show them by functions that raise. Neither may
-        # reach the model or the thread that writes.
+        # A warning may raise, by the user's filters or display function. Such an exception must not
+        # reach the model or the writer's thread.
         try:
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=_level_outside())
         except Exception as error:
@@ -156,11 +157,12 @@ class Recording:
                 raise
 
     def close(self, *, complete: bool) -> bool:
-        """End the recording: write what is in memory and put it into the manifest.
+        """End the recording: write the calls in memory, and add all calls to the manifest.
+
+        Only exceptions that interrupt the program are raised; others are added to `problems`.
 
         Returns:
-            False if the recording has ended before, or another thread is ending it. Only
-            exceptions that interrupt it are raised; the others are added to `problems`.
+            False if the recording has already ended, or another thread is ending it.
         """
         with self.calls.lock:
             if self._writer is None:
@@ -181,13 +183,13 @@ class Recording:
         return True
 
     def abandon(self) -> None:
-        """Leave the recording to the parent process, in a child that was forked from it."""
+        """Stop recording in a forked child process; the parent process continues the recording."""
         self.calls.is_closed = True
-        self.calls.lock = threading.RLock()  # the old one may be held by a thread of the parent
+        self.calls.lock = threading.RLock()  # a thread of the parent may hold the old lock
         self._target.abandon()
 
     def _end(self, writer: Writer, *, complete: bool) -> None:
-        """Put the stored calls into the manifest."""
+        """Add the stored calls to the manifest."""
         try:
             self.calls.kept.give_up()
             self.capture.complete = complete and not self.lost

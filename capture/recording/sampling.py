@@ -1,27 +1,31 @@
 """Samples calls from a run of unknown length.
 
-A sampler is first asked whether it `wants` a call, before anything is computed from its tensors.
-Then it is `offer`ed the calls that it wants.
+A sampler first decides whether it `wants` a call, before anything is computed from the call's
+tensors. The wanted calls are then passed to `offer`.
 
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
-always spread evenly over the calls seen so far. The dropped call is chosen by four rules in turn:
+always spread evenly over the calls seen so far. Four rules in turn choose the dropped call:
 
-- Calls of one phase and shape form a stratum. Strata get equal shares of the sample; a stratum with
-  fewer calls than its share leaves the rest to the others. Only the largest strata lose a call.
-- Among their calls, modules and steps with the most kept calls, in all strata, lose a call first.
-- Then calls off the grid of steps are dropped first. A step s is on the grid if frac(s/φ), with φ
+- Calls of one phase and shape form a stratum. Strata get equal shares of the sample. If a stratum
+  has fewer calls than its share, the other strata share the remainder. Only the largest strata lose
+  a call.
+- Among the calls of the largest strata, the modules and steps with the most kept calls in all
+  strata lose a call first.
+- Next, calls off the grid of steps are dropped first. A step s is on the grid if frac(s/φ), with φ
   the golden ratio, is below the share of steps so far that have a kept call. Steps on the grid are
-  evenly spaced for any share (the three-gap theorem); their calls yield only to the same step's.
-- Ties are broken by frac(l/g + s/g² + k/φ) for layer l and stratum k, with g the plastic number: in
-  one stratum, the points of that sequence below a threshold form an even lattice over layers and
-  steps (M. Roberts, "The unreasonable effectiveness of quasirandom sequences", 2018), and strata
-  differ in where theirs begins.
+  evenly spaced for any share (the three-gap theorem). A call on the grid is dropped only for a call
+  of the same step.
+- Ties are broken by frac(l/g + s/g² + k/φ) for layer l, step s and stratum k, with g the plastic
+  number. In one stratum, the points of this sequence below a threshold form an even lattice over
+  layers and steps (M. Roberts, "The unreasonable effectiveness of quasirandom sequences", 2018).
+  The sequence starts at a different point in each stratum.
 
-Keeping N of T calls this way keeps a small multiple of N calls for a while (about 110 for 10 of
-1500), and N of them remain.
+To keep N of T calls, `spread` temporarily keeps a small multiple of N calls (about 110 for 10 of
+1500) and drops all but N of them.
 
 `hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
-easiest for a harder one: it keeps N · (1 + ln(T / N)) of T calls in random order for a while.
+easiest call for a harder one. If T calls arrive in random order, it temporarily keeps
+N · (1 + ln(T / N)) of them.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ PHASES = ("denoise", "prefill", "decode", "encode")
 
 
 class SamplingDecision(NamedTuple):
-    """A sampler's answer: whether to keep the offered call, and which kept calls to drop for it."""
+    """Decision to keep or reject an offered call, with the indices of kept calls to drop for it."""
 
     keep: bool
     drop: tuple[int, ...] = ()
@@ -57,11 +61,11 @@ REJECTED = SamplingDecision(keep=False)
 
 @dataclass(eq=False, slots=True)
 class Stratum:
-    """Calls of one phase and shape, which are interchangeable."""
+    """Interchangeable calls, which have the same phase and shape."""
 
     number: int
     layers: dict[str, int] = field(default_factory=dict)
-    """Position of each module in the order of first appearance, which is its coordinate."""
+    """Index of each module by first appearance; it is the layer l of the tie-breaking sequence."""
     calls: dict[int, SpreadCall] = field(default_factory=dict)
     """Kept calls, by index."""
     worst: _DropCandidates | None = None
@@ -71,12 +75,12 @@ class Stratum:
 
 @dataclass(eq=False, slots=True)
 class SamplePlace:
-    """A module's calls of one stratum."""
+    """Calls of one module in one stratum."""
 
     stratum: Stratum
     module: str
     origin: float
-    """Beginning of the tie-breaking sequence."""
+    """Start of the tie-breaking sequence."""
 
 
 class OfferedCall(NamedTuple):
@@ -87,34 +91,34 @@ class OfferedCall(NamedTuple):
     step: int
     nbytes: int
     difficulty: float | None = None
-    """None if the sampler does not need it, or the call has none."""
+    """Difficulty of the call; None if the sampler does not need it or it cannot be computed."""
 
 
 class Sampler(Protocol):
-    """A sampler, which decides which calls to keep."""
+    """Interface of a sampler, which selects the calls to keep."""
 
     is_final: ClassVar[bool]
-    """True if it never drops a kept call."""
+    """True if the sampler never drops a kept call."""
     by_difficulty: ClassVar[bool]
-    """True if it needs the difficulty of each offered call."""
+    """True if the sampler needs the difficulty of each offered call."""
     changes: int
-    """Counter that grows whenever the answer of `wants` may have changed."""
+    """Counter that grows whenever the result of `wants` may have changed."""
     kept: int
     nbytes: int
     refused_for_bytes: int
-    """Number of calls that did not fit into the limit of bytes."""
+    """Number of calls that exceeded the limit of bytes."""
 
     def place(self, stratum: Hashable, module: str) -> SamplePlace:
         """Return the place of a module's calls in one stratum."""
 
     def wants(self, place: SamplePlace, step: int) -> bool:
-        """Return whether the next call is to be offered.
+        """Return whether the sampler wants to be offered the next call.
 
-        It need not be asked again about a place and step that it refused, until `changes` grows.
+        If the result is False, it stays the same for this place and step until `changes` grows.
         """
 
     def offer(self, call: OfferedCall) -> SamplingDecision:
-        """Decide whether to keep a wanted call; the caller deletes the dropped ones."""
+        """Decide whether to keep a wanted call; the caller deletes the dropped calls."""
 
 
 @dataclass
@@ -138,7 +142,7 @@ class _Limited:
         return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
 
     def fits(self, nbytes: int) -> bool:
-        """Return whether a call of that size can be kept beside the others."""
+        """Return whether a call of this size fits in addition to the kept calls."""
         within_bytes = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
         return self.kept < self.max_calls and within_bytes
 
@@ -177,8 +181,8 @@ class EverySampler(_Limited):
 class ReservoirSampler(_Limited):
     """A sampler with equal probabilities: Waterman's algorithm R (Knuth, TAOCP 3.4.2).
 
-    With `max_bytes` the probability depends on the size, because a call that does not fit in place
-    of the drawn one is refused.
+    With `max_bytes`, the probability depends on a call's size, because a call is refused if it does
+    not fit in place of the call that was drawn.
     """
 
     is_final: ClassVar[bool] = False
@@ -213,11 +217,11 @@ class ReservoirSampler(_Limited):
 
 
 class HardCall(NamedTuple):
-    """A call kept by `HardSampler`; the lowest is dropped."""
+    """A call kept by `HardSampler`. The call that sorts first is dropped first."""
 
     difficulty: float
     earliness: int
-    """Negative call index, so that the earlier of equally difficult calls stays."""
+    """Negative call index, so that the earlier of two equally difficult calls is kept."""
     nbytes: int
 
 
@@ -229,7 +233,7 @@ class HardSampler(_Limited):
     by_difficulty: ClassVar[bool] = True
 
     _calls: list[HardCall] = field(default_factory=list)
-    """A heap."""
+    """Kept calls, as a heap."""
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         return True
@@ -269,10 +273,10 @@ class SpreadCall(NamedTuple):
 
 
 class _DropRank(NamedTuple):
-    """Order of calls for dropping: the highest rank is dropped."""
+    """Order in which calls are dropped: the highest rank is dropped first."""
 
     crowd: int
-    """Number of kept calls of the same module, plus that of the same step."""
+    """Number of kept calls of the same module, plus the number of kept calls of the same step."""
     off_grid: bool
     """True if the step is not on the grid of evenly spaced steps."""
     priority: float
@@ -283,21 +287,22 @@ _LOWEST = _DropRank(-1, False, 0.0, -1)
 
 
 class _DropCandidates:
-    """The highest ranks among some kept calls, which any new call is compared with.
+    """Highest ranks among some kept calls, for comparison with a new call.
 
-    A new call adds one to the crowd of its module's calls, and one to that of its step's calls.
+    A new call adds one to the crowd of each call of its module, and one to the crowd of each call
+    of its step.
     """
 
     def __init__(self, ranks: Iterable[tuple[SpreadCall, _DropRank]], *, or_new: bool) -> None:
         self.or_new = or_new
-        """True if the new call itself may be the one to drop."""
+        """True if the new call itself may be dropped."""
         self.overall = _LOWEST
         self.of_module: dict[str, _DropRank] = {}
         self.of_step: dict[int, _DropRank] = {}
         self.of_both: dict[tuple[str, int], _DropRank] = {}
         for call, rank in ranks:
             module, step = call.place.module, call.step
-            # On the grid, the priority decides only among the calls of a step.
+            # On the grid, the priority only compares calls of the same step.
             elsewhere = rank if rank.off_grid else rank._replace(priority=-1.0)
             self.overall = max(self.overall, elsewhere)
             elsewhere = elsewhere._replace(crowd=rank.crowd + 1)
@@ -309,7 +314,7 @@ class _DropCandidates:
             self.of_both[both] = max(self.of_both.get(both, _LOWEST), rank)
 
     def beside(self, module: str, step: int) -> _DropRank:
-        """Return the highest rank once there is another call of `module` in `step`."""
+        """Return the highest rank after adding a call of `module` in `step`."""
         rank = self.overall
         of_module, of_step = self.of_module.get(module), self.of_step.get(step)
         if of_module is not None and of_module > rank:
@@ -330,7 +335,7 @@ class SpreadSampler(_Limited):
     _calls: dict[int, SpreadCall] = field(default_factory=dict)
     _modules: Counter[str] = field(default_factory=Counter)
     _steps: Counter[int] = field(default_factory=Counter)
-    """Steps with kept calls only, like `_modules`."""
+    """Number of kept calls of each step that has any; `_modules` is the same for modules."""
     _last_step: int = 0
     _grid: float = 1.0
     """Share of the steps so far that have a kept call."""
@@ -358,7 +363,7 @@ class SpreadSampler(_Limited):
         return SamplingDecision(keep=True, drop=tuple(earlier.call_index for earlier in dropped))
 
     def _victim(self, place: SamplePlace, step: int) -> int | None:
-        """Return the call to drop for a new one; None if the new one would be dropped."""
+        """Return the index of the call to drop for a new call; None to drop the new call itself."""
         stratum = place.stratum
         worst = stratum.worst
         if worst is None or stratum.worst_at != self.changes:
@@ -369,7 +374,7 @@ class SpreadSampler(_Limited):
         if not worst.or_new:
             return rank.call_index
         crowd = beside + 2
-        if crowd != rank.crowd:  # decides most calls without the other comparisons
+        if crowd != rank.crowd:  # this comparison alone decides most calls
             return None if crowd > rank.crowd else rank.call_index
         own = (crowd, self._off_grid(step), _priority(place, step), math.inf)
         return None if own > rank else rank.call_index
@@ -377,7 +382,7 @@ class SpreadSampler(_Limited):
     def _worst(self, stratum: Stratum) -> _DropCandidates:
         """Return the highest ranks in the largest strata after adding a call to `stratum`."""
         size = len(stratum.calls) + 1
-        kept = {call.place.stratum for call in self._calls.values()}  # fewer than all strata
+        kept = {call.place.stratum for call in self._calls.values()}  # some strata have no calls
         largest = max([size, *(len(other.calls) for other in kept)])
         calls = [
             call
@@ -403,7 +408,7 @@ class SpreadSampler(_Limited):
         self._changed()
 
     def _remove(self, call: SpreadCall) -> None:
-        self._modules -= Counter([call.place.module])  # without those at zero
+        self._modules -= Counter([call.place.module])  # `-=` removes modules without kept calls
         self._steps -= Counter([call.step])
         self.kept -= 1
         self.nbytes -= call.nbytes
@@ -426,7 +431,7 @@ def check_sample(sample: str) -> None:
 
 
 def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) -> Sampler:
-    """Create the sampler that `sample` names: one of `SAMPLES`."""
+    """Create the sampler with the name `sample`, one of `SAMPLES`."""
     max_calls = positive("max", max_calls)
     if max_bytes is not None:
         max_bytes = positive("max_bytes", max_bytes)

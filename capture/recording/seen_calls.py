@@ -1,4 +1,4 @@
-"""The calls that a recording has seen, counted with those like them."""
+"""Counts the calls that a recording has seen, in groups of similar calls."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from capture.recording.sampling import SamplePlace
 
 @dataclass(eq=False, slots=True)
 class SimilarCalls:
-    """Calls that are counted together, and among which the sampler chooses."""
+    """Calls that are counted together and have the same place in the sample."""
 
     count: CallCount
     place: SamplePlace | None
-    """Place in the sample; None if the calls are not to be stored."""
+    """Place in the sample; None if the calls must not be stored."""
     refused_step: int = -1
     """Step in which the sampler last refused one of the calls."""
     refused_at: int = -1
@@ -37,13 +37,13 @@ class SeenCalls:
     """All calls of a recording, stored or not.
 
     Args:
-        lock: lock that is held while the first call of a new group is looked at.
+        lock: lock that is held while the first call of a new group is inspected.
     """
 
     def __init__(self, context: RecordingContext, lock: threading.RLock) -> None:
         self.census = Census()
         self.groups: dict[tuple[object, ...], SimilarCalls] = {}
-        """Groups of calls by properties that are quickly read from a call."""
+        """Groups of calls, by properties that can be read quickly from a call."""
         self._places: dict[CallCount, SamplePlace | None] = {}
         self._tracker, self._sampler = context.tracker, context.sampler
         self._options = context.options
@@ -52,7 +52,7 @@ class SeenCalls:
         """Step of each module's latest call, and the call's position in the step."""
 
     def visit(self, site: CallSite) -> None:
-        """Count a call of a module in its step, which matches the calls of ranks."""
+        """Count a call of a module in its step; the count matches calls between ranks."""
         latest = self._visits.setdefault(site.module, [-1, 0])
         latest[1] = latest[1] + 1 if latest[0] == site.step else 0
         latest[0] = site.step
@@ -71,7 +71,7 @@ class SeenCalls:
         """Return the group of a call whose properties are new.
 
         Args:
-            like: properties to find the group by the next time; None if they cannot be compared.
+            like: key of the group in `groups`; None if the call's properties cannot be compared.
             dtype: dtype that autocast casts the arguments to.
         """
         with self._lock:
@@ -80,7 +80,7 @@ class SeenCalls:
             if count not in self._places:
                 self._places[count] = self._place(site, count)
             found = SimilarCalls(count, self._places[count])
-            # Nested tensors, NaN and tensors as options do not compare as equal the next time.
+            # Keys with nested tensors, NaN or tensors as options would never be found again.
             is_unequal = count.signature.scale is math.nan or arguments.query.is_nested
             if like and not is_unequal and not any(isinstance(part, Tensor) for part in like):
                 with contextlib.suppress(TypeError):  # symbolic sizes have no hash
@@ -91,7 +91,7 @@ class SeenCalls:
     def summary(self) -> str:
         """Numbers of calls kept, eligible and not sampled, by component, in one line.
 
-        Empty for one component whose calls were all eligible.
+        The line is empty for one component whose calls were all eligible.
         """
         eligible, others = Counter[str](), Counter[str]()
         kept = Counter[str]()
@@ -116,7 +116,7 @@ class SeenCalls:
         return line
 
     def _place(self, site: CallSite, count: CallCount) -> SamplePlace | None:
-        """Return where calls like these are sampled; None if they are not to be stored."""
+        """Return the place of these calls in the sample; None if they must not be stored."""
         options = self._options
         if count.signature.refusal or not site.module or not matches(site.module, options.modules):
             return None

@@ -1,4 +1,4 @@
-"""Lets a recording write what is in memory before SIGTERM or SIGHUP ends the process."""
+"""Lets a recording write the calls in memory before SIGTERM or SIGHUP ends the process."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from types import FrameType
 from capture.errors import CaptureError
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals that end a process by default: `kill`, and the end of its terminal or ssh session."""
+"""Signals of `kill` and of a closed terminal or ssh session, which end a process by default."""
 
 
 @contextlib.contextmanager
 def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     """Call `flush` when one of `SIGNALS` arrives, then end the process as the signal would.
 
-    The signal may interrupt the main thread while it holds a lock that writing needs. So another
-    thread calls `flush`, while the main thread goes on. Signals that the program handles or ignores
-    are left alone, and outside of the main thread this does nothing.
+    The signal may interrupt the main thread while that thread holds a lock that writing needs.
+    Therefore another thread calls `flush` while the main thread continues. Signals that the program
+    handles or ignores are unchanged. Outside of the main thread, this context manager does nothing.
 
     Args:
         flush: function that must not raise. If it returns False, because another thread is already
-            flushing, the process ends with the `with` block.
+            flushing, the process ends at the end of the `with` block.
 
     Raises:
         CaptureError: no thread can be started.
@@ -38,12 +38,13 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
     process, main = os.getpid(), threading.get_ident()
     arrived = 0
     flushed = over = False
-    wanted: SimpleQueue[int] = SimpleQueue()  # can be put to within a signal handler
+    wanted: SimpleQueue[int] = SimpleQueue()  # its `put` is safe in a signal handler
 
     def handler(number: int, frame: FrameType | None) -> None:
         nonlocal arrived
         arrived = number
-        # A forked child has nothing to write. After the end, another handler may still call this.
+        # A forked child has nothing to write. After the block, another handler may still call this
+        # function.
         if flushed or over or os.getpid() != process:
             _end_by(number)
         wanted.put(number)
@@ -53,7 +54,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
         number = wanted.get()
         if number and flush():
             flushed = True
-            # Only the main thread can end the process by a signal; this also wakes it.
+            # Only the main thread can end the process by a signal; the signal also wakes it.
             signal.pthread_kill(main, number)
 
     thread = started(wait, "capture-termination")
@@ -74,7 +75,7 @@ def before_termination(flush: Callable[[], bool]) -> Iterator[None]:
 
 
 def started(work: Callable[[], None], name: str) -> threading.Thread:
-    """Start a thread that the program does not wait for when it ends."""
+    """Start a daemon thread, which does not keep the program from ending."""
     thread = threading.Thread(target=work, name=name, daemon=True)
     try:
         thread.start()

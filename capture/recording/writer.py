@@ -1,8 +1,8 @@
 """Writes recorded calls in a background thread, so that the running model does not wait.
 
-Calls that the sampler may still drop stay in memory, so that hardly more is written than is kept in
-the end. They are written when the run ends, when half of the memory for them is full, or, with
-`durable`, at once. The model waits only when all of that memory is full.
+Calls that the sampler may still drop stay in memory, so that few dropped calls are ever written.
+Calls are written when the run ends, when half of `buffer_bytes` is full, or immediately with
+`durable`. The model waits only when all of `buffer_bytes` is full.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class WaitingCall:
-    """A call in memory: its header, and its tensors, which may still be arriving."""
+    """A call in memory. The copy of its tensors may still be in progress."""
 
     header: CallHeader
     copy: HostCopy
@@ -45,14 +45,14 @@ class Writer:
     """The writer of one capture's calls, in files named `STEM-INDEX.safetensors`.
 
     Args:
-        journal: journal that receives a line for every call chosen, dropped or completed; STEM is
-            its name.
+        journal: journal that receives a line for every call chosen, dropped or completed. Its name
+            is the STEM of the files.
         counts: counts of the time that the model waits, and of the bytes written.
-        buffer_bytes: memory for calls that wait; a larger call is taken when nothing else waits.
-        final: True if the sampler never drops a call, so that none is held back.
-        durable: True to have every call on the disk before `put` returns.
-        failed: called with the index of each call that cannot be written, and the error; it must
-            not raise.
+        buffer_bytes: memory for calls that wait; a larger call is accepted if no other call waits.
+        final: True if the sampler never drops a call, so that every call is written immediately.
+        durable: True to write every call to the disk before `put` returns.
+        failed: function that receives the index of a call that cannot be written, and the error. It
+            must not raise.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class Writer:
         self._waiting: dict[int, WaitingCall] = {}
         self._writing: int | None = None
         self._dropped = False
-        """True if the call that is being written was dropped meanwhile."""
+        """True if the call that is being written has been dropped."""
         self._reserved = 0
         self._short = 0
         """Number of threads that wait for memory."""
         self._closing = False
         self._undone: list[int] = []
-        """Calls to drop whose line could not be written to the journal yet."""
+        """Indices of calls to drop, if the journal's line about them could not be written yet."""
         self._changed = threading.Condition()
         self._thread = started(self._work, "capture-writer")
 
@@ -112,14 +112,14 @@ class Writer:
             self._changed.notify_all()
 
     def put(self, call: WaitingCall, drop: Iterable[int]) -> list[int]:
-        """Take a call, and give up the calls in `drop`, in memory or in files.
+        """Accept a call for writing, and drop the calls in `drop` from memory or from disk.
 
         Returns:
-            Calls that were given up, including calls that an earlier `put` could not give up.
+            Indices of the dropped calls, including calls that an earlier `put` could not drop.
 
         Raises:
-            OSError: the journal cannot be written. Then the call is not taken, its buffer is free,
-                and the calls in `drop` stay until the next `put`.
+            OSError: the journal cannot be written. In this case the call is not accepted, its
+                buffer is free, and the calls in `drop` stay until the next `put`.
         """
         with self._changed:
             dropped = self._undone = [*self._undone, *drop]
@@ -140,7 +140,7 @@ class Writer:
     def close(self) -> None:
         """Write the calls in memory, and wait until everything is on the disk.
 
-        If an exception interrupts this (a second Ctrl-C), the calls in memory are given up.
+        If an exception interrupts this method (a second Ctrl-C), the calls in memory are dropped.
 
         Raises:
             OSError: the disk reports an error.
@@ -173,7 +173,7 @@ class Writer:
         return self._journal.path.with_name(f"{self._journal.stem}-{index:06d}.safetensors")
 
     def _is_directory_here(self) -> bool:
-        """Return whether the directory is still in its place."""
+        """Return whether the directory still exists at its original path."""
         with contextlib.suppress(OSError):
             return os.path.samestat(os.stat(self._journal.path.parent), self._directory)
         return False
@@ -197,7 +197,7 @@ class Writer:
         self._dropped = self._dropped or self._writing == index
         if index in self.completed:
             del self.completed[index]
-            with contextlib.suppress(OSError):  # a file that stays is deleted at the end
+            with contextlib.suppress(OSError):  # a remaining file is deleted at the end
                 self._require_directory()
                 self.path(index).unlink()
 
@@ -218,7 +218,7 @@ class Writer:
             try:
                 self._write(call)
             except Exception as error:
-                # If the journal cannot be written, a call that it lists stays.
+                # If the journal cannot be written, a call that it lists is not dropped.
                 with contextlib.suppress(OSError), self._changed:
                     self._journal.append(dropped=[call.index])
                     self._drop(call.index)
@@ -256,7 +256,7 @@ class Writer:
 
 
 def _fault(path: Path, nbytes: int) -> str:
-    """Say what is wrong with a file that was complete; empty if nothing is."""
+    """Return the fault of a file that was complete before; empty if it has no fault."""
     try:
         found = path.lstat().st_size
     except OSError:
@@ -265,7 +265,7 @@ def _fault(path: Path, nbytes: int) -> str:
 
 
 def _sync_file_system(directory: Path) -> None:
-    """Wait until all files of a directory's file system are on the disk."""
+    """Wait until all files in a directory's file system are on the disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         library = ctypes.CDLL(None, use_errno=True)

@@ -1,1 +1,1 @@
-"""Numbers, names and tables as both commands print them."""
+"""Formatting of numbers, names and tables for both commands."""

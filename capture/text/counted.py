@@ -1,4 +1,4 @@
-"""Numbers with their nouns or units, as people write them."""
+"""Formats numbers with their nouns or units."""
 
 from __future__ import annotations
 

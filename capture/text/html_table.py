@@ -9,16 +9,16 @@ from itertools import islice
 from capture.text.printable import printable
 
 MOST_LINES = 60
-"""Most lines of a table, as in pandas."""
+"""Maximum number of lines in a table, as in pandas."""
 
 LONG_TEXT = 60
-"""Length of a cell's text, in letters, above which it is broken into lines."""
+"""Length in characters above which the text of a cell may wrap."""
 
 
 def html_table(
     headings: Sequence[str], lines: Sequence[Sequence[object]], above: Sequence[str] = ()
 ) -> str:
-    """Return a table with numbers aligned right, with four digits, and at most `MOST_LINES` lines.
+    """Return a table of at most `MOST_LINES` lines; numbers are right-aligned, with four digits.
 
     Args:
         above: sentences to put above the table.

@@ -1,4 +1,4 @@
-"""Checks of whole numbers that limit or number something. Imports no torch."""
+"""Checks integer arguments that are limits or indices. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 
 
 def positive(name: str, given: Any) -> int:
-    """Return the argument `name` as an integer of at least 1."""
+    """Check that the argument `name` is an integer of at least 1, and return it as an `int`."""
     return _integer(name, given, 1)
 
 
 def natural(name: str, given: Any) -> int:
-    """Return the argument `name` as an integer of at least 0."""
+    """Check that the argument `name` is an integer of at least 0, and return it as an `int`."""
     return _integer(name, given, 0)
 
 
 def must_be_integer(least: int, given: str) -> str:
-    """Say which integers are valid, and what was given instead."""
+    """Return the message for an invalid integer: the valid range and the given value."""
     return f"must be an integer of at least {least}, not {given}"
 
 
 def _integer(name: str, given: Any, least: int) -> int:
     try:
-        # `int` would take 2.5 for 2; `index` only takes integers, including NumPy's.
+        # `int` would convert 2.5 to 2; `index` accepts only integers, including NumPy's.
         value = least - 1 if isinstance(given, bool) else operator.index(given)
     except TypeError:
         value = least - 1

@@ -1,4 +1,4 @@
-"""Makes foreign text safe to print: names from recordings, messages of kernels, paths."""
+"""Makes untrusted text safe to print: names from recordings, messages of kernels, paths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def printable(text: str) -> str:
-    """Replace characters that a terminal acts on, or cannot show, with spaces."""
+    """Replace control characters and other unprintable characters with spaces."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def quoted(path: str | Path) -> str:
-    """Quote a path for a shell, in a suggested command."""
+    """Quote a path for use in a suggested shell command."""
     return shlex.quote(str(path))

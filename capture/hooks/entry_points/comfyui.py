@@ -1,9 +1,9 @@
 """ComfyUI's functions in `comfy.ldm.modules.attention`, and functions that custom nodes register.
 
-They take and return (B, S, H·D) or, with `skip_reshape`, BHSD. Functions that only call SDPA or
-flash-attn are left to those entry points. A model's override
-(`transformer_options["optimized_attention_override"]`) may compute anything: calls that it makes
-are handled, and a call that it answers itself is only counted.
+The functions take and return (B, S, H·D) or, with `skip_reshape`, BHSD. Functions that only call
+SDPA or flash-attn are handled at those entry points. A model's override
+(`transformer_options["optimized_attention_override"]`) may compute anything: attention calls that
+the override makes are handled, and a call that the override computes itself is only counted.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ _ATTENTION = "comfy.ldm.modules.attention"
 _VAE = "comfy.ldm.modules.diffusionmodules.model"
 
 KERNELS = {"attention_flash": "fa2", "attention_xformers": "xformers"}
-"""Kernel of each function."""
+"""Name of the kernel that each function calls."""
 _ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
-"""Functions that add even a bool mask to the scores."""
+"""Functions that add a mask to the scores even if it is a bool mask."""
 
 
 @contextlib.contextmanager
@@ -63,7 +63,7 @@ def _only_functions(*values: object) -> set[types.FunctionType]:
 
 
 def _translation(function: types.FunctionType) -> Translate:
-    # Older versions accept `scale` among their keyword arguments and ignore it.
+    # Older versions accept `scale` as a keyword argument but ignore it.
     code = getattr(function, "__wrapped__", function).__code__
     named = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     return functools.partial(_translated, function.__name__, "scale" in (*named, *code.co_consts))
@@ -137,7 +137,7 @@ def _merged(heads: int) -> OutputLayout:
 def _of_images(
     function: str, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Arguments, OutputLayout]:
-    """Translate a call of a VAE's function, which takes (B, C, height, width) as one head."""
+    """Translate a call of a VAE's function, which attends over images (B, C, height, width)."""
 
     def to_sdpa(image: Tensor) -> Tensor:
         return image.flatten(2).transpose(1, 2)[:, None]

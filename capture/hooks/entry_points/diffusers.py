@@ -1,7 +1,8 @@
 """diffusers' attention dispatcher: the functions in `_AttentionBackendRegistry`, one per backend.
 
 Models call `dispatch_attention_fn`, which looks up the function of the processor's or the process's
-backend at each call. Functions take BSHD. Those called `native` are left to SDPA.
+backend at each call. The functions take BSHD. The `native` functions call SDPA, so they are not
+wrapped here.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ KERNELS = {
     "flex": "flex",
     "xformers": "xformers",
 }
-"""Kernel of each backend."""
+"""Name of the kernel that each backend calls."""
 _BOTTOM_RIGHT = ("flash", "_flash", "aiter")
-"""Beginnings of the names of backends whose causal mask is aligned bottom right."""
+"""Name prefixes of the backends whose causal mask is aligned bottom right."""
 
 
 @contextlib.contextmanager

@@ -1,7 +1,7 @@
 """FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, also compiled.
 
-Its block mask is a function of positions, which is written out as a bool mask if that is small
-enough. A call with a `score_mod`, which may be any function, is only counted.
+A block mask is a function of positions. It is written out as a bool mask of at most `MOST_PAIRS`
+pairs. A call with a `score_mod`, an arbitrary function of the scores, is only counted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from capture.hooks.modes import outside_of_modes
 ENTRY_POINT = "flex_attention"
 _MODULE = "torch.nn.attention.flex_attention"
 MOST_PAIRS = 2**28
-"""Most (query, key) pairs of a block mask that is written out: a quarter of a gigabyte."""
+"""Maximum number of (query, key) pairs in a written-out block mask: a quarter of a gigabyte."""
 
 
 @contextlib.contextmanager
@@ -73,10 +73,10 @@ def _translated(
 
 
 def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that compiles FlexAttention as it does outside of a recording.
+    """Return a function that compiles FlexAttention during a recording, as it does outside of one.
 
-    During a recording other compiled code runs eagerly, so that no call is missed, but an eager
-    FlexAttention would give other bits.
+    Other compiled code runs eagerly during a recording, so that no call is missed. FlexAttention is
+    an exception, because its eager results are not bit-identical.
     """
 
     @functools.wraps(function)
@@ -88,11 +88,11 @@ def as_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, str]:
-    """Return a block mask, or a tensor, as a mask of SDPA.
+    """Convert a block mask or a tensor to a mask for SDPA.
 
     Returns:
-        The mask, which broadcasts to (B, Hq, Sq, Sk), or None; and why it cannot be written out,
-        which is empty if it can.
+        The mask, which broadcasts to (B, Hq, Sq, Sk), or None; and the reason why a block mask
+        cannot be written out, or an empty text.
     """
     if block_mask is None or isinstance(block_mask, Tensor):
         mask = block_mask
@@ -113,7 +113,7 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None,
         ]
         mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
         mask = mask.expand(batch, heads, q_len, kv_len)
-    _written_out.clear()  # only the latest is kept, because layers share it
+    _written_out.clear()  # keeps only the latest mask, which all layers share
     _written_out[id(block_mask)] = (block_mask, mask)
     return mask, ""
 

@@ -1,7 +1,7 @@
-"""Replaces a function wherever it is held: in modules, dictionaries, closures, default arguments.
+"""Replaces a function in modules, dictionaries, closures and default arguments that refer to it.
 
-A function written in Python keeps its identity and gets other code, so that every reference to it
-is reached. Other functions are replaced in loaded modules.
+A function written in Python keeps its identity but has its code object replaced, so that every
+existing reference calls the new code. Other functions are replaced only in loaded modules.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _other_code(function: types.FunctionType, wrap: Wrap) -> Iterator[None]:
 
 
 def _forget_signature(function: types.FunctionType) -> None:
-    """Make `torch.compile` read a function's signature again, which it keeps after tracing."""
+    """Make `torch.compile` read a function's signature again instead of using its cached copy."""
     dynamo = sys.modules.get("torch._dynamo.variables.functions")
     known = getattr(dynamo, "_spec_cache", None)
     if known is not None:
@@ -64,7 +64,7 @@ def _forget_signature(function: types.FunctionType) -> None:
 
 
 def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:
-    """Return code that calls a global of its module, for a function with this closure."""
+    """Return code that calls the global function `name`, for a function with this closure."""
     template: dict[str, Any] = {}
     exec(
         f"""def make({", ".join(closure)}):

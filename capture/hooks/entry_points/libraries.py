@@ -1,8 +1,8 @@
 """Functions of kernel libraries, called directly: flash-attn 2, 3 and 4, FlashMLA, `varlen_attn`.
 
-`NAMES` translates the names of their arguments. FlashMLA takes no value, because the first
-`head_dim_v` columns of the key are the value, in the same memory. A call with other arguments is
-only counted, and so is every call of the functions in `COUNTED`.
+`NAMES` translates the names of their arguments. FlashMLA takes no value tensor, because the value
+is the first `head_dim_v` columns of the key, in the same memory. A call with arguments that cannot
+be translated is only counted, and so is every call of the functions in `COUNTED`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
     "flash_mla.flash_mla_interface": ("flash-mla", ("flash_mla_with_kvcache",)),
     "torch.nn.attention.varlen": ("torch-varlen", ("varlen_attn",)),
 }
-"""Kernel and functions of each module."""
+"""Name of the kernel, and names of the functions to wrap, for each module."""
 
 COUNTED: dict[str, tuple[str, ...]] = {
     "sageattention.core": ("sageattn", "sageattn_varlen"),
@@ -92,13 +92,13 @@ _CHANGE_NOTHING = {
     *("rotary_interleaved", "tile_scheduler_metadata", "min_seqlen_k", "fa_version"),
 }
 _DESCALES = {"q_descale", "k_descale", "v_descale"}
-"""Arguments that scale 8-bit tensors, and are ignored for other tensors."""
+"""Arguments that scale 8-bit tensors; they are ignored for other tensors."""
 _RETURN_MORE = {"return_attn_probs", "return_softmax_lse", "return_lse", "return_aux"}
 
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Follow the entry_point until the exit."""
+    """Pass calls of the libraries' functions to `handler` until the exit."""
     with contextlib.ExitStack() as stack:
         for module, (kernel, names) in FOLLOWED.items():
             for function in _functions(module, names):
@@ -136,7 +136,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
                 refused += [] if value is None else ["new keys"] if name == "k" else []
             elif name in NAMES:
                 named[NAMES[name]] = value
-            elif name == "head_dim_v":  # functions with this argument return the log-sum-exp too
+            elif name == "head_dim_v":  # functions with this argument also return the log-sum-exp
                 named["value"], returns = given["k_cache"][..., :value], "the log-sum-exp"
             elif name in _RETURN_MORE:
                 returns = "the log-sum-exp" if value else returns
@@ -155,7 +155,7 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
 
 
 def _written_to(out: Tensor, form: OutputLayout) -> OutputLayout:
-    """Return the layout of a function that writes to the caller's memory, and returns it."""
+    """Return the layout of a function that writes its output to the caller's tensor `out`."""
     return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
 
@@ -218,7 +218,10 @@ def _arguments(
 
 
 def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, table: Tensor) -> Any:
-    """Return the number of keys of each sequence, or of all, in a call with a page table."""
+    """Return the number of keys of each sequence in a call with a page table.
+
+    The result is one number if all sequences have the same number of keys.
+    """
     if used is not None:
         return used
     if starts_k is not None:

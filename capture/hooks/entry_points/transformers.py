@@ -1,8 +1,9 @@
 """transformers' attention registry: `ALL_ATTENTION_FUNCTIONS.get_interface(…)(module, q, k, v, …)`.
 
 Models look up their function at each call: `eager`, which each model's file defines;
-`flash_attention_2` and similar; `flex_attention`; or a registered name. The returned function is
-wrapped, so that masks are still made by the implementation's name. `sdpa` is left to SDPA.
+`flash_attention_2` and similar; `flex_attention`; or a registered name. The function that the
+look-up returns is wrapped, so that the name, which also selects the kind of mask, stays the same.
+`sdpa` calls SDPA, so it is not wrapped here.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _HARMLESS = {
 
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
-    """Pass calls of the functions that models look up to `handler` until the exit."""
+    """Pass calls of the registry's functions to `handler` until the exit."""
     modeling = sys.modules.get(_MODELING)
     interface = getattr(modeling, "AttentionInterface", None)
     if interface is None:
@@ -60,7 +61,7 @@ def follow(handler: Handler) -> Iterator[None]:
 
     looked_up = interface.__getitem__
     replacements = {"get_interface": get_interface, "__getitem__": getitem}
-    # Older versions look functions up as in a dictionary.
+    # In older versions models look up functions with `[name]`.
     originals = {name: vars(interface).get(name) for name in replacements}
     if originals["get_interface"] is None:
         del replacements["get_interface"]
@@ -90,7 +91,7 @@ def _translation(name: str | None, function: Callable[..., Any]) -> Translate | 
 
 
 def _eager(function: Callable[..., Any], name: str | None) -> Translate:
-    """Return the translation for a function that takes an additive or bool mask."""
+    """Return the translation of calls of a function that takes an additive or bool mask."""
     code = getattr(function, "__code__", None)
     names = set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]) if code else set()
     has_sinks = code is not None and ("sinks" in code.co_names or "sinks" in names)
@@ -112,7 +113,8 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
         bias = others.get("position_bias") if "position_bias" in names or not is_own else None
         if bias is not None:
             mask = bias if mask is None else bias + mask
-        # A model's own function only follows its mask; registered ones behave like SDPA's.
+        # A model's own function applies only its mask. Registered functions follow transformers'
+        # SDPA function, which is causal without a mask.
         is_causal = False
         if not is_own and mask is None and query.shape[2] > 1:
             asked = others.get("is_causal")
@@ -180,7 +182,7 @@ def _flash(name: str) -> Translate:
 
 @dataclass(frozen=True)
 class _Packed:
-    """Beginnings of packed sequences, and the lengths of the longest; None for one sequence."""
+    """Starts of packed sequences, and the longest lengths; all None if nothing is packed."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -191,7 +193,8 @@ class _Packed:
 def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
     """Find packed sequences as transformers' `_flash_attention_forward` does.
 
-    They are given as arguments, or shown by position ids of a batch of one that start again.
+    Either the arguments contain the starts of the sequences, or the position ids of a batch of one
+    restart at each sequence.
     """
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     starts_q, starts_k, *longest = (others.get(name) for name in names)
@@ -266,7 +269,7 @@ def _arguments(
 
 
 def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
-    """Say why a call cannot be expressed with SDPA's arguments; empty if it can."""
+    """Return why SDPA's arguments cannot express a call; empty if they can."""
     if others.get("cache") is not None or others.get("block_table") is not None:
         return "a paged key/value cache"
     given = sorted(name for name in unknown if others.get(name) is not None)
@@ -274,7 +277,7 @@ def _refusal(others: dict[str, Any], unknown: set[str]) -> str:
 
 
 def _returns(module: Any, others: dict[str, Any]) -> str:
-    """Return the results that a model wants beside the output; empty for none."""
+    """Return the results that a model requests in addition to the output; empty for none."""
     asked = others.get("output_attentions")
     if asked is None:
         asked = getattr(getattr(module, "config", None), "output_attentions", False)

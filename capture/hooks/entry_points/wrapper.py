@@ -1,4 +1,4 @@
-"""The wrapper that every entry point puts around its functions."""
+"""Wrapper that every entry point puts around its functions."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ THD = OutputLayout(_packed_to_bhsd, lambda output: output[0].transpose(0, 1))
 BSHD_AND_WEIGHTS = OutputLayout(
     _to_bhsd, lambda output: (output.transpose(1, 2).contiguous(), None)
 )
-"""Layout of transformers' attention functions, without the weights, which no kernel returns."""
+"""Layout of transformers' attention functions. The weights are None, as no kernel returns them."""
 
 Translate = Callable[..., "tuple[Arguments, OutputLayout] | None"]
-"""Function that expresses a call with SDPA's arguments; it returns None to leave the call alone."""
+"""Function that expresses a call with SDPA's arguments, or returns None to ignore the call."""
 
 
 def plainest(arguments: Arguments) -> Arguments:
     """Return the same call without options that change nothing, so that more kernels support it.
 
-    Libraries pass the one query of a decoding step as causal and aligned bottom right, which masks
-    nothing, and give causal calls a window to the right.
+    For example, libraries mark a decoding step with one query as causal and aligned bottom right,
+    which masks nothing, and they pass a right window with causal calls.
     """
     variant, (left, right) = arguments.variant, arguments.variant.window
     q_len, kv_len = arguments.query.shape[-2], arguments.key.shape[-2]
     if arguments.page_table is not None:
         kv_len *= arguments.page_table.shape[-1]
     is_causal, alone = arguments.is_causal, arguments.cu_seqlens_q is None
-    if alone and q_len == 1 and variant.bottom_right:  # the diagonal is the last key
+    if alone and q_len == 1 and variant.bottom_right:  # the query is aligned with the last key
         is_causal, right = False, None
     if is_causal and right is not None and right >= 0:
         right = None
@@ -92,13 +92,13 @@ def tracing_reported(traced: Callable[[str], None]) -> Iterator[None]:
 
 @constant_in_graphs
 def _tell(name: str) -> None:
-    if not is_inside():  # a kernel may compile what it runs
+    if not is_inside():  # inside a handled call, a kernel may compile its own code
         for traced in _trace_reports:
             traced(name)
 
 
 def _converted(form: OutputLayout, result: Any) -> Any:
-    """Return a function's result as SDPA's output; None if it has an unknown layout."""
+    """Convert a function's result to SDPA's output; None if the result has an unknown layout."""
     try:
         return form.to_sdpa(result)
     except Exception as error:
@@ -113,7 +113,7 @@ def wrapped(
     """Return a function whose calls pass through `handler`.
 
     A call that SDPA's arguments cannot express (`Arguments.refusal`) runs unchanged. Afterwards the
-    handler counts it, unless it has handled a call inside of it.
+    handler counts the call, unless another call inside it was handled.
     """
 
     name = getattr(function, "__name__", type(function).__name__)
@@ -131,7 +131,7 @@ def wrapped(
         except Exception as error:
             if is_meant_for_program(error):
                 raise
-            translated = None  # the function raises its own error, or supports more than we know
+            translated = None  # the function raises its own error or has arguments unknown to us
         if translated is None:
             return function(*args, **kwargs)
         arguments, form = plainest(translated[0]), translated[1]
@@ -161,5 +161,5 @@ def wrapped(
 def wrapped_everywhere(
     function: Callable[..., Any], translate: Translate, handler: Handler
 ) -> contextlib.AbstractContextManager[None]:
-    """Pass the calls of a function through `handler` until the exit, wherever it is held."""
+    """Pass the calls of a function through `handler` until the exit, through all references."""
     return replaced(function, lambda original: wrapped(original, translate, handler))
