@@ -1,1 +1,1 @@
-"""The source of our published figures: one command per file, results in `results/`."""
+"""Benchmarks behind our published figures: one command per file, results in `results/`."""

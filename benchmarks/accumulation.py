@@ -2,11 +2,11 @@
 
     python -m benchmarks.accumulation [--out FILE]
 
-The tensor cores add products of FP8 with some 14 bits. `[accum=tensor]`, like FlashAttention 3 and
-cuDNN, leaves all blocks of keys to them; the others start at zero with each block and add up blocks
-in float32. Queries, keys and values are standard normal; around a mean of 0 the sums hardly grow
-with the length, around 1 they do. The error is |output - reference| over |reference|, each summed
-over the output, with the reference in float64. Writes `benchmarks/results/accumulation.csv`.
+The tensor cores accumulate FP8 products with about 14 bits. `[accum=tensor]`, like FlashAttention 3
+and cuDNN, accumulates all blocks of keys in the tensor cores; the other kernels add the blocks in
+float32. Queries, keys and values are standard normal; with values of mean 0 the sums hardly grow
+with the length, with mean 1 they do. The error is |output - reference| over |reference|, each
+summed over the output; the reference is in float64. Writes `benchmarks/results/accumulation.csv`.
 Needs a GPU; seconds.
 """
 

@@ -71,7 +71,7 @@ NVCC_FLAGS = (
 
 
 def _without_backward() -> str:
-    """Return a source file in which every kernel's backward only raises an error."""
+    """Return a source file in which every backward function only raises an error."""
     lines = [
         f"WITHOUT(cutlass::{dtype}, {dim})"
         for dtype in ("half_t", "bfloat16_t")
@@ -93,7 +93,7 @@ def _prepare(archive: Path, work: Path) -> Path:
 
 
 def build(archive: Path, directory: Path) -> None:
-    """Build the forward kernels of `archive` and puts the package into `directory`."""
+    """Build the forward kernels of `archive` and put the package into `directory`."""
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "9.0")
     os.environ.setdefault("MAX_JOBS", str(os.cpu_count()))
     from torch.utils import cpp_extension

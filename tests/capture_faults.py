@@ -1,12 +1,12 @@
-"""Makes everything fail that a recording needs, and checks that the model does not notice.
+"""Makes each operation that a recording needs fail, and checks that the model is unaffected.
 
     python -m tests.capture_faults                  writes benchmarks/results/capture_faults.csv
     python -m tests.capture_faults --kills 20       with fewer processes killed
 
-Every system call of the writing path fails in turn, at each occurrence, once or from then on; and
-processes are killed at random moments. After each fault: the model's output has the same bits, at
-most one warning came, `problems` says what was lost, `load` verifies exactly the calls that `kept`
-counts, and once the directory is repaired, it contains nothing that is not listed.
+Every system call of the writing path fails in turn, at each occurrence, either once or from then
+on. Processes are also killed at random moments. After each fault, the model's output has the same
+bits, at most one warning was raised, `problems` states what was lost, `load` verifies exactly the
+calls that `kept` counts, and the repaired directory contains only listed files.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "capture_fau
 
 @dataclass(frozen=True)
 class Fault:
-    """One function that the recorder calls fails."""
+    """Failure of one function that the recorder calls."""
 
     name: str
     owner: Any
@@ -86,7 +86,7 @@ FAULTS = [
 
 @dataclass
 class Injected:
-    """Counts the calls of a function by the recorder, and makes one, or all from then on, fail."""
+    """Counts the recorder's calls of a function, and makes one of them, or all later ones, fail."""
 
     fault: Fault
     occurrence: int = -1
@@ -108,7 +108,7 @@ class Injected:
             if self.error is not None and (
                 index == self.occurrence or (self.lasting and index > self.occurrence >= 0)
             ):
-                if self.fault.name == "close":  # the descriptor is gone all the same
+                if self.fault.name == "close":  # a close that fails still releases the descriptor
                     original(*arguments, **options)
                 raise self.error
             return original(*arguments, **options)
@@ -129,7 +129,7 @@ def _called_by_recorder() -> bool:
 
 
 class Model(nn.Module):
-    """Some attention calls on the state that the former one left."""
+    """Several attention calls, each on the output of the previous one."""
 
     def forward(self, states: Tensor, calls: int = 4) -> Tensor:
         for _ in range(calls):
@@ -152,19 +152,20 @@ def run(model: Model, states: Tensor) -> Tensor:
 
 
 def replace_in_torch(functions: dict[int, Any]) -> None:
-    """Modules that this model calls; searching all modules would take most of the time."""
+    """Replace functions only in modules that this model calls: searching all modules would be
+    slow."""
     held = F.scaled_dot_product_attention
     F.scaled_dot_product_attention = functions.get(id(held), held)
 
 
 def attempt(directory: Path, injected: Injected, way: str, *, earlier: Path | None = None) -> str:
-    """Record with a fault, check everything, and say which way it went.
+    """Record with a fault, check the results, and return the kind of outcome.
 
     Args:
         earlier: a directory whose capture is overwritten.
 
     Raises:
-        AssertionError: something is not as promised.
+        AssertionError: a check failed.
     """
     model, states = Model(), torch.randn(1, 2, 5, 8, generator=torch.Generator().manual_seed(0))
     expected = run(model, states)
@@ -181,7 +182,7 @@ def attempt(directory: Path, injected: Injected, way: str, *, earlier: Path | No
             refusal = str(error)
     if recording is None:
         assert "\n" not in refusal
-        if not injected.lasting:  # else what was begun cannot be undone either
+        if not injected.lasting:  # otherwise the recorder cannot undo its changes either
             assert contents(directory) == before
         outcome = "refused"
     else:
@@ -201,7 +202,7 @@ def attempt(directory: Path, injected: Injected, way: str, *, earlier: Path | No
 
 
 def after(directory: Path, recording: Recording, *, overwrite: bool) -> str:
-    """Compare what the recording says with what there is."""
+    """Compare the recording's report with the files on disk."""
     newer = [path for path in directory.glob("unfinished-*") if (path / MANIFEST).exists()]
     found = [kept_in(each) for each in (directory, *newer)]
     earlier = [3] if overwrite else []
@@ -235,7 +236,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def orphans(directory: Path) -> set[str]:
-    """Files that nothing lists."""
+    """Return the files that no manifest or journal lists."""
     if not directory.exists():
         return set()
     found: set[str] = set()
@@ -258,7 +259,7 @@ def try_fault(
     """Make a function fail at each occurrence in turn; count the outcomes.
 
     Args:
-        every: with each of the fault's errors, once and from then on; else with one of them.
+        every: try each of the fault's errors, once and from then on; otherwise only one of them.
     """
     outcomes: Counter[str] = Counter()
     earlier = None
@@ -292,10 +293,10 @@ def try_fault(
 
 
 def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: bool = True) -> str:
-    """Kill a recording process, and check what it leaves.
+    """Kill a recording process, and check the files it left.
 
     Args:
-        seconds: after its first call or, unless `begun`, after its start.
+        seconds: delay after the process's first call, or after its start unless `begun`.
     """
     directory = Path(tempfile.mkdtemp(dir=scratch)) / "recorded"
     model, states = Model(), torch.randn(1, 8, 64, 32)

@@ -1,21 +1,18 @@
 """Settings that every test relies on, whatever machine it runs on.
 
-How our Triton kernels run: compiled where there is a GPU, else interpreted. Triton decides that
-when a kernel is defined, and for its own library when that is imported, which much of what the
-tests import does (diffusers, torch.compile). So it happens here, before any other import, and the
-variable does not stay set: processes that tests start, and what they ask our code, see none unless
-a test sets it.
+Our Triton kernels are compiled if there is a GPU, and interpreted otherwise. Triton reads an
+environment variable for this when a kernel is defined, and when its own library is imported, which
+diffusers and torch.compile do. The variable is therefore set here, before any other import, and
+removed again: processes that tests start do not inherit it unless a test sets it.
 
-And their surroundings: 80 columns, whatever the terminal at hand has, and directories for what
-Triton compiles and for how long replays took, where the home may not be one to write to. Ctrl-C
-works, also where a shell started the tests in the background. One thread in each process: tensors
-here are so small that threads would spend their time waiting for one another, the more so beside
-other tests. Libraries read that when they are loaded. What is imported stays for good: nothing
-looks for garbage meanwhile, nor among it later.
+The terminal is always 80 columns wide. Triton's compile cache and the durations of replays have
+directories of their own, because the home directory may not be writable. Ctrl-C works even if a
+shell started the tests in the background. Each process has one thread, a setting that libraries
+read when they are loaded: the tensors are so small that threads would spend their time waiting for
+one another. Garbage collection is off during imports, and later ignores the imported objects.
 
-And chance: Hypothesis tries the same examples in every run, however long one takes, unless
-`--hypothesis-profile default` asks for others; and each test begins with the same random numbers,
-whichever ran before it.
+Hypothesis tries the same examples in every run, without a deadline, unless `--hypothesis-profile
+default` requests others. Each test starts with the same random seed.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
-        return  # it hands out tests, and runs none
+        return  # the controller process hands out tests and does not run any
     gc.disable()
     import torch
 
@@ -44,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if has_hypothesis and not config.getoption("--hypothesis-profile", None):
         importlib.import_module("hypothesis").settings.load_profile("ci")
     if importlib.util.find_spec("triton") is not None and not torch.cuda.is_available():
-        if "triton.language" in sys.modules:  # by another conftest, or a plugin
+        if "triton.language" in sys.modules:  # imported by another conftest or a plugin
             raise pytest.UsageError("Triton was imported before it could be told to interpret")
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("TRITON_INTERPRET", "1")
@@ -68,7 +65,7 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # which processes inherit
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))

@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/distributed_model.py OUT SCENARIO…
 
 Every scenario records into OUT/SCENARIO. Without torchrun, the same models run unsplit in one
-process, and everything else is the same.
+process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WIDTH = HEADS * HEAD_DIM
 
 
 class Projected(nn.Module):
-    """Attention with weights and states that are small integers: no sum of them is rounded."""
+    """Attention whose weights and states are small integers, so that their sums are exact."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Ulysses(nn.Module):
 
 
 def _to_heads(tensor: Tensor) -> Tensor:
-    """From (B, S of this rank, H, D) to (B, H of this rank, S, D)."""
+    """Exchange (B, S of this rank, H, D) for (B, H of this rank, S, D)."""
     ranks = _ranks()
     sent = [part.contiguous() for part in tensor.chunk(ranks, dim=2)]
     received = [torch.empty_like(sent[_rank()]) for _ in range(ranks)]
@@ -70,13 +70,13 @@ def _to_heads(tensor: Tensor) -> Tensor:
 
 
 def _exchanged(received: list[Tensor], sent: list[Tensor]) -> None:
-    """An all-to-all of gloo, which has none, from gathers."""
+    """Perform an all-to-all with gathers, since gloo has no all-to-all."""
     for rank in range(_ranks()):
         group.gather(sent[rank], received if rank == _rank() else None, dst=rank)
 
 
 class Queries(nn.Module):
-    """Each rank has some of the queries, and all keys."""
+    """Attention in which each rank has some of the queries and all keys."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         rows = slice(*_share(query.shape[2]))
@@ -86,10 +86,10 @@ class Queries(nn.Module):
 
 
 def launch(ranks: int, out: Path, *scenarios: str, fails: bool = False, **environment: str) -> None:
-    """Run this program by torchrun in so many processes, or in one without it.
+    """Run this program in `ranks` processes with torchrun, or in one process without it.
 
     Args:
-        fails: whether that is expected.
+        fails: whether the program is expected to fail.
         environment: `RANKS_ON="cuda"` gives each rank a GPU.
     """
     by_torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -105,21 +105,21 @@ def launch(ranks: int, out: Path, *scenarios: str, fails: bool = False, **enviro
 
 
 def tensor_parallel(out: Path) -> None:
-    """A Llama whose heads are shared out, which generates three tokens."""
+    """Generate three tokens with a Llama whose heads are split between ranks."""
     model = _llama("q_proj", "k_proj", "v_proj")
     with _recorded(model, out):
         _generate(model)
 
 
 def one_key_head(out: Path) -> None:
-    """The same with one key/value head, which every rank holds."""
+    """Run the tensor-parallel Llama with one key/value head, which every rank holds."""
     model = _llama("q_proj", num_key_value_heads=1)
     with _recorded(model, out):
         _generate(model)
 
 
 def medium(out: Path) -> None:
-    """A Llama of sixteen heads of 64 in bfloat16, which reads 512 tokens."""
+    """Run a bfloat16 Llama with 16 heads of dimension 64 on 512 tokens."""
     model = _llama(
         *("q_proj", "k_proj", "v_proj"),
         hidden_size=1024,
@@ -132,7 +132,7 @@ def medium(out: Path) -> None:
 
 
 def exact(out: Path) -> None:
-    """Projections that are not rounded, so that parts have the bits of the whole."""
+    """Run exact projections, so that the parts have the same bits as the whole."""
     model = Projected().to(_device())
     _parallelize(model, ["query", "key", "value"])
     with _recorded(model, out):
@@ -141,7 +141,7 @@ def exact(out: Path) -> None:
 
 
 def ulysses(out: Path) -> None:
-    """Tokens shared out, exchanged for heads before attention."""
+    """Run a model whose tokens are split, and exchanged for heads before attention."""
     model = Ulysses()
     tokens = slice(*_share(8))
     with _recorded(model, out, split="heads"):
@@ -149,7 +149,7 @@ def ulysses(out: Path) -> None:
 
 
 def queries(out: Path) -> None:
-    """Queries shared out, unevenly."""
+    """Run a model whose queries are split unevenly."""
     tensors = [_normal(1, HEADS, 7, HEAD_DIM, seed=seed) for seed in range(3)]
     mask = torch.ones(1, 1, 7, 7, dtype=torch.bool, device=_device()).tril()
     model = Queries()
@@ -158,7 +158,7 @@ def queries(out: Path) -> None:
 
 
 def differing_calls(out: Path) -> None:
-    """The first rank runs a model of its own before, and once more after the others stopped."""
+    """Run an extra model on the first rank, before the others start and after they stopped."""
     model = nn.ModuleDict({"own": Ulysses(), "shared": Projected()}).to(_device())
     _parallelize(model["shared"], ["query", "key", "value"])
     with _recorded(model, out, sample="first"):
@@ -173,7 +173,7 @@ def differing_calls(out: Path) -> None:
 
 
 def killed(out: Path) -> None:
-    """The second rank is killed after its first call was on the disk."""
+    """Kill the second rank once its first call is on disk."""
     model = Projected().to(_device())
     _parallelize(model, ["query", "key", "value"])
     with _recorded(model, out, sample="first", durable=True):
@@ -229,7 +229,7 @@ def _normal(*shape: int, seed: int) -> Tensor:
 
 
 def _share(total: int) -> tuple[int, int]:
-    """Where this rank's share begins and ends."""
+    """Return the start and end of this rank's share."""
     return total * _rank() // _ranks(), total * (_rank() + 1) // _ranks()
 
 

@@ -1,4 +1,4 @@
-"""Calls, rows and kernels for tests; a keyword changes one property."""
+"""Calls, rows and kernels for tests. Each keyword changes one property."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def normal(
     device: torch.device | str = "cpu",
     seed: int = 0,
 ) -> Tensor:
-    """Standard normal values, the same for the same seed and device."""
+    """Return standard normal values that depend only on the seed and the device."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, device=device, generator=generator).to(dtype)
 
@@ -65,7 +65,7 @@ def random_call(
     origin: dict[str, Any] | None = None,
     **fields: Any,
 ) -> AttentionCall:
-    """A call of these sizes with standard normal values; other keywords are its fields."""
+    """Return a call of these sizes with standard normal values; other keywords set its fields."""
     generator = torch.Generator(device).manual_seed(seed)
     kv_heads = kv_heads or q_heads
     query, key, value = (
@@ -92,7 +92,7 @@ def random_call(
 
 @dataclass(frozen=True)
 class FunctionSource(Source):
-    """Source of a call that a function makes."""
+    """Workload source that makes its call with a function."""
 
     given_name: str
     function: Callable[[torch.device], AttentionCall]
@@ -109,14 +109,14 @@ class FunctionSource(Source):
 
 
 def made_workload(name: str, function: Callable[[torch.device], AttentionCall]) -> Workload:
-    """A workload whose call a function makes."""
+    """Return a workload whose call is made by a function."""
     return Workload.of(FunctionSource(name, function))
 
 
 def store_part(
     directory: Path, call: AttentionCall, by: int, ranks: Sequence[int], **origin: Any
 ) -> None:
-    """Write the two heads of a call that belong to a rank, as if it had recorded them.
+    """Write the two heads of a call that belong to a rank, as if that rank had recorded them.
 
     Args:
         by: the rank.
@@ -133,23 +133,24 @@ def store_part(
 
 
 def sized_call(sizes: tuple[int, int, int, int, int, int, int], **options: Any) -> AttentionCall:
-    """A random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
+    """Return a random call of sizes (B, Hq, Hkv, Sq, Sk, D, Dv)."""
     names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "v_head_dim")
     return random_call(**{**dict(zip(names, sizes, strict=True)), **options})
 
 
 def one_head(*rows: list[float]) -> Tensor:
-    """(1, 1, S, D) in float64."""
+    """Return rows as a tensor (1, 1, S, D) in float64."""
     return torch.tensor(rows, dtype=torch.float64)[None, None]
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """To compare exactly: fp8 has no equality, and a NaN equals nothing."""
+    """Return a tensor's bits, for exact comparisons: fp8 has no equality, and a NaN equals
+    nothing."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor).view(torch.uint8)
 
 
 def tiny_llama(**config: Any) -> Any:
-    """Two layers of four heads, without weights of any use."""
+    """Return an untrained Llama with two layers of four heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -165,12 +166,12 @@ def tiny_llama(**config: Any) -> Any:
 
 
 def kernel(name: str, **fields: Any) -> Kernel:
-    """Kernel that no test runs."""
+    """Return a kernel that no test runs."""
     return Kernel(name, lambda **arguments: torch.zeros(1), **fields)
 
 
 def settings(**fields: Any) -> Settings:
-    """Three rounds on the CPU."""
+    """Return settings for three rounds on the CPU."""
     return replace(Settings(torch.device("cpu"), "warm", rounds=3), **fields)
 
 
@@ -182,7 +183,7 @@ def call_facts(
     kv_len: int = 64,
     **fields: Any,
 ) -> CallFacts:
-    """Facts of a call with 64 queries, or one query when it decodes."""
+    """Return facts of a call with 64 queries, or with one query in decode."""
     usual = CallFacts(
         name,
         model="model",
@@ -196,18 +197,19 @@ def call_facts(
 
 
 def errors(**figures: Any) -> Errors:
-    """Errors of a right output, apart from these figures."""
+    """Return the errors of a correct output, with the given figures replaced."""
     ones = torch.ones(1, 1, 4, 8)
     return replace(compare(ones, ones), **{"cosine": 1.0, **figures})
 
 
 def accuracy(against_reference: Errors | None = None, **others: Any) -> Accuracy:
-    """No errors against the reference unless given; keywords are errors against others."""
+    """Return an accuracy without errors against the reference; keywords set errors against
+    others."""
     return Accuracy(against_reference or errors(), **others)
 
 
 def speedup(ratio: float = 1.5, low: float | None = None, high: float | None = None) -> Speedup:
-    """With an interval of ±0.1 unless it is given, and the verdict that follows from it."""
+    """Return a speed-up with an interval (default: ±0.1) and the verdict that follows from it."""
     low, high = ratio - 0.1 if low is None else low, ratio + 0.1 if high is None else high
     return Speedup(ratio, low, high, *speed_verdict(low, high))
 
@@ -224,7 +226,8 @@ def row(
     reason: str = "",
     **fields: Any,
 ) -> Row:
-    """A row with these times, ten where it is one number; one that has times has an accuracy."""
+    """Return a row with these times. A single number is repeated ten times. Timed rows have an
+    accuracy."""
     if ms is not None:
         timed = {"time_ms": summarize([ms] * 10 if isinstance(ms, float) else ms)}
         fields = {**timed, "accuracy": accuracy(), **fields}
@@ -232,12 +235,12 @@ def row(
 
 
 def unreadable(name: str = "call") -> Row:
-    """Row of a call whose file is broken."""
+    """Return the row of a call whose file is broken."""
     return Row("", CallFacts(name), "error", "no such file")
 
 
 def full_row() -> Row:
-    """Every field has a value."""
+    """Return a row in which every field has a value."""
     random = compare(normal(1, 2, 3, 4), normal(1, 2, 3, 4, seed=1))
     times = summarize([1.0, 2.0, 4.0])
     state = GpuState(1980, 690.5, 61, ("software power cap", "0x400"), 2619)
@@ -298,7 +301,7 @@ def full_row() -> Row:
 
 
 def census(*calls: tuple[str, str, int, int], mask: bool = False) -> dict[str, Any]:
-    """Census of (module, phase, key length, calls), with the sizes of `call_facts`."""
+    """Return a census of (module, phase, key length, calls), with the sizes of `call_facts`."""
     sizes = list(dict.fromkeys((_q_len(phase), kv_len) for _, phase, kv_len, _ in calls))
     return {
         "signatures": [

@@ -1,10 +1,10 @@
-"""Harms datasets in many ways and reads them: only our own errors may come of it.
+"""Corrupts datasets in many ways and reads them: reading may raise only our own errors.
 
     python -m tests.fuzz_datasets --count 10000
 
-`HARMS` are applied to the same seven calls, once or several times. What the command lines do with
-a dataset is then done with it, in a process of little memory, with an alarm. A failure is printed
-with the seed and number that make it again: `--seed 7 --first 123 --count 1`.
+One or several `HARMS` are applied to a dataset of seven calls. The operations of the command lines
+then run on the dataset, in a process with limited memory and a timeout. A failure is printed with
+the seed and number that reproduce it: `--seed 7 --first 123 --count 1`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from replay.workloads.recorded import from_directory
 from tests.factories import census, normal, random_call
 
 MEMORY = 5 << 30
-"""Bytes of address space on top of what the imports take: that of a call, and a copy of it."""
+"""Bytes of address space in addition to the imports: enough for a call and a copy of the call."""
 SECONDS = 20
-"""For one dataset; the busiest machine needs less."""
+"""Timeout for one dataset; even a busy machine needs less."""
 
 Random = random.Random
 
@@ -70,7 +70,7 @@ class Hung(BaseException):
 
 
 def make(directory: Path) -> None:
-    """Write the dataset that is harmed: five calls of a capture, two of a killed one."""
+    """Write the dataset to corrupt: five calls of a complete capture, two of a killed capture."""
     directory.mkdir()
     expanded = normal(1, 1, 9, 32).expand(1, 2, 9, 32)
     calls = [
@@ -123,7 +123,7 @@ def make(directory: Path) -> None:
 
 
 def in_pages() -> AttentionCall:
-    """Two sequences that share a page, with a value that is part of the key."""
+    """Return a call of two sequences that share a page, whose value is part of the key."""
     pool = normal(3, 1, 4, 24)
     return AttentionCall(
         normal(2, 2, 1, 24),
@@ -137,17 +137,17 @@ def in_pages() -> AttentionCall:
 
 
 def harm(directory: Path, chance: Random) -> str:
-    """Harm a dataset in one way; return its name."""
+    """Corrupt a dataset in one way; return the name of that way."""
     name = chance.choice(list(HARMS))
     files = sorted(filter(is_small_file, directory.iterdir()))
     if files:
-        with contextlib.suppress(RecursionError):  # of ours, in what an earlier harm made deep
+        with contextlib.suppress(RecursionError):  # recursion in data that an earlier harm nested
             HARMS[name](directory, chance.choice(files), chance)
     return name
 
 
 def is_small_file(path: Path) -> bool:
-    """Return whether a path is a file that no other change has made endless."""
+    """Return whether a path is a file that an earlier change has not made huge."""
     return path.is_file() and not path.is_symlink() and path.stat().st_size < 2**22
 
 
@@ -200,7 +200,7 @@ def header_length(directory: Path, path: Path, chance: Random) -> None:
 
 
 def manifest(directory: Path, path: Path, chance: Random) -> None:
-    """Change something in the manifest alone."""
+    """Change something in the manifest only."""
     file = directory / MANIFEST
     data = json_of(file)
     if data is not None:
@@ -225,7 +225,7 @@ def journal(directory: Path, path: Path, chance: Random) -> None:
 
 
 def tensors(directory: Path, path: Path, chance: Random) -> None:
-    """Change something in the header of a safetensors file alone."""
+    """Change something in the header of a safetensors file only."""
     content = path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
     try:
@@ -238,7 +238,7 @@ def tensors(directory: Path, path: Path, chance: Random) -> None:
 
 
 def signed(directory: Path, path: Path, chance: Random) -> None:
-    """Change something in a call's header, in the file and the manifest, checksum included."""
+    """Change something in a call's header, in both file and manifest, with a matching checksum."""
     try:
         entry = FileEntry.read(path)
         values = entry._read(check=False)
@@ -255,7 +255,7 @@ def signed(directory: Path, path: Path, chance: Random) -> None:
 
 
 def reshaped(directory: Path, path: Path, chance: Random) -> None:
-    """Make all sizes, strides and dtypes anew, the file's tensors with them."""
+    """Replace all sizes, strides and dtypes, and the file's tensors to match."""
     try:
         header = json.loads(json.dumps(FileEntry.read(path).header.to_json()))
     except Error:
@@ -287,7 +287,7 @@ def reshaped(directory: Path, path: Path, chance: Random) -> None:
         elements = 1
         for size in stored:
             elements *= size
-        if elements > 2**16:  # larger ones take their time, in proportion
+        if elements > 2**16:  # larger tensors take proportionally longer
             return
         values[name] = torch.zeros(stored, dtype=getattr(torch, dtype))
     sign(directory, path, header, values, chance)
@@ -363,7 +363,7 @@ def change(data: Any, chance: Random) -> None:
 
 
 def dumped(data: Any, chance: Random) -> str:
-    """JSON, once in a while with something deep in it."""
+    """Return JSON, occasionally with deeply nested data."""
     text = json.dumps(data)
     if chance.random() < 0.1:
         depth = chance.choice([100, 800, 100_000])
@@ -373,7 +373,7 @@ def dumped(data: Any, chance: Random) -> str:
 
 
 def use(directory: Path) -> None:
-    """Do what the command lines do with a dataset, every part of it whatever the others say."""
+    """Run each operation of the command lines on a dataset, even if another operation fails."""
     screen, errors = io.StringIO(), list[str]()
     console = Console(file=screen, width=80)
 
@@ -411,7 +411,7 @@ def workloads_of(directory: Path) -> list[Any]:
 
 
 def try_one(pristine: Path, scratch: Path, seed: int, number: int, names: Counter[str]) -> str:
-    """Harm and use one dataset; return what went wrong, which should be nothing."""
+    """Corrupt and use one dataset; return a description of any failure."""
     chance = Random(f"{seed} {number}")
     directory = scratch / "data"
     shutil.rmtree(directory, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""A command in the process of the tests."""
+"""Runs a command in the process of the tests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 
 def runner(main: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run("suite", "flux")`: exit code, stdout and stderr of a command's `main`."""
+    """Return a function that calls `main` with arguments and returns exit code, stdout and
+    stderr."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         capsys.readouterr()

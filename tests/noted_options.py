@@ -1,4 +1,4 @@
-"""Options of a parser, values for them, and arguments that note which of them are read."""
+"""Options of a parser, values for them, and a namespace that notes which options are read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 
 class Noted(argparse.Namespace):
-    """Arguments that note which of them are read, in place of `argparse.Namespace`."""
+    """An `argparse.Namespace` that notes which arguments are read."""
 
     read: ClassVar[set[str]] = set()
 

@@ -40,7 +40,8 @@ def from_code(path: Path) -> list[str]:
 
 
 def message_of(node: ast.expr) -> str:
-    """Return the text of a string or an f-string, with expressions in braces; empty for others."""
+    """Return the text of a string or f-string, with expressions in braces; otherwise an empty
+    string."""
     if isinstance(node, ast.Constant):
         return " ".join(str(node.value).split())
     if isinstance(node, ast.JoinedStr):
@@ -63,7 +64,7 @@ def from_page(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Print sentences, each with the file that it stands in."""
+    """Print sentences, each with its file."""
     count = int(sys.argv[1]) if len(sys.argv) > 1 else 120
     seed = subprocess.check_output(["git", "rev-parse", "HEAD"], text=True).strip()
     found = {

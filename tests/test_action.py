@@ -1,4 +1,4 @@
-"""The GitHub Action: its script runs, and its files fit one another."""
+"""The GitHub Action: its script runs, and its files agree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def defaults() -> dict[str, str]:
-    """The inputs as the script sees them."""
+    """Default inputs, as the script receives them."""
     return {
         f"REPLAY_{name.upper().replace('-', '_')}": str(declared.get("default", ""))
         for name, declared in read("action.yml")["inputs"].items()

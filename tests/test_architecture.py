@@ -1,4 +1,4 @@
-"""The import directions that docs/contributing.md draws."""
+"""The import directions drawn in docs/contributing.md."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ PAGE = REPOSITORY / "docs" / "contributing.md"
 
 
 FOUND = {"capture": 120, "replay": 200}
-"""Imports that there are at least, between folders or from a folder of the same package."""
+"""Minimum number of imports expected between folders, or from another folder of the package."""
 
 layered = pytest.mark.parametrize("package", FOUND)
 
 
 def layers(package: str) -> list[str]:
-    """The folders of a package, the highest first, as the page's drawing has them."""
+    """Return the folders of a package from the page's drawing, highest first."""
     section = PAGE.read_text(encoding="utf-8").partition(f"## Inside `{package}/`\n")[2]
     drawing = section.partition("```text\n")[2].partition("```")[0]
     return re.findall(r"^ *(\w+)/ ", drawing, re.MULTILINE)
 
 
 def wrong_imports(package: str, order: list[str], root: Path) -> tuple[list[str], int]:
-    """Imports that point up, and how many were looked at.
+    """Return the imports that point up, and the number of imports inspected.
 
-    Files beside the folders are below all of them, except the package's own entry points.
+    Files outside the folders are below all folders, except the package's own entry points.
     """
     files = {path.stem for path in (root / package).glob("*.py")} - {"__init__", "__main__"}
     ranks = {name: rank for rank, name in enumerate(order)} | dict.fromkeys(files, len(order))
@@ -46,7 +46,7 @@ def wrong_imports(package: str, order: list[str], root: Path) -> tuple[list[str]
 
 
 def imports(package: str, root: Path = REPOSITORY) -> Iterator[tuple[Path, str]]:
-    """Every import in a package, late ones and those for types too: file and absolute name."""
+    """Yield file and absolute name of every import, also in functions and under TYPE_CHECKING."""
     for path in sorted((root / package).rglob("*.py")):
         folder = path.relative_to(root).parts[:-1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -64,12 +64,12 @@ def module_name(path: Path, root: Path = REPOSITORY) -> str:
 
 
 def import_graph(package: str, root: Path = REPOSITORY) -> dict[str, set[str]]:
-    """For each module of a package, the modules of the same package that it imports."""
+    """Return, for each module of a package, the modules of that package that it imports."""
     graph: dict[str, set[str]] = {
         module_name(path, root): set() for path in (root / package).rglob("*.py")
     }
     for path, name in imports(package, root):
-        # `from a.b import c` imports the module a.b.c where there is one, and a.b otherwise.
+        # `from a.b import c` imports the module a.b.c if it exists, and a.b otherwise.
         imported = name if name in graph else name.rpartition(".")[0]
         if imported in graph:
             graph[module_name(path, root)].add(imported)
@@ -90,17 +90,17 @@ def test_imports_point_down(package: str) -> None:
 
 
 def lines_of_models() -> dict[str, int]:
-    """The line of each file and folder in the drawing of `models/__init__.py`, from the top."""
+    """Return the line of each file and folder in the drawing of `models/__init__.py`."""
     text = ast.get_docstring(ast.parse((REPOSITORY / "models" / "__init__.py").read_text("utf-8")))
     assert text is not None
     drawing = re.findall(r"^    (\S.*)$", text, re.MULTILINE)
-    # What a line is about comes after its names, and is more than a word.
+    # A line's description comes after its names and has several words.
     cells = ((at, cell) for at, line in enumerate(drawing) for cell in re.split(r" {2,}", line))
     return {cell.rstrip("/"): at for at, cell in cells if re.fullmatch(r"\w+/?", cell)}
 
 
 def not_from_below(lines: dict[str, int], graph: dict[str, set[str]]) -> list[str]:
-    """Imports of another file or folder that is drawn on the same line or above."""
+    """Return imports of files or folders that are drawn on the same line or above."""
 
     def drawn(module: str) -> str:
         return module.split(".")[1] if "." in module else "__init__"
@@ -165,7 +165,7 @@ def test_packages_know_what_they_may() -> None:
 
 @pytest.mark.parametrize("package", ["capture", "models", "replay", "training"])
 def test_no_modules_import_each_other_in_a_circle(package: str) -> None:
-    TopologicalSorter(import_graph(package)).prepare()  # a CycleError names the circle
+    TopologicalSorter(import_graph(package)).prepare()  # a CycleError names the cycle
 
 
 def test_a_circle_is_found_through_late_relative_and_type_imports(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_circle_is_found_through_late_relative_and_type_imports(tmp_path: Path
 
 
 def test_a_metric_is_declared_once() -> None:
-    """Its column, unit and meaning stand beside the field alone."""
+    """A metric's column, unit and meaning are stated only beside its field."""
     from replay.rows.fields import COLUMNS, FIELDS, METRICS
 
     paths = {field.path for field in FIELDS}

@@ -1,4 +1,4 @@
-"""Every benchmark can still be imported: they use names of ours that nothing else checks."""
+"""Every benchmark can still be imported; nothing else checks the names it uses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = sorted(
 
 @pytest.mark.parametrize("modules", [MODULES], ids=["all"])
 def test_importable(modules: list[str]) -> None:
-    # Elsewhere: one of them replaces functions of the replay.
+    # In another process, because one benchmark replaces functions of the replay.
     imports = "\n".join(f"import benchmarks.{name}" for name in modules)
     ran = subprocess.run([sys.executable, "-c", imports], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
@@ -38,7 +38,7 @@ NEED_A_GPU = {
     for path in sorted([*FOLDER.glob("*.py"), *FOLDER.glob("attention_kernels/*.py")])
     if needs_a_gpu(path)
 }
-"""With the arguments without which they do not begin."""
+"""Benchmarks that need a GPU, with their required arguments."""
 WITHOUT_ONE = """
 import importlib, sys, torch
 torch.cuda.is_available = lambda: False
@@ -52,7 +52,7 @@ for name, arguments in {benchmarks!r}.items():
 
 
 def test_those_that_need_a_gpu_say_so_where_there_is_none() -> None:
-    """In one sentence, before they write a file: one had emptied its results first."""
+    """The benchmark fails with one sentence before it writes or empties a file."""
     script = WITHOUT_ONE.format(benchmarks=NEED_A_GPU)
     ran = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The README and the pages in docs/ agree with the code, and with each other."""
+"""The README and the pages in docs/ agree with the code and with each other."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
 
 
 def unknown_words(words: list[str]) -> list[str]:
-    """Return the options and verbs of a command line that the command does not have."""
+    """Return the unknown options and verbs of a command line."""
     command, *others = words
     verb = others[0] if others and not others[0].startswith("-") else ""
     if verb and verb not in options.VERBS[command]:

@@ -1,6 +1,6 @@
 """The mechanical part of docs/contributing.md's rules for docstrings, comments and messages.
 
-`python -m tests.test_plain_english [PATH …]` lists what breaks them.
+`python -m tests.test_plain_english [PATH …]` lists the violations.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HOUSES = (
 
 CLAUSES = "What|Of|Whether|Which|Whose|Who|How|That|Those|Where|When|Why|If|For|As|With|By|In"
 NOT_VERBS = re.compile(rf"(?:{CLAUSES}|A|An|The|Its|All|Each|One|This|These|None|\d\S*|[^A-Z]\S*)$")
-"""First words that a function's docstring cannot begin with, since no verb is among them."""
+"""Words that cannot start a function's docstring, because they are not verbs."""
 CLAUSE = re.compile(r"(?:What|Of|Whether|Which|Whose|Who|How|That|Those)\b")
 THIRD_PERSON = re.compile(r"[A-Z][a-z]+[^s]s$")
 AVOIDED = re.compile(
@@ -39,7 +39,7 @@ AVOIDED = re.compile(
     r"|(?:is|was) (?:told|said)|those that|of which)\b(?! \()"
 )
 PASSAGES = ("models/generation.py",)
-"""Files that hold text for a model to read."""
+"""Files that contain text for a model to read."""
 
 
 def first_word_faults(tree: ast.Module, is_test: bool) -> Iterator[tuple[int, str]]:
@@ -87,7 +87,7 @@ def avoided_phrases(text: str) -> Iterator[tuple[int, str]]:
 
 
 def faults(path: Path) -> list[str]:
-    """Return a line for each fault of a file: place and text."""
+    """Return a line with place and text for each fault of a file."""
     text = path.read_text(encoding="utf-8")
     name = path.resolve().relative_to(REPOSITORY)
     is_test = name.parts[0] == "tests"
@@ -98,7 +98,7 @@ def faults(path: Path) -> list[str]:
 
 
 def files_below(*roots: Path) -> list[Path]:
-    """Return the Python files below some folders, but for this one."""
+    """Return the Python files below some folders, except this file."""
     found = (each for root in roots for each in ([root] if root.is_file() else root.rglob("*.py")))
     return sorted(path for path in found if path.resolve() != Path(__file__).resolve())
 

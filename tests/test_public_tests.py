@@ -1,4 +1,4 @@
-"""`benchmarks/public_tests`: what the shims say to our kernels is what the libraries mean."""
+"""The shims of `benchmarks/public_tests` translate the libraries' arguments correctly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ OPTIONS = (
 
 
 def _attention(**given: Any) -> Tensor:
-    """Attention by the formula, of any call."""
+    """Compute attention of any call by the formula."""
     variant = AttentionVariant(
         **{name: given.pop(name) for name in vars(AttentionVariant()) if name in given}
     )
@@ -120,7 +120,7 @@ def test_kv_cache_gets_its_new_keys(
     table = torch.tensor([[5, 1, 2], [0, 4, 3]], dtype=torch.int32) if paged else None
     caches = [_random(*shape), _random(*shape) + 1]
     used = torch.tensor([2, 9], dtype=torch.int32)
-    # The stand-in adds to its cache, and not to pages.
+    # The stand-in appends to a contiguous cache, not to pages.
     full = [each.clone() for each in caches]
     for cache, new in zip(full, (k, v), strict=True):
         for n, length in enumerate(used.tolist()):
@@ -177,7 +177,7 @@ def test_what_ours_does_not_compute_is_skipped(
 def _expected(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, left: int = -1, cap: float = 0.0
 ) -> Tensor:
-    """One sequence, (S, H, D)."""
+    """Compute attention of one sequence (S, H, D)."""
     return stand_in.attend(q, k, v, None, causal, (left, -1), cap)
 
 

@@ -1,4 +1,4 @@
-"""`benchmarks/random_calls.py` draws what it says, and notices a wrong output."""
+"""`benchmarks/random_calls.py` draws the documented calls, and notices a wrong output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures that `benchmarks/tables/speed.py` derives from rows, and files that phases write."""
+"""Figures that `benchmarks/tables/speed.py` derives from rows, and the files that phases write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MACHINE = {"machine.device": "a GPU", "machine.torch": "2.11", "machine.triton":
 
 
 def row(name: str, kernel: str, **changes: Any) -> dict[str, Any]:
-    """A row of a call with head_dim 64, as a replay has it."""
+    """Return a replay's row of a call with head_dim 64."""
     shape = {"batch": 1, "q_heads": 2, "kv_heads": 2, "q_len": 8, "kv_len": 8}
     return {
         "kernel": kernel,
@@ -40,12 +40,12 @@ def row(name: str, kernel: str, **changes: Any) -> dict[str, Any]:
 
 
 def timed(name: str, kernel: str, ms: float, pairs: int, **changes: Any) -> dict[str, Any]:
-    """A row whose TFLOPS are 2·pairs·(64 + 64) operations over `ms`."""
+    """Return a row whose TFLOPS are 2·pairs·(64 + 64) operations divided by `ms`."""
     return row(name, kernel, time_ms={"p50": ms}, tflops=256 * pairs / ms / 1e9, **changes)
 
 
 def lines(table: str) -> list[list[str]]:
-    """Cells of a table's heading and lines."""
+    """Return the cells of a table's heading and lines."""
     return [
         [cell.strip() for cell in line.split("|")[1:-1]]
         for line in table.splitlines()
@@ -140,7 +140,7 @@ def test_times_of_narrow_heads_and_the_schedule_that_is_taken(tmp_path: Path) ->
 
 
 def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every schedule has a time, and the shortest is taken."""
+    """Every schedule has a predicted time, and the fastest is chosen."""
     persistent = pytest.importorskip("attention_kernels.hopper.persistent")
     monkeypatch.setattr(persistent, "multiprocessors", lambda device: 132)
     for spec in narrow_heads.CALLS.values():
@@ -151,9 +151,9 @@ def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each round, also of the core if there is one; calls that are refused have no line."""
+    """Ratios are taken in each round, also for a core; unsupported calls have no line."""
     plain = random_call(q_len=8, kv_len=8, is_causal=True)
-    # In a window of two keys a query sees 15 of the 36 pairs that causality leaves.
+    # In a window of two keys, 15 of the 36 causal pairs are visible.
     calls = {
         "plain-window": replace(plain, variant=AttentionVariant(True, (1, None))),
         "plain-cap": replace(plain, variant=AttentionVariant(softcap=5.0)),

@@ -1,4 +1,4 @@
-"""benchmarks.versions on a CPU: two checkouts are asked in turn, and told apart."""
+"""benchmarks.versions on a CPU: two checkouts run in turn, and their results are kept apart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ARGUMENTS = ["--device", "cpu", "--only", "small", "--rounds", "2", "--seconds",
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout whose `torch-math` is wrong."""
+    """Checkout in which `torch-math` gives wrong outputs."""
     checkout = tmp_path_factory.mktemp("other")
     for name in ("attention_kernels", "attention_replay", "capture", "replay"):
         shutil.copytree(

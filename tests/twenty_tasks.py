@@ -3,9 +3,10 @@
     python -m tests.twenty_tasks                    print the tasks and the paths
     python -m tests.twenty_tasks --score FILE       score guesses, a line each: "3: path/to/file.py"
 
-The tasks are subjects of the last 200 commits before the files moved into their houses, drawn by a
-fixed seed among commits that changed the behaviour of one to three product files. A guess is right
-if it names one of these files, under its present name. `tests/twenty_tasks.md` has the results.
+The tasks are subjects of commits that changed the behaviour of one to three product files, drawn
+with a fixed seed from the last 200 commits before the files moved into their current folders. A
+guess is right if it names one of those files by its present name. Results are in
+`tests/twenty_tasks.md`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def git(*arguments: str) -> list[str]:
 
 
 def present_names() -> dict[str, str]:
-    """Return the present path of each file before the move; deleted files are left out."""
+    """Return the present path of each file, by its path before the move; deleted files are left
+    out."""
     renames = git("diff", "--name-status", "--find-renames=30%", BEFORE_MOVE, "HEAD")
     changed = [line.split("\t") for line in renames]
     moved = {fields[1]: fields[-1] for fields in changed if fields[0][0] == "R"}
@@ -44,7 +46,7 @@ def present_names() -> dict[str, str]:
 
 
 def tasks() -> list[tuple[str, set[str]]]:
-    """Return the subject of each drawn commit, and the present names of the files it changed."""
+    """Return the subject of each drawn commit and the present names of its changed files."""
     names, candidates = present_names(), []
     for line in git("log", "-200", "--no-merges", "--format=%h %s", BEFORE_MOVE):
         commit, _, subject = line.partition(" ")

@@ -1,4 +1,4 @@
-"""Calls that ask what SDPA has no argument for, small enough for any kernel's check."""
+"""Small calls that use features for which SDPA has no argument."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from tests.factories import normal, random_call
 
 
 def paged_call(lengths: list[int], page_size: int, **sizes: Any) -> AttentionCall:
-    """Sequences of these numbers of keys in scrambled pages; the last page of each is not full.
+    """Return a call of sequences with `lengths` keys in scrambled pages; last pages may be partly
+    full.
 
-    Two pages belong to no sequence, and rows of the table are one longer than needed. Queries are
-    packed if there are `cu_seqlens_q`.
+    Two pages are unused, and rows of the table are one longer than needed. Queries are packed if
+    `cu_seqlens_q` is given.
     """
     pages = -(-max(*lengths, 1) // page_size) + 1
     pool = len(lengths) * pages + 2
@@ -37,13 +38,14 @@ MLA = {"head_dim": 576, "v_head_dim": 512, "q_heads": 4, "kv_heads": 1, "dtype":
 
 
 def mla_call(page_size: int = 64, **changes: Any) -> AttentionCall:
-    """Absorbed MLA: the value is the key's first 512 columns."""
+    """Return a call of absorbed MLA, whose value is the key's first 512 columns."""
     call = paged_call([17, 140], page_size, **{**MLA, **changes})
     return replace(call, value=call.key[..., :512])
 
 
 def sequences(call: AttentionCall) -> list[AttentionCall]:
-    """Each sequence of a paged call, its keys looked up one by one: flash-attn's definition."""
+    """Return each sequence of a paged call, with keys looked up one by one, as flash-attn
+    defines."""
     table, lengths, size = call.page_table, call.seqused_k, call.key.shape[2]
     assert table is not None
     assert lengths is not None
@@ -200,11 +202,13 @@ def _calls(head_dim: int, dtype: torch.dtype) -> dict[str, AttentionCall]:
 
 
 LIBRARY_CALLS = _calls(64, torch.float16)
-"""In half precision, for kernels of other libraries; some are aligned as none of them is."""
+"""Half-precision calls for kernels of other libraries, some with an alignment that none
+supports."""
 
 
 def visible(call: AttentionCall) -> Tensor:
-    """(B, Sq, Sk) bool, one pair at a time by the definitions."""
+    """Return the visible pairs, (B, Sq, Sk) bool, computed one pair at a time from the
+    definitions."""
     batch, q_len, kv_len = call.shape.batch, call.shape.q_len, call.shape.kv_len
     cu_q = [0, q_len] if call.cu_seqlens_q is None else call.cu_seqlens_q.tolist()
     cu_k = [0, kv_len] if call.cu_seqlens_k is None else call.cu_seqlens_k.tolist()

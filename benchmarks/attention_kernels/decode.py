@@ -1,16 +1,16 @@
-"""Times decode against the memory's floor: ms, and how much of that time reading the keys takes.
+"""Times decode, and compares the time with the minimum for reading the keys and values.
 
     python -m benchmarks.attention_kernels.decode [--only mixed ...] [--stages 3,4] ...
 
-The floor is the bytes of the keys and values that count, once each, at the bandwidth of copies on
-the same GPU. Our kernels are timed without what makes their cache (pages, 8 bits), others as their
-cores are. All kernels of a case take turns in shuffled rounds, with a cold L2, and each one's
-output is compared with a reference before. Needs a GPU with 60 GB of memory, and two minutes.
-Writes `benchmarks/results/decode.csv`, a line for each kernel of a case.
+The minimum is the bytes of the visible keys and values divided by the bandwidth of copies on the
+same GPU. Our kernels are timed without building their cache (pages, 8 bits); other kernels are
+timed by their cores. All kernels of a case take turns in shuffled rounds with a cold L2, after each
+output was compared with a reference. Needs a GPU with 60 GB of memory, and two minutes. Writes
+`benchmarks/results/decode.csv`, a line for each kernel of a case.
 
-`--blocks`, `--warps`, `--stages` and `--parts` are alternatives to what our kernels plan: all that
-they can be combined to is compiled (seconds each) and timed beside the plan, and the fastest are
-printed. `--parts` multiplies how many parts the keys are cut into; `none` deals nothing.
+`--blocks`, `--warps`, `--stages` and `--parts` are alternatives to our kernels' plans: every
+combination is compiled (seconds each) and timed, and the fastest are printed. `--parts` multiplies
+the number of parts that the keys are split into.
 """
 
 from __future__ import annotations
@@ -77,18 +77,19 @@ Alternatives = dict[str, list[float] | None]
 
 @dataclass(frozen=True)
 class Case:
-    """A call, how many keys of each sequence count, and who attends to them."""
+    """A call, the number of visible keys of each sequence, and the kernels to time."""
 
     name: str
     call: AttentionCall
     lengths: list[int]
     caches: tuple[str, ...] = ("16 bits",)
-    """Forms of the cache that our kernels read: `fp8`, `int8`, and each of the three `paged`."""
+    """Cache formats that our kernels read: 16 bits, `fp8`, `int8`, and each of the three
+    `paged`."""
     rivals: tuple[str, ...] = ()
 
 
 def normal(*shape: int) -> Tensor:
-    """Return bfloat16 values, the same each time; each piece is filled from a seed of its own."""
+    """Return bfloat16 values, the same each time; each piece has its own seed."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     for seed, each in enumerate(tensor):
         each.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
@@ -96,7 +97,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def mixed_lengths(batch: int, seed: int) -> list[int]:
-    """Log-uniform between `SHORT` and `LONG`, and the longest."""
+    """Return lengths drawn log-uniformly between `SHORT` and `LONG`, one of them the longest."""
     draw = random.Random(seed)
     low, high = math.log(SHORT), math.log(LONG)
     return [int(math.exp(draw.uniform(low, high))) for _ in range(batch - 1)] + [LONG]
@@ -141,7 +142,7 @@ def _mixed() -> Iterator[Case]:
 
 
 def _latent(batch: int) -> Iterator[Case]:
-    """Absorbed MLA: the value is the first 512 numbers of the key."""
+    """Yield cases of absorbed MLA, whose value is the first 512 numbers of the key."""
     key = normal(batch, 1, 32768, 576)
     for heads in (16, 128):
         call = AttentionCall(normal(batch, heads, 1, 576), key, key[..., :512], enable_gqa=True)
@@ -156,11 +157,11 @@ GROUPS: dict[str, Callable[[], Iterator[Case]]] = {
     "mla-8": partial(_latent, 8),
     "mla-64": partial(_latent, 64),
 }
-"""Cases that share tensors, made when they are asked for."""
+"""Groups of cases that share tensors, made on demand."""
 
 
 def paged(case: Case) -> AttentionCall:
-    """Return the same call over pages in a random order that hold only the keys that count."""
+    """Return the same call with its visible keys in pages of random order."""
     call, is_latent = case.call, case.call.value_is_in_key
     size = LATENT_PAGE_SIZE if is_latent else PAGE_SIZE
     counts = [-(-length // size) for length in case.lengths]
@@ -197,7 +198,7 @@ def cache_of(name: str, call: AttentionCall, in_pages: AttentionCall) -> Cache |
 
 
 def bytes_read(cache: Cache | QuantisedCache, tokens: int) -> int:
-    """Return the bytes of the keys and values of so many tokens, scales included."""
+    """Return the bytes of the keys and values of this many tokens, scales included."""
     kv_heads, _, v_dim = cache.sizes
     numbers = cache.key.shape[3] + (0 if cache.tail else v_dim)
     scales = 8 if isinstance(cache, QuantisedCache) else 0
@@ -243,7 +244,7 @@ def _said(tiles: Tiling) -> str:
 
 
 def expected(case: Case, n: int) -> Tensor:
-    """Sequence `n`'s output (1, Hq, Sq, Dv), in float32."""
+    """Return sequence `n`'s output (1, Hq, Sq, Dv) in float32."""
     call, own = case.call, slice(n, n + 1)
     seen = slice(case.lengths[n])
     q_len = call.query.shape[2]
@@ -268,7 +269,7 @@ def error(output: Tensor, references: dict[int, Tensor]) -> float:
 
 
 def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int, float]]:
-    """Return the contestants: name, function, bytes to read and largest error."""
+    """Yield each kernel's name, function, bytes to read and largest error."""
     call, tokens = case.call, sum(case.lengths)
     in_pages = paged(case) if any("paged" in name for name in case.caches) else call
     for name in case.caches:

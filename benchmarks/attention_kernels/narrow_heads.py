@@ -1,12 +1,12 @@
-"""Times calls with head_dim 64, which most small models have, and what was predicted (needs a GPU).
+"""Compares measured and predicted times of calls with head_dim 64 (needs a GPU).
 
     python -m benchmarks.attention_kernels.narrow_heads [--only NAME ...] [--out FILE]
 
-cuDNN and `triton-fa3`, and that with 4, 3 and 2 consumers whatever its schedule says, in shuffled
-rounds with a cold L2. Says which of the three the schedule takes, and how long it thinks that each
-is going to take: those numbers are fits (`schedule.NARROW`), and this is what they
-are fitted to. Writes `benchmarks/results/narrow_heads.csv`, a line for each call, and prints its
-table. That outputs are right is what the tests are for.
+Times cuDNN, `triton-fa3`, and `triton-fa3` forced to 4, 3 and 2 consumers, in shuffled rounds with
+a cold L2. Reports the number of consumers that the schedule chooses, and the predicted time of
+each. The predictions (`schedule.NARROW`) are fitted to these measurements. Writes
+`benchmarks/results/narrow_heads.csv`, a line for each call, and prints its table. Outputs are
+checked by the tests, not here.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 
 def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """Return the predicted time of each schedule, in ms, and the schedule that is taken."""
+    """Return the predicted time of each schedule, in ms, and the chosen schedule."""
     from attention_kernels.hopper import schedule as schedules
     from attention_kernels.hopper.head_groups import VisibleKeys
     from attention_kernels.hopper.persistent import multiprocessors
@@ -139,7 +139,7 @@ def predicted(spec: Spec, device: torch.device) -> dict[str, Any]:
 
 
 def with_consumers(count: int, run: Run) -> Run:
-    """Return the same call with so many consumers, planned anew and then cached."""
+    """Return the same call with `count` consumers, planned once and then cached."""
     from attention_kernels.hopper import hopper_prefill, schedule
 
     schedules = schedule.NARROW

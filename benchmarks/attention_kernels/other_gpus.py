@@ -1,11 +1,11 @@
-"""Compiles our Triton kernels for GPUs that are not there (needs none; 10 minutes on two cores).
+"""Compiles our Triton kernels for other GPUs (needs no GPU; 10 minutes on two cores).
 
     python -m benchmarks.attention_kernels.other_gpus [--capability 8.6] [--head-dim 128] ...
 
-Each kernel is called on tensors without memory as if they were on such a GPU: it plans and compiles
-what it would launch there, with Triton's own `ptxas`, and nothing is launched. That it needs more
-shared memory than the GPU has is an error, as it would be there. Writes
-`benchmarks/results/other_gpus.csv`, a line for each kernel and head_dim.
+Each kernel is called on tensors without memory, as if they were on such a GPU. It plans and
+compiles its programs with Triton's own `ptxas`, but does not launch them. A program that needs more
+shared memory than the GPU has is an error. Writes `benchmarks/results/other_gpus.csv`, a line for
+each kernel and head_dim.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
 
 SHARED_KIB = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
-"""The most that a program can have (CUDA C++ Programming Guide, compute capabilities)."""
+"""Maximum shared memory of a program (CUDA C++ Programming Guide, compute capabilities)."""
 PREFILL = ("triton-fa2", "triton-fa3", "triton-sage", "triton-fp8", "triton-sage-fp8")
 DECODE = (
     "triton-decode",
@@ -52,7 +52,7 @@ COMPILES = "compiles"
 
 
 class _Driver:
-    """A GPU's driver as far as Triton asks it before a launch, which does nothing."""
+    """The parts of a GPU driver that Triton uses before a launch; launching does nothing."""
 
     def __init__(self, capability: str) -> None:
         major, minor = map(int, capability.split("."))
@@ -78,7 +78,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def as_if_on(capability: str) -> Iterator[None]:
-    """Take tensors on the `meta` device for tensors on such a GPU."""
+    """Treat tensors on the `meta` device as tensors on such a GPU."""
     pair = tuple(map(int, capability.split(".")))
     driver.set_active(_Driver(capability))
     with (
@@ -108,10 +108,10 @@ def call_of(kernel: str, head_dims: HeadDims) -> AttentionCall:
 
 
 def compile_for(capability: str, head_dim: int | None) -> list[dict[str, Any]]:
-    """Compile all kernels; in a process of its own, since they keep what they find out.
+    """Compile all kernels, in a separate process because kernels cache facts about the GPU.
 
     Args:
-        head_dim: of queries and keys; None for each of them.
+        head_dim: of queries and keys; None for every supported head dimension.
     """
     lines = []
     with as_if_on(capability), torch.no_grad():

@@ -1,12 +1,11 @@
-"""Compares what a visible pair costs a kernel with what it costs in a plain call (needs a GPU).
+"""Compares the cost of a visible pair with its cost in a plain call (needs a GPU).
 
     python -m benchmarks.attention_kernels.per_pair [--kernels NAMES] [--out FILE]
 
-Windows, soft caps, sinks, masks, queries behind a cache and packed sequences, each taking turns
-with the same call without it in shuffled rounds: a GPU changes its clock at its power limit, and
-two calls timed one after the other would show that, too. Writes `benchmarks/results/per_pair.csv`,
-of drop-ins and of cores where there are such, and prints its table. That outputs are right is what
-`benchmarks.variants`, `benchmarks.masks` and the tests are for.
+Calls with windows, soft caps, sinks, masks, queries behind a cache and packed sequences each take
+turns with a plain call in shuffled rounds, because a GPU at its power limit changes its clock.
+Writes `benchmarks/results/per_pair.csv`, with drop-ins and any cores, and prints its table. Outputs
+are checked by `benchmarks.variants`, `benchmarks.masks` and the tests.
 """
 
 from __future__ import annotations
@@ -50,7 +49,8 @@ KERNELS = (
     "triton-fa2,triton-fa3,triton-varlen,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
 )
 BESIDE = {"triton-varlen": "triton-fa3"}
-"""Kernel whose plain call stands in for a kernel without one: the program is the same."""
+"""Kernel whose plain call is the baseline for a kernel without plain calls; both run the same
+program."""
 ROUNDS = 15
 FOUR_OF_2K = Spec(4, 32, 8, 2048, 2048, 128, 128, is_causal=True)
 Fields = Mapping[str, Any]
@@ -58,7 +58,7 @@ Fields = Mapping[str, Any]
 
 
 def _side_by_side(call: AttentionCall) -> Fields:
-    """Return a batch's sequences one behind the other, as in a packed call."""
+    """Return a batch's sequences concatenated, as in a packed call."""
     lengths = [call.query.shape[2]] * call.query.shape[0]
     tensors = {
         name: getattr(call, name).transpose(1, 2).flatten(0, 1)[None].transpose(1, 2)
@@ -84,7 +84,7 @@ GROUPS: dict[str, tuple[Spec, dict[str, Callable[[AttentionCall], Fields]]]] = {
     "4k-128": (WIDE, {"hiding": lambda _: hiding(WIDE), "adding": lambda _: adding(WIDE)}),
     "4k-64": (NARROW, {"hiding": lambda _: hiding(NARROW), "adding": lambda _: adding(NARROW)}),
 }
-"""Plain calls, and what the others have that take turns with them."""
+"""Plain calls, and the extra fields of the calls compared with them."""
 
 COLUMNS = (
     "call",
@@ -140,7 +140,7 @@ def compare(
     kernels: str,
     device: torch.device,
 ) -> Iterator[dict[str, Any]]:
-    """Return a line for each kernel, part and call, beside the plain call of that name."""
+    """Return a line for each kernel, part and call, compared with the plain call."""
     pairs = {each: valid_pairs(call) for each, call in {name: plain, **calls}.items()}
     for kernel in select(kernels)[0]:
         taken = {each: call for each, call in calls.items() if kernel.refuses(call) is None}

@@ -32,7 +32,7 @@ from torch import Tensor
 from triton import knobs
 from triton.runtime.driver import driver
 
-# Where kernels have moved, these lines change and no others.
+# If kernels move, change only these imports.
 from attention_kernels.decode.contiguous_decode import contiguous_decode as decode
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.quantised_decode import quantised_decode
@@ -56,7 +56,7 @@ INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)", 
 """A line of SASS with an address; its group is the operation."""
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
-"""Names, and calls that compile a program or several."""
+"""Names, and calls that compile one or more programs."""
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -113,7 +113,7 @@ def operands(
 
 
 def many_keys(head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return operands of decode whose keys are worth descriptors."""
+    """Return decode operands with enough keys to be read through tensor descriptors."""
     return operands(head_dim, 1, 32768, heads=(32, 8), batch=8)
 
 
@@ -153,7 +153,7 @@ def of_prefill() -> Cases:
 
 
 def of_lengths() -> Cases:
-    """Yield padded and packed batches, and masks that are looked through."""
+    """Yield padded and packed batches, and masks whose contents are inspected."""
     ranges = KeyRanges(numbers(2), numbers(2))
     yield "padded 64", partial(padded_prefill, *operands(64, batch=2), ranges)
     yield (
@@ -189,7 +189,7 @@ def of_quantised_prefill() -> Cases:
 
 
 def of_hopper() -> Cases:
-    """Yield calls of `hopper_prefill`, and schedules of its quantised sibling."""
+    """Yield calls of `hopper_prefill`, and schedules of quantised prefill on Hopper."""
     for dim in (64, 96, 128, 256):
         for is_causal in (False, True):
             name = f"hopper {dim}{' causal' * is_causal}"
@@ -245,7 +245,7 @@ def of_quantised_decode() -> Cases:
 
 
 def of_choice() -> Cases:
-    """Yield sparse decode, the choice of its tokens, and lengths found in a mask."""
+    """Yield sparse decode, the selection of its tokens, and lengths found in a mask."""
     query, key, value = operands(128, 1, 4096)
     yield "sparse decode 128", partial(sparse_decode, query, key, value, numbers(1, 2, 82))
     yield "choice 128", partial(choose_tokens, query, key, 0.02)
@@ -265,7 +265,7 @@ GROUPS: dict[str, tuple[Callable[[], Cases], ...]] = {
     "hopper": (of_hopper, of_lengths, of_quantised_prefill, of_decode),
 }
 """Cases of each process: with the kernels of any GPU, and with the kernels of a Hopper GPU.
-A program that a group has had already is not compiled again."""
+A program that a group has already compiled is not compiled again."""
 
 
 def compile_group(group: str) -> list[dict[str, Any]]:
@@ -348,7 +348,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ.update(ENVIRONMENT, TRITON_CACHE_DIR=cache)
         with spawned.Pool(2, maxtasksperchild=1) as pool:
-            # Not `map`, for which a StopIteration in a case would be the end of the cases.
+            # Not `map`, which would take a StopIteration in a case for the end of the cases.
             compiling = [pool.apply_async(compile_group, [group]) for group in GROUPS]
             lines = [line for each in compiling for line in each.get()]
     for line in lines:

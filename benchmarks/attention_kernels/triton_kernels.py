@@ -3,9 +3,9 @@
     python -m benchmarks.attention_kernels.triton_kernels [--phase decode] [--env NAME=PYTHON] ...
 
 Times prefill and decode at the shapes of docs/attention-kernels.md, decode with a cold and a warm
-L2, and writes `benchmarks/results/triton_kernels.csv`. A phase alone has a file of its own, such as
-`triton_decode.csv`; `head-dims`, prefill at other head dimensions than 64 and 128, is run only
-alone.
+L2, and writes `benchmarks/results/triton_kernels.csv`. A single phase writes its own file, such as
+`triton_decode.csv`. The phase `head-dims`, prefill at head dimensions other than 64 and 128, runs
+only if it is named.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ DECODE_KERNELS = (
 
 
 TOGETHER = ("decode", "prefill")
-"""The phases that run where none is named."""
+"""Phases that run by default."""
 
 
 def main() -> None:
