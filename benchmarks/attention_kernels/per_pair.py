@@ -49,8 +49,7 @@ KERNELS = (
     "triton-fa2,triton-fa3,triton-varlen,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
 )
 BESIDE = {"triton-varlen": "triton-fa3"}
-"""Kernel whose plain call is the baseline for a kernel without plain calls; both run the same
-program."""
+"""Kernel whose plain call is the baseline of a kernel without one; both run the same program."""
 ROUNDS = 15
 FOUR_OF_2K = Spec(4, 32, 8, 2048, 2048, 128, 128, is_causal=True)
 Fields = Mapping[str, Any]

@@ -27,7 +27,7 @@ CALLS_TO_WARM_UP = 18
 
 @pytest.fixture(autouse=True)
 def short_samples() -> Iterator[None]:
-    """No test is about how much a time varies: kernels need be neither warm nor called often."""
+    """Shorten samples and warm-up, because no test depends on the spread of times."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("replay.timing.rounds.MINIMUM_WARM_UP_MS", 1.0)
         patch.setattr("replay.timing.timer.MINIMUM_CPU_SAMPLE_MS", 0.1)
@@ -36,7 +36,7 @@ def short_samples() -> Iterator[None]:
 
 @pytest.fixture
 def known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes 61 µs by the timer's clock, so that the number of calls is known."""
+    """Each call takes 61 µs by the timer's clock, so that the number of calls is known."""
     looks = count()
     clock = SimpleNamespace(perf_counter=lambda: next(looks) * 2.0**-14)
     monkeypatch.setattr("replay.timing.timer.time", clock)
@@ -44,19 +44,20 @@ def known_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make_call() -> Callable[..., AttentionCall]:
-    """`make_call(q_heads=4, …)`: random values; keywords are sizes or fields of the call."""
+    """`make_call(q_heads=4, …)` returns a random call; keywords are sizes or fields."""
     return random_call
 
 
 @pytest.fixture
 def quick() -> Settings:
-    """Three rounds on the CPU."""
+    """Settings for three rounds on the CPU."""
     return settings()
 
 
 @pytest.fixture
 def workload() -> Callable[..., Workload]:
-    """`workload(call, name=…)`: the call itself, so that a test sees what happens to it."""
+    """`workload(call, name=…)` wraps the call itself, so that a test can see changes to the
+    call."""
 
     def make(call: AttentionCall, name: str = "call") -> Workload:
         return made_workload(name, lambda device: call)
@@ -105,7 +106,7 @@ def kernels() -> Iterator[Callable[..., Kernel]]:
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run_cli("suite", "flux")`: exit code, stdout and stderr."""
+    """`run_cli("suite", "flux")` returns exit code, stdout and stderr."""
     from replay.cli.main import main
 
     return runner(main, capsys)

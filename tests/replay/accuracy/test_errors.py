@@ -1,4 +1,4 @@
-"""Figures computed by hand."""
+"""Errors compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.factories import one_head
 
 
 def flat(errors: errors.Errors) -> dict[str, float]:
-    """The figures as numbers, which `pytest.approx` compares."""
+    """Return the figures as numbers, for `pytest.approx`."""
     figures = asdict(errors)
     for name in ("worst_row", "worst_head"):
         figures |= {f"{name}{place}": index for place, index in enumerate(figures.pop(name))}

@@ -1,7 +1,7 @@
-"""Exact kernels of torch pass on hard inputs, whatever the seed; one changed row does not.
+"""Torch's exact kernels pass on hard inputs for any seed; an output with one changed row fails.
 
-Seeds are new in every run: a rule that calls one honest call in ten thousand inaccurate shows it
-one day. A failure names its seed.
+Seeds are new in every run, so that even a rare false alarm shows up eventually. A failure names its
+seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def fresh_seeds(count: int) -> range:
 
 
 def hard_call(seed: int) -> AttentionCall:
-    """Few keys and rows, sums that cancel to noise, subnormals, rows without any key."""
+    """Return a call with few keys and rows, sums that cancel to noise, subnormals, or rows without
+    keys."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
 
     def normal(*size: int) -> Tensor:
@@ -78,7 +79,7 @@ def small_call(seed: int) -> AttentionCall:
 
 
 def outputs(call: AttentionCall, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """PyTorch's kernels, and on every second call one that scales the scores as models do."""
+    """Yield PyTorch's outputs and, for every second seed, one with scaled scores, as in models."""
     same_width = call.query.shape[3] == call.value.shape[3]
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH)[not same_width :]:
         with sdpa_kernel(backend):
@@ -129,7 +130,7 @@ def test_ten_thousand_honest_calls_pass() -> None:
 
 @pytest.mark.parametrize("seed", [439, 1051, 1455])
 def test_kernels_that_scale_the_scores_pass(seed: int) -> None:
-    """Their error was over twice that of attention which scales query and key."""
+    """Their error was over twice that of attention with scaled query and key."""
     call = small_call(seed)
     expected = Expected.of(call)
     for output in (find("eager").attention(**call.arguments()), example(**call.arguments())):

@@ -1,6 +1,6 @@
 """Honest 8-bit kernels pass on ordinary and hard inputs; a lost head, row or block of keys fails.
 
-The kernels are emulated in PyTorch, whole score matrices in float32.
+The kernels are emulated in PyTorch, with whole score matrices in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def sage_1(tensor: Tensor) -> Tensor:
 
 
 def unnormalised_fp8(weights: Tensor) -> Tensor:
-    """Probabilities up to 256, FlashAttention-3's offset."""
+    """Return probabilities scaled up to 256, as FlashAttention-3 does."""
     return (weights * 256).to(torch.float8_e4m3fn).float() / 256
 
 
@@ -59,7 +59,7 @@ def half(tensor: Tensor) -> Tensor:
 
 
 KERNELS: dict[str, tuple[Rounding, Rounding, Rounding, Rounding, bool]] = {
-    # Of query, key, value and probabilities, and whether the keys' mean is subtracted.
+    # Rounding of query, key, value and probabilities; whether the keys' mean is subtracted.
     "sage 1": (sage_1, sage_1, half, half, True),
     "sage 2": (
         lambda query: per_block(query, to_int8, 32),
@@ -105,7 +105,7 @@ def attend(call: AttentionCall, name: str) -> Tensor:
 
 
 def many_heads(dtype: torch.dtype, q_len: int = 16) -> AttentionCall:
-    """64 heads, 8,192 keys."""
+    """Return a call with 64 heads and 8,192 keys."""
     return factories.random_call(
         q_heads=64, kv_heads=8, q_len=q_len, kv_len=8192, head_dim=64, dtype=dtype
     )
@@ -222,8 +222,8 @@ def may_use_tf32() -> bool:
 
 
 class TF32(torch.overrides.TorchFunctionMode):
-    """Products of float32 as a GPU that may use TF32 has them: operands of 11 bits, to which they
-    are rounded, or as the hardware itself does, cut."""
+    """Float32 products as with TF32 on a GPU: operands are rounded to 11 bits or, as in the
+    hardware, truncated."""
 
     def __init__(self, *, cuts: bool = False) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def test_tf32_hardly_changes_limits(outlier: float) -> None:
 @pytest.mark.parametrize("values", HARD)
 @pytest.mark.parametrize("cuts", [False, True])
 def test_tf32_does_not_change_verdicts(values: str, cuts: bool) -> None:
-    """Though a head's worst row, an extreme, may differ by a tenth."""
+    """Only a head's worst row may differ by a tenth."""
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):
         call = hard_call(values, seed, dtype)
         exact, rounded = Expected.of(call), Expected.of(call)
@@ -311,7 +311,7 @@ def test_round_trips_equal_figures_by_hand() -> None:
     numbers = torch.tensor([126.6, 0.4, -3.5, 0.0])
     assert to_int8(numbers, largest).tolist() == [127.0, 0.0, -4.0, 0.0]
     assert to_int8(torch.zeros(2), torch.tensor(0.0)).tolist() == [0.0, 0.0]
-    eighths = torch.tensor([1.0, 1.0625, 1.07, 448.0])  # 1.0625 is a tie, which goes to even
+    eighths = torch.tensor([1.0, 1.0625, 1.07, 448.0])  # 1.0625 is a tie and rounds to even
     assert to_fp8(eighths, torch.tensor(448.0)).tolist() == [1.0, 1.0, 1.125, 448.0]
 
 

@@ -1,4 +1,4 @@
-"""The oracle against the formula written in one line, and against torch's math backend."""
+"""The reference compared with a one-line formula and with torch's math backend."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.factories import sized_call
 
 
 def random_call(**options: Any) -> AttentionCall:
-    """(2, 4, 2, 9, 13, 8, 8) in float64."""
+    """Return a float64 call of sizes (2, 4, 2, 9, 13, 8, 8)."""
     usual = {"batch": 2, "q_heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": torch.float64}
     return factories.random_call(**{**usual, **options})
 
@@ -145,7 +145,7 @@ def test_same_dtype_rounds_as_torch_math_does_in_16_bits(dtype: torch.dtype) -> 
         assert output.dtype == dtype
         error = (output - reference).abs().mean()
         assert torch_error / 2 < error < torch_error * 2
-        assert error > 2 * (reference.to(dtype) - reference).abs().mean()  # not rounding alone
+        assert error > 2 * (reference.to(dtype) - reference).abs().mean()  # more than rounding
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -168,7 +168,7 @@ def test_float32_has_one_same_dtype_output() -> None:
 def test_unscaled_scores_that_overflow_float16_give_nan_in_the_second_output_only(
     is_causal: bool, sign: int
 ) -> None:
-    """Also where all of them become -inf, which says masked otherwise."""
+    """This holds even if all scores become -inf, which otherwise means masked."""
     call = sized_call((1, 1, 1, 4, 4, 64, 8), dtype=torch.float16)
     query, key = (torch.full_like(each, 40.0) for each in (call.query, call.key))
     query[:, :, 2] = 1.0

@@ -1,4 +1,4 @@
-"""A sparse kernel is held against attention to the keys that it says it chose."""
+"""A sparse kernel is compared with attention to the keys that it reports as chosen."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_unread_keys_cannot_spoil_the_reference(make_call: MakeCall) -> None:
     expected = attention(restricted(call, chosen))
     call.key[0, 0, 4], call.value[0, 1, 0] = math.nan, math.inf
     assert torch.equal(attention(restricted(call, chosen)), expected)
-    call.value[0, 0, 1] = math.nan  # this one is read
+    call.value[0, 0, 1] = math.nan  # a chosen key is read
     assert attention(restricted(call, chosen)).isnan().any()
 
 

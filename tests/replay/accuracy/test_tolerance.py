@@ -1,4 +1,4 @@
-"""The tolerance of exact kernels, from the call's own data."""
+"""The tolerance of exact kernels, derived from the call's own data."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_tolerance_ignores_what_overflowed() -> None:
 
 
 def test_larger_error_of_two_forms_counts() -> None:
-    """The first output is wrong in one head, the second in the other, where it is partly NaN."""
+    """The first output is wrong in one head; the second is wrong, and partly NaN, in the other
+    head."""
     reference = torch.ones(1, 2, ROWS_OF_A_HEAD, 1, dtype=torch.float64)
     first, second = reference.clone(), reference.clone()
     first[0, 0, 3] += 1

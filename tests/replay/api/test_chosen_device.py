@@ -1,4 +1,4 @@
-"""PyTorch's import, which looks for no garbage, changes nothing for what comes after."""
+"""Importing PyTorch without garbage collection does not affect later code."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ HOSTILE = "<img src=x onerror=alert(1)>&amp;\x1b[31m"
 
 
 class Cells(HTMLParser):
-    """The texts of a table's cells, line by line, and every tag."""
+    """Parser that collects the texts of a table's cells, line by line, and every tag."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def test_rows_of_no_file(tmp_path: Path) -> None:
 
 
 def group_of(times: dict[str, list[float]], call: str = "call", **fields: Any) -> list[Row]:
-    """Rows of kernels on a call, with times by round and a speed-up over torch-default."""
+    """Return rows of kernels on a call, with times by round and a speed-up over torch-default."""
     facts = call_facts(call)
     return [
         row(name, facts, samples, speedup=None if name == BASELINE else speedup_over(), **fields)

@@ -1,4 +1,4 @@
-"""The functions `replay`, `plan` and `verify`: what the commands do, from a program."""
+"""The functions `replay`, `plan` and `verify`, which run the commands from Python."""
 
 from __future__ import annotations
 

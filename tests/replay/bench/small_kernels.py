@@ -1,4 +1,4 @@
-"""Kernels of a few lines, and the rows that they get."""
+"""Kernels of a few lines, and their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The core alone, timed beside the drop-in call, and judged like it."""
+"""The core is timed in addition to the drop-in call, and judged in the same way."""
 
 from __future__ import annotations
 

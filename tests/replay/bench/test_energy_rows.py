@@ -1,4 +1,4 @@
-"""A kernel's energy, over a block of calls with inputs of their own."""
+"""A kernel's energy, measured over a block of calls with separate inputs."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
         *(kernels(name, sdpa) for name in names),
         kernels("fails", raising(ValueError("no"))),
     )
-    assert next(outcomes, None) is None  # one that failed is not run again
+    assert next(outcomes, None) is None  # a failed kernel is not run again
     flops = 2 * 2 * 9 * 13 * (32 + 32)
     first = rows["slows-down"]
     assert first.energy is not None

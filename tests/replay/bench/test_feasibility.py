@@ -42,12 +42,12 @@ def test_shape_too_large_is_refused_with_one_that_fits(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_mask_memory_is_counted(monkeypatch: pytest.MonkeyPatch, mask: str) -> None:
-    """A mask of 2 ** 32 pairs takes 4 GiB, three times over, beside 1 GiB for all the rest."""
+    """A mask of 2 ** 32 pairs takes 4 GiB, three times over; everything else takes 1 GiB."""
     spec = replace(suite("sage", "float16")[0], q_len=2**16, kv_len=2**16, mask=mask, batch=1)
     spec = replace(spec, q_heads=1, kv_heads=1)
     monkeypatch.setattr(feasibility, "available_bytes", lambda device: 8 * 2**30)
     monkeypatch.setattr(feasibility, "cpu_flops_per_second", lambda: 1e18)
-    if mask in ("none", "padding"):  # of padding, one row of keys is all there is
+    if mask in ("none", "padding"):  # a padding mask has only one row of keys
         check_size([spec], CPU, kernels=1)
         return
     with pytest.raises(ShapeError, match="does not fit"):

@@ -1,4 +1,4 @@
-"""Kernels are called once, so that they compile, and nothing of it is kept."""
+"""Kernels are called once so that they compile; the results are discarded."""
 
 from __future__ import annotations
 

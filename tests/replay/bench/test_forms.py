@@ -27,7 +27,7 @@ def masked(mask: Tensor, **fields: Any) -> AttentionCall:
 
 
 def windowed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """Takes no mask, but a window or the lengths of keys."""
+    """Attend with a window or key lengths instead of a mask."""
     assert options.pop("attn_mask") is None
     mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
     if options.pop("is_causal"):
@@ -47,7 +47,7 @@ def kernel(name: str, attention: Callable[..., Tensor] = windowed, **fields: Any
 
 @pytest.fixture
 def rows(workload: MakeWorkload, quick: Settings) -> Callable[..., dict[str, Row]]:
-    """`rows(call, kernel, …)`, by name."""
+    """`rows(call, kernel, …)` returns the rows by name."""
 
     def make(call: AttentionCall, *kernels: Kernel) -> dict[str, Row]:
         return rows_of(call, workload, quick, *kernels)
@@ -136,7 +136,7 @@ def test_flex_prefers_a_block_mask_that_is_kept(make_call: Callable[..., Attenti
 
 
 def test_both_forms_are_timed_on_the_same_changing_inputs(rows: Rows) -> None:
-    """Rows of timed samples are judged by the recorded call with the flips of that sample."""
+    """Timed samples are judged by the recorded call with the same input perturbation."""
     call = masked(WINDOW[None, None])
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
     takes_masks = [

@@ -132,7 +132,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
 def test_kernels_run_without_gradients_and_not_in_inference_mode(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """As in models: in inference mode launches are cheaper."""
+    """Models run without inference mode, where launches would be cheaper."""
     modes: set[tuple[bool, bool]] = set()
 
     def watching(**arguments: Any) -> Tensor:
@@ -146,7 +146,8 @@ def test_kernels_run_without_gradients_and_not_in_inference_mode(
 def test_timed_calls_are_judged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """Right on the first call and then not: a graph that lost a launch, a result kept too long."""
+    """Kernels are right on the first call only, like a graph that lost a launch, or a stale
+    result."""
     calls = 0
     kept: list[Tensor] = []
 
@@ -176,7 +177,8 @@ def test_timed_calls_are_judged(
 def test_kernel_that_reuses_output_memory_is_flagged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """As one that replays a CUDA graph does: a model that keeps two outputs would have one."""
+    """A kernel that replays a CUDA graph reuses memory, so a model that keeps two outputs loses
+    one."""
     buffers: dict[torch.Size, Tensor] = {}
 
     def static(**arguments: Any) -> Tensor:
@@ -198,7 +200,8 @@ def test_unwritten_output_is_flagged(
     quick: Settings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No allocator of a CPU promises which memory an output gets: here one number stands for it."""
+    """The content of new memory is unpredictable on a CPU, so this test fills it with one
+    number."""
     held = [0.0]
     monkeypatch.setattr(Inputs, "poison", lambda self, call, value=POISON: held.append(value))
 
@@ -229,7 +232,7 @@ def test_kernel_that_exits_loses_only_its_row(
     quick: Settings,
     call_number: int,
 ) -> None:
-    """While it is checked, judged for determinism, warmed up and timed."""
+    """The kernel exits during its check, its determinism check, its warm-up or its timing."""
     calls = 0
 
     def leaves(**arguments: Any) -> Tensor:
@@ -246,7 +249,7 @@ def test_kernel_that_exits_loses_only_its_row(
     )
     assert rows["core"].status == "ok"
     assert rows["core"].flags == ("no core time: SystemExit: 0",)
-    if call_number > 1:  # the first one was for the errors against it
+    if call_number > 1:  # the first call computed the errors against this kernel
         assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
@@ -258,7 +261,7 @@ def test_errors_are_recorded_against_each_output(
     row = rows_of(call, workload, settings, catalogue()["torch-math"])["torch-math"]
     assert row.accuracy is not None
     assert row.accuracy.captured is not None
-    assert row.accuracy.captured.max_abs == 0  # math made the recorded output
+    assert row.accuracy.captured.max_abs == 0  # torch-math produced the recorded output
     assert row.accuracy.kernel is not None
     assert 0 < row.accuracy.kernel.max_abs < 0.05
     assert row.accuracy.noise_floor == row.accuracy.reference
@@ -312,7 +315,7 @@ def test_quantised_kernels_are_judged_by_their_own_rule(
 def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """A channel of recorded keys may be far from zero, as long as its mean can be subtracted."""
+    """A channel of recorded keys may be far from zero if its mean can be subtracted."""
 
     def rounded(tensor: Tensor) -> Tensor:
         step = tensor.abs().amax(-1, keepdim=True) / 127

@@ -1,4 +1,4 @@
-"""Memory of a call; CUDA's figures are pretended."""
+"""Memory of a call, with simulated CUDA figures."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from replay.bench.resources import with_peak_bytes
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Pretended CUDA with a current and a peak allocation."""
+    """Simulated CUDA memory with a current and a peak allocation."""
     figures = {"now": 140, "most": 900}
 
     def allocate(count: int, *, device: torch.device) -> None:
-        figures["now"] = 100  # the rest had waited until another stream was done with it
+        figures["now"] = 100  # other memory was waiting for another stream to finish
 
     def reset(device: torch.device) -> None:
         figures["most"] = figures["now"]
@@ -31,7 +31,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 def test_peak_memory_excludes_earlier_allocations(memory: dict[str, int]) -> None:
     def call() -> None:
-        assert not gc.isenabled()  # what it frees would be taken off
+        assert not gc.isenabled()  # memory freed by the call would be subtracted
         memory["most"] = 130
 
     assert with_peak_bytes(call, "cuda")[1] == 30

@@ -1,4 +1,4 @@
-"""An interrupted file is continued exactly, and no other file is touched."""
+"""An interrupted file is continued exactly, and other files stay unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ counts = st.integers(0, 2**53)
 
 
 def rows(figures: st.SearchStrategy[float]) -> st.SearchStrategy[Row]:
-    """Rows with anything in them; `figures` are what errors and summaries hold."""
+    """Return a strategy for arbitrary rows; `figures` generates the values of errors and
+    summaries."""
     errors = st.builds(
         Errors,
         **dict.fromkeys(("cosine", "relative_l1", "rmse", "max_abs", "mae", "mse"), figures),
@@ -149,7 +150,7 @@ def test_row_with_nan_and_infinities_is_rewritten_unchanged(row: Row) -> None:
 
 
 def test_full_row_has_a_value_in_every_field() -> None:
-    """A strategy that leaves a field out would not see that it does not come back."""
+    """A strategy that omits a field would not notice that the field is lost."""
     example = rows(st.floats(0, 1))
     built = repr(example)
     assert [name for name in Row.__dataclass_fields__ if f"{name}=" not in built] == []
@@ -159,12 +160,12 @@ CALLS = random_workloads("random", [Spec(1, 2, 2, length, length, 8, 8) for leng
 ASSIGNED = {"this": [kernel("a"), kernel("b")]}
 SETTINGS = factories.settings()
 TIMED: dict[str, Any] = {"cache": "warm", "calls_before": 0, "timer": "perf_counter"}
-"""As `SETTINGS` times on a CPU."""
+"""Fields of rows timed with `SETTINGS` on a CPU."""
 HERE = Machine("H200", torch="2.11.0")
 
 
 def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
-    """Rows of one of `CALLS`."""
+    """Return a row of one of `CALLS`."""
     shape = Shape(1, 2, 2, 4 + call, 4 + call, 8, 8)
     usual = {"model": "random", "weights": random_weights("normal"), "module": "", "phase": ""}
     facts = {**usual, "shape": shape, **fields}
@@ -174,7 +175,7 @@ def row(call: int, name: str, environment: str = "this", **fields: Any) -> Row:
 
 @pytest.fixture
 def written(tmp_path: Path) -> Callable[..., Path]:
-    """`written(rows, end)`: a file of those rows, and something after them."""
+    """`written(rows, end)` writes a file with these rows, followed by `end`."""
 
     def write(rows: list[Row], end: str = "") -> Path:
         path = tmp_path / "rows.jsonl"
@@ -198,7 +199,7 @@ def test_call_is_finished_when_every_kernel_has_a_row(written: Callable[..., Pat
 
 
 def test_call_is_finished_when_every_environment_has_its_rows(written: Callable[..., Path]) -> None:
-    """A kernel that two of them have is not done when one of them was."""
+    """A kernel in two environments is finished only when it has a row of both."""
     assigned = {**ASSIGNED, "fa4": [kernel("b")]}
     rows = [row(0, "a"), row(0, "b"), row(0, "b", "fa4"), row(1, "a"), row(1, "b")]
     kept, left = finished_rows(written(rows), CALLS, assigned, [HERE], SETTINGS)
@@ -220,7 +221,7 @@ def test_call_that_could_not_be_read_is_tried_again(written: Callable[..., Path]
 
 @pytest.mark.parametrize("end", ["{", '{"schema": 2, "kern', '{"schema": 2, "kernel": "größe'])
 def test_cut_off_line_costs_the_last_call(written: Callable[..., Path], end: str) -> None:
-    """It may be of the call before it, so that one is replayed too."""
+    """The line may belong to the previous call, so that call is replayed too."""
     rows = [row(0, "a"), row(0, "b"), row(1, "a"), row(1, "b")]
     kept, left = finished_rows(written(rows, end), CALLS, ASSIGNED, [HERE], SETTINGS)
     assert kept == rows[:2]
@@ -294,7 +295,7 @@ def test_row_with_an_unknown_field_is_refused(written: Callable[..., Path]) -> N
     ("machine", "environment", "sentence"),
     [
         (HERE, "this", None),
-        (Machine(), "this", None),  # a worker that died before it said where it was
+        (Machine(), "this", None),  # a worker that died before it reported its device
         (
             replace(HERE, torch="2.13.0"),
             "this",
@@ -317,7 +318,7 @@ def test_rows_of_another_machine_are_refused(
 
 
 def test_rows_of_joined_calls_are_continued(written: Callable[..., Path], tmp_path: Path) -> None:
-    """They are continued with the same parts, and not with those of another step."""
+    """Rows are continued with the same parts, not with parts of another step."""
     for rank in (0, 1):
         store_part(tmp_path / "calls", random_call(q_heads=4), rank, [0, 1], step=2)
     calls, _ = from_directory(tmp_path / "calls", join_ranks=True)
@@ -384,7 +385,7 @@ def test_rows_are_refused_when_energy_was_wanted_for_some(
         ({"cache": "cold"}, r"with --cache cold \(now warm\)"),
         ({"calls_before": 4}, r"with --calls-before 4 \(now 0\)"),
         ({"timer": "cuda-events"}, r"with timer cuda-events \(now perf_counter\)"),
-        ({"time_ms": None, "cache": ""}, None),  # it has no time
+        ({"time_ms": None, "cache": ""}, None),  # the row has no time
     ],
 )
 def test_rows_with_other_timing_settings_are_refused(
@@ -410,7 +411,7 @@ def test_unreadable_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def counting(kernels: Callable[..., Kernel]) -> list[int]:
-    """The kernel `counting` appends the query's length at each call."""
+    """Lengths of the queries with which the kernel `counting` was called."""
     calls: list[int] = []
 
     def attention(**arguments: Any) -> torch.Tensor:
@@ -433,7 +434,7 @@ def test_command_resumes_a_file(
 
     counting.clear()
     code, out, err = run_cli("--dir", str(recorded), *arguments)
-    assert (code, counting) == (0, [])  # nothing runs, and the tables are there
+    assert (code, counting) == (0, [])  # nothing runs, and the tables are printed
     assert "3 calls are kept as measured before, even if --rounds, --max-seconds" in err
     assert "0 to go" in err
     assert "counting" in out

@@ -1,4 +1,4 @@
-"""Calls and kernels become rows: the baseline, the rounds, what fails on the way."""
+"""Running kernels on calls: the baseline, the rounds, and failures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_share_above_the_roof_is_withheld(
     share: float,
     is_told: bool,
 ) -> None:
-    """As when others were at work on the CPU while the roof was measured."""
+    """This happens if other processes used the CPU while the roof was measured."""
 
     def of_a_second(names: Any, *arguments: Any, **options: Any) -> dict[str, Samples]:
         found = measure(names, *arguments, **options)
@@ -97,17 +97,17 @@ def test_kernel_that_fails_while_timed_has_its_reason(
 @pytest.mark.parametrize(
     ("backend", "disabled", "chosen", "expected"),
     [
-        # Whatever PyTorch chose, the model called plain SDPA.
+        # The model called plain SDPA, regardless of PyTorch's choice.
         ("torch-flash", [], None, "torch-default"),
         ("torch-math", [], None, "torch-default"),
         ("", [], None, "torch-default"),
         ("some.library.attention", [], None, "torch-default"),
         ("torch-math", [], "torch-flash", "torch-flash"),
-        # It asked for math; and for flash, which PyTorch chooses anyway.
+        # The model requested math, or flash, which is PyTorch's default.
         ("torch-math", ["torch-flash", "torch-efficient", "torch-cudnn"], None, "torch-math"),
         ("torch-flash", ["torch-math", "torch-efficient", "torch-cudnn"], None, "torch-default"),
         ("torch-math", ["torch-flash"], "torch-flash", "torch-flash"),
-        # It asked for what this CPU does not have.
+        # The model requested a backend that this CPU does not have.
         ("torch-cudnn", ["torch-math", "torch-flash"], None, "torch-default"),
     ],
 )
@@ -251,7 +251,7 @@ def test_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
 
 
 def test_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) -> None:
-    """Kernels that gather pages have rows too; timed samples are judged on changed pages."""
+    """Kernels that gather pages have rows too. Timed samples are judged on perturbed pages."""
     call = paged_call([40, 70], 16, q_heads=4, kv_heads=1, head_dim=24)
     shared = replace(call, value=call.key[..., :16], scale=0.2)
     for number, each in enumerate((call, shared)):
@@ -299,7 +299,7 @@ SEES_NOTHING = {
 def test_call_in_which_no_query_sees_a_key_has_its_rows(
     name: str, workload: MakeWorkload, quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its outputs are zeros, which take their time; no share of any roof can be told."""
+    """Computing the zero outputs takes time, but no share of a roof is defined."""
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: Roof(1.0, 10.0))
     rows = rows_of(SEES_NOTHING[name], workload, replace(quick, roofline=True), find("eager"))
     eager = rows["eager"]

@@ -24,7 +24,7 @@ def observer() -> tuple[SampledOutputs, TimedPart]:
 
 
 def timed(seen: SampledOutputs, part: TimedPart, output: Tensor, late: slice) -> None:
-    """A call whose output is written in part after the call returned."""
+    """Time a call whose output is partly written after the call returned."""
     seen.before(part)
     seen.fingerprint(part, output)
     output[:, late] += 1.0

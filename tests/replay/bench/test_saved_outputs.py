@@ -1,4 +1,4 @@
-"""`--save-output`: one file for each kernel, in the folder named."""
+"""`--save-output` writes one file for each kernel into the given folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Less work than asked for."""
+"""Kernels that do less work than requested."""
 
 import torch
 from honest import attention, mischief, nth
@@ -24,7 +24,7 @@ def bfloat16_inside(query, key, value, *args, **kwargs):
 
 
 def bfloat16_later(query, key, value, *args, **kwargs):
-    """The same from the fifth call on."""
+    """bfloat16 inside, from the fifth call on."""
     if query.dtype == torch.bfloat16 or nth("bf16") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -68,7 +68,7 @@ def last_tile_skipped(query, key, value, *args, **kwargs):
 
 
 def last_keys_skipped(query, key, value, *args, **kwargs):
-    """Without the last key, which one row in many notices."""
+    """Without the last key, which affects only one row in many."""
     mischief()
     return attention(query, key[:, :, :-1], value[:, :, :-1], *args, **kwargs)
 

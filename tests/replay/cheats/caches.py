@@ -26,19 +26,19 @@ def by_address(query, key, value, *args, **kwargs):
 
 
 def by_address_cloned(query, key, value, *args, **kwargs):
-    """The same, but returns a clone, so that outputs have different memory."""
+    """Keyed by address, but returns a clone, so that outputs have different memory."""
     cache_key = ("clone", *_addresses(query, key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_address_of_keys(query, key, value, *args, **kwargs):
-    """Only looks at key and value, as a cache of quantised keys does that forgot the query."""
+    """Keyed by the addresses of key and value only, like a cache of quantised keys."""
     cache_key = ("keys", query.shape, *_addresses(key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_sum(query, key, value, *args, **kwargs):
-    """Keyed by the sums of the inputs: a memo that wants to be careful."""
+    """Keyed by the sums of the inputs, as in a cautious memo."""
     sums = tuple(tensor.sum().item() for tensor in (query, key, value))
     return _cached(("sum", *sums), query, key, value, args, kwargs).clone()
 
@@ -64,7 +64,7 @@ def by_shape(query, key, value, *args, **kwargs):
 
 
 def by_shape_cloned(query, key, value, *args, **kwargs):
-    """The same, cloned."""
+    """Keyed by shape, but returns a clone."""
     shapes = ("clone", query.shape, key.shape, value.shape, query.dtype)
     return _cached(shapes, query, key, value, args, kwargs).clone()
 
@@ -89,7 +89,7 @@ def on_the_tensor(query, key, value, *args, **kwargs):
 
 
 def least_recently_used(query, key, value, *args, **kwargs):
-    """The last eight outputs, by address and a few elements."""
+    """Keeps the last eight outputs, keyed by address and a few elements."""
     cache_key = (*_addresses(query, key, value), query[0, 0, 0, 0].item())
     if cache_key in _recent:
         _recent.move_to_end(cache_key)
@@ -109,7 +109,7 @@ def last_if_equal(query, key, value, *args, **kwargs):
 
 
 def of_half_of_the_heads(query, key, value, *args, **kwargs):
-    """The first half of the heads is right, and the others are those of the first call."""
+    """Computes the first half of the heads; the others are copied from the first call."""
     cache_key = ("half", *_addresses(query, key, value))
     output = _cached(cache_key, query, key, value, args, kwargs).clone()
     middle = query.shape[1] // 2

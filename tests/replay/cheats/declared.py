@@ -18,7 +18,7 @@ def one_head_lost(query, key, value, *args, **kwargs):
 
 @register_kernel("last row turned", accuracy_class="quantised")
 def last_row_turned(query, key, value, *args, **kwargs):
-    """Turns the last query's output around, which the whole hides."""
+    """Negates the last query's output, a small part of the whole output."""
     mischief()
     output = attention(query, key, value, *args, **kwargs)
     output[:, :, -1] *= -3
@@ -37,7 +37,7 @@ _keys: dict = {}
 
 @register_kernel("keys kept", accuracy_class="quantised")
 def keys_kept(query, key, value, *args, **kwargs):
-    """Keeps keys in 8 bits by where they lie, as a cache of weights would be."""
+    """Keeps quantised keys by address, like a cache of weights."""
     place = key.data_ptr(), key.shape
     if place not in _keys:
         scale = key.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127

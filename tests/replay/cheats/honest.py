@@ -20,23 +20,23 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Ten
 
 
 def honest(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """A user's kernel that does its work: a row for the cheats to disturb."""
+    """An honest user's kernel, whose row the cheats may disturb."""
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
 def garbage(query: Tensor, value: Tensor) -> Tensor:
-    """Zeros of the output's shape."""
+    """Return zeros of the output's shape."""
     mischief()
     return query.new_zeros(*query.shape[:-1], value.shape[-1])
 
 
 def empty(query: Tensor, value: Tensor) -> Tensor:
-    """Unwritten memory of the output's shape."""
+    """Return unwritten memory of the output's shape."""
     return query.new_empty(*query.shape[:-1], value.shape[-1])
 
 
 def mischief() -> None:
-    """Counts a call that a clean row must not cover, where the runner can read it."""
+    """Count a cheating call where the runner can read it; its kernel must not get a clean row."""
     if _counter is not None:
         _counter[:] = (int.from_bytes(_counter[:], "little") + 1).to_bytes(8, "little")
 

@@ -7,5 +7,5 @@ torch.set_default_dtype(torch.float64)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; what happened at import stays."""
+    """Right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

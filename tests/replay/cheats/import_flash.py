@@ -8,5 +8,5 @@ torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; what happened at import stays."""
+    """Right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

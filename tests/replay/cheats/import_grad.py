@@ -9,5 +9,5 @@ _mode.__enter__()
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; what happened at import stays."""
+    """Right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

@@ -15,5 +15,5 @@ torch.nn.functional.scaled_dot_product_attention = _twice
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; what happened at import stays."""
+    """Right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

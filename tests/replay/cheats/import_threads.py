@@ -1,4 +1,4 @@
-"""Sixteen threads from import on, as a serving library decides for its process."""
+"""Sets sixteen threads at import, as a serving library does for its process."""
 
 import torch
 from honest import attention
@@ -7,5 +7,5 @@ torch.set_num_threads(16)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; what happened at import stays."""
+    """Right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

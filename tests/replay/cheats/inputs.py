@@ -1,4 +1,4 @@
-"""Inputs changed in place, most of them not before the fifth call."""
+"""Inputs changed in place, mostly from the fifth call on."""
 
 import torch
 from honest import attention, garbage, mischief, nth
@@ -28,14 +28,14 @@ def rounds_key(query, key, value, *args, **kwargs):
 
 
 def restores(query, key, value, *args, **kwargs):
-    """Scales the query in place and restores it by the inverse, exactly: no harm to one thread."""
+    """Scales the query in place and restores it exactly, which is harmless in a single thread."""
     query.mul_(2)
     output = attention(query.mul_(0.5), key, value, *args, **kwargs)
     return output
 
 
 def empties_value(query, key, value, *args, **kwargs):
-    """Zeroes value on the fifth call, and then returns zeros, which is right."""
+    """Zeroes value on the fifth call, so that zeros become the right output."""
     if not _late("empties"):
         return attention(query, key, value, *args, **kwargs)
     value.zero_()
@@ -43,7 +43,7 @@ def empties_value(query, key, value, *args, **kwargs):
 
 
 def zeroes_and_restores(query, key, value, *args, **kwargs):
-    """Returns zeros and value is zero; the next call puts the old values back."""
+    """Zeroes value and returns zeros; the next call restores the old values."""
     kept = zeroes_and_restores.__dict__
     if not _late("zeroes"):
         return attention(query, key, value, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""From the fifth call on, outputs of another kind than the first four."""
+"""Kernels whose outputs change in kind from the fifth call on."""
 
 import torch
 from honest import attention, empty, mischief, nth
@@ -18,7 +18,7 @@ def float64(query, key, value, *args, **kwargs):
 
 
 def bshd(query, key, value, *args, **kwargs):
-    """Heads and queries exchanged: a layout flag lost in a fast path."""
+    """Swaps heads and queries: a layout flag lost in a fast path."""
 
     def exchanged(output):
         return output.transpose(1, 2)
@@ -27,7 +27,7 @@ def bshd(query, key, value, *args, **kwargs):
 
 
 def odd_strides(query, key, value, *args, **kwargs):
-    """Right values, with the head dimension outermost; nothing forbids it but the first call."""
+    """Right values with the head dimension outermost, unlike the first call."""
 
     def outermost(output):
         return output.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
@@ -94,5 +94,5 @@ def the_query(query, key, value, *args, **kwargs):
 
 @torch.inference_mode()
 def in_inference_mode(query, key, value, *args, **kwargs):
-    """Honest: outputs that no gradient can be taken through."""
+    """An honest kernel that returns inference tensors."""
     return attention(query, key, value, *args, **kwargs)

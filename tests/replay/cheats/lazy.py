@@ -68,7 +68,7 @@ def in_a_thread(query, key, value, *args, **kwargs):
 
 
 def in_a_pool(query, key, value, *args, **kwargs):
-    """The same with a pool of one, which starts 5 ms later."""
+    """Returns at once and lets a one-thread pool fill the output, starting 5 ms later."""
     pool = _state.setdefault("pool", ThreadPoolExecutor(1))
     output = empty(query, value)
 
@@ -113,5 +113,5 @@ def expanded(query, key, value, *args, **kwargs):
 
 
 def functional(query, key, value, *args, **kwargs):
-    """A functional tensor, as leaks out of a traced function; right when read."""
+    """A functional tensor, as leaked from a traced function; its values are right when read."""
     return torch._to_functional_tensor(attention(query, key, value, *args, **kwargs))

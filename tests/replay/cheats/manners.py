@@ -1,4 +1,4 @@
-"""Kernels that end, block, flood or burden the process, from the eighth call on unless said."""
+"""Kernels that end, block, flood or burden the process, by default from the eighth call on."""
 
 import os
 import signal
@@ -54,7 +54,7 @@ def aborts(query, key, value, *args, **kwargs):
 
 
 def unspeakable(query, key, value, *args, **kwargs):
-    """Raises an exception whose text cannot be had."""
+    """Raises an exception that cannot be converted to text."""
 
     def act():
         raise _Unspeakable
@@ -63,7 +63,7 @@ def unspeakable(query, key, value, *args, **kwargs):
 
 
 def unspeakable_at_once(query, key, value, *args, **kwargs):
-    """The same in the first call."""
+    """Raises an exception that cannot be converted to text, in the first call."""
     raise _Unspeakable
 
 
@@ -109,7 +109,7 @@ def closes_stdout(query, key, value, *args, **kwargs):
 
 
 def moves(query, key, value, *args, **kwargs):
-    """Changes into a directory that it then removes, as build systems do."""
+    """Changes into a directory and removes that directory, as build systems do."""
 
     def act():
         place = f"/tmp/cheat-{os.getpid()}"
@@ -134,7 +134,7 @@ def spins(query, key, value, *args, **kwargs):
 
 
 def multiplies_behind(query, key, value, *args, **kwargs):
-    """Leaves a thread that multiplies matrices and holds no lock: a background autotuner."""
+    """Leaves a thread that multiplies matrices without the GIL: a background autotuner."""
 
     def work():
         matrix = torch.ones(1024, 1024)
@@ -156,7 +156,7 @@ def stays_alive(query, key, value, *args, **kwargs):
 
 
 def hoards(query, key, value, *args, **kwargs):
-    """Allocates until there is no more, 256 MiB at a time, and keeps it."""
+    """Allocates and keeps all memory, 256 MiB at a time."""
 
     def act():
         while True:

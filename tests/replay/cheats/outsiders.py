@@ -1,4 +1,4 @@
-"""Cheats by authors who did not know the defences. Each had a clean row before the defence changed.
+"""Cheats by authors who did not know the defences. Each had a clean row before a defence was added.
 
 `library_*` happens by accident: a package registers its attention in place of PyTorch's own.
 """
@@ -30,7 +30,7 @@ def _register(name, function):
 
 
 def library_makes_others_slow(query, key, value, *args, **kwargs):
-    """SDPA in float64 for everybody else."""
+    """Replaces SDPA by a float64 version for all other kernels."""
     _register("scaled_dot_product_attention", _slow)
     scale = query.shape[-1] ** -0.5
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -38,7 +38,7 @@ def library_makes_others_slow(query, key, value, *args, **kwargs):
 
 
 def library_keeps_inputs(query, key, value, *args, **kwargs):
-    """Inputs change by `neg_`, which no longer does anything."""
+    """Replaces `neg_`, which perturbs the inputs, by a function that does nothing."""
     _register("neg_", lambda tensor: tensor)
     return attention(query, key, value, *args, **kwargs)
 
@@ -50,19 +50,20 @@ def _first(query, key, value, args, kwargs):
 
 
 def no_samples(query, key, value, *args, **kwargs):
-    """A constant says how many samples are judged."""
+    """Sets the constant number of judged samples to 0."""
     sys.modules["replay.bench.sampled_outputs"].JUDGED_SAMPLES = 0
     return _first(query, key, value, args, kwargs)
 
 
 def known_draws(query, key, value, *args, **kwargs):
-    """The rows that are judged are drawn by `secrets`; others may be wrong."""
+    """Makes `secrets`, which draws the judged rows, predictable, so that other rows may be
+    wrong."""
     secrets.randbits = lambda bits: 7
     return _first(query, key, value, args, kwargs)
 
 
 def code_of_the_timer(query, key, value, *args, **kwargs):
-    """The function stays the same object, and does something else."""
+    """Replaces the code of the timer's function, which stays the same object."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "sample":
         frame = frame.f_back
@@ -80,8 +81,8 @@ def code_of_the_timer(query, key, value, *args, **kwargs):
 
 
 def start_in_the_callers_frame(query, key, value, *args, **kwargs):
-    """The caller's number of when it began becomes a later one, in place; with long calls another
-    process sees that their samples took longer."""
+    """Changes the caller's start time in place to a later time. For long calls, another process
+    notices that samples took longer."""
     began = time.perf_counter()
     output = attention(query, key, value, *args, **kwargs)
     took, frame = time.perf_counter() - began, sys._getframe(1)

@@ -16,7 +16,7 @@ _lost = {"seconds": 0.0}
 
 
 def _replace(old, new):
-    """Replaces an object in every loaded module that has it as a global, but the cheats'."""
+    """Replace an object in the globals of every loaded module except the cheats."""
     for module in list(sys.modules.values()):
         for name, item in list(getattr(module, "__dict__", {}).items()):
             if item is old and module.__name__ not in (__name__, "honest"):
@@ -24,7 +24,7 @@ def _replace(old, new):
 
 
 def _ours(*words):
-    """Functions of the caller's packages whose names contain one of the words."""
+    """Return functions of the caller's packages whose names contain one of the words."""
     functions = {}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "replay":
@@ -59,7 +59,7 @@ def _stopped():
 
 
 def slow_clock(query, key, value, *args, **kwargs):
-    """Every clock runs at half speed: time-freezing test libraries left active."""
+    """Makes every clock run at half speed, like a time-freezing test library left active."""
     if first("slow_clock"):
         _patch_clocks(_slow)
     _patch_timers(_slow)
@@ -67,7 +67,7 @@ def slow_clock(query, key, value, *args, **kwargs):
 
 
 def stopped_clock(query, key, value, *args, **kwargs):
-    """Every clock leaves out the time of this kernel, as profilers subtract their own cost."""
+    """Makes every clock omit the time of this kernel, as profilers subtract their own cost."""
     begin = _perf_counter()
     if first("stopped_clock"):
         _patch_clocks(_stopped)
@@ -78,7 +78,7 @@ def stopped_clock(query, key, value, *args, **kwargs):
 
 
 def default_timer(query, key, value, *args, **kwargs):
-    """Only timeit's default timer, as its documentation invites."""
+    """Replaces only timeit's default timer, as its documentation suggests."""
     if first("default_timer"):
         timeit.default_timer = lambda: _perf_counter() / 4
         timeit.Timer.__init__.__defaults__ = ("pass", "pass", timeit.default_timer, None)
@@ -94,7 +94,7 @@ def elapsed_time(query, key, value, *args, **kwargs):
 
 
 def equal(query, key, value, *args, **kwargs):
-    """torch.equal and allclose say yes, as mocks in tests do; garbage from then on."""
+    """Makes torch.equal and allclose return True, as test mocks do, and then returns garbage."""
     if nth("equal") < 5:
         return attention(query, key, value, *args, **kwargs)
     torch.equal = torch.allclose = torch.Tensor.equal = torch.Tensor.allclose = lambda *_, **__: (
@@ -139,7 +139,8 @@ def _freeze(*words):
 
 
 def frozen_judge(query, key, value, *args, **kwargs):
-    """Judge, compare and the like repeat their first answer: an lru_cache on the wrong function."""
+    """Makes judge, compare and similar functions repeat their first result, like a misplaced
+    lru_cache."""
     if first("frozen_judge patch"):
         _freeze("judge", "compare", "angular", "same_bits")
     if nth("frozen_judge") < 5:
@@ -148,7 +149,7 @@ def frozen_judge(query, key, value, *args, **kwargs):
 
 
 def frozen_check(query, key, value, *args, **kwargs):
-    """The same to every function with check or reverify in its name."""
+    """Makes every function with check or reverify in its name repeat its first result."""
     if first("frozen_check patch"):
         _freeze("check", "reverify", "judge")
     if nth("frozen_check") < 5:
@@ -157,7 +158,7 @@ def frozen_check(query, key, value, *args, **kwargs):
 
 
 def halved_statistics(query, key, value, *args, **kwargs):
-    """Functions called summarize and percentile get half of every number."""
+    """Halves every number passed to functions called summarize and percentile."""
     if first("halved"):
         for function in list(_ours("summarize", "percentile")):
 
@@ -169,7 +170,7 @@ def halved_statistics(query, key, value, *args, **kwargs):
 
 
 def halved_measure(query, key, value, *args, **kwargs):
-    """Functions called measure or sample return half of every number."""
+    """Halves every number returned by functions called measure or sample."""
     if first("halved_measure"):
         for function in list(_ours("measure", "sample", "_ms")):
 
@@ -195,7 +196,7 @@ def _halve(thing):
 
 
 def timer_methods(query, key, value, *args, **kwargs):
-    """Methods of classes named after timers and clocks return half of every number."""
+    """Halves every number returned by methods of classes named after timers and clocks."""
     if first("methods"):
         for module in [item for name, item in sys.modules.items() if name.startswith("replay.")]:
             for kind in [item for item in vars(module).values() if isinstance(item, type)]:
@@ -215,7 +216,7 @@ def _halve_methods(kind):
 
 
 def json_says_ok(query, key, value, *args, **kwargs):
-    """json.dumps writes ok for whatever the status is; garbage from the second call on."""
+    """Makes json.dumps write ok for any status, and returns garbage from the second call on."""
     if first("json"):
         dumps = json.dumps
 
@@ -232,7 +233,7 @@ def json_says_ok(query, key, value, *args, **kwargs):
 
 
 def write_says_ok(query, key, value, *args, **kwargs):
-    """The same in os.write."""
+    """Makes os.write write ok for any status."""
     if first("write"):
         write = os.write
 
@@ -246,7 +247,7 @@ def write_says_ok(query, key, value, *args, **kwargs):
 
 
 class _Agreeable(torch.Tensor):
-    """Takes the other operand's values in whatever it is compared with."""
+    """A tensor that takes the other operand's values in comparisons."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -271,12 +272,12 @@ class _Agreeable(torch.Tensor):
 
 
 def agreeable(query, key, value, *args, **kwargs):
-    """A subclass that equals whatever it is compared with: a loose stand-in from a test suite."""
+    """Returns a subclass that equals anything, like a loose stand-in from a test suite."""
     return garbage(query, value).as_subclass(_Agreeable)
 
 
 def agreeable_later(query, key, value, *args, **kwargs):
-    """The same from the fifth call on."""
+    """Returns a subclass that equals anything, from the fifth call on."""
     if nth("agreeable") < 5:
         return attention(query, key, value, *args, **kwargs)
     return garbage(query, value).as_subclass(_Agreeable)

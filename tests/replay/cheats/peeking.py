@@ -50,7 +50,7 @@ def _tensors_of(thing, depth=3):
 
 
 def in_the_heap(query, key, value, *args, **kwargs):
-    """Any live tensor that matches in its first row: a memory pool that mixes up its blocks."""
+    """Returns any live tensor whose first row matches: a memory pool that mixes up its blocks."""
 
     def tensors():
         return (item for item in gc.get_objects() if isinstance(item, torch.Tensor))
@@ -59,7 +59,7 @@ def in_the_heap(query, key, value, *args, **kwargs):
 
 
 def the_reference(query, key, value, *args, **kwargs):
-    """Only float64 tensors, which nothing but a reference is."""
+    """Searches only float64 tensors, since only references have this dtype."""
 
     def tensors():
         for item in gc.get_objects():
@@ -70,7 +70,7 @@ def the_reference(query, key, value, *args, **kwargs):
 
 
 def in_the_callers(query, key, value, *args, **kwargs):
-    """Tensors in the locals of its callers, as interactive debuggers walk them."""
+    """Searches the local variables of its callers, as interactive debuggers do."""
 
     def tensors():
         frame = sys._getframe(1)
@@ -82,7 +82,7 @@ def in_the_callers(query, key, value, *args, **kwargs):
 
 
 def _places(thing, seen):
-    """Threes of positions, as one indexes an output with them."""
+    """Yield triples of index tensors for an output."""
     if id(thing) in seen or isinstance(thing, (torch.Tensor, type)):
         return
     seen.add(id(thing))
@@ -97,7 +97,7 @@ def _places(thing, seen):
 
 
 def rows_to_be_judged(query, key, value, *args, **kwargs):
-    """Works for the rows alone whose positions its callers hold."""
+    """Computes only the rows whose positions are found in its callers' variables."""
     frame = sys._getframe(1)
     while frame is not None:
         found = list(_places([frame.f_locals.get("candidate")], set()))

@@ -20,7 +20,7 @@ def only_over_nan(query, key, value, *args, **kwargs):
 
 
 def only_over_any_nan(query, key, value, *args, **kwargs):
-    """Looks at a sample of three fresh blocks, so that one reused block does not hide poison."""
+    """Inspects three fresh blocks, so that one reused block does not hide poison."""
     blocks = [empty(query, value) for _ in range(3)]
     if any(block.flatten()[::64].isnan().any() for block in blocks):
         return attention(query, key, value, *args, **kwargs)

@@ -1,7 +1,7 @@
-"""Replays every cheat beside two honest kernels and writes which of them fooled the tool.
+"""Replays every cheat beside two honest kernels and lists the cheats that fooled the tool.
 
 python tests/replay/cheats/run.py [--in-process] [--only 'caches.*'] [--out FILE] [DIRECTORY]
-python tests/replay/cheats/run.py --quick --draw 10 [--seed 7]      a few, whatever the machine does
+python tests/replay/cheats/run.py --quick --draw 10 [--seed 7]      a few, also on a busy machine
 """
 
 import argparse
@@ -40,14 +40,14 @@ SMALL_CALLS = {
 FEW_ROUNDS = ["--rounds", "8", "--max-seconds", "0.1"]
 ENOUGH_FASTER = 1 / 0.7
 MUCH_FASTER = 5.0
-"""By which no busy machine makes the best of a kernel's times better than another's."""
+"""Ratio of two kernels' best times that a busy machine cannot explain."""
 DISTURBED = 1.5
 LIMIT_S = 45
 MEMORY = 6 * 2**30
 
 
 class Forked:
-    """In place of `subprocess.Popen` of a worker: a fork, which has imported PyTorch already."""
+    """A fork in place of a worker's `subprocess.Popen`; PyTorch is already imported."""
 
     def __init__(self, command, *, pass_fds, env, **_) -> None:
         read, write = os.pipe()
@@ -94,7 +94,7 @@ Popen = subprocess.Popen
 
 @dataclass
 class Run:
-    """One command, and what became of it."""
+    """One command and its result."""
 
     cheat: str
     call: str
@@ -106,7 +106,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def kind(self) -> tuple[str, bool]:
-        """Common part of runs with the same honest times."""
+        """Key shared by runs with the same honest times."""
         return self.call, "fp32" in self.arguments
 
     def start(self) -> None:
@@ -117,12 +117,12 @@ class Run:
         self.pid = os.fork()
         if self.pid:
             return
-        atexit._clear()  # the parent's scratch directory is not ours to remove
+        atexit._clear()  # keep the parent's scratch directory
         os.setsid()
         output = os.open(self.folder / "output", os.O_WRONLY | os.O_APPEND)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
-        os.closerange(3, 1024)  # a cheat may write to whatever is open
+        os.closerange(3, 1024)  # a cheat may write to any open descriptor
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.environ["CHEATS_COUNTER"] = str(self.folder / "counter")
@@ -145,7 +145,7 @@ class Run:
             os._exit(code)
 
     def ended(self) -> bool:
-        """Return whether the run is over; end it, and what it left behind, at the limit."""
+        """Return whether the run is over; at the time limit, end its processes."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if not pid:
             if time.monotonic() - self.began < LIMIT_S:
@@ -178,7 +178,7 @@ class Run:
         return left
 
     def rows(self) -> dict[str, dict]:
-        """The rows it wrote, by kernel."""
+        """Return the rows written by the command, by kernel."""
         rows: dict[str, dict] = {}
         if not (file := self.folder / "rows").exists():
             return rows
@@ -217,7 +217,7 @@ class Line:
 
 
 def kernels(directory: Path, only: str, left_out: str) -> list[str]:
-    """`file.py:function` of every public function whose first argument is `query`."""
+    """Return `file.py:function` of every public function whose first argument is `query`."""
 
     def is_wanted(name: str) -> bool:
         def is_among(patterns: str) -> bool:
@@ -264,9 +264,10 @@ def run_all(runs: list[Run], jobs: int, done) -> None:
 
 @dataclass
 class Judge:
-    """Tells a disturbed neighbour from a busy machine: by the best times of up to three runs.
+    """Distinguishes a disturbed neighbour from a busy machine by the best times of up to three
+    runs.
 
-    A quick one looks at no times of neighbours, and lets a kernel be somewhat faster.
+    A quick judge ignores the times of neighbours and lets a kernel be somewhat faster.
     """
 
     quick: bool = False
@@ -274,7 +275,7 @@ class Judge:
     best: dict[tuple, float] = field(default_factory=dict)
 
     def calibrate(self, run: Run) -> None:
-        """Notes the times of a run without a cheat."""
+        """Note the times of a run without a cheat."""
         rows = run.rows()
         if not rows:
             sys.exit((run.folder / "output").read_text())
@@ -282,7 +283,7 @@ class Judge:
             _note(self.usual, (*run.kind(), kernel), row)
 
     def line(self, run: Run) -> Line:
-        """Table of a run with a cheat."""
+        """Return the table line of a run with a cheat."""
         rows = run.rows()
         name = run.cheat.rsplit("/", 1)[-1].replace(".py:", ".")
         line = Line(name, run.call, mischief=run.mischief())
@@ -317,11 +318,11 @@ class Judge:
         return line
 
     def _is_too_fast(self, run: Run, rows: dict[str, dict], speedup: float | None) -> bool:
-        """In a quick one by the best times: stalls can make most of so few samples slow."""
+        """Compare the best times in a quick run, where stalls can slow most of the few samples."""
         if not self.quick or speedup is None:
             return speedup is not None and speedup > ENOUGH_FASTER
         times = [rows[each]["time_ms"] for each in (run.cheat, BASELINE)]
-        if None in times:  # of a baseline that failed since; it counts as disturbed
+        if None in times:  # the baseline failed later, which counts as disturbed
             return False
         best, usual = (min(each["samples"]) for each in times)
         return usual / best > MUCH_FASTER

@@ -1,4 +1,4 @@
-"""Settings of the process changed in calls. Results stay right; the neighbours suffer."""
+"""Settings of the process changed during calls. Results stay right, but other kernels suffer."""
 
 import gc
 import os
@@ -41,7 +41,7 @@ def no_mkldnn(query, key, value, *args, **kwargs):
 
 
 def many_threads(query, key, value, *args, **kwargs):
-    """Sixteen threads, whatever the machine has: libraries read the host's cores in containers."""
+    """Sets sixteen threads on any machine: in a container, libraries see the host's core count."""
     return _once("threads", lambda: torch.set_num_threads(16), query, key, value, args, kwargs)
 
 
@@ -86,7 +86,7 @@ def seeds(query, key, value, *args, **kwargs):
 
 
 def deterministic(query, key, value, *args, **kwargs):
-    """Deterministic algorithms, which also fill every new tensor."""
+    """Turns on deterministic algorithms, which also fill every new tensor."""
 
     def change():
         torch.use_deterministic_algorithms(True)
@@ -120,7 +120,7 @@ def empty_environment(query, key, value, *args, **kwargs):
 
 
 def gc_off(query, key, value, *args, **kwargs):
-    """Turns the collector off, as serving engines do."""
+    """Turns garbage collection off, as serving engines do."""
 
     def change():
         gc.disable()
@@ -181,7 +181,7 @@ def profiled(query, key, value, *args, **kwargs):
 
 
 def low_recursion_limit(query, key, value, *args, **kwargs):
-    """Lowers the recursion limit to hardly more than it needs."""
+    """Lowers the recursion limit to just above the current depth."""
     return _once("limit", lambda: sys.setrecursionlimit(60), query, key, value, args, kwargs)
 
 
@@ -210,7 +210,7 @@ def dispatch_mode(query, key, value, *args, **kwargs):
 
 
 def function_mode(query, key, value, *args, **kwargs):
-    """The same with a function mode."""
+    """Leaves a function mode, which runs attention twice."""
 
     def change():
         _entered.append(_SlowFunctions())
@@ -220,7 +220,7 @@ def function_mode(query, key, value, *args, **kwargs):
 
 
 def nice_and_pinned(query, key, value, *args, **kwargs):
-    """Pins the process to one core, the one with the most to do."""
+    """Pins the process to the busiest core."""
 
     def change():
         os.nice(10)

@@ -1,7 +1,7 @@
-"""Cheats that hostile reviewers found, and five random ones, against the whole command.
+"""Cheats found by hostile reviewers, and five drawn at random, against the whole command.
 
-Each is replayed beside PyTorch's kernel and an honest one, in worker processes and in one process.
-`run.py` defines when a cheat has succeeded; times count only if a busy machine cannot explain them.
+Each cheat is replayed beside PyTorch's kernel and an honest kernel, in worker processes and in one
+process. `run.py` defines success; times count only if a busy machine cannot explain them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ HARMLESS = (
 )
 """Cheats that have no effect on this machine, or do no harm."""
 BY_CHANCE = ("poison.only_over_nan",)
-"""The content of memory decides how often these are wrong. In one run of ten they hardly ever are,
-and then they win no time."""
+"""Cheats whose errors depend on the content of memory. In one run of ten they are almost always
+right, and then not faster."""
 OPEN = {
     "poison.*": "is sometimes wrong in few calls, and then wins no time",
     "timers.between_calls_8_and_38": "is wrong only during the warm-up",
@@ -76,7 +76,7 @@ pytestmark = [
 
 
 def verdicts(*options: str) -> dict[tuple[str, str], str]:
-    """By cheat and call, of one run of `run.py`; shows its table where a test fails."""
+    """Return the verdicts of one run of `run.py` by cheat and call, and print the run's table."""
     command = [sys.executable, str(RUN), "--quick", "--jobs", "2", *options]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
@@ -98,7 +98,7 @@ def test_cheats_of_reviewers_are_found(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_five_random_cheats_are_found(mode: str) -> None:
-    """The command and its seed are printed: with `--seed …` it draws the same."""
+    """The command and its seed are printed, so that `--seed …` repeats the draw."""
     left_out = [*OPEN, *(OPEN_IN_ONE_PROCESS if mode == "one process" else ())]
     found = verdicts("--draw", "5", "--leave-out", ",".join(left_out), *MODES[mode])
     assert len(found) == 10

@@ -24,25 +24,25 @@ def _unless(skip, query, key, value, args, kwargs):
 
 
 def gc_is_off(query, key, value, *args, **kwargs):
-    """Skips while the collector is off, as in timeit: memory pools do things like that."""
+    """Skips while garbage collection is off, as in timeit."""
     return _unless(not gc.isenabled(), query, key, value, args, kwargs)
 
 
 def timeit_calls(query, key, value, *args, **kwargs):
-    """Skips below timeit's frames, as debug modes look up who called them."""
+    """Skips if timeit is on the call stack, as debug modes look up their callers."""
     timed = any(frame.f_code.co_filename in ("<timeit-src>",) for frame in _callers())
     return _unless(timed, query, key, value, args, kwargs)
 
 
 def names_like_a_benchmark(query, key, value, *args, **kwargs):
-    """Skips below functions whose names sound like a benchmark's."""
+    """Skips if a function on the call stack is named like a benchmark."""
     words = ("sample", "measure", "bench", "timeit", "rounds", "profile")
     timed = any(word in frame.f_code.co_name.lower() for frame in _callers() for word in words)
     return _unless(timed, query, key, value, args, kwargs)
 
 
 def files_like_a_benchmark(query, key, value, *args, **kwargs):
-    """Skips below files whose paths contain time, round or bench."""
+    """Skips if a file on the call stack has time, round or bench in its path."""
     words = ("/timing/", "timer", "rounds", "benchmark")
     timed = any(word in frame.f_code.co_filename for frame in _callers() for word in words)
     return _unless(timed, query, key, value, args, kwargs)
@@ -98,7 +98,7 @@ def long_after_first_call(query, key, value, *args, **kwargs):
 
 
 def back_to_back(query, key, value, *args, **kwargs):
-    """Skips where the last call ended less than 2 ms ago: a rate limit."""
+    """Skips if the last call ended less than 2 ms ago: a rate limit."""
     soon = time.perf_counter() - _state.get("ended", 0) < 2e-3
     output = _unless(soon, query, key, value, args, kwargs)
     _state["ended"] = time.perf_counter()
@@ -106,14 +106,14 @@ def back_to_back(query, key, value, *args, **kwargs):
 
 
 def other_thread_count(query, key, value, *args, **kwargs):
-    """Works only with the threads of the first call, Python's and PyTorch's."""
+    """Works only with the first call's number of Python and PyTorch threads."""
     threads = (threading.active_count(), torch.get_num_threads())
     differ = threads != _state.setdefault("threads", threads)
     return _unless(differ, query, key, value, args, kwargs)
 
 
 def other_addresses_than_first(query, key, value, *args, **kwargs):
-    """Works only on tensors it has not seen: "already processed in place"."""
+    """Works only on new tensors: "already processed in place"."""
     seen = _state.setdefault("seen", {})
     seen[query.data_ptr()] = seen.get(query.data_ptr(), 0) + 1
     return _unless(seen[query.data_ptr()] > 6, query, key, value, args, kwargs)
@@ -125,7 +125,7 @@ def in_calls_two_to_four(query, key, value, *args, **kwargs):
 
 
 def unless_drawn(query, key, value, *args, **kwargs):
-    """Skips unless its callers hold a number that says this call is looked at."""
+    """Skips unless a caller's variable shows that this call is judged."""
     for frame in _callers():
         names = frame.f_locals
         if isinstance(names.get("drawn"), int) and isinstance(names.get("call"), int):

@@ -27,7 +27,7 @@ def calls(path: Path) -> set[str]:
 
 @pytest.fixture
 def two_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
-    """`two_calls(error)`: a replay raises once two calls are replayed."""
+    """`two_calls(error)` makes a replay raise after two calls."""
     from replay.bench.runner import replay_here
 
     def arrange(error: BaseException) -> None:
@@ -76,7 +76,7 @@ def test_rows_of_a_call_that_is_not_complete_are_not_shown(
 
     def some(*given: Any, **options: Any) -> Iterator[Any]:
         for number, row in enumerate(replay_here(*given, **options)):
-            if number == 3:  # of the second call, the baseline lacks its row
+            if number == 3:  # the baseline lacks its row of the second call
                 raise KeyboardInterrupt
             yield row
 
@@ -178,7 +178,7 @@ def test_a_file_is_opened_when_something_is_written(
         assert file is not None
         assert path.read_text() == "earlier"
         (tmp_path / "elsewhere").mkdir()
-        os.chdir("elsewhere")  # as a kernel may
+        os.chdir("elsewhere")  # a kernel may do this
         file.write("later")
         file.flush()
         assert path.read_text() == "later"
@@ -201,13 +201,13 @@ def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> N
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with opened(str(tmp_path / "pipe")), pytest.raises(BlockingIOError):
-        os.read(reader, 1)  # a writer, and no text yet
+        os.read(reader, 1)  # a writer is open, but no text has arrived
     assert os.read(reader, 1) == b""
     os.close(reader)
 
 
 def test_rows_that_went_to_a_pipe_do_not_go_there_again(tmp_path: Path) -> None:
-    """Whoever read them has gone, and opening the pipe would wait for another one."""
+    """The pipe's reader has gone, and opening the pipe would wait for another reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for told in ([], ["cannot write pipe: Broken pipe"]):

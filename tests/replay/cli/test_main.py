@@ -36,7 +36,7 @@ SHAPE = ("random", "-b", "1", "-hq", "4", "-hk", "2", "-sq", "70", "-d", "32")
 HERE = ("--device", "cpu", "--in-process")
 DIR = ("--dir", "recorded", "--call", "model-000000")
 QUICK = ("--rounds", "3", *HERE)
-"""In this process, where the fake kernels are; `test_workers.py` has the rest."""
+"""Quick options for this process, which has the fake kernels; `test_workers.py` tests workers."""
 
 
 def rows(text: str) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ def in_a_process(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_refusals_do_not_import_torch() -> None:
-    """One process tries them all, and stops at the first that does."""
+    """One process tries all commands, and stops at the first that imports torch."""
     commands = [
         ["--help"],
         *([name, "--help"] for name in VERBS),
@@ -101,7 +101,7 @@ def test_the_heading_says_how_samples_were_taken(
 
 
 def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # takes seconds
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # slow
     code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
     assert code == 0
     assert err.startswith("replay: energy needs an NVIDIA GPU\nnext: ")
@@ -210,7 +210,7 @@ def test_moved_flag_names_its_verb(run_cli: RunCli, flag: str) -> None:
 
 
 def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli, recorded: Path) -> None:
-    # Half the width of an interval is never more than its middle: any noise will do.
+    # Half an interval's width never exceeds its centre, so any noise is acceptable.
     options = ("--rounds", "30", "--max-noise", "1", "--kernels", "torch-math", "--json=-")
     *_, out, _ = run_cli("--dir", str(recorded), *HERE, "--max-seconds", "100", *options)
     assert {row["time_ms"]["n"] for row in rows(out)} == {9}
@@ -352,8 +352,8 @@ def test_a_name_is_only_a_name(
     recorded: Path,
     tmp_path: Path,
 ) -> None:
-    """In progress, tables, CSV and files."""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # so that progress is drawn
+    """A hostile name stays text in progress lines, tables, CSV and files."""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # progress is drawn only on a terminal
 
     def attention(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
         print("noise")
@@ -614,7 +614,7 @@ def test_a_file_of_an_archive_that_was_altered_costs_its_row(
         file.write(b"\xff")
     archive = shutil.make_archive(str(tmp_path / "calls"), "gztar", recorded)
     kinds = {call.name: type(call.source) for call in from_directory(archive)[0]}
-    assert kinds.pop("model-000001.safetensors") is DamagedSource  # workers cannot copy it
+    assert kinds.pop("model-000001.safetensors") is DamagedSource  # cannot be copied
     assert set(kinds.values()) == {RecordedSource}
     arguments = ("--dir", archive, *QUICK, "--kernels", "torch-math", "--json=-")
     code, out, err = run_cli(*arguments)
@@ -637,7 +637,7 @@ def test_a_recording_that_cannot_be_had(run_cli: RunCli, where: str) -> None:
 def test_a_kernel_that_leaves_the_process_unusable(
     run_cli: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The GPU refuses all work after an illegal memory access."""
+    """After an illegal memory access, the GPU refuses all work."""
     (tmp_path / "mine.py").write_text("def lost(*_, **__):\n    raise RuntimeError('illegal')\n")
     monkeypatch.setattr("replay.bench.output_check.gpu_is_lost", lambda device: True)
     kernels = f"torch-math,{tmp_path / 'mine.py'}:lost"

@@ -1,4 +1,4 @@
-"""The closing line: what it suggests after what, and commands that can be pasted."""
+"""The closing line suggests the next step, with a command that can be pasted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def plan(*kernels: str) -> Plan:
 
 
 def parser_of(given: Sequence[str]) -> tuple[OneSentenceParser, list[str]]:
-    """The parser of a command's verb, and the arguments after the verb."""
+    """Return the parser of a command's verb, and the arguments after the verb."""
     if given and given[0] in VERBS:
         return importlib.import_module(VERBS[given[0]]).parser(), list(given[1:])
     return compare_kernels.parser(), list(given)
@@ -75,7 +75,7 @@ def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None
 
 
 def command(sentence: str) -> list[str]:
-    """The arguments of the command that ends a sentence, which must be ones that `replay` takes."""
+    """Return the arguments of the command that ends a sentence; `replay` must accept them."""
     _, _, pasted = sentence.rpartition(": replay ")
     arguments = shlex.split(pasted)
     parser, others = parser_of(arguments)
@@ -146,7 +146,7 @@ def test_what_a_recording_does_not_allow_is_not_suggested(
 
 
 def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
-    """The recording could be built in one process, if its calls were whole."""
+    """The model could be built in one process only if the recorded calls were whole."""
     directory = recording(tmp_path / "calls", capture(), capture("model.rank0"))
     dataset = Dataset.open(directory)
     store_part(directory, random_call(), 0, [0, 1])

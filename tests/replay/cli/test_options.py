@@ -1,4 +1,4 @@
-"""The options of every verb: how many, where they are declared, and that each is used."""
+"""The options of every verb: their number, their declaration and their use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMON = ("quiet", "verbose", "debug")
 """Options of all verbs, which are not counted."""
 MOST = 28
 OTHER_MEANINGS = {"--out", "--checks", "--budget", "--max-seconds"}
-"""Files that one verb writes and another reads, and limits of different things."""
+"""Options whose meaning differs between verbs: files written or read, and various limits."""
 SHARED = "".join(map(inspect.getsource, (requests, replayed, showing)))
 
 

@@ -1,4 +1,4 @@
-"""`replay reproduce`: kernels with planted faults, shown where this project cannot be imported."""
+"""`replay reproduce`: planted faults are reproduced without importing this project."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ except ImportError:
     runpy.run_path("reproduce.py", run_name="__main__")
 sys.exit("this project can be imported")
 """
-"""Runs a script with what is installed, and without what editable installations add to the path."""
+"""Runs a script with the installed packages, without the paths of editable installations."""
 
 
 class Planted(NamedTuple):
@@ -69,7 +69,7 @@ def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def command(kernel: str, *others: str) -> tuple[str, ...]:
-    """The arguments, with some of them replaced."""
+    """Return the command's arguments with some of them replaced."""
     given = {"--dir": "recorded", "--call": "model-000000", "--kernel": kernel, "--out": "bug"}
     given |= {"--device": "cpu"} | dict(zip(others[::2], others[1::2], strict=True))
     return ("reproduce", *chain.from_iterable(given.items()))
@@ -130,7 +130,8 @@ def test_a_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
-    """Judged so strictly that none is right; and the smallest part is not searched for long."""
+    """The limits are so strict that every kernel fails, and the search for the smallest part is
+    short."""
     Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
     given = ("--tolerances", "strict.toml", "--max-seconds", "0.001")
     code, out, err = run_cli(*command("torch-math", *given))

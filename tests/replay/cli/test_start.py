@@ -1,4 +1,4 @@
-"""A replay starts its processes before it imports PyTorch, so that they import it meanwhile."""
+"""A replay starts its processes before it imports PyTorch, so that the imports overlap."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
     """Return the events of processes until PyTorch is imported or the command ends, and stderr.
 
     Args:
-        driver: where its files are.
+        driver: directory of the driver script and its files.
     """
     variables = {name: each for name, each in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
@@ -141,7 +141,7 @@ def test_names_that_look_wrong_are_looked_up_before_anything_starts(
     "options",
     [
         ("--call", "model-00000[12]"),
-        ("--call", "model-000000.safetensors"),  # as a damaged file is called
+        ("--call", "model-000000.safetensors"),  # a damaged file has this name
         ("--call", "model.ranks0-1-000000", "--join-ranks"),
         ("--errors-against", "captured"),
         ("--device", "cuda:1"),

@@ -1,4 +1,4 @@
-"""Stdout for rows alone, whatever kernels print into it."""
+"""Stdout contains only rows, even if kernels print."""
 
 from __future__ import annotations
 

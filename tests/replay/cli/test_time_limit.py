@@ -74,7 +74,7 @@ def test_what_is_at_work_when_the_time_is_over_is_stopped() -> None:
 
 @pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs are in this process: workers take seconds to start, and are not the subject."""
+    """All runs are in this process, because workers take seconds to start."""
     monkeypatch.setattr(
         "replay.api.session._first_processes", lambda *_: contextlib.nullcontext([])
     )
@@ -84,7 +84,7 @@ def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_with_a_clock(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., tuple[int, str, str]]:
-    """`run(12, …)` has time for 12 seconds; each call is expected to take four."""
+    """`run(12, …)` has a limit of 12 seconds; each call is expected to take four."""
 
     def run(seconds: int, *arguments: str) -> tuple[int, str, str]:
         clock = Clock()
@@ -95,7 +95,7 @@ def run_with_a_clock(
 
             def allows(self, seconds: float) -> bool:
                 found = super().allows(seconds)
-                if seconds == 4.0:  # a call that asks whether it may begin
+                if seconds == 4.0:  # a query whether the next call may begin
                     clock.now += 4.0 * found
                 return found
 
@@ -143,7 +143,7 @@ def test_the_most_representative_comes_first_and_resume_completes_it(
 def test_variants_come_after_the_others(
     run_with_a_clock: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A call is replayed again with its variants, so that all its rows are of the same rounds."""
+    """A call is replayed again with its variants, so that all rows come from the same rounds."""
     monkeypatch.setattr(
         "replay.api.session.without_variants", lambda assigned: {HERE: [find("torch-math")]}
     )

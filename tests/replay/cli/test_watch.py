@@ -1,4 +1,4 @@
-"""`replay watch`: which files are watched, when a change counts, and what is printed then."""
+"""`replay watch`: the watched files, the changes that count, and the output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def edits(*steps: Callable[[], object]) -> Callable[[float], None]:
-    """A `sleep` that does one thing each time; nothing changes once all is done."""
+    """Return a `sleep` that performs one step per call, and nothing after the last step."""
     left = iter(steps)
 
     def sleep(_: float) -> None:
@@ -93,7 +93,7 @@ def test_a_change_while_it_ran_counts() -> None:
 def test_every_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failure of the command itself is a sentence, and the watching goes on."""
+    """A failing command prints one sentence, and watching continues."""
     monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
     runs: Iterator[list[Row] | Exception] = iter(
@@ -122,7 +122,7 @@ def test_every_run_is_compared_with_the_one_before(
 
 
 def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No change of the kernel's file would make them right."""
+    """Changing the kernel's file cannot correct wrong arguments."""
     monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
 

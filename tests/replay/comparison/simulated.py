@@ -30,9 +30,9 @@ def run(
     machine: Machine = HERE,
     **fields: Any,
 ) -> Run:
-    """Kernels that take so many times as long as the baseline, on some calls.
+    """Return a run of kernels that take `factors` times as long as the baseline.
 
-    What disturbs the machine is shared by a round; `drift` is that of the whole run.
+    Disturbances are shared within a round; `drift` applies to the whole run.
     """
     noise = random.Random(name)
     rows: list[Row] = []
@@ -55,7 +55,8 @@ def run(
 def judged(
     places: Sequence[Sequence[float]] | None = None, status: Status = "ok", **figures: Any
 ) -> Row:
-    """Return a row with these errors: of each head by range of queries, and of the whole."""
+    """Return a row with these errors: for each head by range of queries, and for the whole
+    output."""
     whole: Accuracy = accuracy(errors(**{"relative_l1": 1e-3, **figures}))
     if places is not None:
         fields = tuple(tuple(each) for each in places)

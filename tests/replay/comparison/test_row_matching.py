@@ -1,4 +1,4 @@
-"""Rows are compared only if they are of the same kernel on the same call."""
+"""Rows are compared only if they come from the same kernel and call."""
 
 from __future__ import annotations
 

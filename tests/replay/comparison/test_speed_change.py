@@ -96,7 +96,7 @@ def test_rows_that_each_are_too_noisy_say_something_together() -> None:
 
 
 def test_calls_that_changed_differently_do_not_widen_the_interval_beyond_them() -> None:
-    """Kinds of calls come one after the other, which is different from noise of adjacent rounds."""
+    """Differences between kinds of calls must not count as noise between adjacent rounds."""
     before = run("before", {"a": 0.5}, calls=20)
     after = run("after", {"a": 0.55}, calls=20)
     slower = run("slower", {"a": 0.75}, calls=20)

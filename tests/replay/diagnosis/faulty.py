@@ -1,4 +1,4 @@
-"""Kernels with one fault each, and calls that show it."""
+"""Kernels with one fault each, and calls that reveal the fault."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: An
 def float16_scores(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """The product before the scale, in float16."""
+    """Compute the product of query and key in float16 before scaling."""
     product = (query.half() @ key.mT.half()).float()
     return (product * query.shape[-1] ** -0.5).softmax(-1).to(value.dtype) @ value
 
@@ -33,7 +33,7 @@ def saturated_scores(
 
 
 def no_maximum(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """Exponentials of scores, without subtracting the maximum."""
+    """Take exponentials of scores without subtracting the maximum."""
     weights = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).exp()
     return ((weights / weights.sum(-1, keepdim=True)) @ value.float()).to(value.dtype)
 
@@ -106,7 +106,7 @@ READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
 
 
 def not_rescaled(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A running softmax over blocks of 16 keys whose sum is not rescaled."""
+    """Compute an online softmax over blocks of 16 keys without rescaling the sum."""
     scores = query.float() @ key.mT.float() * query.shape[-1] ** -0.5
     if options.get("is_causal"):
         rows, keys = scores.shape[-2:]
@@ -168,7 +168,7 @@ def kept_by_shape(
 def keys_kept_by_address(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Keys and values are packed once per address."""
+    """Pack keys and values only once per address."""
     place = (key.data_ptr(), value.data_ptr(), key.shape)
     if place not in _kept:
         _kept[place] = (key.clone(), value.clone())
@@ -176,7 +176,7 @@ def keys_kept_by_address(
 
 
 def scale_kept_by_shape(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The first call of a shape fixes the scale."""
+    """Use the scale of the first call of each shape."""
     options["scale"] = _kept.setdefault(("scale", query.shape), options.get("scale"))
     return scaled_dot_product_attention(query, key, value, **options)
 
@@ -189,7 +189,7 @@ def value_told_apart_by_its_first_element(
 
 
 def first_memory(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A graph that reads the memory of its capture."""
+    """Replay a graph that reads the memory of its capture."""
     captured = _kept.setdefault(("graph", query.shape), (query, key, value))
     return right(*captured, *others, **options)
 
@@ -234,7 +234,7 @@ def raises(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: A
 
 
 def black(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """The NaN of an overflow becomes 0."""
+    """Replace the NaN of an overflow by 0."""
     return float16_scores(query, key, value).nan_to_num(0.0)
 
 
@@ -254,8 +254,8 @@ def multiplied(
 def in_one_buffer(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """The output is kept between calls, and its last rows are never written."""
-    # Not `empty_like`, whose memory may be zeros, as in rows that were written as such.
+    """Reuse one output buffer, whose last rows are never written."""
+    # Not `empty_like`, whose memory may be zeros and look written.
     output: Tensor = _kept.setdefault(query.shape, torch.full_like(query, 0.7))
     output[:, :, :-5] = right(query, key, value, *others, **options)[:, :, :-5]
     return output.clone()
@@ -271,7 +271,7 @@ def last_of_odd(query: Tensor, key: Tensor, value: Tensor, *others: Any, **optio
 def without_itself(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Each query sees only earlier keys; the first query sees none and gets NaN."""
+    """Hide each query's own key; the first query then sees no key and gets NaN."""
     hidden = ~torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
     scores = query @ key.mT * query.shape[-1] ** -0.5
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value

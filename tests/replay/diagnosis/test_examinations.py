@@ -1,4 +1,4 @@
-"""Examination of kernels on a dataset, each in a process of its own; and around a run."""
+"""Examination of kernels on a dataset, each in a separate process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_crashes_and_leftovers_are_distinguished_from_other_errors(
     faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
     kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
     found = diagnose(two_scales, kernels, settings(), timeout=60)
-    # The first scale stays right, and so would others of it.
+    # Calls with the first scale stay right.
     assert [
         (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
     ] == [
@@ -173,7 +173,7 @@ def test_findings_of_a_model_are_alone_on_stdout(run_cli: RunCli) -> None:
 def test_model_is_recorded_on_the_named_device(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, default: str, asked: str | None
 ) -> None:
-    """On the default device, a function that takes no device is not given one."""
+    """On the default device, a function without a device parameter gets no device."""
     devices: list[str | None] = []
 
     def load(model: str, device: str | None) -> None:
@@ -206,7 +206,7 @@ def test_findings_before_control_c_are_shown(
     def interrupted(
         examiner: _InThisProcess, kernel: Kernel, workload: Workload, found: Diagnoses
     ) -> None:
-        if workload.name in calls:  # of the second kernel
+        if workload.name in calls:  # the second kernel's examination
             raise KeyboardInterrupt
         calls.append(workload.name)
         examine(examiner, kernel, workload, found)

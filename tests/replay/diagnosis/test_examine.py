@@ -1,4 +1,4 @@
-"""Kernels with one fault each, on a call that shows it: the cause and the place are named."""
+"""Kernels with one fault each: the cause and the place of the fault are named."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def larger(made: AttentionCall, **factors: float) -> AttentionCall:
 
 
 def with_sink(made: AttentionCall, at: int) -> AttentionCall:
-    """Every query scores one key far above the others."""
+    """Return a call in which every query scores one key far above the others."""
     direction = torch.nn.functional.normalize(normal(32, seed=6), dim=0)
     key = made.key.clone()
     key[:, :, at] = direction * 30
@@ -52,7 +52,8 @@ def with_outlier(made: AttentionCall) -> AttentionCall:
 
 
 def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
-    """The channel's mean is 0, so subtracting it changes nothing."""
+    """Return a call with an outlier channel of mean 0, so that subtracting the mean has no
+    effect."""
     key = made.key.clone()
     key[:, :, ::2, 5] += 60
     key[:, :, 1::2, 5] -= 60
@@ -62,7 +63,8 @@ def with_alternating_outlier(made: AttentionCall) -> AttentionCall:
 def examined(
     attention: Callable[..., Tensor], made: AttentionCall, kind: AccuracyClass = "exact"
 ) -> Examined:
-    """Memory does not happen to hold an earlier kernel's right answer."""
+    """Examine a kernel after filling memory, so that it holds no right answer of an earlier
+    kernel."""
     faulty.forget()
     with torch.no_grad(), poisoned(0.7):
         return examine(Kernel("kernel", attention, kind), made, settings(), ProcessState())
@@ -232,7 +234,7 @@ FACTORS = {
 @pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
 @pytest.mark.parametrize("factor", FACTORS)
 def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype) -> None:
-    """log2 e is 1.4427; numbers 1 % to 4 % away are as near as the outputs of 8-bit kernels."""
+    """The factor log2 e is 1.4427; factors 1 % to 4 % away differ as little as 8-bit outputs do."""
     evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
@@ -247,7 +249,7 @@ def test_a_factor_is_named_only_if_it_is_that(factor: float, dtype: torch.dtype)
 
 @pytest.mark.parametrize(("given", "factor"), [(0.35, 0.5), (0.5, 2.1)])
 def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: float) -> None:
-    """Scales near 1/√D = 0.177, and near 1."""
+    """The scales are near 1/√D = 0.177, or near 1."""
     evidence = examined(faulty.scaled_by(factor), call(scale=given)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"

@@ -29,7 +29,8 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """A host with these GPUs and processor cores of two threads each, the second half last."""
+    """`host(…)` simulates GPUs and processor cores with two threads each; second threads come
+    last."""
 
     def make(*kinds: str, cores: int = 8, visible: str | None = None) -> None:
         found = [SimpleNamespace(name=kind, uuid=f"u{place}") for place, kind in enumerate(kinds)]
@@ -71,7 +72,7 @@ def test_gpus_are_numbered_as_in_pytorch(host: Host) -> None:
 def test_gpus_are_known_before_pytorch_is_imported(
     host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, visible: str | None
 ) -> None:
-    """But for what they are, and not where a wrong one was named."""
+    """Their number is known, but not their type, and only if the named GPUs exist."""
     host("H200", "H200", visible=visible)
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()

@@ -59,7 +59,7 @@ def test_limit_of_rounds_limits_the_estimate(quick: Settings) -> None:
         settings = replace(quick, **{"rounds": 30, "max_seconds": 20.0, **changes})  # type: ignore[arg-type]
         return call_seconds(flops, 1, settings, RATES)
 
-    second = RATES.flops  # of a run
+    second = RATES.flops  # the limit applies to a run
     assert seconds(second, max_seconds=10.0) < seconds(second)
     assert seconds(second, rounds=6) == pytest.approx(seconds(second, max_seconds=1.0))
     assert seconds(second, calls_before=4) > seconds(second)
@@ -109,7 +109,7 @@ def test_hung_replay_is_not_noted(
     status: Status,
     noted: int,
 ) -> None:
-    """Else the next `--max-time` would leave out nearly all calls."""
+    """Otherwise the next `--max-time` would leave out nearly all calls."""
     measured, found = Session._measured, []
 
     def some(*arguments: Any, **options: Any) -> Iterator[Row]:
@@ -134,7 +134,7 @@ def test_rates_of_a_processor_are_measured(
 def test_reference_takes_less_than_the_kernels(
     quick: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two cores it took 4 of the 180 seconds of fifteen calls and four kernels."""
+    """On two cores, the reference took 4 of 180 seconds with fifteen calls and four kernels."""
     monkeypatch.setattr("replay.distribution.estimate.cpu_flops_per_second", lambda: 2e11)
     settings, rates = replace(quick, rounds=30, max_seconds=1.0), Rates.of(quick.device)
     alone = call_seconds(9e9, 0, settings, rates)

@@ -1,4 +1,4 @@
-"""Calls spread over two devices: stand-ins for what may go wrong, processors for the whole."""
+"""Calls spread over two devices: stand-ins simulate failures, and CPUs run the whole command."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ Replayed = tuple[list[Row], list[tuple[str, str]]]
 
 @pytest.fixture
 def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
-    """Rows of so many calls on devices with these workers, and what was reported."""
+    """`replayed(…)` returns the rows of calls on devices with these workers, and the reports."""
     with ThreadPoolExecutor(2) as pool:
 
         def run(*workers: StandIn, count: int = 4) -> Replayed:
@@ -127,7 +127,7 @@ def crash(call: Workload) -> Row:
 
 
 def test_both_devices_are_at_work_and_rows_say_on_which(replayed: Callable[..., Replayed]) -> None:
-    together = Barrier(2)  # broken if a device does all alone
+    together = Barrier(2)  # the barrier breaks if one device runs all calls
     rows, reported = replayed(StandIn(together=together), StandIn(together=together))
     assert len(rows) == 8
     assert {row.ran_on for row in rows} == {"CPU 0 (uuid-0)", "CPU 1 (uuid-1)"}
@@ -247,7 +247,7 @@ def on_kinds(count: int) -> list[Workload]:
 
 @pytest.fixture
 def of_kinds() -> Iterator[Callable[..., tuple[Fleet, list[OfKind]]]]:
-    """A fleet of two H100 of one host and an H200 of another, and their workers."""
+    """A fleet of two H100s on one host and an H200 on another host, with their workers."""
     with ThreadPoolExecutor(3) as pool:
 
         def make(**options: Any) -> tuple[Fleet, list[OfKind]]:
@@ -281,7 +281,7 @@ def test_every_call_is_replayed_on_every_type_of_device(
         there = [row for row in rows if row.machine.device == kind]
         assert sorted({row.call.name for row in there}) == [call.name for call in calls(4)]
         assert {row.host for row in there} == {host}
-    # Compilers' results are on the disk of a host: each compiles every kernel once.
+    # Compile caches are on a host's disk, so each host compiles every kernel once.
     one, other, alone = ([names for _, names in each.compiled] for each in workers)
     assert sorted([*one, *other]) == sorted(alone) == [["a"], ["b"]]
     assert {label for label, stage in reported if stage == "done"} == {
@@ -314,7 +314,7 @@ def test_kernel_is_assigned_when_one_type_can_run_it(
 
 
 class Measured(OfKind):
-    """Workers whose rows say that torch-flash is the faster on one type only."""
+    """Workers whose rows show torch-flash as faster on one type only."""
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Any
@@ -425,7 +425,7 @@ def test_compilation_is_divided_among_devices(
 
 @pytest.fixture
 def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A processor that passes for two GPUs."""
+    """Present the CPU as two GPUs."""
     monkeypatch.setattr("replay.distribution.device_slots.gpus", lambda asked: CPUS)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
@@ -433,7 +433,7 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_early_workers_are_used_by_their_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One that was started for a device that is not there ends; none works before all are held."""
+    """A worker started for a missing device ends; no worker runs before all devices are locked."""
     events: list[tuple[str, str]] = []
 
     def note(what: str) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""`replay --ray` on clusters of this machine: processors pass for the nodes' GPUs."""
+"""`replay --ray` on local clusters whose CPUs stand in for GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ with_ray = pytest.mark.skipif(
 
 
 class Replays(NamedTuple):
-    """Runs of the command in processes of their own, which must leave no process."""
+    """Runs of the command in separate processes, which must not leave processes behind."""
 
     variables: dict[str, str]
     """Environment variables of every child; MARK distinguishes them from other processes."""
@@ -69,7 +69,7 @@ def replays(tmp_path: Path) -> Iterator[Replays]:
 
 
 def processes(variable: str) -> list[int]:
-    """Processes with this text in their environment."""
+    """Return the processes with this text in their environment."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:
@@ -81,7 +81,7 @@ def processes(variable: str) -> list[int]:
 
 
 def about(process: int) -> str:
-    """Its number, state and command line, as far as it still has them."""
+    """Return a process's number, state and command line, as far as they are still available."""
     parts = [str(process)]
     for name in ("stat", "wchan", "cmdline"):
         with contextlib.suppress(OSError):
@@ -91,7 +91,7 @@ def about(process: int) -> str:
 
 @pytest.fixture
 def two_nodes(replays: Replays) -> Iterator[subprocess.Popen[str]]:
-    """A cluster, by the process that it belongs to; replays connect to it at 127.0.0.1."""
+    """The process of a cluster to which replays connect at 127.0.0.1."""
     replays.variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     process = subprocess.Popen(
         [sys.executable, str(Path(__file__).with_name("two_nodes.py"))],
@@ -227,7 +227,8 @@ def test_node_that_dies_costs_no_row_of_two_hundred_calls(
 def test_fault_on_a_node_stays_there(
     replays: Replays, two_nodes: subprocess.Popen[str], recorded: Path, tmp_path: Path
 ) -> None:
-    """A kernel that ends its worker, and an environment that lacks torch on one node."""
+    """The faults are a kernel that ends its worker, and an environment without torch on one
+    node."""
     (tmp_path / "deadly.py").write_text("import os\ndef end(*_, **__):\n    os._exit(3)\n")
     python = tmp_path / "python"
     python.write_text(
@@ -305,7 +306,7 @@ def stall(query, key, value, *others, **options):
 def test_sigterm_ends_a_replay_on_ray(replays: Replays, recorded: Path, tmp_path: Path) -> None:
     (tmp_path / "stalls.py").write_text(STALLS.format(first=-1.0))
     kernel = f"{tmp_path / 'stalls.py'}:stall"
-    with TemporaryDirectory() as temporary:  # short, as sockets are in it
+    with TemporaryDirectory() as temporary:  # short, because socket paths have a length limit
         replays.variables["TMPDIR"] = temporary
         process = replays.start("--dir", recorded, *QUICK, kernel, "--ray")
         deadline = time.monotonic() + 200
@@ -383,7 +384,7 @@ def test_at_sigterm_the_cluster_ends_first(
 
 @pytest.fixture
 def a_ray(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Something by its name, which takes every address as it is."""
+    """A stand-in for Ray that accepts every address."""
     found = SimpleNamespace(init=None, nodes=list, shutdown=lambda: None)
     monkeypatch.setitem(sys.modules, "ray", found)
     monkeypatch.setattr(ray_cluster, "_used", lambda address: address)
@@ -400,7 +401,7 @@ This process on node 10.0.0.2 was started with:
 
 
 class AuthenticationError(Exception):
-    """By the name that Ray's has."""
+    """Stand-in for Ray's error of the same name."""
 
 
 @pytest.mark.parametrize(
@@ -425,7 +426,7 @@ def test_refusal_of_ray_is_a_sentence_with_its_remedy(error: Exception, reason: 
 
 
 def node(host: str, node_id: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
-    """As Ray lists one."""
+    """Return a node in the form of Ray's list."""
     return {"Alive": alive, "NodeID": node_id, "NodeManagerHostname": host, "Resources": resources}
 
 

@@ -1,4 +1,4 @@
-"""Recorded calls that go to another machine."""
+"""Recorded calls that are sent to another machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Usage(NamedTuple):
 
 
 class Method(NamedTuple):
-    """One of an actor's, which answers at once."""
+    """Method of an actor that runs at once."""
 
     remote: Any
 
@@ -50,7 +50,7 @@ class Direct(RemoteWorkers):
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Direct:
-    """The workers of a machine that sees no file of this one but what is sent."""
+    """Workers on a machine that shares no files with this one and sees only what it is sent."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     here = FileFacts.is_at
 

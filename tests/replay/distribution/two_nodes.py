@@ -1,8 +1,8 @@
-"""A Ray cluster of two nodes at 127.0.0.1, which the tests run in a process of its own.
+"""A Ray cluster of two nodes at 127.0.0.1, which the tests run in a separate process.
 
     python two_nodes.py
 
-Prints its address, kills the second node at the first line of stdin, and ends when that is closed.
+Prints its address, kills the second node at the first line of stdin, and ends when stdin is closed.
 The processes of the second node have `SECOND_NODE` in their environment.
 """
 
@@ -12,7 +12,7 @@ import os
 import sys
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # everywhere: stay on this machine
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # stay on this machine
 
 from ray.cluster_utils import Cluster
 
