@@ -1,1 +1,1 @@
-"""Why a kernel is wrong on a recorded call: each cause is a hypothesis that experiments test."""
+"""Diagnosis of kernels that are wrong on recorded calls: experiments test hypotheses."""

@@ -1,4 +1,4 @@
-"""Doctor around a run of a model: records it, then examines kernels on the recorded calls."""
+"""The doctor around a run of a model: records the run, then examines kernels on its calls."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def examine_run(
 ) -> Iterator[Diagnoses]:
     """Record the block's attention calls, then find out why a kernel is wrong on them.
 
-    The model runs with the attention it has; named kernels run on the recorded inputs afterwards,
-    in a process of their own. Do not combine it with `use_kernel`: what a wrong kernel feeds to
-    later layers hides where the error began. `replay.api.diagnose.doctor` has the arguments.
+    The model runs with its current attention; the named kernels run on the recorded inputs
+    afterwards, in their own process. Do not combine this function with `use_kernel`: a wrong kernel
+    changes the inputs of later layers, which hides where the error began.
+    `replay.api.diagnose.doctor` describes the arguments.
 
     Raises:
         KernelNameError: a kernel does not exist, or the list is empty.
-        CaptureError: as for `record`; or the block made no call that could be recorded.
+        CaptureError: as for `record`; also if the block made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
     """
     given: Sequence[str | Attention | None]
@@ -85,14 +86,14 @@ def _kernels(kernel: str | Attention | None) -> list[Kernel]:
 
 
 def _called(workloads: Sequence[Workload]) -> list[Kernel]:
-    """Return the known kernels among the backends that the model called."""
+    """Return the known kernels among the backends that the model used."""
     known = catalogue()
     backends = dict.fromkeys(each.load(torch.device("cpu")).origin.backend for each in workloads)
     return [known[name] for name in backends if name in known]
 
 
 def _exists_only_in_this_process(kernel: Kernel) -> bool:
-    """Tell whether a kernel is a function of the user's, which a new process would not have."""
+    """Return True if a kernel is a function of the user's that a new process could not import."""
     if kernel is CAPTURED or kernel.load is not None:
         return False
     module = getattr(kernel.attention, "__module__", "") or ""

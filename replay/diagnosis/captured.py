@@ -1,4 +1,4 @@
-"""Recorded output as a kernel: the result of the model's own attention."""
+"""Recorded output treated as a kernel: the result of the model's own attention."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAME = "captured"
 
 
 def kernel_named(name: str) -> Kernel:
-    """Return the kernel of a name, which may be the recorded output's.
+    """Return the kernel of that name; the name may denote the recorded output.
 
     Raises:
-        KernelNameError: no kernel has the name.
+        KernelNameError: no kernel has this name.
     """
     return CAPTURED if name == NAME else find(name)
 
@@ -38,7 +38,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
     """Find out what is wrong with the recorded output, without running anything.
 
     Returns:
-        The evidence, if the output is wrong; and the reason why it cannot be judged, if any.
+        The evidence if the output is wrong, and the reason if it cannot be judged.
     """
     if call.output is None:
         return None, "the recording has no outputs"
@@ -68,7 +68,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
 
 
 def _class_of(call: AttentionCall) -> AccuracyClass:
-    """Choose the rule to judge by; an unknown backend may compute in 8 bits."""
+    """Choose the accuracy rule; an unknown backend may compute in 8 bits."""
     kernel = catalogue().get(call.origin.backend)
     if kernel is not None and kernel.accuracy_class != "sparse":
         return kernel.accuracy_class

@@ -1,4 +1,4 @@
-"""Calls derived from a recorded one for an experiment, each with its own reference."""
+"""Calls derived from a recorded call for an experiment, each with its own reference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capture.call.attention_variant import AttentionVariant
 from capture.call.strides import narrow_expanded, picked
 
 UNGATHERED = {"packed", "paged", "key-lengths"}
-"""Features with lengths beside the tensors, which become wrong when rows are gathered."""
+"""Features that store lengths outside the tensors; gathering rows would make the lengths wrong."""
 
 
 class HeadRows(NamedTuple):
@@ -27,7 +27,7 @@ class HeadRows(NamedTuple):
 
 
 def can_be_gathered(call: AttentionCall) -> bool:
-    """Tell whether queries and keys of a call can be left out or repeated."""
+    """Return True if queries and keys of a call can be left out or repeated."""
     return UNGATHERED.isdisjoint(call.features)
 
 
@@ -36,11 +36,11 @@ def gathered(
 ) -> AttentionCall:
     """Return the call with some of its queries and keys, in the given order.
 
-    Causality and window follow the new positions. Memory keeps the order of dimensions of the
-    tensors, without gaps.
+    Causality and window follow the new positions. The tensors keep the memory order of their
+    dimensions, without gaps.
 
     Args:
-        queries: (n,) indices, which may repeat; None for all. `keys` likewise.
+        queries: (n,) indices, which may repeat; None for all queries. `keys` has the same form.
     """
     found: dict[str, Tensor] = {}
     mask = call.attn_mask
@@ -58,14 +58,14 @@ def gathered(
 
 
 def changed(call: AttentionCall) -> AttentionCall:
-    """Return the call with other values of the same sizes: -Q, K in reverse, and -V.
+    """Return the call with different values of equal size: -Q, K in reverse order, and -V.
 
-    The first element of each tensor stays, because a cache may identify calls by it.
+    The first element of each tensor stays unchanged, because a cache may identify calls by it.
     """
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):
         stored = narrow_expanded(found[name])
-        if not stored.numel():  # no keys
+        if not stored.numel():  # the call has no keys
             continue
         turned = stored.clone() if name == "value" else stored.flip(2)
         if name == "value" and call.value_is_in_key:
@@ -78,7 +78,7 @@ def changed(call: AttentionCall) -> AttentionCall:
 
 
 def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
-    """Return some rows of one head as a call (1, 1, R, D), whose mask is all that limits them."""
+    """Return some rows of one head as a call (1, 1, R, D) that is limited by its mask only."""
     call = call.without_pages()
     batch, head, rows = place
     kv_head = head // (call.shape.q_heads // call.shape.kv_heads)
@@ -103,7 +103,7 @@ def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
 
 
 def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor | None:
-    """Return the rows (R, Sk) of `attn_mask` of a head; None without a mask."""
+    """Return the rows (R, Sk) of one head's `attn_mask`; None without a mask."""
     if call.attn_mask is None:
         return None
     shape = call.shape
@@ -112,13 +112,13 @@ def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor 
 
 
 def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
-    """Return which keys some rows see apart from `attn_mask`: (R, Sk), bool."""
+    """Return a bool tensor (R, Sk): keys visible to some rows, ignoring `attn_mask`."""
     firsts, ends = (each[rows, None] for each in call.key_ranges.of(batch))
     position = torch.arange(call.shape.kv_len, device=call.device)
     return (position >= firsts) & (position < ends)
 
 
 def scores(small: AttentionCall) -> Tensor:
-    """Return scale · q·k of a call that `part` made, without its mask: (R, Sk), float64."""
+    """Return scale · q·k of a call from `part`, without its mask: (R, Sk), float64."""
     query, key = (each[0, 0].to(torch.float64) for each in (small.query, small.key))
     return query @ key.mT * small.softmax_scale

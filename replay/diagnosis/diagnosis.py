@@ -1,4 +1,4 @@
-"""Doctor's finding about a kernel on a call."""
+"""The doctor's finding about a kernel on a call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REMEDIES: dict[str, str] = {
     "head-mapping": "this kernel with the key heads repeated for each query head",
     "unknown": "",
 }
-"""Replacement for a kernel, by cause."""
+"""Advice on replacing a kernel, by cause."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Diagnoses as text: a paragraph for each kernel and cause."""
+"""Diagnoses as text: one paragraph per kernel and cause."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from capture.text.printable import printable
 from replay.diagnosis.diagnosis import Diagnosis
 
 MOST_PLACES = 4
-"""Number of further places that are listed; the JSON has all."""
+"""Maximum number of further places listed; the JSON output has all places."""
 
 
 def paragraphs(found: Sequence[Diagnosis], examined: int) -> Iterator[str]:
     """Yield lines that name the wrong kernels, the worst place, the cause and a replacement.
 
     Args:
-        examined: number of pairs of a kernel and a call.
+        examined: number of examined pairs of kernel and call.
     """
     if not found:
         yield f"healthy: no error in {counted(examined, 'run')} of a kernel on a call"

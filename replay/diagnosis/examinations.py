@@ -1,4 +1,4 @@
-"""Examination of kernels on recorded calls, each kernel in a process of its own."""
+"""Examination of kernels on recorded calls, each kernel in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from replay.workers.process import Died, Process
 from replay.workloads.workload import Workload
 
 HEALTHY = (DEFAULT_BASELINE, "torch-efficient", "torch-math", *BEYOND_SDPA)
-"""Kernels tried as a replacement, after the requested ones."""
+"""Kernels tried as replacements, after the requested kernels."""
 
 Progress = Callable[[Workload, str], None]
 
@@ -38,19 +38,19 @@ class DoctorError(Error):
 
 @dataclass
 class Diagnoses:
-    """Diagnoses of a run of the doctor, and the amount of work behind them."""
+    """Diagnoses from one run of the doctor, and the number of examinations."""
 
     found: list[Diagnosis] = field(default_factory=list)
     examined: int = 0
-    """Number of pairs of a kernel and a call that it ran."""
+    """Number of examined pairs of kernel and call."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason why each kernel did not run the first call that it refused."""
+    """Reason of each kernel for refusing a call; only its first refusal is kept."""
     unreadable: dict[str, str] = field(default_factory=dict)
-    """Reason why each unreadable call could not be read."""
+    """Reason why a call could not be read, by call."""
     right: dict[str, list[str]] = field(default_factory=dict)
-    """Kernels that are right, by call."""
+    """Names of the correct kernels, by call."""
     note: str = ""
-    """A warning about how the recording was read; usually empty."""
+    """Warning about how the recording was read; usually empty."""
 
     @property
     def left_out(self) -> list[str]:
@@ -90,12 +90,12 @@ def diagnose(
     in_process: bool = False,
     found: Diagnoses | None = None,
 ) -> Diagnoses:
-    """Examine kernels on calls, and name a replacement where one is wrong.
+    """Examine kernels on calls, and name a replacement for each wrong kernel.
 
     Args:
-        timeout: seconds without a message after which a kernel's process is ended.
-        in_process: run the kernels in this process, which one that crashes ends.
-        found: receives every result as soon as it is known, for callers who may be interrupted.
+        timeout: seconds without a message after which a kernel's process is killed.
+        in_process: run the kernels in this process, which a crashing kernel ends.
+        found: receives every result immediately, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
     examiner: _InThisProcess | _Processes = (
@@ -121,7 +121,7 @@ def diagnose(
 def _name_another(
     found: Diagnoses, workload: Workload, examiner: _InThisProcess | _Processes
 ) -> None:
-    """Write the replacement into each diagnosis of a call."""
+    """Write the name of a replacement into each diagnosis of a call."""
     name = workload.name
     wrong = {each.kernel for each in found.found if each.call == name}
     anywhere = {each.kernel for each in found.found}
@@ -147,7 +147,7 @@ class _InThisProcess:
             self._process_state = ProcessState()
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Add to `found` what is wrong with a kernel on a call."""
+        """Examine a kernel on a call, and add the result to `found`."""
         with torch.no_grad():
             try:
                 call = workload.load_to_judge(self._settings.device)
@@ -161,18 +161,18 @@ class _InThisProcess:
         found.add(workload.name, kernel.name, diagnosis, examined.refused)
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
-        """Return the first of some kernels that is right on a call, or an empty string."""
+        """Return the first named kernel that is correct on a call; empty if none is."""
         with torch.no_grad():
             return healthy(
                 names, workload.load(self._settings.device), self._settings, self._process_state
             )
 
     def close(self) -> None:
-        """Do nothing: no process of its own runs kernels."""
+        """Do nothing, because there is no process to close."""
 
 
 class _Answer(NamedTuple):
-    """Reply of a process about a kernel on a call."""
+    """Reply of a process about one kernel on one call."""
 
     origin: Origin = Origin()
     diagnosis: Diagnosis | None = None
@@ -184,8 +184,9 @@ class _Answer(NamedTuple):
 class _Processes:
     """Examiner with a process for each kernel, and a new one after each death.
 
-    A kernel that is wrong after other calls is examined again in another process, where that call
-    is the only one. There the kernel has kept nothing, so other causes are visible on their own.
+    A kernel that is wrong after other calls is examined again in a new process, where that call is
+    the only one. The kernel has no state from earlier calls there, so other causes show by
+    themselves.
     """
 
     def __init__(self, settings: Settings, timeout: float) -> None:
@@ -193,10 +194,10 @@ class _Processes:
         self._process, self._alone = (
             Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
         )
-        self._calls = 0  # number of calls that the process has examined
+        self._calls = 0  # number of calls examined by the current process
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Add to `found` what is wrong with a kernel on a call."""
+        """Examine a kernel on a call, and add the result to `found`."""
         calls = self._calls
         answer = self._answer(self._process, kernel.name, workload)
         self._calls = 0 if answer.died else calls + 1

@@ -1,4 +1,4 @@
-"""Examination of one kernel on one call: is it right, and if not, why?"""
+"""Examination of one kernel on one call: its correctness and, if it is wrong, the cause."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 )
 """Hypotheses in the order of their tests.
 
-The first make other experiments meaningless. The next need no run of the kernel. Then narrow
-experiments come before wide ones."""
+The causes tested first would make other experiments meaningless. The next hypotheses need no run of
+the kernel. After these, narrow experiments precede wide ones.
+"""
 
 HARMLESS = ("unsupported", "unavailable")
 
@@ -63,7 +64,7 @@ class Examined(NamedTuple):
 def examine(
     kernel: Kernel, call: AttentionCall, settings: Settings, process_state: ProcessState
 ) -> Examined:
-    """Judge a kernel on a call, and find out why it is wrong if it is.
+    """Judge a kernel on a call; if the kernel is wrong, find out why.
 
     Raises:
         ContextLost: the kernel made the GPU, or this process, unusable.
@@ -82,11 +83,11 @@ def examine(
         return Examined(failure(status, reason))
     kernel = checked.kernel
     run_on = _runner(kernel, settings, process_state)
-    # Changed inputs would spoil every later experiment, so they are reported first.
+    # Changed inputs would spoil every later experiment, so this error is reported first.
     if checked.changed_inputs:
         return Examined(_changed_inputs(checked, run_on))
     probe = Probe(checked.call, run_on, kernel.accuracy_class, kernel.chosen)
-    # A kernel that caches may be right on every single call, so correct kernels are probed too.
+    # A kernel with a cache may be correct on every single call, so correct kernels are probed too.
     if found := stale(probe):
         return Examined(found)
     if status != "inaccurate":
@@ -118,13 +119,13 @@ def examine(
 
 
 def failure(status: str, reason: str) -> Evidence:
-    """Return the evidence of a kernel that returned nothing."""
+    """Return the evidence for a kernel that returned nothing."""
     what = "it failed" if status == "error" else f"{status} while it ran"
     return Evidence("unknown", f"{what}: {reason}", {"status": status})
 
 
 class _Keeping(LocalJudge):
-    """Judge that keeps the last output, which is that of the call that was found wrong."""
+    """Judge that keeps the last output, which belongs to the call that was found wrong."""
 
     output: Tensor
 
@@ -177,7 +178,7 @@ def _changed_inputs(checked: CheckedKernel, run_on: KernelRunner) -> Evidence:
 
 
 def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None:
-    """Find the first head whose query, key or value a further run changes, and its rows."""
+    """Find the first head whose query, key or value another run changes, and its changed rows."""
     given = call.to(call.device)
     run_on(given)
     for name in ("query", "key", "value"):
@@ -191,7 +192,7 @@ def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None
 
 
 def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evidence:
-    """Return what is known about an error without a known cause."""
+    """Return the known facts about an error of unknown cause."""
     shares = row_shares(subject.output, expected, subject.accuracy_class)
     wrong = shares > 1
     rows = wrong[subject.place.batch, subject.place.head].nonzero().flatten()
@@ -215,7 +216,7 @@ def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Ev
         which = f"query {first}" if first == last else f"queries {first} to {last}"
         where += f" ({which} of the worst)"
     sentence = f"{where}; no known cause explains it: {subject.sentence}"
-    # An 8-bit kernel that is not registered as one is the most common cause without a hypothesis.
+    # The most common cause without a hypothesis is an 8-bit kernel not registered as quantised.
     if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
         sentence = (
             f"{where}, though not beyond the error of an 8-bit kernel: {subject.sentence}; if it "

@@ -1,4 +1,4 @@
-"""Memory that holds a chosen number where a kernel allocates it without values."""
+"""Allocations without initial values, filled with a chosen number."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALLOCATIONS = {
 
 
 class _Poisoned(TorchDispatchMode):
-    """Dispatch mode that fills memory which Python code allocates without values."""
+    """Dispatch mode that fills memory which Python code allocates without initial values."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -36,6 +36,6 @@ class _Poisoned(TorchDispatchMode):
 
 @contextlib.contextmanager
 def poisoned(value: float) -> Iterator[None]:
-    """Fill memory that Python code allocates without values, inside a `with` block."""
+    """Fill memory that Python code allocates without initial values, inside a `with` block."""
     with _Poisoned(value):
         yield

@@ -26,12 +26,12 @@ from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "examine", …}` or `{"do": "find healthy", …}`.
+    """Handle a request `{"do": "examine", …}` or `{"do": "find healthy", …}`.
 
     Raises:
         ContextLost: a kernel made this process unusable.
     """
-    with torch.no_grad():  # kernels run like this, so a kernel that changes the mode is noticed
+    with torch.no_grad():  # kernels run in this mode, so a kernel that changes the mode is noticed
         process_state = _process_state()
         settings = Settings.from_json(request["settings"])
         try:
@@ -54,7 +54,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
 
 @functools.cache
 def _process_state() -> ProcessState:
-    """Make the process_state at the first request, before any foreign kernel is imported."""
+    """Create the process state at the first request, before any foreign kernel is imported."""
     return ProcessState()
 
 
@@ -65,7 +65,7 @@ def healthy(
     process_state: ProcessState,
     say: Say = lambda **_: None,
 ) -> str:
-    """Return the first of some kernels that is right on a call, or an empty string."""
+    """Return the first named kernel that is correct on a call; empty if none is."""
     forms = Forms.of(call)
     judge = LocalJudge(call, 0, thresholds=settings.tolerances)
     for name in names:

@@ -1,4 +1,4 @@
-"""Kernel that is wrong on a call, and the experiments that can be made with the two."""
+"""Kernel that is wrong on a call, and the experiments that the two allow."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ Cause = Literal[
 ]
 
 MOST_ROWS = 64
-"""Number of rows of the worst head that an experiment is scored by."""
+"""Maximum number of rows of the worst head used to score an experiment."""
 
 COLLAPSE = 4.0
-"""Factor by which the error must shrink for an experiment to have removed its cause."""
+"""Factor by which an experiment must shrink the error to have removed its cause."""
 
 FINITE = 0.5
-"""Largest error that counts as cured where the output had NaN or infinity before."""
+"""Maximum error that counts as cured if the output had NaN or infinity before."""
 
 EXPLAINED = 0.05
-"""Largest relative error of a call that the kernel is supposed to have computed instead."""
+"""Maximum relative error from the call that the kernel may have computed instead."""
 
 
 class KernelRunner(Protocol):
-    """Function that runs the kernel on a call; None if the kernel refuses or fails.
+    """Function that runs the kernel on a call; it returns None if the kernel refuses or fails.
 
-    It may change the call's tensors. Memory that the kernel's Python code allocates holds `poison`.
+    The kernel may change the call's tensors. Memory that its Python code allocates holds `poison`.
     """
 
     def __call__(self, call: AttentionCall, poison: float | None = None) -> Tensor | None: ...
@@ -65,9 +65,9 @@ class Evidence:
     sentence: str
     """Sentence about the error and the experiment, without the kernel's name."""
     numbers: dict[str, Any] = field(default_factory=dict)
-    """Numbers as plain JSON."""
+    """Numbers behind the evidence, as plain JSON."""
     place: HeadRows | None = None
-    """Place of the error, if it is not the worst row that the judge found."""
+    """Place of the error, if it differs from the worst row that the judge found."""
 
     def at(self, place: HeadRows) -> Evidence:
         """Return the evidence with a place, unless it already has one."""
@@ -85,22 +85,21 @@ class Score(NamedTuple):
     """Error of the worst row."""
 
     def is_cure_of(self, before: Score, collapse: float = COLLAPSE) -> bool:
-        """Tell whether the error is gone, or small enough for two experiments to differ by
-        rounding."""
+        """Return True if the error is gone, or so small that rounding explains the difference."""
         if before.error == math.inf:
             return self.passes or self.error <= FINITE
-        # Rows of a kernel that is wrong by its whole output alone may pass by themselves.
+        # If the kernel is wrong only by its whole output, single rows may pass.
         return (self.passes and not before.passes) or self.error <= before.error / collapse
 
     def explains(self, own: Score) -> bool:
-        """Tell whether an output that scores `own` equals the one this score compares it with."""
+        """Return True if an output that scores `own` equals the one compared in this score."""
         is_it = self.passes or self.error <= EXPLAINED
         return is_it and (own.error == math.inf or self.error <= own.error / COLLAPSE)
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Kernel, call and output."""
+    """Kernel, call and output under examination."""
 
     call: AttentionCall
     """Form of the call that the kernel ran."""
@@ -109,13 +108,13 @@ class Subject:
     place: HeadRows
     """Rows of one head with the largest errors."""
     own: Score
-    """Score of these rows."""
+    """Score of the rows in `place`."""
     run_on: KernelRunner
     accuracy_class: AccuracyClass = "exact"
     chosen: Callable[[AttentionCall], Tensor] | None = None
-    """Function that tells which keys a sparse kernel attends to."""
+    """Function that returns the keys a sparse kernel attends to."""
     sentence: str = ""
-    """Sentence of the judge."""
+    """Sentence of the judge about the error."""
 
     @classmethod
     def of(
@@ -132,7 +131,7 @@ class Subject:
         """Find the rows with the largest errors.
 
         Args:
-            expected: reference of the call, if it is known.
+            expected: reference of the call, if known.
         """
         if expected is None:
             expected = Expected.of(call, None if chosen is None else chosen(call))
@@ -142,7 +141,7 @@ class Subject:
         return replace(made, own=made.score(output, call))
 
     def run(self, call: AttentionCall) -> Tensor | None:
-        """Run the kernel on a copy of a call; None if it refuses or fails."""
+        """Run the kernel on a copy of a call; return None if the kernel refuses or fails."""
         return self.run_on(call.to(call.device))
 
     def score(self, output: Tensor, call: AttentionCall, place: HeadRows | None = None) -> Score:
@@ -166,18 +165,18 @@ class Subject:
         return Score(passes, float((error / size).nan_to_num(0.0)), float(worst))
 
     def tried(self, call: AttentionCall, place: HeadRows | None = None) -> Score | None:
-        """Run the kernel on another call and score it; None if it refuses or fails."""
+        """Run the kernel on another call and score its output; None if it refuses or fails."""
         output = self.run(call)
         return None if output is None else self.score(output, call, place)
 
     def is_cured(self, score: Score | None) -> bool:
-        """Tell whether an experiment removed the error."""
+        """Return True if an experiment removed the error."""
         return score is not None and score.is_cure_of(self.own)
 
     def computed(self, other: AttentionCall) -> bool:
-        """Tell whether the output is that of another call, which the kernel took this one for.
+        """Return True if the output is that of another call, computed by mistake.
 
-        A query that sees no key in the other call may have NaN, the softmax of nothing.
+        A query that sees no key in the other call may get NaN, the softmax of an empty row.
         """
         batch, head, rows = self.place
         mine = self.output[batch, head, rows]
@@ -192,7 +191,7 @@ class Subject:
         )
 
     def returned(self, expected: Tensor) -> Score:
-        """Return the distance between the wrong rows and other numbers (R, Dv)."""
+        """Return the distance between the wrong rows and the given numbers (R, Dv)."""
         batch, head, rows = self.place
         mine = self.output[batch, head, rows].to(torch.float64)
         size = float(torch.linalg.vector_norm(expected))
@@ -204,7 +203,7 @@ Hypothesis = Callable[[Subject], "Evidence | None"]
 
 
 def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> HeadRows:
-    """Return the head with the worst row, and its rows with the largest errors, in order."""
+    """Return the head with the worst row, and its rows with the largest errors, in index order."""
     shares = row_shares(output, expected, accuracy_class)
     batch, head = (int(each) for each in divmod(int(shares.amax(dim=2).argmax()), shares.shape[1]))
     of_head = shares[batch, head]
@@ -213,7 +212,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
     worst = finite.argsort(descending=True, stable=True)
     failing = int((finite > 1).sum())
     if not failing and not len(infinite):
-        failing = MOST_ROWS  # it is wrong by its whole output alone
+        failing = MOST_ROWS  # only the whole output fails, not a single row
     halves = (_some(worst[:failing], MOST_ROWS), _some(infinite, MOST_ROWS))
     if all(len(each) for each in halves):
         halves = (_some(halves[0], MOST_ROWS // 2), _some(halves[1], MOST_ROWS // 2))
@@ -221,7 +220,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
 
 
 def _some(rows: Tensor, most: int) -> Tensor:
-    """Return the first rows and an even choice of the rest, since equal faults differ in size."""
+    """Return the first rows and an even choice of the others: equal faults differ in size."""
     if len(rows) <= most:
         return rows
     even = torch.linspace(most // 2, len(rows) - 1, most - most // 2).long()
@@ -229,7 +228,7 @@ def _some(rows: Tensor, most: int) -> Tensor:
 
 
 def row_shares(output: Tensor, expected: Expected, accuracy_class: AccuracyClass) -> Tensor:
-    """Return the error of each row as a share of its limit, (B, Hq, Sq); above 1 is wrong."""
+    """Return each row's error as a share of its limit: (B, Hq, Sq); above 1 is wrong."""
     found = row_errors(output, expected.reference)
     limits = None
     thresholds = Thresholds()

@@ -1,1 +1,1 @@
-"""Whole models with kernels in place: predicted and measured speed-up, and drift."""
+"""Whole models run with kernels: predicted and measured speed-up, and drift."""

@@ -1,7 +1,7 @@
 """Check that a rebuilt model makes the recorded attention calls.
 
-A newer library, changed defaults or another file at the same path may build a different model, for
-which the recorded call counts predict nothing.
+A newer library, changed defaults or another file at the same path may build a different model. The
+recorded call counts predict nothing for such a model.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def counting(roots: Mapping[str, nn.Module]) -> Iterator[Census]:
 
 
 def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Describe how two censuses differ, in one sentence; empty if they do not.
+    """Describe in one sentence how two censuses differ; empty if they agree.
 
-    Dtypes are not compared: under autocast, a recording has the dtypes that reach the kernel.
+    Dtypes are not compared: under autocast, a recording contains the dtypes that reach the kernel.
     """
     before, now = _calls(recorded), _calls(found)
     differing = [site for site in {**before, **now} if before[site] != now[site]]
@@ -54,7 +54,7 @@ def difference(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 
 
 def shortfall(capture: CaptureRecord) -> str:
-    """Describe the recorded run's attention that no prediction includes; empty if none is known."""
+    """Describe the recorded run's attention that predictions do not include; empty if none."""
     past = [
         f"{each['forwards'] or 'unknown'} runs of {each['kind']} (such as {each['example']})"
         for each in capture.missed_attention

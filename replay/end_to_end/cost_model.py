@@ -1,4 +1,4 @@
-"""Kernels that answer the counted calls, and the time this takes."""
+"""Cost of counted calls: the kernels that run them, and the time needed."""
 
 from __future__ import annotations
 
@@ -17,24 +17,23 @@ from replay.rows.row import KernelId, Row, TimeSummary
 from replay.timing.statistics import percentile
 
 RESAMPLES = 1000
-"""Bootstrap resamples; sums over many calls need fewer than a single call's median."""
+"""Bootstrap resamples; sums over many calls need fewer resamples than one call's median."""
 
 
 Figure = Literal["time_ms", "layer_host_ms"]
 
 
 class CallTotals:
-    """Totals of counted calls by how they are answered, and by the replayed call that represents
-    them."""
+    """Totals of counted calls, by the way they run and the replayed call that represents them."""
 
     def __init__(self, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel) -> None:
         self.represented: dict[str, float] = defaultdict(float)
-        """Counted calls that each replayed call represents."""
+        """Number of counted calls that each replayed call represents."""
         self.swapped: dict[tuple[str, KernelId], float] = defaultdict(float)
-        """Counted calls that a kernel answers, by replayed call and kernel."""
+        """Number of counted calls that a kernel runs, by replayed call and kernel."""
         self.fallbacks: Counter[str] = Counter()
         self.refused: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        """Counted calls that fall back, by reason and replayed call."""
+        """Number of counted calls that fall back, by reason and replayed call."""
         self.not_recorded: Counter[tuple[str, str]] = Counter()
         self.reason = ""
         own = 0
@@ -67,7 +66,7 @@ class CallTotals:
 
 
 def _why_unusable(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
-    """Say why a row does not predict a kernel at a module; empty if it does.
+    """State why a row does not predict a kernel at a module; empty if the row does.
 
     A kernel that was inaccurate at another module still shows its speed; if that module is swapped
     too, the rows of its own calls report the inaccuracy.
@@ -88,7 +87,7 @@ class CostModel:
     phases: Mapping[str, Clocked]
 
     def waiting_seconds(self, phase: str) -> float:
-        """Return how long the GPU waits for the host in all forwards of a phase or full run."""
+        """Return how long the GPU waits for the host, over a phase's forwards or a full run."""
         spans = self.phases.values() if phase == RUN else [self.phases[phase]]
         return sum(clocked.forwards * clocked.waiting_seconds for clocked in spans)
 
@@ -101,7 +100,7 @@ class CostModel:
         )
 
     def swapped_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> float:
-        """Return the baseline's time for the calls that kernels answer, as in `saved_seconds`."""
+        """Return the baseline's time for the calls that kernels run, as in `saved_seconds`."""
         return sum(
             count * percentile(self._samples(*each, "time_ms")[0], 50) / 1000
             for each, count in swapped.items()
@@ -110,7 +109,7 @@ class CostModel:
     def saved_seconds(
         self, swapped: Mapping[tuple[str, KernelId], float], figure: Figure = "time_ms"
     ) -> tuple[float, Tensor]:
-        """Compute Σ count · (t_old − t_new), and the same for each resample of the rounds.
+        """Compute Σ count · (t_old − t_new), and the same sum for each resample of the rounds.
 
         Raises:
             ValueError: a call has no such figure.
@@ -120,7 +119,7 @@ class CostModel:
             before, after, paired = self._samples(call, kernel, figure)
             saved += count * (percentile(before, 50) - percentile(after, 50)) / 1000
             old = resampled(before, f"{self.seed} {call}")
-            # An equal name draws the same rounds, which keeps the pairing of the two kernels.
+            # Equal names draw the same rounds, which keeps the two kernels paired.
             new = resampled(after, f"{self.seed} {call}{'' if paired else kernel}")
             saved_resampled += count * (old - new) / 1000
         return saved, saved_resampled
@@ -128,7 +127,8 @@ class CostModel:
     def gained_seconds(self, swapped: Mapping[tuple[str, KernelId], float]) -> tuple[float, Tensor]:
         """Sum the model's gain over the phases.
 
-        A phase gains what attention saves; a launch-bound one at most what the host saves.
+        A phase gains the time that attention saves; a launch-bound phase gains at most the time
+        that the host saves.
 
         Raises:
             ValueError: a phase is launch-bound, but the cost of launches was not measured.
@@ -150,7 +150,7 @@ class CostModel:
         return gained, gained_resampled
 
     def clues(self, swapped: Mapping[tuple[str, KernelId], float], forwards: int) -> Clues:
-        """Collect clues from the calls that kernels answer, per forward."""
+        """Collect clues from the calls that kernels run, per forward."""
         preparation: list[float] = []
         costliest, scatter = 0.0, None
         states = []
@@ -158,7 +158,8 @@ class CostModel:
             row = self.replayed.row(call, kernel)
             if row is None or row.time_ms is None:
                 continue
-            # The call with the largest total decides, since its scatter moves the prediction most.
+            # The call with the largest total is used, because its scatter moves the prediction
+            # most.
             for time in (row.time_ms, _time(self.replayed.row(call, self.baseline))):
                 if time is not None and count * time.p50 > costliest:
                     costliest, scatter = count * time.p50, time.p90 / time.p10
@@ -180,7 +181,7 @@ class CostModel:
     def _samples(
         self, call: str, kernel: KernelId, figure: Figure
     ) -> tuple[Sequence[float], Sequence[float], bool]:
-        """Return baseline and kernel milliseconds by round, and whether they share rounds."""
+        """Return milliseconds of baseline and kernel by round, and True if they share rounds."""
         old, new = self._baseline_row(call, kernel), self.replayed.row(call, kernel)
         assert old is not None
         assert new is not None
@@ -197,7 +198,7 @@ class CostModel:
         return all(row is not None and row.layer_host_ms is not None for row in rows)
 
     def _baseline_row(self, call: str, kernel: KernelId) -> Row | None:
-        """Return the baseline in the kernel's environment, or in this one if not timed there."""
+        """Return the baseline's row in the kernel's environment, or else in this environment."""
         row = self.replayed.row(call, self.baseline._replace(environment=kernel.environment))
         return row if _time(row) is not None else self.replayed.row(call, self.baseline)
 
@@ -207,14 +208,14 @@ def _time(row: Row | None) -> TimeSummary | None:
 
 
 def resampled(samples: Sequence[float], name: str) -> Tensor:
-    """Return bootstrap medians (RESAMPLES,); a name draws the same rounds."""
+    """Return bootstrap medians (RESAMPLES,); equal names draw the same rounds."""
     ordered, ranked = torch.tensor(samples, dtype=torch.float64).sort()
     count = len(ordered)
     rank_of_round = torch.empty(count, dtype=torch.int32)
     rank_of_round[ranked] = torch.arange(count, dtype=torch.int32)
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     drawn = torch.randint(count, (RESAMPLES, count), generator=generator)
-    # Ranks are sorted, not samples: integers sort ten times faster.
+    # Ranks are sorted instead of samples, because integers sort ten times faster.
     ranks = rank_of_round[drawn].sort(dim=1).values.long()
     return (ordered[ranks[:, (count - 1) // 2]] + ordered[ranks[:, count // 2]]) / 2
 

@@ -1,6 +1,6 @@
-"""Drift: distance between the outputs of a kernel's run and of the baseline's.
+"""Drift: distance between the outputs of a run with a kernel and a run with the baseline.
 
-A run's outputs are CPU tensors by name, as `models` names them. Tensors of both runs are compared:
+A run's outputs are CPU tensors by name, as `models` names them. The following tensors are compared:
 
 - language: `sequences` (1, T), prompt and new tokens; `logits` (steps, V) of the new tokens; and
   for a given text that the model read, `text_ids` (1, T) and `text_logits` (T, V);
@@ -48,21 +48,21 @@ METRICS: dict[str, tuple[str, str]] = {
 }
 """Unit and meaning of every drift metric.
 
-The main output is a diffusion model's latents (its pictures if it exposes no latents), a language
-model's logits on the text (without a text, those of the generated tokens compared), or any other
-model's output. `kl` is measured in one forward over the entire text, as in prefill; `generated_kl`
-in decoding.
+The main output is a diffusion model's latents (or its pictures if it exposes no latents), a
+language model's logits on the text (or on the compared generated tokens if there is no text), or
+any other model's output. `kl` is measured in one forward over the entire text, as in prefill;
+`generated_kl` in decoding.
 """
 
 BLACK = 0.02
-"""A frame is black if its mean and standard deviation are at most this: about 5 of 255."""
+"""A frame is black if its mean and standard deviation do not exceed this value: about 5 of 255."""
 
 WINDOW = 11
 """Width in pixels of SSIM's Gaussian window, whose standard deviation is 1.5."""
 
 
 def compare(baseline: Outputs, kernel: Outputs) -> Drift:
-    """Compare a kernel's run with the baseline's; identical runs give exactly 0 (or 1, or ∞).
+    """Compare the outputs of a kernel and the baseline; equal outputs give exactly 0 (or 1, or ∞).
 
     Raises:
         ValueError: a tensor's shape differs between the runs, or they read different texts.
@@ -123,7 +123,7 @@ def cells(drift: Drift) -> list[str]:
 
 
 def _both(name: str, baseline: Outputs, kernel: Outputs) -> tuple[Tensor, Tensor] | None:
-    """Return both runs' tensors of a name; None if one is missing or they are empty."""
+    """Return both runs' tensors of that name; None if either is missing or empty."""
     if name not in baseline or name not in kernel:
         return None
     ours, theirs = baseline[name], kernel[name]
@@ -151,7 +151,7 @@ def _nan_count(outputs: Outputs) -> int:
 
 
 def _generated(baseline: Outputs, kernel: Outputs) -> tuple[Drift, tuple[Tensor, Tensor] | None]:
-    """Compare generated tokens; return also the logits of those whose context both runs share.
+    """Compare generated tokens; also return the logits of tokens whose context both runs share.
 
     After the first differing token, the two runs continue different texts. Without logits, prompt
     and new tokens cannot be distinguished, and the index counts from the start of the sequence.
@@ -160,7 +160,7 @@ def _generated(baseline: Outputs, kernel: Outputs) -> tuple[Drift, tuple[Tensor,
     length = min(len(ours), len(theirs))
     differing = (ours[:length] != theirs[:length]).nonzero().flatten().tolist()
     if not differing and len(ours) != len(theirs):
-        differing = [length]  # where the shorter one ended
+        differing = [length]  # end of the shorter sequence
     if "logits" not in baseline or "logits" not in kernel:
         return {"first_diverging_token": differing[0] if differing else None}, None
     steps = len(baseline["logits"])
@@ -203,7 +203,7 @@ def _text(baseline: Tensor, kernel: Tensor, ids: Tensor) -> Drift:
 
 
 def _log_probabilities(baseline: Tensor, kernel: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield both log-softmaxes in float64, some rows of (T, V) at a time."""
+    """Yield both log-softmaxes in float64, a few rows of (T, V) at a time."""
     rows = max(1, CHUNK_ELEMENTS // baseline.shape[-1])
     for ours, theirs in zip(baseline.split(rows), kernel.split(rows), strict=True):
         yield ours.double().log_softmax(-1), theirs.double().log_softmax(-1)
@@ -224,14 +224,14 @@ def _exp(value: float) -> float:
 
 
 def _pictures(baseline: Tensor, kernel: Tensor) -> Drift:
-    """Compare frames or images (N, C, H, W) in [0, 1]; MSE and SSIM are over all channels."""
+    """Compare frames or images (N, C, H, W) in [0, 1]; MSE and SSIM include all channels."""
     errors, similarities, black = [], [], 0
     for ours, theirs in zip(baseline, kernel, strict=True):
         ours, theirs = ours.double(), theirs.double()
         errors.append((ours - theirs).square().mean())
         similarities.append(ssim(ours, theirs))
         black += _is_black(theirs) and not _is_black(ours)
-    # Unlike Python's, the max and min of tensors propagate NaN.
+    # In contrast to Python's, max and min of tensors propagate NaN.
     mse, ssims = torch.stack(errors), torch.stack(similarities)
     return {
         "frame_mse": float(mse.mean()),
@@ -282,7 +282,7 @@ def _blurred(picture: Tensor) -> Tensor:
 
 
 def _is_black(frame: Tensor) -> bool:
-    seen = frame.nan_to_num(nan=0.0)  # NaN is black in a picture file
+    seen = frame.nan_to_num(nan=0.0)  # NaN appears black in a picture file
     return bool(seen.mean() <= BLACK and seen.std(correction=0) <= BLACK)
 
 
@@ -294,10 +294,10 @@ def _digits(value: float | None, digits: int = 3) -> str:
 
 
 def _truncated(value: float | None, decimals: int) -> str:
-    """Round down, so that a small drift does not look like none."""
+    """Round down, so that a small drift does not look like zero drift."""
     if value is None:
         return "-"
-    # Without round(), a decimal that binary cannot represent could lose one in its last place.
+    # Without round(), inexact decimals could lose one in the last place.
     return f"{math.floor(round(value * 10**decimals, 6)) / 10**decimals:.{decimals}f}"
 
 

@@ -1,9 +1,9 @@
 """End-to-end check: run the model with every kernel and compare with the prediction.
 
-The model runs with its own attention and with each kernel, in shuffled rounds. There is a run with
-its own attention for every two kernels, so that each kernel is compared with a run only seconds
-away: clocks drift, and so does the load of a shared host. Before the rounds, each variant runs once
-untimed to compile, and drift is computed from the outputs of this run. After them, each runs once
+The model runs with its own attention and with each kernel, in shuffled rounds. Every two kernels
+share a run with its own attention, so that each kernel is compared with a run only seconds away:
+clocks and the load of a shared host drift. Before the rounds, each variant runs once untimed to
+compile; drift is computed from the outputs of this run. After the rounds, each variant runs once
 more with a timer on every attention call, to explain differences.
 """
 
@@ -44,21 +44,19 @@ from replay.timing.statistics import paired_speedup, summarize
 
 MOST_ROUNDS = 10
 ROUNDS_SECONDS = 6.0
-"""By default, each kernel runs as many rounds as fit into this time, but at least
-`MINIMUM_ROUNDS`."""
+"""Default seconds of timed rounds per kernel; at least `MINIMUM_ROUNDS` rounds are run."""
 NEIGHBOURS = 2
-"""Kernels per baseline run in a round."""
+"""Number of kernels per baseline run in a round."""
 
 
 @dataclass(frozen=True)
 class MeasuredSpan:
-    """MeasuredSpan time of a span: one forward of a phase, or one full run."""
+    """Measured time of a span: one forward of a phase, or one full run."""
 
     ms: TimeSummary
     """Statistics over the rounds, without interruptions (`replay.end_to_end.undisturbed_times`)."""
     speedup: Speedup | None
-    """Speed-up over the model's own attention in adjacent runs; None for the baseline.
-    """
+    """Speed-up over adjacent runs with the model's own attention; None for the baseline."""
     tokens_per_second: float | None
 
 
@@ -74,27 +72,27 @@ class ModelResult:
     log: str = ""
     """Last output of the model's process, if it died."""
     measured: dict[str, MeasuredSpan] = field(default_factory=dict)
-    """MeasuredSpan times by phase, and of the full `run`."""
+    """Measured times by phase, and for the full `run`."""
     delayed: float = 0.0
     """Share of the runs' wall time lost to delays of single forwards, which `measured` excludes."""
     runs: list[RunTimes] = field(default_factory=list)
-    """Times of the runs, delays included."""
+    """Times of the runs, including delays."""
     prediction: Prediction | None = None
-    """None for the model's own attention, or if the replay allows none."""
+    """Prediction; None for the model's own attention, or if the replay allows no prediction."""
     unpredicted: str = ""
     """Reason why the replay allows no prediction."""
     short_census: str = ""
-    """Attention of the model that its recording did not count; empty if none is known."""
+    """Attention calls that the model's recording did not count; empty if all were counted."""
     hits: int = 0
-    """Calls per run that the kernel answered."""
+    """Calls per run that the kernel handled."""
     own_calls: int = 0
-    """Calls per run that a plan leaves to `OWN`."""
+    """Calls per run that a plan assigns to `OWN`."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls per run that fell back to the model's own attention, by reason."""
     missing: list[str] = field(default_factory=list)
     """Modules that a plan names but the model does not have."""
     changed_inputs: list[str] = field(default_factory=list)
-    """Inputs that the kernel changed in place in the replay: query, key, value or attn_mask."""
+    """Inputs that the kernel changed in place during the replay: query, key, value or attn_mask."""
     copies: int = 0
     """Outputs per run that had to be copied into another layout."""
     peak_bytes: int | None = None
@@ -102,11 +100,11 @@ class ModelResult:
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
-    """Time of all attention calls with the model's own attention, in the same process."""
+    """The same time with the model's own attention, in the same process."""
     more_launch_seconds: dict[str, float] = field(default_factory=dict)
-    """Extra host time for these calls compared with the model's own attention, on a GPU."""
+    """Additional host time for these calls compared with the model's own attention, on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
-    """GPU busy time per forward of a phase; for the rest of it, the GPU waits for the host."""
+    """GPU busy time per forward of a phase; in the remaining time, the GPU waits for the host."""
     sm_clock_mhz: float | None = None
     power_w: float | None = None
 
@@ -137,7 +135,7 @@ class _Arm:
     failure: RunFailed | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     warm_in: int = 0
-    """Number of the model's build that it last ran in."""
+    """Number of the model build that the variant last ran in."""
 
     def seconds(self) -> dict[str, list[float]]:
         """Return the time of one forward of each phase, and of `RUN`, by round."""
@@ -166,7 +164,7 @@ def check(
     Args:
         capture: the recording of this model, with its census.
         rows: the replay of that recording, which includes the kernel `OWN`.
-        rounds: timed runs of each variant; None for as many as fit into `ROUNDS_SECONDS`.
+        rounds: timed runs of each variant; None for as many runs as fit into `ROUNDS_SECONDS`.
         text: for language models, a text to compute perplexity on.
         kernel_at: kernel of each module and phase, by the name of each variant that is a plan.
         save_output: a directory for pictures and texts of every variant.
@@ -183,10 +181,10 @@ def check(
             _attempt(arm, process, partial(process.run, arm.variant, file, text, save))
             if arm.failure is None:
                 arm.outputs = load_file(file)
-        # Counted in a run of its own, because counting makes compiled models run eagerly.
+        # Counted in a separate run, because counting makes compiled models run eagerly.
         mismatch = difference(capture.census, process.count())
         _run_rounds(arms, process, rounds, seed)
-        # Typical times tell how long a forward must wait for the host to enqueue the rest.
+        # Typical times show how long a forward must wait while the host enqueues its kernels.
         waits = {
             phase: statistics.median(seconds)
             for phase, seconds in own.seconds().items()
@@ -212,7 +210,7 @@ def _run_rounds(
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
             together = [own, *kernels[first : first + NEIGHBOURS]]
-            # The order within a group is random too, so that no position is favoured.
+            # The order within a group is also random, so that no position is favoured.
             shuffle(together)
             for arm in together:
                 run = _attempt(arm, process, partial(process.run, arm.variant))
@@ -232,7 +230,7 @@ def _run_rounds(
 def _round(done: int, total: int, elapsed: float) -> str:
     """Describe the next round, and the time left once a round is done.
 
-    Another run of each kernel, with a timer on its calls, follows the rounds.
+    After the rounds, each kernel runs once more with a timer on its calls.
     """
     if not done:
         return "first round"
@@ -241,7 +239,7 @@ def _round(done: int, total: int, elapsed: float) -> str:
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun | None:
-    """Run an arm, unless it failed before."""
+    """Run a variant, unless it failed before."""
     if arm.failure is not None:
         return None
     is_own = arm.variant is BASELINE
@@ -251,7 +249,8 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> M
         except RunFailed:
             if not is_own or not arm.warm_in or process.is_built:
                 raise
-            # It ran before, so a kernel may have corrupted the memory of the shared process.
+            # The variant ran before, so a kernel may have corrupted the memory of the shared
+            # process.
             return _warm(arm, process, run)
     except RunFailed as failure:
         if is_own:
@@ -263,7 +262,7 @@ def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> M
 
 
 def _warm(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun:
-    """Run an arm, after a warm-up if the process with its compiled code is gone."""
+    """Run a variant, after a warm-up if the process with its compiled code is gone."""
     process.build()
     if arm.warm_in not in (0, process.builds):
         process.run(arm.variant)
@@ -281,10 +280,10 @@ def _checked(
     seed: int,
     mismatch: str,
 ) -> ModelResult:
-    """Collect the results of an arm.
+    """Collect the results of a variant.
 
     Args:
-        mismatch: how the model differs from the recorded one; empty if it does not.
+        mismatch: difference between the model and the recorded one; empty if they agree.
     """
     name = arm.variant.name
     checked = ModelResult(name, capture.model, capture.weights, short_census=shortfall(capture))
@@ -349,7 +348,7 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm) -> None:
 
 
 def _of_calls(inside: ModelRun | None, what: Literal["attention", "launch"]) -> dict[str, float]:
-    """Total the attention calls per forward of each phase, and for `RUN`; empty if not measured."""
+    """Sum the attention times per forward of each phase, and for `RUN`; empty if not measured."""
     if inside is None:
         return {}
     seconds = inside.times.attention if what == "attention" else inside.times.launch
@@ -369,7 +368,7 @@ def _busy_seconds(inside: ModelRun | None) -> dict[str, float]:
 
 
 def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
-    """Return the baseline times that a prediction needs: those of the run and of every phase."""
+    """Return the baseline times that a prediction needs: of the run and of every phase."""
     own_seconds, busy = own.seconds(), _busy_seconds(own.inside)
     run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
     return run, {

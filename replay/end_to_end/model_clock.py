@@ -1,14 +1,14 @@
 """Time a model's runs, and each forward of its main modules by phase.
 
-Only the modules that take the model's steps carry hooks, two per forward, to keep the overhead
-small. On CUDA, a forward's time is the time between two events on its stream, including waits for
+To keep the overhead small, only the modules that perform the model's steps have hooks, two per
+forward. On CUDA, a forward's time is the time between two events on its stream, including waits for
 the host; on a CPU it is wall time.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
-forward also waits at its first attention call until the host has enqueued the rest, so that its
-time without that wait is nearly the GPU's busy time. It must not wait earlier: before its first
-layer, a model may ask the GPU whether a mask masks anything, which would use up the wait before
-anything is enqueued.
+forward also waits at its first attention call until the host has enqueued the remaining kernels, so
+that its time without that wait is nearly the GPU's busy time. A forward must not wait earlier:
+before its first layer, a model may read from the GPU whether a mask hides anything, which would use
+up the wait before any kernel is enqueued.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from capture.hooks.phases import stepping
 from replay.timing.timer import CYCLES_PER_MS
 
 OUTSIDE = ""
-"""Used as the phase of attention calls outside all watched forwards."""
+"""Phase name of attention calls outside all watched forwards."""
 
 LONGEST_WAIT = 0.25
-"""Most seconds that a forward waits for the host: time to enqueue about 10,000 kernels."""
+"""Maximum seconds that a forward waits for the host: the time to enqueue about 10,000 kernels."""
 
 
 @dataclass
 class RunTimes:
-    """The times of one run, in seconds."""
+    """Times of one run, in seconds."""
 
     run: float = 0.0
     """Wall time from the start to the last result."""
     forwards: dict[str, list[float]] = field(default_factory=dict)
-    """One time per forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
+    """Time of each forward, in order, by phase: `denoise`, `prefill`, `decode`, `encode`."""
     tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens that a forward reads (prefill) or generates (decode), over the batch."""
+    """Tokens that one forward reads (prefill) or generates (decode), over the batch."""
     attention: dict[str, float] = field(default_factory=dict)
-    """Total of all attention calls, by phase and `OUTSIDE`, if they were timed."""
+    """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
     launch: dict[str, float] = field(default_factory=dict)
-    """Host time of these calls, on CUDA only: elsewhere it equals the call's time."""
+    """Host time of these calls, on CUDA only; elsewhere it equals the time of the calls."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class _Inside(threading.local):
-    """The forwards that the calling thread is in."""
+    """Forwards that the calling thread is currently in."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, Any]] = []
@@ -87,12 +87,11 @@ class Clock:
 
     @contextlib.contextmanager
     def running(self, waits: Mapping[str, float] | None = None) -> Iterator[RunTimes]:
-        """Time what happens inside the `with` block; the times are complete when it ends.
+        """Time the `with` block; the times are complete at its end.
 
         Args:
             waits: on CUDA, seconds by phase that a forward waits at its first attention call,
-                excluded
-            from its time; at least as long as the host needs to enqueue the forward.
+                excluded from its time; at least as long as the host needs to enqueue the forward.
         """
         times = RunTimes()
         marks: list[tuple[str, Any, Any, list[tuple[Any, Any]]]] = []
@@ -125,7 +124,7 @@ class Clock:
             yield times
             self._synchronize()
             times.run = time.perf_counter() - start
-        # Events are read after the run: reading one earlier would wait for the GPU.
+        # Events are read after the run, because reading one earlier would wait for the GPU.
         for phase, begin, end, waited in marks:
             seconds = self._between(begin, end) - sum(self._between(*each) for each in waited)
             times.forwards.setdefault(phase, []).append(seconds)
@@ -133,7 +132,7 @@ class Clock:
         for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
             launches.setdefault(phase, []).append(host)
-        # The median, since a kernel that synchronises also waits for `waits`.
+        # The median is used, because a kernel that synchronises also waits for `waits`.
         if self._on_gpu:
             times.launch = {
                 phase: statistics.median(each) * len(each) for phase, each in launches.items()
@@ -145,7 +144,7 @@ class Clock:
         start, inside = self._now(), self._inside
         if inside.wait is not None:
             with torch.cuda.device(self._device):
-                # Twice, since timing the calls slows the host down.
+                # Twice as long, because timing the calls slows the host down.
                 seconds = min(2 * inside.wait, LONGEST_WAIT)
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
             asleep, start, inside.wait = start, self._now(), None

@@ -1,4 +1,4 @@
-"""Parent's side of a model in a child process."""
+"""Parent's side of a model that runs in a child process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from replay.rows.row_files import rebuilt
 from replay.workers.process import CannotStart, Died, Process
 
 OWN = "torch-default"
-"""Kernel that stands for the model's own attention: SDPA, which chooses its backend itself."""
+"""Kernel that stands for the model's own attention: SDPA, which chooses its backend."""
 
 BUILDING_SECONDS = 1800.0
-"""Seconds without a message after which building is given up; weights may be on a slow disk."""
+"""Seconds without a message after which building is abandoned; weights may be on a slow disk."""
 
 
 class ModelRefused(Error):
-    """Reason why the model cannot be built; the message names the remedy."""
+    """Reason why the model cannot be built; the message gives the remedy."""
 
 
 class RunFailed(Error):
@@ -38,7 +38,7 @@ class RunFailed(Error):
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernel or plan that answers the model's attention calls."""
+    """Kernel or plan that handles the model's attention calls."""
 
     name: str
     """Name in the table."""
@@ -46,22 +46,22 @@ class Variant:
     """Name of a registered kernel, or `file.py:function`."""
     plan: Path | None = None
     trust_code: bool = False
-    """True if code files that the plan names may run."""
+    """True if code files named by the plan may run."""
     environment: str = HERE
     """Environment in which the kernel's library is installed."""
     path: tuple[str, ...] = ()
     """Directories of another environment that the kernel's library is imported from."""
     refused: str = ""
-    """Reason why it cannot run at all; empty if it can."""
+    """Reason why the variant cannot run at all; empty if it can."""
 
     @property
     def kernel_id(self) -> KernelId:
-        """Return the id in the rows; for a plan, one that no row has."""
+        """Return the id used in the rows; a plan gets an id that no row has."""
         return KernelId(self.kernel or "", self.environment)
 
 
 BASELINE = Variant("the model's own", OWN)
-"""Variant that runs behind the same hook as the kernels, so that both sides include its cost."""
+"""Variant that runs through the same hook as the kernels, so that both sides include its cost."""
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class ModelRun:
     times: RunTimes
     hits: int
     own_calls: int
-    """Calls that `OWN` answered: all of them in the baseline, otherwise those a plan leaves to
-    it."""
+    """Calls that `OWN` handled: in the baseline all calls, otherwise those assigned to it by a
+    plan."""
     fallbacks: dict[str, int]
     """Calls that fell back to the model's own attention, by reason."""
     copies: int
@@ -86,18 +86,18 @@ class ModelRun:
 
 
 class ModelProcess:
-    """A model in a child process, built on its first run and again after a kernel crashed it.
+    """Model in a child process, built on its first run and after each crash of the process.
 
     Args:
-        python: the interpreter.
-        arguments: those of `models.load`.
+        python: Python interpreter of the child.
+        arguments: arguments of `models.load`.
         timeout: seconds without a message after which the child is killed.
         report: called with the current stage.
 
     Attributes:
         is_built: True while the model exists; a kernel that crashes the process destroys it.
         builds: number of times the model was built. Compiled code is lost with the process.
-        round: name of the current round, reported beside each stage.
+        round: name of the current round, reported with each stage.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class ModelProcess:
         """Build the model, unless it exists.
 
         Raises:
-            ModelRefused: it cannot be built.
+            ModelRefused: the model cannot be built.
         """
         if self.is_built:
             return
@@ -149,7 +149,7 @@ class ModelProcess:
             keep: a `.safetensors` file for the outputs, by name (`models.outputs`).
             text: a text that a language model also reads, for `text_ids` and `text_logits`;
                 requires `keep`.
-            save: a directory, and the model's name in it, for outputs to view; requires `keep`.
+            save: a directory for viewable outputs, and the model's name in it; requires `keep`.
 
         Raises:
             ModelRefused: the model cannot be built.
@@ -220,7 +220,7 @@ class ModelProcess:
         )
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Build the model if necessary, and return the child's answer to a request."""
+        """Build the model if necessary, and return the child's reply to a request."""
         self.build()
         try:
             return self._answer(request)
@@ -237,7 +237,7 @@ class ModelProcess:
                 answer |= message
         if "refused" in answer:
             raise ModelRefused(answer["refused"])
-        if "failed" in answer:  # building met a bug of a library or of this project
+        if "failed" in answer:  # building hit a bug in a library or in this project
             raise ModelRefused(f"the model cannot be built: {answer['failed']}")
         if "failed_run" in answer:
             raise RunFailed(**answer["failed_run"])
@@ -248,7 +248,8 @@ def import_path(python: str) -> tuple[str, ...]:
     """List the directories that another interpreter imports from and this one does not.
 
     Raises:
-        ModelRefused: it does not start, or its version differs, so its libraries do not work here.
+        ModelRefused: the interpreter does not start, or its version differs, so its libraries do
+            not work here.
     """
     question = "import json, sys; print(json.dumps([sys.version_info[:2], sys.path]))"
     try:

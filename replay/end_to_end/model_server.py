@@ -1,7 +1,7 @@
-"""Model's process: builds the model once, then runs it with one kernel after another.
+"""Process of a model: builds the model once, then runs it with one kernel after another.
 
-It is a worker process (`replay.workers.worker`), so a kernel that crashes takes down nothing else.
-Outputs go to files, since tensors never travel through the pipe.
+This worker process (`replay.workers.worker`) is separate, so that a crashing kernel affects nothing
+else. Outputs are written to files, because tensors are never sent through the pipe.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _served: Served | None = None
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
-    """Answer one request; a failure of a kernel or of the model is an answer too.
+    """Handle one request; a failure of a kernel or of the model is also a valid reply.
 
     Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as
     `replay.end_to_end.model_process` sends them.
@@ -73,7 +73,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
 
 def _count(served: Served, say: Say) -> None:
-    """Count in a separate run, since it makes compiled models run eagerly."""
+    """Count in a separate run, because counting makes compiled models run eagerly."""
     say(at="counting attention calls")
     with counting(served.runnable.roots) as census:
         served.runnable.run()
@@ -81,8 +81,8 @@ def _count(served: Served, say: Say) -> None:
 
 
 def _run(served: Served, request: dict[str, Any], say: Say) -> None:
-    # The path is appended, after the import of the model's own libraries: the versions of another
-    # environment must not replace these.
+    # The path is appended after the model's own libraries are imported, so that versions from
+    # another environment do not replace them.
     sys.path += [entry for entry in request["path"] if entry not in sys.path]
     runnable, device = served.runnable, served.device
     name = request["name"]
@@ -113,7 +113,7 @@ def _run(served: Served, request: dict[str, Any], say: Say) -> None:
 def _keep(runnable: Any, result: Any, request: dict[str, Any], swap: Swap) -> None:
     """Write the outputs to files; a language model also reads the text, with the kernel in place.
 
-    The text is skipped by a kernel that answers no call of it, such as a kernel for decoding.
+    The text is skipped if the kernel handles none of its calls, as with a kernel for decoding.
     """
     language = runnable.language
     tensors = dict(runnable.outputs(result).tensors)
@@ -141,7 +141,7 @@ def _swapped(
 
 
 def _counts(swap: Swap) -> dict[str, Any]:
-    """Return the counts as `replay.end_to_end.model_process.ModelRun` names them."""
+    """Return the counts, named as in `replay.end_to_end.model_process.ModelRun`."""
     own = swap.kernels.get(OWN)
     own_calls = 0 if own is None else own.hits
     return {

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 from replay.timing.statistics import percentile
 
 NOTABLE = 0.02
-"""Smallest share of the time, or relative difference, that is worth reporting."""
+"""Minimum share of the time, or relative difference, that is worth reporting."""
 
 LAUNCH_BOUND = 0.1
-"""Smallest share of a forward that the GPU waits for the host in a launch-bound forward.
+"""Minimum share of a launch-bound forward during which the GPU waits for the host.
 
-With a smaller share, the GPU waits only at the start, before enough work is enqueued."""
+With a smaller share, the GPU waits only at the start, before enough work is enqueued.
+"""
 
 RUN = "run"
-"""Name of one full run of the model, in place of a phase."""
+"""Name used for one full run of the model, in place of a phase."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Clocked:
     seconds: tuple[float, ...]
     """Seconds of one forward of the phase, or of one run, by round."""
     forwards: int = 1
-    """Forwards per run; 1 for the run itself."""
+    """Forwards per run; 1 for a full run."""
     tokens: int | None = None
     """Tokens that one forward reads (prefill) or generates (decode), over the batch."""
     busy_seconds: float | None = None
@@ -33,7 +34,7 @@ class Clocked:
 
     @property
     def waiting_seconds(self) -> float:
-        """Time that the GPU waits for the host in one forward; 0 if it is not launch-bound."""
+        """Time that the GPU waits for the host in one forward; 0 if not launch-bound."""
         if self.busy_seconds is None:
             return 0.0
         seconds = percentile(self.seconds, 50)
@@ -61,30 +62,32 @@ class Missing:
 
 @dataclass(frozen=True)
 class Calls:
-    """Numbers of attention calls in one run; each call is counted in one field."""
+    """Numbers of attention calls in one run; each call is counted in exactly one field."""
 
     swapped: int = 0
-    """Calls that the kernel answers."""
+    """Calls that the kernel handles."""
     fell_back: int = 0
-    """Calls that the kernel does not support, so that the model's own attention answers."""
+    """Calls that the kernel does not support, so that the model's own attention handles them."""
     own: int = 0
-    """Calls that the plan leaves to the baseline."""
+    """Calls that the plan assigns to the baseline."""
     not_recorded: int = 0
-    """Calls without a replayed match; the prediction assumes that their time does not change."""
+    """Calls without a matching replayed call; the prediction assumes that their time does not
+    change."""
 
 
 @dataclass(frozen=True)
 class Clues:
-    """Figures that may explain a wrong prediction; None if the replay did not measure them."""
+    """Figures that may explain a wrong prediction; None for figures that were not measured."""
 
     more_layer_launch_seconds: float | None = None
-    """Extra host time to launch layers with the kernel instead of the baseline (GPU only)."""
+    """Additional host time to launch layers with the kernel instead of the baseline (GPU only)."""
     preparation_seconds: float | None = None
-    """Time of layout changes and quantisation before the kernel's core; part of the prediction."""
+    """Time of layout changes and quantisation before the kernel's core; included in the
+    prediction."""
     scatter: float | None = None
-    """Ratio p90 / p10 of the rounds of the call that costs the model most, of either kernel."""
+    """Ratio p90 / p10 of the rounds of the most expensive call, for the less steady kernel."""
     sm_clock_mhz: float | None = None
-    """Median over the replayed calls, while the kernel's rounds ran."""
+    """Median over the replayed calls while the kernel's rounds ran."""
     power_w: float | None = None
 
 
@@ -99,7 +102,7 @@ class PredictedTime:
     old_seconds: Estimate
     """Measured time with the model's own attention: median over the rounds."""
     new_seconds: Estimate | None
-    """Predicted time with the kernel; None without a prediction, see `reason`."""
+    """Predicted time with the kernel; None without a prediction (see `reason`)."""
     speedup: Estimate | None
     """Ratio old / new."""
     old_tokens_per_second: Estimate | None
@@ -107,23 +110,24 @@ class PredictedTime:
     attention_seconds: float
     """Σ count · t_old over the calls that a replayed call represents."""
     attention_share: float
-    """Share of `old_seconds`. A lower bound if `not_recorded` is not empty; above 1 if the replay
-    is slower than the model, so that the two cannot be compared."""
+    """Share of `old_seconds`. It is a lower bound if `not_recorded` is not empty. Above 1, the
+    replay is slower than the model, so that the two cannot be compared."""
     waiting_share: float
-    """Share of `old_seconds` that the GPU waits for the host; 0 if it is not launch-bound. For a
-    run, over its measured phases."""
+    """Share of `old_seconds` that the GPU waits for the host; 0 if the span is not launch-bound.
+    For a run, the measured phases are included."""
     saved_seconds: float | None
-    """Σ count · (t_old − t_new): time that attention saves, even if the model does not gain it."""
+    """Σ count · (t_old − t_new): time that attention saves, even if the model does not become
+    faster."""
     swapped_seconds: float | None
-    """Σ count · t_old over the calls that the kernel answers."""
+    """Σ count · t_old over the calls that the kernel handles."""
     calls: Calls
-    """Calls per run, even in the times of a phase."""
+    """Calls per run, even if the other figures describe a phase."""
     fallbacks: dict[str, int] = field(default_factory=dict)
     """Calls that fall back, by reason."""
     fallback_seconds: dict[str, float] = field(default_factory=dict)
-    """Σ count · t_old over these calls, by reason."""
+    """Σ count · t_old over the calls that fall back, by reason."""
     not_recorded: list[Missing] = field(default_factory=list)
-    """Calls without a replayed match by module, in the census's order."""
+    """Calls without a matching replayed call, by module, in the census's order."""
     clues: Clues = field(default_factory=Clues)
     reason: str = ""
     """Reason why there is no prediction: `inaccurate on call-3: cosine 0.81 …`."""

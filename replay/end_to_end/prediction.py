@@ -5,21 +5,23 @@
 T_old is the model's measured time, count comes from the census, and t_old and t_new are the median
 drop-in times of baseline and kernel on the replayed calls that represent the counted ones
 (`replay.plan.call_matching`). A call that the kernel does not support falls back to the model's own
-attention and costs t_old; so does one that no replayed call represents, which is reported.
+attention and costs t_old. A call that no replayed call represents also costs t_old, and is
+reported.
 
-On a GPU these are times of the GPU's own work. If a forward is launch-bound, as its busy time
-shows, the GPU spends the time it saves waiting for the host, and what counts is how long the host
-needs to launch the call and what follows it in its layer (`layer_host_ms` of the rows):
+On a GPU these are times of the GPU's own work. If the busy time of a forward shows that it is
+launch-bound, the GPU spends the saved time waiting for the host. The relevant figure is then the
+host time to launch the call and the following kernels of its layer (`layer_host_ms` of the rows):
 
     T_new = max(T_old + Σ count · (host_new − host_old), busy_old − Σ count · (t_old − t_new))
 
 The interval (95 %, percentile bootstrap) covers the scatter of its inputs: the rounds of the
 replay, resampled for each replayed call, with the same rounds for both kernels if they were timed
 together; and the rounds of T_old. A replayed call that represents many counted calls moves them all
-together. The interval does not cover what the replay cannot know: calls that were not replayed,
-layers whose cost differs from that of the layer replayed in their place, and differences between
-replay and model (caches, clocks, launches that do or do not hide behind other work). A measurement
-outside the interval means that one of these matters; `Clues` helps to find which.
+together. The interval does not cover effects that the replay cannot measure: calls that were not
+replayed, layers whose cost differs from that of the layer replayed in their place, and differences
+between replay and model (caches, clocks, launches that do or do not hide behind other work). A
+measurement outside the interval means that one of these matters; `Clues` helps to find out which
+one.
 """
 
 from __future__ import annotations
@@ -66,18 +68,19 @@ def predict(
 ) -> Prediction:
     """Predict the model's time with a kernel, for each phase and for the full run.
 
-    A phase has no prediction, nor does the run, if the kernel was wrong at one of its modules, or
-    failed or was not timed on a replayed call that represents one of its calls.
+    A phase and the run have no prediction if the kernel was wrong at one of the phase's modules, or
+    if it failed or was not timed on a replayed call that represents one of the phase's calls.
 
     Args:
-        census: of one run, as `capture.hooks.census.Census.to_json` writes it.
+        census: census of one run, as `capture.hooks.census.Census.to_json` writes it.
         rows: the replay of the same recording and model. A kernel of another environment is
-            compared with the baseline there, if that was replayed too.
-        kernel_at: the kernel of each module and phase (`everywhere` for a single one).
+            compared with the baseline there, if the replay includes it.
+        kernel_at: the kernel of each module and phase (`everywhere` for the same kernel at all
+            modules).
         baseline: the kernel that the model itself uses.
         run: one full run with the baseline.
         phases: one forward of each measured phase with the baseline.
-        seed: of the bootstrap.
+        seed: seed of the bootstrap.
 
     Raises:
         CensusError: the census is empty.
@@ -131,7 +134,7 @@ def _span(
         clues=cost_model.clues(tally.swapped, clocked.forwards),
         reason=tally.reason,
     )
-    # One unusable row makes the whole span unpredictable: its calls have no other time.
+    # One unusable row makes the whole span unpredictable, because its calls have no other time.
     if tally.reason:
         return span
     saved, _ = cost_model.saved_seconds(tally.swapped)
@@ -142,7 +145,7 @@ def _span(
     gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
     new_median = old_median - gained / clocked.forwards
     new_resampled = old_resampled - gained_resampled / clocked.forwards
-    # The replay is then slower than the model, for instance with colder caches.
+    # The replay is slower than the model in this case, for example because of colder caches.
     if min(new_median, float(new_resampled.min())) <= 0:
         return replace(span, reason="the predicted saving exceeds the model's time")
     new = _interval(new_median, new_resampled)

@@ -1,4 +1,4 @@
-"""Explain differences between prediction and measurement."""
+"""Explanations of differences between prediction and measurement."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
 
 SCATTERED = 2.0
-"""Smallest p90 / p10 of a replayed call that indicates other load on the machine."""
+"""Minimum p90 / p10 of a replayed call that indicates other load on the machine."""
 UNSTEADY = 1.2
-"""Smallest p90 / p10 of a run of the model that indicates other load."""
+"""Minimum p90 / p10 of a run of the model that indicates other load."""
 
 
 def reasons(checked: ModelResult, span: str = RUN) -> list[str]:
     """List possible explanations of the difference, one sentence each.
 
-    Empty if the prediction lies inside the measured interval or within `NOTABLE` of the
-    measurement; a single sentence if nothing recorded explains the difference.
+    The list is empty if the prediction lies inside the measured interval or within `NOTABLE` of the
+    measurement; it has a single sentence if no recorded figure explains the difference.
     """
     predicted, measured = checked.predicted(span), checked.measured.get(span)
     if predicted is None or predicted.speedup is None or predicted.new_seconds is None:
@@ -163,7 +163,7 @@ def _clocks(checked: ModelResult, predicted: PredictedTime) -> list[str]:
 
 
 def in_ms(seconds: float, sign: str = "-") -> str:
-    """Format as `12.3 ms` or `1.23 s`; with `+`, always signed."""
+    """Format as `12.3 ms` or `1.23 s`; with `+`, always with a sign."""
     if abs(seconds) >= 1:
         return f"{seconds:{sign}.3g} s"
     return f"{1000 * seconds:{sign}.3g} ms"

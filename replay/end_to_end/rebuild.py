@@ -14,7 +14,7 @@ from capture.storage.json_data import required, shown, typed
 
 
 class NotRebuildable(Error):
-    """Reason why a recording's model cannot be rebuilt; the message names the remedy."""
+    """Reason why a recording's model cannot be rebuilt; the message gives the remedy."""
 
 
 class NotTrusted(Error):
@@ -26,8 +26,8 @@ def load_arguments(
 ) -> dict[str, Any]:
     """Return the arguments of `models.load` that rebuild a recording's model on a device.
 
-    A user's function gets the device only if it is not the default, since it may take no such
-    argument.
+    A user's function gets the device only if it is not the default, because the function may have
+    no such parameter.
 
     Args:
         trust_code: whether files of Python code that the recording names may run.
@@ -35,7 +35,7 @@ def load_arguments(
     Raises:
         NotRebuildable: `capture` did not build that model, an older version did, or its files are
         gone.
-        NotTrusted: building it runs code that the recording names.
+        NotTrusted: building the model runs code named by the recording.
     """
     arguments = _arguments(capture, device)
     if gone := _gone(arguments):
@@ -56,7 +56,7 @@ def _gone(arguments: dict[str, Any]) -> str:
     """Return the missing file or directory that the model is built from; empty if nothing is
     missing.
 
-    A path that may be a name on the Hub is not missing.
+    A path that may be a name on the Hub does not count as missing.
     """
     model, checkpoint = str(arguments["model"]), str(arguments.get("checkpoint") or "")
     file = model.rpartition(":")[0]
@@ -69,7 +69,7 @@ def _gone(arguments: dict[str, Any]) -> str:
 
 
 def _code_of(arguments: dict[str, Any]) -> str:
-    """Return the Python code outside installed packages that building the model runs."""
+    """Return the Python code outside installed packages that runs when the model is built."""
     model = arguments["model"]
     if model.rpartition(":")[0].endswith(".py"):
         return str(model)

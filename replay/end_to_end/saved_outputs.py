@@ -19,10 +19,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 FRAME_MS = 125
-"""Duration of a frame: 8 per second, as CogVideoX was trained."""
+"""Duration of a frame: 8 frames per second, as in CogVideoX's training."""
 
 LONGEST_NAME = 100
-"""Most characters of a directory's name; file systems allow 255 bytes."""
+"""Maximum length of a directory's name, in characters; file systems allow 255 bytes."""
 
 
 def keep(
@@ -33,13 +33,13 @@ def keep(
     kernel: str,
     decode: Callable[[Tensor], str] | None = None,
 ) -> list[Path]:
-    """Write one run's outputs under `directory`, overwriting those of the same names.
+    """Write one run's outputs under `directory`, overwriting files of the same names.
 
     Args:
         outputs: CPU tensors: `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1], `sequences`
             (1, T), `latents`, `output`.
-        kernel: any name, including `path/file.py:function`; the baseline's for the baseline.
-        decode: converts token ids (1, T) to text; without it, the ids are written.
+        kernel: name of the kernel or the baseline, which may be `path/file.py:function`.
+        decode: converts token ids (1, T) to text; without this function, the ids are written.
 
     Returns:
         The files written.
@@ -89,7 +89,7 @@ def _picture(values: Tensor) -> Image.Image:
 
 
 def _save_moving(frames: list[Image.Image], place: Path) -> Path:
-    """Save all frames in one file: WebP, or a GIF of 256 colours if PIL lacks WebP."""
+    """Save all frames in one file: WebP, or a GIF of 256 colours if PIL does not support WebP."""
     path = place / ("video.webp" if features.check("webp") else "video.gif")
     frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
     return path

@@ -1,14 +1,16 @@
 """Breakdown of a model's time with a kernel, from the core's speed-up to the measured time.
 
-Alone, a kernel's core is s times as fast as the model's own attention, which takes a of the model's
-T_old. If nothing else mattered, Amdahl's law would give T_old − a · (1 − 1 / s). To this are added
+Outside the model, a kernel's core is s times as fast as the model's own attention, which takes the
+time a of the model's T_old. If nothing else mattered, Amdahl's law would give T_old − a · (1 − 1 /
+s). The following terms are added:
 
     + a_refused · (1 − 1 / s)       for refused calls, which stay as they are
     + preparation                   for layout changes and quantisation before the core
     + saved − gained                for savings during which the GPU waits for the host anyway,
                                     and for more expensive launches
 
-which gives the prediction (`replay.end_to_end.prediction`); and to reach the measured time
+The sum is the prediction (`replay.end_to_end.prediction`). Two more terms lead to the measured
+time:
 
     + the part of the replay's saving that the model does not show
     + an unexplained remainder
@@ -33,14 +35,16 @@ class TimeBreakdown:
     before: float
     """Measured time with the model's own attention."""
     attention: float
-    """Replayed time of the model's own attention for the calls that the kernel is asked for."""
+    """Replayed time of the model's own attention for all calls that reach the kernel."""
     core_speedup: float
-    """Speed-up of the kernel's core over it on answered calls; without a core, of its drop-in."""
+    """Speed-up of the kernel's core over the model's own attention, on calls that the kernel
+    handles; of its drop-in if it has no core."""
     fallbacks: float
     preparation: float
     launches: float
     less_in_model: float | None
-    """None if attention was not timed in the model, or launches decide."""
+    """Part of the replay's saving that the model does not show; None if attention was not timed in
+    the model, or if the host's launches determine the time."""
     after: float
     """Measured time with the kernel."""
 
@@ -59,7 +63,7 @@ class TimeBreakdown:
 
 
 def main_phase(checked: ModelResult) -> str:
-    """Return the phase that takes most of a run; `RUN` if none was measured."""
+    """Return the phase that takes the largest part of a run; `RUN` if no phase was measured."""
     phases = {} if checked.prediction is None else checked.prediction.phases
     measured = [phase for phase in phases if phase in checked.measured]
     if not measured:
@@ -68,7 +72,7 @@ def main_phase(checked: ModelResult) -> str:
 
 
 def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
-    """Break down a kernel's time in a model, or return a phrase that says why this is impossible.
+    """Break down a kernel's time in a model, or return a phrase that states why this is impossible.
 
     Args:
         checked: the result of a kernel, not of the model's own attention.
@@ -88,7 +92,7 @@ def break_down(checked: ModelResult, span: str) -> TimeBreakdown | str:
         return f"the kernel answers no call: it refuses {refusals(predicted)}"
     if predicted.new_seconds is None:
         return f"nothing was predicted: {predicted.reason}"
-    # The core's time is the drop-in's without the preparation.
+    # The core's time is the drop-in time without the preparation.
     drop_in = predicted.swapped_seconds - predicted.saved_seconds
     preparation = predicted.clues.preparation_seconds or 0.0
     speedup = predicted.swapped_seconds / (drop_in - preparation)

@@ -1,8 +1,8 @@
 """Run times computed from typical forwards, so that no kernel is blamed for an interruption.
 
 On a shared host, other processes occasionally delay a forward, by a millisecond or by a second. The
-same forward of another round is rarely hit, and most forwards of a run are not. Occasional work of
-the kernel itself looks the same, so the amount left out is reported (`delayed`).
+same forward of another round is rarely delayed, and neither are most forwards of a run. Occasional
+work of the kernel itself looks the same, so the excluded time is reported (`delayed`).
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from replay.end_to_end.predicted_times import RUN
 def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
     """Return seconds by round: one forward of each phase, and the full `RUN`.
 
-    If t(r, i) is the time of a phase's forward i in round r, the forward of a round takes
+    If t(r, i) is the time of a phase's forward i in round r, the forward of a round counts as
 
         mean over i of typical(i) · median over i of t(r, i) / typical(i)
 
     where typical(i) is the median of t(r, i) over the rounds. A forward that is slower in every
-    round counts in full (a longer prompt, a kernel that recompiles at a certain length), and so
-    does a machine that is slower for most of a run; a delay of fewer than half of a run's forwards
-    does not. With a single forward per phase, this is its time; with two, it is their mean. The
-    full run is its wall time, with this in place of each forward.
+    round (a longer prompt, a kernel that recompiles at a certain length) counts in full, and so
+    does a machine that is slower for most of a run. A delay of fewer than half of a run's forwards
+    does not count. With a single forward per phase, the result is its time; with two forwards, it
+    is their mean. The full run is its wall time, with each forward replaced by this result.
 
-    A phase that a round lacks is left out. If the number of forwards differs between rounds, or a
+    A phase missing from a round is left out. If the number of forwards differs between rounds, or a
     forward takes no measurable time, the mean forward is used instead.
     """
     phases = [
@@ -46,7 +46,7 @@ def by_round(rounds: Sequence[RunTimes]) -> dict[str, list[float]]:
 
 
 def delayed(rounds: Sequence[RunTimes]) -> float:
-    """Return the share of the rounds' wall time that `by_round` leaves out."""
+    """Return the share of the rounds' wall time that `by_round` excludes."""
     wall = sum(times.run for times in rounds)
     return 1 - sum(by_round(rounds)[RUN]) / wall
 

@@ -1,1 +1,1 @@
-"""Run kernels inside a live model."""
+"""Runs kernels inside a live model."""

@@ -1,12 +1,12 @@
 """Attention as one opaque node of a compiled graph: the operator `attention_replay::attend`.
 
 `torch.compile` must know an output's strides before any kernel has run, so the operator fixes them:
-the output has the query's memory layout, as the outputs of PyTorch's fused backends do. A model
-that transposes its query from (B, S, H, D) then gets the layout in which its own reshape after
+the output has the query's memory layout, as the outputs of PyTorch's fused backends do. For a model
+that transposes its query from (B, S, H, D), this is the layout in which its own reshape after
 attention is free. An output in another layout is copied, and the copy is counted.
 
-Which kernel runs, and whether it can, is decided when the graph runs (`answering`), as it is
-without compilation. Outside `answering`, the operator is PyTorch's own attention.
+The kernel is chosen and checked when the graph runs (`answering`), as without compilation. Outside
+`answering`, the operator is PyTorch's own attention.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ NAME = "attention_replay::attend"
 
 
 class Answers(Protocol):
-    """Decides what the operator returns.
+    """Provider of the operator's outputs.
 
-    `kernel` is the name in the graph, empty if the module of the call was unknown during tracing.
+    `kernel` is the name in the graph; it is empty if the module of the call was unknown during
+    tracing.
     """
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
         """Return the output in the query's layout (see `laid_out`)."""
 
     def refuse(self, kernel: str, reason: str) -> None:
-        """Note a call that is compiled without the operator, once, when it is traced."""
+        """Record a call that is compiled without the operator; called once, while tracing."""
 
 
 _answers: list[Answers] = []
@@ -52,7 +53,7 @@ def answering(answers: Answers) -> Iterator[None]:
 
 
 def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
-    """Return what to trace in place of SDPA: the operator with the kernel that `choose` names.
+    """Return what to trace in place of SDPA: the operator with the kernel from `choose`.
 
     `choose` is traced too. Models with the same names share their graphs.
     """
@@ -77,7 +78,7 @@ def _refuse(kernel: str, reason: str) -> None:
 
 
 def _why_not_the_operator(arguments: Arguments) -> str | None:
-    """Say why a call stays PyTorch's own in the graph; None if it can be the operator."""
+    """State why a call stays PyTorch's own in the graph; None if the operator can be used."""
     query, key, value, attn_mask = arguments[:4]
     if query.is_nested or query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
         return "not four-dimensional"
@@ -94,8 +95,8 @@ def _why_not_the_operator(arguments: Arguments) -> str | None:
 def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
     """Return the strides of a dense (B, H, S, last) whose dimensions are in the query's order.
 
-    They are those of `torch.empty_like(query)`, regardless of gaps in the query. The order of
-    dimensions of size 1 is meaningless and ignored.
+    The strides equal those of `torch.empty_like(query)`, regardless of gaps in the query. The order
+    of dimensions of size 1 is ignored.
     """
     sizes = [*query.shape[:3], last]
     order = sorted(range(3), key=lambda dim: -1 if sizes[dim] == 1 else query.stride(dim))
@@ -107,7 +108,7 @@ def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
 
 
 def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
-    """Restride the output (B, H, S, Dv) by `strides_like`; return also whether this copied it."""
+    """Restride the output (B, H, S, Dv) to `strides_like`; also return True if this copied it."""
     strides = strides_like(query, output.shape[-1])
     if output.stride() == strides:
         return output, False
@@ -118,7 +119,7 @@ def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
 
 
 def costs_reshape(output: Tensor, query: Tensor) -> bool:
-    """Tell whether a reshape to (B, S, H·Dv) copies the output, but not in the query's layout.
+    """Return True if a reshape to (B, S, H·Dv) copies this output but not the query's layout.
 
     A model that is not compiled makes this copy itself.
     """
@@ -126,7 +127,7 @@ def costs_reshape(output: Tensor, query: Tensor) -> bool:
 
 
 def _heads_inside(tensor: Tensor) -> bool:
-    """Tell whether (B, H, S, D) is a view of (B, S, H, D); true if H or S is 1."""
+    """Return True if (B, H, S, D) is a view of (B, S, H, D); also true if H or S is 1."""
     heads, length = tensor.shape[1:3]
     return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
 

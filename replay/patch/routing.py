@@ -1,13 +1,13 @@
 """Route calls by the module that makes them: cheaply, and under `torch.compile`.
 
 The `forward` of each module in a plan is wrapped, on the instance, and sets the kernels for its
-calls while it runs. Hooks would not work: `torch.compile` does not notice a hook that is added to a
-model after compiling it, and recompiles for each new hook that it does notice. It does notice an
-instance's `forward`, and guards what a wrapper reads by value: entering the same plan again, or
-another block of the model with the same choices, reuses the existing graph.
+calls while it runs. Hooks would not work: `torch.compile` overlooks hooks that are added to a model
+after compilation, and recompiles for each new hook that it does notice. It notices an instance's
+`forward`, and guards by value the variables that a wrapper reads. Entering the same plan again, or
+another block with the same choices, therefore reuses the existing graph.
 
-The phase is that of `capture`, except inside a compiled language model, whose cache cannot be
-queried during tracing: there, a call with one query is `decode` and any other is `prefill`.
+The phase is determined as in `capture`, except inside a compiled language model, whose cache cannot
+be queried during tracing: there, a call with one query is `decode` and any other call is `prefill`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BY_LENGTH = "prefill or decode"
 
 
 class _Running(threading.local):
-    """Choices of the modules that the calling thread is in, and the phase."""
+    """Phase, and choices of the modules that the calling thread is currently in."""
 
     def __init__(self) -> None:
         self.choices: list[Choices] = []
@@ -47,7 +47,7 @@ _running = _Running()
 
 
 def kernel_here(arguments: Arguments) -> str | None:
-    """Return the kernel for a call by the current module, or `NOT_PLANNED`; None outside modules.
+    """Return the current module's kernel for a call, or `NOT_PLANNED`; None outside modules.
 
     `torch.compile` can trace this function.
     """
@@ -61,7 +61,7 @@ def kernel_here(arguments: Arguments) -> str | None:
 
 
 class PlanMismatch(Error):
-    """Reason why a plan does not fit the model; the message names the remedy."""
+    """Reason why a plan does not fit the model; the message gives the remedy."""
 
 
 class PlannedModules:
@@ -106,7 +106,7 @@ class PlannedModules:
 
     @contextlib.contextmanager
     def followed(self) -> Iterator[None]:
-        """Wrap the forwards; restore them on exit."""
+        """Wrap the forwards of the modules; restore them on exit."""
         with contextlib.ExitStack() as stack:
             for module, choices in self._following().items():
                 stack.enter_context(_wrapped(module, functools.partial(_choosing, choices)))
@@ -118,9 +118,9 @@ class PlannedModules:
             yield
 
     def _following(self) -> dict[nn.Module, Choices]:
-        """Return the planned modules, and those below them that may call attention unplanned.
+        """Return the planned modules, and inner modules that may call attention unplanned.
 
-        PyTorch's own leaf modules, which are most of a model's, do not.
+        PyTorch's own leaf modules, which are the majority, are omitted.
         """
         below = {inner for module in self._choices for inner in module.modules()}
         unplanned = [
@@ -168,7 +168,7 @@ def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., An
 
 
 def _traced_phase(role: ModuleRole) -> str:
-    """Return the phase of a forward whose arguments cannot be read during tracing."""
+    """Return the phase of a forward, whose arguments cannot be read during tracing."""
     if role.time_steps:
         return "denoise"
     generates = not role.encodes and (role.generates or role.caches)
@@ -177,7 +177,7 @@ def _traced_phase(role: ModuleRole) -> str:
 
 @contextlib.contextmanager
 def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
-    """Wrap a module's `forward`, on the instance, whether or not it is wrapped already."""
+    """Wrap the `forward` of a module instance, even if it is wrapped already."""
     # Bypass nn.Module.__setattr__, which a subclass may override.
     attributes = vars(module)
     before = attributes.get("forward")
@@ -194,14 +194,14 @@ def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
 def _matching(
     choices: Mapping[str, Choices], roots: Mapping[str, nn.Module]
 ) -> dict[nn.Module, str]:
-    """Map the modules below the roots that a plan names to the plan's paths."""
+    """Map the modules below the roots that a plan names to their paths in the plan."""
     paths = {watched.module: watched.path for watched in ModuleTracker(roots).watched}
     components = tuple(f"{name}." for name in roots if name)
 
     def found(way: Mapping[str, str]) -> dict[nn.Module, str]:
         return {module: way[path] for module, path in paths.items() if path in way}
 
-    # Without their first name, paths may be ambiguous; that does not matter if full paths fit.
+    # Paths without their first name may be ambiguous, which does not matter if full paths fit.
     most = found(_as_they_are(choices)) or max(
         found(_shortened(choices)),
         found({f"{component}{path}": path for component in components for path in choices}),
@@ -235,7 +235,7 @@ def _as_they_are(choices: Mapping[str, Choices]) -> dict[str, str]:
 
 
 def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
-    """Map the plan's paths without their first name to the full paths."""
+    """Map the plan's paths, shortened by their first name, to the full paths."""
     short: dict[str, str] = {}
     for path in choices:
         rest = path.partition(".")[2]
@@ -253,7 +253,7 @@ def _at(root: nn.Module, path: str) -> nn.Module | None:
         return root  # the name that capture gives an unnamed root
     module: nn.Module | None = root
     for name in path.split("."):
-        if module is None:  # `not module` would ask for the length that some modules have
+        if module is None:  # `not module` would call `__len__`, which some modules define
             return None
         module = module._modules.get(name)
         while module is not None and _is_compiled(module):

@@ -1,4 +1,4 @@
-"""Run a kernel, or those of a plan, inside a live model: `with use_kernel("sage1"): pipe(...)`."""
+"""Runs one or several kernels inside a live model: `with use_kernel("sage1"): pipe(...)`."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from replay.plan.plan_device import mismatch, types_at_hand
 PlanFile = str | Path | Plan
 
 MOST_KNOWN = 1024
-"""Forms of calls for which the answer to "can the kernel run it?" is kept."""
+"""Maximum number of call forms for which the kernel's support is cached."""
 
 
 class KernelOutputError(Error):
-    """Output of a kernel that cannot be the call's; the message says why."""
+    """Output of a kernel that does not fit the call; the message states why."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class CallCounts:
     """Counts of the calls routed to one kernel."""
 
     hits: int = 0
-    """Calls that the kernel answered."""
+    """Calls that the kernel handled."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Calls that fell back to the model's own attention, by reason."""
     layout_copies: int = 0
@@ -64,16 +64,16 @@ class CallCounts:
 
 @dataclass
 class Swap:
-    """Counts of all calls while kernels were in place."""
+    """Counts of all calls while kernels were in use."""
 
     kernels: dict[str, CallCounts]
-    """Counts by the kernel's name."""
+    """Counts by kernel name."""
     entry_points: dict[str, CallCounts] = field(default_factory=dict)
-    """Counts of the same calls by the way the model made them, such as `sdpa` or `transformers`."""
+    """Counts of the same calls by entry point, such as `sdpa` or `transformers`."""
     in_graphs: Counter[str] = field(default_factory=Counter)
-    """Functions other than SDPA that compiled graphs call directly, once for each graph."""
+    """Functions other than SDPA that compiled graphs call directly, counted once per graph."""
     not_planned: int = 0
-    """Calls by modules outside the plan, which the model's own attention answered."""
+    """Calls by modules outside the plan, which the model's own attention handled."""
     missing: list[str] = field(default_factory=list)
     """Modules that the plan names but the model does not have."""
 
@@ -113,25 +113,25 @@ Around = Callable[[], contextlib.AbstractContextManager[object]]
 
 @contextlib.contextmanager
 def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterator[Swap]:
-    """Answer every attention call of this process with a kernel inside the `with` block.
+    """Run every attention call of this process with a kernel inside the `with` block.
 
-    These are all calls of SDPA, and the calls that models make through the other entry points that
-    recordings follow (`Swap.entry_points`).
+    This covers all calls of SDPA, and calls through the other entry points that recordings cover
+    (`Swap.entry_points`).
 
-    A call that the kernel does not support, or whose caller also wants attention weights, falls
+    A call that the kernel does not support, or whose caller also requests attention weights, falls
     back to the model's own attention and is counted with the reason: check the counts before
     trusting a timing. A kernel that changes key or value in place (the replay reports it) changes
     the model's own tensors, such as a key/value cache.
 
     Compiled models run compiled, with the kernel as the operator `attention_replay::attend` in
     their graphs. A model is recompiled when it first runs with a kernel, so run it once before
-    timing; afterwards the graphs with and without the kernel are cached, and leaving the block
-    restores the model's own. In a compiled graph only calls of SDPA are answered. Other entry
-    points stay the model's own there, and `Swap.in_graphs` names them when the graph is made
-    (except for transformers' functions in an earlier graph). Two kinds of calls are
-    counted less often than they happen: a call that needs gradients is PyTorch's own in the graph
-    and counted once, when it is compiled; and a CUDA graph (`mode="reduce-overhead"`) replays its
-    kernels without calling us, so its calls are counted once, when it is recorded.
+    timing. Afterwards the graphs with and without the kernel are cached, and leaving the block
+    restores the model's own graph. In a compiled graph only calls of SDPA use the kernel. Other
+    entry points keep the model's own attention there, and `Swap.in_graphs` names them when the
+    graph is made (except for transformers' functions in an earlier graph). Two kinds of calls are
+    counted less often than they happen. A call that needs gradients stays PyTorch's own in the
+    graph and is counted once, at compilation. A CUDA graph (`mode="reduce-overhead"`) replays its
+    kernels without calling this package, so its calls are counted once, when it is recorded.
 
     Args:
         name: a registered kernel, or `file.py:function`.
@@ -142,7 +142,7 @@ def use_kernel(name: str, *, around: Around = contextlib.nullcontext) -> Iterato
 
     Raises:
         KernelNameError: no kernel has that name, or it cannot run on this machine.
-        KernelOutputError: in the block, a kernel's output has the wrong shape, dtype or device.
+        KernelOutputError: inside the block, a kernel's output has the wrong shape, dtype or device.
         RuntimeError: another swap, or a recording, is active.
 
     Example:
@@ -169,28 +169,29 @@ def use_plan(
     trust_code: bool = False,
     around: Around = contextlib.nullcontext,
 ) -> Iterator[Swap]:
-    """Answer attention calls with the kernel that a plan chose for their module and phase.
+    """Run attention calls with the kernel that a plan chose for their module and phase.
 
-    Otherwise the same as `use_kernel`. A call from anywhere else goes to the model's own attention
-    and is counted as not in the plan. The model must already be built, and must not run in
-    `nn.DataParallel`. In a compiled language model, a call with one query is `decode` and any other
-    is `prefill`. A model that `torch.compile` split at graph breaks must be retraced to know its
-    modules: if its calls are counted as not in the plan, call `torch.compiler.reset()` first.
+    In all other respects, this function works like `use_kernel`. Calls from other modules go to the
+    model's own attention and are counted as not in the plan. The model must already be built, and
+    must not run in `nn.DataParallel`. In a compiled language model, a call with one query is
+    `decode` and any other call is `prefill`. A model that `torch.compile` split at graph breaks
+    must be retraced before calls can be assigned to modules: if its calls are counted as not in the
+    plan, call `torch.compiler.reset()` first.
 
     Args:
-        plan: a file written by `replay plan`, or a `Plan`; or several for different types of GPU:
-            the one that fits is used.
-        module: the model, if several in this process have modules of these names: a
+        plan: a file written by `replay plan`, or a `Plan`. Of several plans for different types of
+            GPU, the one that fits is used.
+        module: the model, needed if several in this process have modules of these names: a
             `torch.nn.Module`, a diffusers pipeline, or a dict of name → module.
-        any_device: use the plan on another type of GPU than it was made on, or on a CPU.
-        trust_code: let the plan run code: kernels that it names as `file.py:function`.
+        any_device: use the plan on a type of GPU other than the one it was made on, or on a CPU.
+        trust_code: allow kernels that the plan names as `file.py:function`, whose code runs.
         around: a context manager to enter for each call.
 
     Yields:
         A `Swap`, whose counts are live.
 
     Raises:
-        PlanError: the file is not a plan, is one for another type of GPU, or names code that
+        PlanError: the file is not a plan, is for another type of GPU, or names code that
             `trust_code` does not allow.
         PlanMismatch: no module has a name in the plan.
         KernelNameError: the plan names a kernel that does not exist, or cannot run on this machine.
@@ -228,7 +229,7 @@ def _fitting(
                 f"expected a plan, got {type(each).__name__}: name a `replay plan` file, "
                 "or several in a list"
             )
-    # Modules are looked up before devices, because their weights tell which devices matter.
+    # Modules are looked up before devices, because their weights determine the relevant devices.
     plans = [each if isinstance(each, Plan) else Plan.load(each) for each in several]
     found = [PlannedModules(_choices(plan), module) for plan in plans]
     misfits = [
@@ -236,7 +237,7 @@ def _fitting(
         for plan, places in zip(plans, found, strict=True)
     ]
     names = [f"the plan {each}" if not isinstance(each, Plan) else "the plan" for each in several]
-    # A single plan may be used elsewhere on request; of several, one must fit.
+    # A single plan may be used elsewhere on request; of several plans, one must fit.
     if len(plans) == 1:
         if misfits[0] and not any_device:
             raise PlanError(
@@ -299,17 +300,17 @@ def _in_place(
 
 
 class _Known:
-    """Facts that calls which differ only in values share, so that they are found once."""
+    """Cached facts shared by calls that differ only in their values."""
 
     __slots__ = ("costs_reshape", "output", "reason")
 
     def __init__(self, reason: str | None) -> None:
         self.reason = reason
-        """Reason why the kernel cannot answer them; None if it can."""
+        """Reason why the kernel cannot run these calls; None if it can."""
         self.output: object = None
         """Shape, strides, dtype and device of the last output that was checked."""
         self.costs_reshape = False
-        """True if the model's own reshape copies that output."""
+        """True if the model's own reshape copies this output."""
 
 
 class _Dispatcher:
@@ -334,9 +335,9 @@ class _Dispatcher:
     def handle(
         self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
     ) -> Tensor:
-        """Answer a call that is not compiled."""
+        """Handle a call that is not compiled."""
         name = self._choose(arguments) or NOT_PLANNED
-        if is_any_enabled():  # a kernel does not cast its inputs, as SDPA would
+        if is_any_enabled():  # a kernel does not cast its inputs under autocast, as SDPA would
             arguments = cast(arguments, autocast_dtype(arguments.query))
         output, known = self._attend(name, arguments, proceed)
         if known.costs_reshape:
@@ -344,7 +345,7 @@ class _Dispatcher:
         return output
 
     def answer(self, kernel: str, arguments: Arguments) -> Tensor:
-        """Answer a call from a compiled graph."""
+        """Handle a call from a compiled graph."""
         name = kernel or self._choose(arguments) or NOT_PLANNED
 
         def handle(
@@ -371,7 +372,7 @@ class _Dispatcher:
     def _attend(
         self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
     ) -> tuple[Tensor, _Known]:
-        """Return the output, and the facts about such calls."""
+        """Return the output, and the cached facts about such calls."""
         if self._around is None:
             return self._run(name, arguments, proceed)
         with self._around():
@@ -399,8 +400,7 @@ class _Dispatcher:
         return output, known
 
     def _known_of(self, name: str, arguments: Arguments) -> _Known:
-        """Return the facts about a call; with padding, values of masks and lengths can change
-        them."""
+        """Return the facts about a call; values of masks and lengths matter if there is padding."""
         kernel = self._kernels.get(name)
         if kernel is None:
             return _Known(NOT_PLANNED)
@@ -415,7 +415,7 @@ class _Dispatcher:
             return _Known("gradients are needed")
         if attn_mask is not None or arguments.features:
             return _Known(kernel.refuses(AttentionCall(**arguments.fields())))
-        # Written out for speed: every call passes here.
+        # Written out for speed, because every call passes here.
         signature = (
             *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
             *(query.shape, query.stride(), query.dtype),
@@ -451,7 +451,7 @@ class _Dispatcher:
 
 
 def _fits(output: object, arguments: Arguments) -> bool:
-    """Tell whether an output has the form that the model expects; its reshape may not notice."""
+    """Return True if an output has the expected form; a reshape may not notice a wrong one."""
     query, key, value = arguments[:3]
     if not isinstance(output, Tensor) or output.ndim != 4:
         return False
@@ -459,14 +459,14 @@ def _fits(output: object, arguments: Arguments) -> bool:
         return False
     if (output.dtype, output.device) != (query.dtype, query.device):
         return False
-    # With broadcast sizes, or keys in pages, the query alone does not determine the first two.
+    # With broadcast sizes or paged keys, the query alone does not determine the first two sizes.
     same_batch = query.shape[0] == key.shape[0]
     same_heads = arguments.enable_gqa or query.shape[1] == key.shape[1]
     return output.shape[:2] == query.shape[:2] or not (same_batch and same_heads)
 
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:
-    """Convert to keywords, without options that are off: not every function accepts them."""
+    """Convert to keywords, without unused options, because not every function accepts them."""
     keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
     if not arguments.enable_gqa:
         del keywords["enable_gqa"]

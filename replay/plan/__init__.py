@@ -1,1 +1,1 @@
-"""The fastest kernel for every layer within an error budget."""
+"""Plans: the fastest kernel for every layer within an error budget."""

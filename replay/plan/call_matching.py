@@ -1,8 +1,8 @@
-"""Match the calls of a census with replayed calls.
+"""Matches the calls of a census with replayed calls.
 
-A recording stores some calls and counts all (`capture.hooks.census`). A call's cost depends on its
-signature, so a counted call matches a replayed call of the same phase and signature; only the key
-length may differ, as while a cache grows.
+A recording stores some calls but counts all of them (`capture.hooks.census`). A call's cost depends
+on its signature, so a counted call matches a replayed call of the same phase and signature; only
+the key length may differ, as in a growing cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from capture.recording.sampling import PHASES
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
-"""Largest ratio of a key length to the nearest replayed one, whose time it then takes.
+"""Maximum ratio between a key length and the nearest replayed one whose time is used for it.
 
-Times are never extrapolated: the slope between two nearby lengths is mostly noise."""
+Times are never extrapolated: the slope between two nearby lengths is mostly noise.
+"""
 
 
 class CensusError(Error):
-    """Reason why a recording has no census; the message names the remedy."""
+    """Reason why a recording has no census; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Counted:
     calls: int
     """Calls per run of the model."""
     shares: Mapping[str, float]
-    """Share of each replayed call by name, with sum 1; empty if no replayed call matches."""
+    """Share of each replayed call by name; the sum is 1. Empty if no replayed call matches."""
 
 
 def match(
@@ -44,8 +45,8 @@ def match(
 ) -> list[Counted]:
     """Match every row of a census with replayed calls.
 
-    The exact key length, or two around it with linear interpolation, are preferred to the nearest
-    within `REACH`. Several calls of one length have equal shares.
+    Calls of the exact key length are preferred, then linear interpolation between two lengths
+    around it, then the nearest length within `REACH`. Calls of the same length have equal shares.
 
     Args:
         census: as `capture.hooks.census.Census.to_json` writes it.
@@ -66,7 +67,7 @@ def match(
     counted = []
     for row in census["rows"]:
         signature = census["signatures"][row["signature"]]
-        # A call that a backward pass repeats costs the same as the first time.
+        # A call repeated by a backward pass costs the same as the first time.
         phases = PHASES if row["phase"] == RECOMPUTE else (row["phase"],)
         pool = [
             call
@@ -83,8 +84,8 @@ def match(
 class RowsByCall:
     """Rows by call and kernel, for a model that makes its calls as recorded.
 
-    A kernel that ran a call only without its mask (`Row.restated_as`) counts as one that does not
-    support it. Rows of unreadable calls are left out.
+    A kernel that ran a call only without its mask (`Row.restated_as`) counts as not supporting this
+    call. Rows of unreadable calls are left out.
     """
 
     def __init__(self, rows: Iterable[Row]) -> None:
@@ -128,7 +129,7 @@ def _kind_of_signature(phase: str, signature: Mapping[str, Any]) -> tuple[object
 def _kind(
     phase: str, shape: Shape, dtype: str, is_causal: bool, mask: Mask | None, beyond: str
 ) -> tuple[object, ...]:
-    """Return all that determines cost except the key length, which may be a mask's last size."""
+    """Return all properties that determine cost, except the key length in shape and mask."""
     if mask is not None and mask.sizes and mask.sizes[-1] == shape.kv_len:
         mask = mask._replace(sizes=(*mask.sizes[:-1], 0))
     return (phase, shape._replace(kv_len=0), dtype, is_causal, mask, beyond)
@@ -151,7 +152,7 @@ def _shares(pools: Sequence[Sequence[CallFacts]], kv_len: int) -> dict[str, floa
 
 
 def _between(pool: Sequence[CallFacts], low: int, high: int, kv_len: int) -> dict[str, float]:
-    """Interpolate linearly in key length between the calls of two lengths, or of one."""
+    """Interpolate linearly in key length between the calls of two (possibly equal) lengths."""
     towards_high = (kv_len - low) / (high - low) if high > low else 0.0
     shares: dict[str, float] = {}
     for length, share in ((low, 1 - towards_high), (high, towards_high)):

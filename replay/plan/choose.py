@@ -1,18 +1,18 @@
-"""Make plans: for every layer, the fastest kernel within an error budget.
+"""Makes plans: for every layer, the fastest kernel within an error budget.
 
 A kernel's error at a layer is the *worst* over the recorded calls of that layer, relative to the
 high-precision reference. Errors depend on values, which differ between layers, so a layer without a
 replayed call keeps the baseline, even if all its neighbours use another kernel, and is marked as
 not covered. Record at least one call of every layer to cover them all.
 
-Times depend on sizes, so they are pooled over all layers with matching calls: more rounds decide,
-and identical layers do not get different kernels by chance.
+Times depend on sizes, so they are pooled over all layers with matching calls. This gives more
+rounds per decision, and identical layers do not get different kernels by chance.
 
-A kernel that changes in place what later calls read again (`Row.overwrites`), such as a language
-model's key, is not chosen there, even if each call on its own was correct.
+A kernel that overwrites tensors which later calls read (`Row.overwrites`), such as a language
+model's key, is not chosen at that layer, even if each single call was correct.
 
-A plan runs in one process. Kernels that were replayed in other environments are therefore not
-chosen, and at most one of several kernels that cannot share a process is.
+A plan runs in one process. Kernels replayed in other environments are therefore not chosen. Of
+several kernels that cannot share a process, at most one is chosen.
 """
 
 from __future__ import annotations
@@ -36,23 +36,24 @@ class LayerCost:
     phase: str
     kernel: str
     status: Status | None
-    """`ok` if every recorded call of the layer is, otherwise another status; None without calls."""
+    """`ok` if all recorded calls of the layer are ok, otherwise another status; None without
+    calls."""
     reason: str
-    """Reason why it is not ok, or has no time."""
+    """Reason why the status is not `ok`, or why there is no time."""
     captured: int
     """Number of recorded calls of the layer."""
     calls: int
     """Calls of the layer per run."""
     worst: Worst | None
-    """None if no output was compared."""
+    """Worst errors; None if no output was compared."""
     inside: bool
     """True if every recorded call is ok and within the budget."""
     overwrites: tuple[str, ...]
-    """Inputs that it changes and later calls read again, which rules it out."""
+    """Inputs that the kernel changes and later calls read again, which rules the kernel out."""
     time_ms: float | None
-    """Mean per call, over the run's calls with a matching replayed call; the baseline's if the
-    kernel does not support one of the layer's. None if it failed or is wrong, or no call
-    matches."""
+    """Mean per call, over the run's calls with a matching replayed call. It is the baseline's time
+    if the kernel does not support one of the layer's calls, and None if the kernel failed or is
+    wrong, or no call matches."""
     baseline_ms: float | None
     """Mean per call with the baseline."""
     saved_ms: float | None
@@ -70,23 +71,23 @@ def choose(
 
     A kernel that was not ok on one of a layer's calls is never chosen there. Of kernels that tie
     with the fastest, the baseline is preferred, then the first in the order of the rows. A layer
-    with no kernel within the budget keeps the baseline; the baseline itself must be within it to
-    win over a slower kernel.
+    with no kernel within the budget keeps the baseline; the baseline itself must be within the
+    budget to be preferred to a slower kernel.
 
     Args:
         rows: the replay of one recording and model, with samples.
             as read from JSON.
-        census: of that model, as `capture.hooks.census.Census.to_json` writes it.
+        census: census of that model, as `capture.hooks.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
-        exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses the
-            one that saves most.
+        exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses only
+            the one that saves most.
 
     Returns:
-        The plan; its `left_out` has the kernels that would have been chosen if they did not
-        overwrite what later calls read, or if they could share a process.
+        The plan. Its `left_out` names the kernels that were not chosen only because they overwrite
+        inputs of later calls, or because they cannot share a process.
 
     Raises:
-        PlanError: the rows are of several models or types of GPU, or the baseline has no rows.
+        PlanError: the rows come from several models or types of GPU, or the baseline has no rows.
         CensusError: the census is empty.
     """
     rows = list(rows)
@@ -101,7 +102,7 @@ def choose(
         ]
         return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out, device)
 
-    # Exclusive kernels only matter if the best plan uses several of them.
+    # Exclusive kernels matter only if the best plan uses several of them.
     unrestricted = plan(())
     conflicting = [kernel for kernel in unrestricted.kernels if kernel in exclusive]
     if len(conflicting) < 2:
@@ -118,11 +119,11 @@ def layer_costs(
 ) -> list[LayerCost]:
     """Return the cost of every kernel at every layer of a census, the baseline's first at each.
 
-    Times are those of all matching calls (`replay.plan.call_matching`), including other
-    layers'; errors are those of the layer's own calls only.
+    Times come from all matching calls (`replay.plan.call_matching`), including those of other
+    layers. Errors come from the layer's own calls only.
 
     Raises:
-        PlanError: the rows are of several models, or the baseline has no rows.
+        PlanError: the rows come from several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
     return [
@@ -134,28 +135,29 @@ def layer_costs(
 
 @dataclass(frozen=True)
 class Uniform:
-    """One kernel at every layer; the counts are numbers of layers."""
+    """One kernel used at every layer; the counts are numbers of layers."""
 
     kernel: str
     saved_ms: float | None
-    """Predicted time saved per run; None if the kernel failed, or is wrong, on a call."""
+    """Predicted time saved per run; None if the kernel failed or is wrong on a call."""
     inside: int
     outside: int
-    """Layers where it is wrong, or correct but outside the budget."""
+    """Layers where the kernel is wrong, or correct but outside the budget."""
     falls_back: int
-    """Layers where it is not supported, so the model's own attention answers."""
+    """Layers where the kernel is not supported, so that the model's own attention runs."""
     failed: int
-    """Layers where it crashed, ran out of memory, was not timed …"""
+    """Layers where the kernel crashed, ran out of memory, was not timed …"""
     not_captured: int
-    """Layers without a replayed call, where its error is unknown."""
+    """Layers without a replayed call, where the kernel's error is unknown."""
     worst_module: str
-    """Layer with the worst value of the budget's metric; empty if nothing was compared."""
+    """Layer with the worst value of the budget's metric; empty if no output was compared."""
     worst_phase: str
     worst_figure: float | None
     reason: str
-    """Reason of the first layer where it failed, is wrong or falls back."""
+    """Reason at the first layer where the kernel failed, is wrong or falls back."""
     overwrites: int = 0
-    """Layers within the budget where later calls read what it changes; not in `inside`."""
+    """Layers within the budget where later calls read inputs that the kernel changes; not in
+    `inside`."""
 
 
 def uniform(
@@ -166,7 +168,7 @@ def uniform(
     Kernels that are unavailable at every layer are left out.
 
     Raises:
-        PlanError: the rows are of several models, or the baseline has no rows.
+        PlanError: the rows come from several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
     kernels: dict[str, list[LayerCost]] = {}
@@ -286,7 +288,7 @@ def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
 
 
 def _known(layer: _Layer) -> tuple[int, float]:
-    """Return the number of calls per run that match replayed ones, and their baseline time."""
+    """Return the number of calls per run with matching replayed calls, and their baseline time."""
     known = [counted for counted in layer.counted if counted.shares]
     total = sum(
         counted.calls * share * ms
@@ -300,8 +302,8 @@ def _known(layer: _Layer) -> tuple[int, float]:
 def _saved_ms(layer: _Layer, kernel: str) -> float | None:
     """Return the time saved per run, from the calls on which the kernel ran.
 
-    None if it ran on none of the replayed calls that represent a counted one. Being wrong or
-    failing in another layer says nothing about this one.
+    None if the kernel ran on none of the replayed calls that represent a counted call. Errors and
+    failures in other layers do not matter here.
     """
     saved = 0.0
     for counted in layer.counted:
@@ -367,7 +369,7 @@ def _worst(layer: _Layer, kernel: str) -> Worst | None:
 
 
 def _best(layer: _Layer, costs: Sequence[LayerCost]) -> LayerCost:
-    """Choose from the costs at a layer, the baseline's first."""
+    """Choose from the costs at a layer; the baseline's cost comes first."""
     timed = [cost for cost in costs if cost.inside and cost.time_ms is not None]
     if not timed:
         return costs[0]
@@ -382,7 +384,7 @@ def _is_allowed(cost: LayerCost, excluded: Collection[str]) -> bool:
 
 
 def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
-    """Explain why the fastest kernels that overwrite inputs are not chosen."""
+    """State why the fastest kernels that overwrite inputs are not chosen."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:
@@ -411,7 +413,7 @@ def _choice(cost: LayerCost) -> LayerChoice:
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:
-    """Tell whether the rounds of the layer's matching calls show no relevant difference."""
+    """Return True if the rounds of the layer's matching calls show no relevant difference."""
     paired: list[list[float]] = []
     unpaired: list[bool] = []
     for call in dict.fromkeys(call for counted in layer.counted for call in counted.shares):
@@ -438,7 +440,7 @@ def _is_faster(one: Row, other: Row) -> bool:
 
 
 def _interval(row: Row) -> MedianInterval | None:
-    """Return the interval of a row's speed-up; a row without one is the baseline itself."""
+    """Return the interval of a row's speed-up; a row without one belongs to the baseline itself."""
     if row.speedup is None:
         return MedianInterval(1.0, 1.0)
     if row.speedup.low is None or row.speedup.high is None:

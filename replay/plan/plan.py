@@ -1,4 +1,4 @@
-"""Plan: the kernel for each layer, and the error budget it was chosen for.
+"""Plan: the kernel for each layer, and the error budget used for the choice.
 
 A layer is a module in a phase. `replay.plan.choose` makes plans, `replay.use_plan` applies them.
 """
@@ -20,18 +20,18 @@ from replay.rows.row_files import plain, rebuilt
 FORMAT = "attention-replay-plan/1"
 
 METRICS = {"cosine": 0.998, "relative_l1": 0.05, "rmse": 0.01}
-"""Metrics that a budget can limit, each with an example: cosine from below, others from above."""
+"""Metrics that a budget can limit, with example limits: cosine from below, others from above."""
 
 HOW = "make one with `replay plan --dir DIR --budget cosine=0.998`"
 
 
 class PlanError(Error):
-    """Reason why a budget or a plan cannot be used; the message names the remedy."""
+    """Reason why a budget or a plan cannot be used; the message gives the remedy."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Largest error that an output may have relative to the reference."""
+    """Maximum error of an output relative to the reference."""
 
     metric: str
     limit: float
@@ -40,7 +40,7 @@ class Budget:
         return f"{self.metric} {'≥' if self.metric == 'cosine' else '≤'} {self.limit:g}"
 
     def holds(self, figure: float) -> bool:
-        """Tell whether a value of the metric is within the budget; NaN never is."""
+        """Return True if a value of the metric is within the budget; always False for NaN."""
         if self.metric == "cosine":
             return figure + COSINE_NOISE >= self.limit
         return figure <= self.limit
@@ -97,15 +97,15 @@ class Worst:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """Choice of a plan for one layer."""
+    """A plan's choice for one layer."""
 
     module: str
     phase: str
     kernel: str
     covered: bool
-    """True if a call of this layer was replayed; otherwise it keeps the baseline."""
+    """True if a call of this layer was replayed; otherwise the layer keeps the baseline."""
     inside: bool
-    """True if the choice is within the budget; False if no kernel is, not even the baseline."""
+    """True if the choice is within the budget; False if neither a kernel nor the baseline is."""
     worst: Worst | None
     time_ms: float | None
     baseline_ms: float | None
@@ -114,7 +114,7 @@ class LayerChoice:
     calls: int
     """Calls per run."""
     captured: int
-    """Number of these that were recorded and replayed."""
+    """Number of recorded and replayed calls."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,9 @@ class Plan:
     baseline: str
     choices: list[LayerChoice] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
-    """Kernels that would otherwise have been chosen, with the reasons against them."""
+    """Kernels that would otherwise have been chosen, with the reasons for rejecting them."""
     device: str = ""
-    """Type of device that it was measured on (`replay.plan.plan_device`); may be empty."""
+    """Type of device that the plan was measured on (`replay.plan.plan_device`); may be empty."""
 
     def kernel_at(self, module: str, phase: str) -> str:
         """Return the kernel of a layer, as `replay.end_to_end.prediction.predict` requires."""
@@ -146,7 +146,7 @@ class Plan:
 
     @property
     def code(self) -> list[str]:
-        """Return the plan's kernels, the baseline included, that are `file.py:function`."""
+        """Return the plan's kernels that are `file.py:function`, including the baseline."""
         return [kernel for kernel in [self.baseline, *self.kernels] if ".py:" in kernel]
 
     @property
@@ -182,7 +182,7 @@ class Plan:
         """Read a plan.
 
         Raises:
-            PlanError: the file does not exist, or is not a plan that this version reads.
+            PlanError: the file does not exist, or is not a plan that this version can read.
         """
         try:
             data = parsed(given_text(path))
@@ -206,7 +206,7 @@ class Plan:
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error
-        # Names reach kernels and modules, so a plan with other types is refused here.
+        # Names are passed on to kernels and modules, so a plan with other types is refused here.
         names = [
             (plan.baseline, plan.device),
             *((each.module, each.phase, each.kernel) for each in plan.choices),

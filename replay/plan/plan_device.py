@@ -1,4 +1,4 @@
-"""Type of device that a plan is for: times of one GPU say little about another."""
+"""Type of device that a plan is made for; times of one GPU say little about another."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from replay.rows.row import Machine
 from replay.timing.machine import device_name
 
 CPU = "cpu"
-"""Type of all processors."""
+"""Type used for all processors."""
 
 
 def measured_on(machine: Machine) -> str:
-    """Return the type that a row was measured on: a GPU's name, `cpu`, or empty if unknown."""
+    """Return the type of device behind a row: a GPU's name, `cpu`, or empty if unknown."""
     return CPU if machine.threads else machine.device
 
 
@@ -26,7 +26,7 @@ def type_of(device: torch.device) -> str:
 def types_at_hand(devices: Collection[torch.device]) -> list[str]:
     """Return the types that a model with weights on these devices may run on.
 
-    Weights on the CPU may wait there for their turn on the GPU (offload).
+    Weights on the CPU may be offloaded until they are needed on the GPU.
     """
     gpus = {type_of(device) for device in devices if device.type == "cuda"}
     if gpus:
@@ -35,7 +35,7 @@ def types_at_hand(devices: Collection[torch.device]) -> list[str]:
 
 
 def mismatch(device: str, at_hand: Collection[str]) -> str:
-    """Describe a plan for another type; empty if its type is at hand or unknown."""
+    """Describe a mismatch between plan and device; empty if the type is available or unknown."""
     if not device or device in at_hand:
         return ""
     return f"was made on {device}, and this is {' or '.join(at_hand)}"

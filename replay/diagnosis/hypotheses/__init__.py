@@ -1,1 +1,1 @@
-"""The causes: a file a family, each a function of a `Subject` that returns evidence or None."""
+"""Hypotheses about causes, one file per family: functions from a `Subject` to evidence or None."""

@@ -1,7 +1,7 @@
-"""Number that a kernel has taken for the scale, or multiplied the mask by.
+"""Number that a kernel has used as the scale, or multiplied the mask by.
 
-Plausible numbers lie close together (log2 e is 4 % below 1.5), so an output near that of one of
-them proves little: it must be nearer to it than to the outputs of neighbouring numbers.
+Plausible numbers lie close together (log2 e is 4 % below 1.5), so an output close to that of one
+number proves little: the outputs of neighbouring numbers must be further away.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from replay.diagnosis.derived import HeadRows, mask_of, part
 from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
 
 SAME = 0.01
-"""Relative distance within which the best fit is a known number, since rounding moves it by less;
-also the largest relative error of an output that is explained by an unknown number."""
+"""Relative distance within which the best fit counts as a known number, since rounding moves it by
+less; also the maximum relative error of an output explained by an unknown number."""
 
 STEP = math.sqrt(2)
-"""Ratio of neighbouring numbers in a search; the best is then refined within a step."""
+"""Ratio of neighbouring numbers in a search; the best number is then refined within one step."""
 
 STEPS = 20
-"""Number of steps to either side of the first number."""
+"""Number of steps on either side of the first number."""
 
 
 class Factor(NamedTuple):
     """Number that a kernel may have used."""
 
     applied: Callable[[AttentionCall, float], AttentionCall]
-    """Function of a call and the number that returns the call for which the number is right."""
+    """Function from a call and the number to the call for which that number is correct."""
     value: float
 
 
 def with_scale(call: AttentionCall, scale: float) -> AttentionCall:
-    """Return the call with another scale."""
+    """Return the call with a different scale."""
     return replace(call, scale=scale)
 
 
 def with_mask_times(call: AttentionCall, factor: float) -> AttentionCall:
-    """Return the call with its additive mask multiplied."""
+    """Return the call with its additive mask multiplied by a factor."""
     assert call.attn_mask is not None
     wide = call.attn_mask.to(torch.float32)
     return replace(call, attn_mask=torch.where(wide == 0, wide, wide * factor))
 
 
 def fits(subject: Subject, factor: Factor) -> bool:
-    """Tell whether the factor's number fits the output better than its neighbours."""
+    """Return True if the factor's number fits the output better than neighbouring numbers do."""
     distance = _Distance.of(subject, factor.applied)
     if distance(factor.value) == math.inf:
-        return True  # only NaN can be compared, and no number is nearer to it
+        return True  # only NaN can be compared, and no number is closer to NaN
     return math.isclose(_refined(distance, factor.value), factor.value, rel_tol=SAME)
 
 
@@ -87,12 +87,12 @@ def _searched(
     applied: Callable[[AttentionCall, float], AttentionCall],
     first: float,
 ) -> tuple[float, dict[str, float] | None]:
-    """Return the number that fits best, and the errors if it explains the output."""
+    """Return the best-fitting number, and the errors; None if it does not explain the output."""
     distance = _Distance.of(subject, applied)
     near = min((first * STEP**step for step in range(-STEPS, STEPS + 1)), key=distance.__call__)
     value = _refined(distance, near)
     beside = min(distance(value / STEP), distance(value * STEP))
-    # Saturated scores, for instance, are fitted by any small scale.
+    # For example, any small scale fits saturated scores.
     if distance(value) > beside / COLLAPSE:
         return value, None
     score = subject.score(subject.output, applied(call, value))
@@ -102,11 +102,11 @@ def _searched(
 
 
 class _Distance(NamedTuple):
-    """Distance of the finite wrong rows from the reference with another number."""
+    """Distance of the finite wrong rows from the reference, as a function of the number used."""
 
     applied: Callable[[AttentionCall, float], AttentionCall]
     small: AttentionCall
-    """Rows as a call: (1, 1, R, D)."""
+    """Wrong rows as a call: (1, 1, R, D)."""
     output: Tensor
     """Output of these rows: (R, Dv), float64."""
 
@@ -122,7 +122,7 @@ class _Distance(NamedTuple):
         return cls(applied, small, subject.output[batch, head, rows].to(torch.float64))
 
     def __call__(self, value: float) -> float:
-        """Return ‖output - reference‖; infinite if it is undefined or no row is left."""
+        """Return ‖output - reference‖; infinite if it is undefined or no row remains."""
         expected = attention(self.applied(self.small, value))[0, 0]
         found = float(torch.linalg.vector_norm(self.output - expected.to(self.output)))
         return found if len(self.output) and math.isfinite(found) else math.inf

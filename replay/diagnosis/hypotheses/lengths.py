@@ -1,4 +1,4 @@
-"""Lengths other than multiples of a kernel's block."""
+"""Lengths that are not multiples of a kernel's block."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class _Longer(NamedTuple):
 
 
 def odd_length(subject: Subject) -> Evidence | None:
-    """Test whether the error disappears when lengths are multiples of a block.
+    """Test whether the error disappears when the lengths are multiples of a block.
 
-    The call is lengthened to a multiple by repeating its first rows before them, and shortened to
-    one by dropping first rows. A length as far past another multiple must be wrong again. Then the
-    length is the cause, and no particular key or query.
+    The call is lengthened to a multiple by repeating its first rows in front, or shortened by
+    dropping its first rows. A length equally far past another multiple must be wrong again. This
+    shows that the length is the cause, not a particular key or query.
     """
     call, shape = subject.call, subject.call.shape
     lengths = (shape.q_len, shape.kv_len)
@@ -62,8 +62,7 @@ def _cured(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
 
 
 def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
-    """Tell whether a length past the next multiple is wrong again; otherwise any length may
-    help."""
+    """Return True if a length past the next multiple is wrong again; else any length may help."""
     shape = subject.call.shape
     beyond = _Longer(
         *(
@@ -78,7 +77,7 @@ def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> 
 def _tried(subject: Subject, lengths: _Longer) -> Score | None:
     """Score the formerly wrong rows at other lengths.
 
-    The error may have moved, so the worst of the last rows counts instead if it is worse.
+    The error may have moved, so the worst of the last rows is used if its score is worse.
     """
     if min(lengths) < 1:
         return None
@@ -102,7 +101,7 @@ def _tried(subject: Subject, lengths: _Longer) -> Score | None:
 
 
 def _places(length: int, wanted: int, device: torch.device) -> Tensor:
-    """Return the last `wanted` rows; to lengthen, the first rows are repeated in front."""
+    """Return the last `wanted` rows; if there are too few, the first rows are repeated in front."""
     if wanted <= length:
         return torch.arange(length - wanted, length, device=device)
     first = torch.arange(wanted - length, device=device) % length

@@ -1,4 +1,4 @@
-"""Values too large for a kernel's number formats: overflow, and channels that spoil a scale."""
+"""Values too large for a kernel's number formats: overflow, and channels that distort a scale."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from replay.diagnosis.subject import COLLAPSE, Evidence, Score, Subject
 
 FLOAT16_MAX = 65504.0
 FACTORS = (2.0**-4, 2.0**-8, 2.0**-12)
-"""Factors that scale inputs down: powers of two, which round nothing."""
+"""Factors that scale inputs down; powers of two, so that nothing is rounded."""
 
 OUTLIER = 4.0
-"""Smallest ratio of an outlier channel of K to the typical channel."""
+"""Minimum ratio of an outlier channel of K to the typical channel."""
 
 HALVED = 2.0
-"""Factor by which the error must shrink without a few channels for them to be its cause."""
+"""Factor by which removing a few channels must shrink the error to show that they are its cause."""
 
 FEW_CHANNELS = 1 / 16
 
 MOST_CHANNELS = 0.25
-"""Largest share of channels that can be outliers."""
+"""Maximum share of channels that can be outliers."""
 
 LIMITS = 200
-"""Number of limits at which scores are tried to be clamped."""
+"""Number of clamping limits tried for the scores."""
 
 
 def overflow(subject: Subject) -> Evidence | None:
     """Test whether the error disappears when the same attention is computed from smaller numbers.
 
-    Q or K is divided and the scale multiplied, which leaves every score unchanged; or V is divided,
-    which divides the output. If the output is not finite, scores are made smaller too.
+    Q or K is divided and the scale multiplied, which keeps every score unchanged; or V is divided,
+    which divides the output. If the output is not finite, the scores are also reduced.
     """
     call = subject.call
     is_finite = subject.own.error < torch.inf
@@ -47,7 +47,7 @@ def overflow(subject: Subject) -> Evidence | None:
     kind = "is not finite" if not is_finite else "is zero" if is_black else "is wrong and finite"
     for factor in FACTORS:
         for name, product in (("query", "q·k"), ("key", "q·k")):
-            # The scores stay the same, so only the range of intermediate numbers changes.
+            # The scores stay the same; only the range of intermediate numbers changes.
             scaled = replace(
                 call.with_tensors({name: getattr(call, name) * factor}),
                 output=None,
@@ -57,7 +57,7 @@ def overflow(subject: Subject) -> Evidence | None:
             if not subject.is_cured(score):
                 continue
             if name == "key" and _has_outliers(small) and is_finite:
-                return None  # its own scale: an outlier channel explains more
+                return None  # K has a scale of its own, so an outlier channel explains more
             return Evidence(
                 "overflow",
                 f"the output {kind}; {_reach(product, numbers)}, and with the {name} divided by "
@@ -73,7 +73,7 @@ def overflow(subject: Subject) -> Evidence | None:
                 f"divided by {1 / factor:g} {_now(subject, score)}",
                 {**numbers, "scaled": "value", "factor": factor, **_errors(subject, score)},
             )
-    # A finite output of overflowing scores can only come from clamped ones.
+    # If scores overflow but the output is finite, the kernel must clamp its scores.
     if is_finite and not is_black:
         return _clamped(subject, small, numbers)
     for factor in FACTORS:
@@ -90,7 +90,7 @@ def overflow(subject: Subject) -> Evidence | None:
 
 
 def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) -> Evidence | None:
-    """Test whether the output is that of scores clamped at some limit."""
+    """Test whether the output results from scores clamped at some limit."""
     found, value = scores(small), small.value[0, 0].to(torch.float64)
     added = None if small.attn_mask is None else small.attn_mask[0, 0]
     lowest, highest = float(found.mean()), float(found.max())
@@ -144,8 +144,8 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     """Test whether the error disappears without K's mean, or without its outlier channels.
 
     A constant added to all scores of a query does not change the softmax, so attention to K minus
-    its mean over the keys is the same. Without the outlier channels it is another attention, which
-    has a reference of its own.
+    its mean over the keys is the same. Removing the outlier channels changes the attention, which
+    then gets its own reference.
     """
     call = subject.call
     if call.value_is_in_key or call.page_table is not None or call.variant.softcap is not None:
@@ -189,7 +189,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
 
 
 def _is_better(subject: Subject, score: Score | None, channels: Tensor) -> bool:
-    """Tell whether the error shrank enough; rounding without outliers may leave some of it.
+    """Return True if the error shrank enough; rounding may account for the remaining error.
 
     Many channels are a large part of K, so removing them makes any error smaller.
     """
@@ -205,7 +205,8 @@ def _times(sizes: Tensor, channel: int) -> str:
 def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:
     """Return the size (D,) of each channel of keys (Sk, D), and the sorted outlier channels.
 
-    The size is the root mean square; if no channel stands out by it, the largest value.
+    The size is the root mean square, or the largest value if no channel stands out by its root mean
+    square.
     """
     wide = key.to(torch.float64)
     for sizes in (wide.square().mean(dim=0).sqrt(), wide.abs().amax(dim=0)):

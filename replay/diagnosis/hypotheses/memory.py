@@ -1,4 +1,4 @@
-"""Outputs that show what their memory held, or change from call to call."""
+"""Outputs that show the former contents of their memory, or change from call to call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from replay.diagnosis.subject import Evidence, Subject
 from replay.isolation.inputs import Inputs
 
 POISONS = (1.25, -2.75)
-"""Numbers that are exact in every output dtype, and unlikely in outputs."""
+"""Numbers that every output dtype represents exactly, and that rarely occur in outputs."""
 
 
 def unwritten(subject: Subject) -> Evidence | None:
@@ -31,9 +31,9 @@ def unwritten(subject: Subject) -> Evidence | None:
 
 
 def _kept_from_before(subject: Subject) -> Evidence | None:
-    """Test whether some rows are those of the call before, in memory that the kernel keeps."""
+    """Test whether some rows belong to the previous call, in memory that the kernel keeps."""
     call = subject.call
-    # With these values nothing overflows, so a NaN can only be a former content of memory.
+    # Nothing overflows with these values, so a NaN can only be a former content of memory.
     small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
     other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
     first = None if call.value_is_in_key else _copied(subject.run(other))
@@ -42,7 +42,7 @@ def _kept_from_before(subject: Subject) -> Evidence | None:
         return None
     kept = (~_unlike(first, second)).all(dim=3) & (second != 0).any(dim=3)
     if call.attn_mask is not None or call.is_causal or call.features:
-        # A query that sees no key gets NaN from many kernels.
+        # Many kernels return NaN for a query that sees no key.
         kept &= ~second.isnan().any(dim=3)
     if not bool(kept.any()) or bool(kept.all()):
         return None
@@ -70,7 +70,7 @@ def zeroed(subject: Subject) -> Evidence | None:
 
 
 def flickering(subject: Subject) -> Evidence | None:
-    """Test whether a second run of the same call is right, which makes experiments meaningless."""
+    """Test whether a second run of the same call is correct, so that experiments are useless."""
     again = subject.tried(subject.call)
     if again is None or not subject.is_cured(again):
         return None
@@ -82,10 +82,11 @@ def flickering(subject: Subject) -> Evidence | None:
 
 
 def _on_memory_of(subject: Subject, value: float, *, inside: bool) -> Tensor | None:
-    """Run the kernel while memory holds a value.
+    """Run the kernel while memory holds a given value.
 
     Args:
-        inside: fill the memory that it allocates; otherwise that which it will probably get.
+        inside: fill the memory that the kernel allocates; otherwise, memory that it will probably
+            get.
     """
     own = subject.call.to(subject.call.device)
     if inside:
@@ -121,7 +122,7 @@ def _evidence(subject: Subject, differs: Tensor, kept: int) -> Evidence:
 
 
 def _most_of_a_head(rows: Tensor) -> HeadRows:
-    """Return the head with the most of some rows (B, Hq, Sq), and its rows."""
+    """Return the head with the largest number of the given rows (B, Hq, Sq), and these rows."""
     by_head = rows.sum(dim=2)
     batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
     return HeadRows(batch, head, rows[batch, head].nonzero().flatten())

@@ -1,4 +1,4 @@
-"""Errors that depend on the order of keys: a running softmax that is not rescaled."""
+"""Errors that depend on the order of keys, caused by a running softmax that is not rescaled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from replay.diagnosis.derived import HeadRows, can_be_gathered, mask_of, part, s
 from replay.diagnosis.subject import Evidence, Subject
 
 BLOCK = 16
-"""Number of first keys that every kernel takes in one step."""
+"""Number of leading keys that every kernel processes in one step."""
 
 MOST_TRIED = 4
-"""Number of rows that are tried, the worst first."""
+"""Maximum number of rows to test, the worst first."""
 
 
 def late_sink(subject: Subject) -> Evidence | None:
@@ -42,7 +42,7 @@ def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
 
 
 def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
-    """Test one row alone: all queries become that row and see the keys that it sees."""
+    """Test one row alone: all queries become copies of that row and see the same keys."""
     call = subject.call
     small = part(call, place)
     score = scores(small)[0]
@@ -62,8 +62,8 @@ def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
     after = subject.tried(_alone(call, place, keys[by_score]), where)
     if after is None or not after.is_cure_of(before):
         return None
-    # A kernel that drops the keys with the smallest scores would be cured too. With equal scores,
-    # it would still be wrong.
+    # This order would also help a kernel that drops the keys with the smallest scores. With equal
+    # scores, such a kernel would still be wrong.
     level = replace(as_recorded, query=torch.zeros_like(as_recorded.query))
     even = subject.tried(level, where)
     if even is None or not even.is_cure_of(before):
@@ -91,9 +91,9 @@ def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
 
 
 def _alone(call: AttentionCall, place: HeadRows, keys: Tensor) -> AttentionCall:
-    """Return a call whose queries are all one row and see these keys, in this order.
+    """Return a call whose queries are all copies of one row and see these keys, in this order.
 
-    It is not causal, and keeps only the numbers of an additive mask.
+    The call is not causal, and keeps only the numbers of an additive mask.
     """
     batch, head, rows = place
     count = call.shape.q_len

@@ -1,7 +1,7 @@
-"""Calls that the kernel may have computed instead of the given one.
+"""Calls that the kernel may have computed instead of the given call.
 
-No kernel runs: the wrong output is compared with the references of calls whose mask, scale or heads
-result from a misreading of the recorded ones.
+No kernel runs here. The wrong output is compared with the references of calls that result from
+misreading the recorded mask, scale or heads.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ LOG2_E = math.log2(math.e)
 
 
 class Reading(NamedTuple):
-    """Call as a kernel may have read it."""
+    """Call as the kernel may have misread it."""
 
     cause: Cause
     sentence: str
     call: AttentionCall
     factor: Factor | None = None
-    """Misread number, if any; neighbouring numbers must fit the output less well."""
+    """Misread number, if any; neighbouring numbers must fit the output worse."""
 
 
 def misread(subject: Subject) -> Evidence | None:
@@ -66,10 +66,10 @@ IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
 def readings(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
-    """Yield the calls that a kernel may take the call for, the most common first.
+    """Yield calls that a kernel may have computed instead, the most common misreading first.
 
     Args:
-        place: rows to compare; the masks of a reading are right for their head only.
+        place: rows to compare; the masks of a reading are valid only for the head of these rows.
     """
     yield from _causal(call)
     yield from _features(call)
@@ -94,7 +94,7 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
                 f"where the call has it aligned {corners[bottom_right]}",
                 replace(call, variant=other),
             )
-        # The other alignment comes first: with few queries, it may hide nothing too.
+        # The other alignment comes first, because with few queries it may hide nothing either.
         yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))
         for shift, sees in ((1, "one key more than it may"), (-1, "one key fewer than it may")):
             yield Reading(
@@ -130,9 +130,10 @@ def _with_diagonal(call: AttentionCall, shift: int) -> AttentionCall:
 
 
 def _ignores_causal(subject: Subject) -> bool:
-    """Test whether the kernel is wrong on a square causal call too, which has only one alignment.
+    """Test whether the kernel is also wrong on a square causal call: it has only one alignment.
 
-    With one query, a mask aligned bottom right hides nothing, so it looks like an ignored one.
+    With one query, a mask aligned bottom right hides nothing, so it cannot be distinguished from an
+    ignored mask.
     """
     call = subject.call
     if not call.is_causal or call.shape.q_len > 1 or not can_be_gathered(call):
@@ -198,7 +199,7 @@ def _of_mask(call: AttentionCall, place: HeadRows) -> Iterator[tuple[str, Cause,
             yield sentence, "mask-misread", read
     for sentence, moved in (*_moved(mask), *_of_others(full, place)):
         yield sentence, "mask-misread", moved
-    # Kernels that mask only full blocks leave the end of the keys unmasked.
+    # Kernels that mask only full blocks do not mask the last keys.
     for block in (256, 128, 64, 32, 16):
         end = shape.kv_len // block * block
         if 0 < end < shape.kv_len:
@@ -228,7 +229,7 @@ def _of_mask_times(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
 
 
 def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the mask (Sq, Sk) of a head moved to other places."""
+    """Yield misread forms of a head's mask (Sq, Sk): transposed, shifted, repeated or reversed."""
     q_len, kv_len = mask.shape
     if q_len == kv_len:
         yield "the mask is read transposed: queries for keys", mask.mT
@@ -253,7 +254,7 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
-    """Yield the masks of other heads and batch elements from all masks (B, Hq, Sq, Sk)."""
+    """Yield masks of other heads and batch elements, taken from all masks (B, Hq, Sq, Sk)."""
     batch, head, _ = place
     batches, heads = full.shape[:2]
     if heads > 1:
@@ -304,7 +305,7 @@ def _multiplied(subject: Subject) -> Evidence | None:
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
     """Yield a mask with its entries moved along a dimension.
 
-    The free edge gets the entry of the other edge, its own entry again, or one that hides or shows.
+    The free edge gets the opposite edge's entry, its own entry, or an entry that hides or shows.
     """
     rolled = mask.roll(shift, dim)
     yield rolled
@@ -364,9 +365,9 @@ def _heads(call: AttentionCall) -> Iterator[Reading]:
 
 
 def _nothing_seen(subject: Subject) -> Evidence | None:
-    """Test whether all wrong queries see no key; their outputs should be zero.
+    """Test whether no wrong query sees a key; the outputs of such queries should be zero.
 
-    A call without keys has no masked ones and allows no other reading.
+    A call without keys has no masked keys and allows no other reading.
     """
     call, (batch, head, rows) = subject.call.without_pages(), subject.place
     visible = seen(call, batch, rows)

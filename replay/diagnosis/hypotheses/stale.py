@@ -1,4 +1,4 @@
-"""Outputs of earlier inputs: a graph that is replayed without new inputs, or a cache."""
+"""Outputs that belong to earlier inputs: a graph replayed without new inputs, or a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from replay.diagnosis.subject import COLLAPSE, EXPLAINED, Evidence, KernelRunner
 from replay.rows.errors_of_output import AccuracyClass
 
 CALLS_BEFORE = 3
-"""Calls after which a CUDA graph may be replayed."""
+"""Number of calls after which a CUDA graph may be replayed."""
 
 ROWS = 32
 
@@ -31,7 +31,7 @@ class _Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Probe:
-    """Kernel and call for `stale`; the kernel may be right when it is called once."""
+    """Kernel and call for `stale`; the kernel may be correct when called once."""
 
     call: AttentionCall
     run_on: KernelRunner
@@ -40,9 +40,9 @@ class Probe:
 
 
 def stale(probe: Probe) -> Evidence | None:
-    """Test whether the kernel returns what earlier values of its inputs gave.
+    """Test whether the kernel returns the output of earlier input values.
 
-    The same memory gets other values, as in a model's next step; then the call moves to other
+    First the same memory gets other values, as in a model's next step. Then the call moves to other
     memory.
     """
     recorded, other = probe.call, changed(probe.call)
@@ -56,7 +56,9 @@ def stale(probe: Probe) -> Evidence | None:
     _write(memory, other)
     in_place = _copy(probe.run_on(memory))
     elsewhere_memory = recorded.to(recorded.device)
-    _write(memory, other)  # a kernel that reads the old memory then returns the other output
+    _write(
+        memory, other
+    )  # a kernel that reads the old memory returns the other output in this case
     elsewhere = _copy(probe.run_on(elsewhere_memory))
     trials = (
         (in_place, old, _Trial("new values in the same memory", other, recorded)),
@@ -69,11 +71,11 @@ def stale(probe: Probe) -> Evidence | None:
 
 
 def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
-    """Return the evidence of a call that is right as the first of a process, and wrong later.
+    """Return the evidence for a call that is correct as the first of a process, but wrong later.
 
     Args:
         calls: number of earlier calls.
-        sentence: the error of the later call.
+        sentence: sentence about the error of the later call.
     """
     others = "another call" if calls == 1 else f"{calls:,} other calls"
     return Evidence(
@@ -102,7 +104,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
             f"given {trial.where}, it returned the same bits as for the old values",
             {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
         )
-    # A few rows suffice: stale inputs affect all of them.
+    # A few rows suffice, because stale inputs affect all rows.
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
     place = HeadRows(0, 0, rows.to(output.device))
     blank = Score(False, 0.0)
@@ -112,7 +114,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
     right = subject.score(output, trial.right)
     if right.passes or right.error <= EXPLAINED:
         return None
-    # The largest subset comes first, since a graph usually keeps all of its inputs.
+    # The largest subset comes first, because a graph usually keeps all of its inputs.
     for names in _subsets(("query", "key", "value")):
         mixed = trial.right.with_tensors({name: getattr(trial.before, name) for name in names})
         score = subject.score(output, mixed)
@@ -133,7 +135,7 @@ def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) ->
 
 
 def _same_output(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two outputs are the same bits and hold more than one number."""
+    """Return True if two outputs are bitwise equal and not constant."""
     finite = one.isfinite()
     if not bool(finite.all()) or bool((one == one.flatten()[0]).all()):
         return False
