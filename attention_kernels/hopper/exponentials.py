@@ -1,12 +1,13 @@
-"""Softmax's weights of a block of scores on Hopper, relative to a reference that rarely moves.
+"""Softmax weights of a block of scores on Hopper, relative to a reference that rarely changes.
 
-Softmax divides by the sum of its weights, so any number may be subtracted from a row's scores.
-Usually it is the largest score so far. Then no exponential begins before each thread has compared
-its scores of the block and four threads have exchanged their maxima. Here exponentials begin at
-once, with the number that was subtracted in the block before. Their sums show whether weights get
-too large for their type. Only then does a warp look for the largest score and begin again.
+Softmax divides by the sum of its weights, so any number may be subtracted from a row's scores. Most
+kernels subtract the largest score so far. The exponentials must then wait until each thread has
+compared its scores of the block and four threads have exchanged their maxima. Here the exponentials
+start at once, with the number that was subtracted in the previous block. Their sums show whether a
+weight is too large for its type. Only in that case does a warp find the largest score and compute
+the exponentials again.
 
-Each warp decides that by itself. Gluon has no branch for a single warp, so this is PTX.
+Each warp decides independently. Gluon has no branch for a single warp, so this module uses PTX.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from attention_kernels.hopper.scores import first_of_own, for_all_of_own
 
 @gluon.jit
 def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.constexpr):
-    """Return 2^(scores · scale - reference) of scores that are not hidden.
+    """Return 2^(scores · scale - reference) for scores that are not hidden.
 
     Args:
         scores: (ROWS, N) float32, in the layout of a product.
         scale: factor of the scores, in base 2, not negative.
-        reference: (ROWS, 4) in the layout of `own_sums`, -inf where a row has seen no score.
+        reference: (ROWS, 4) in the layout of `own_sums`; -inf for a row without scores so far.
         dtype: float16 or bfloat16.
-        LOG2_LIMIT: logarithm of the largest sum of one thread's weights of a row that `dtype`
-            holds.
+        LOG2_LIMIT: base-2 logarithm of the largest sum of one thread's weights of a row for which
+            `dtype` does not overflow.
 
     Returns:
         The weights (ROWS, N), two neighbours in a register; their `own_sums`; the new reference,
-        which has moved to the row's largest score where a sum was above the limit; and 2^(old
-        reference - new).
+            which is the row's largest score if a sum was above the limit; and 2^(old reference -
+            new).
     """
     LAYOUT: gl.constexpr = scores.type.layout
     OWN: gl.constexpr = reference.type.layout
     scale = gl.full(scores.shape, 0.0, gl.float32, LAYOUT) + scale
-    COUNT: gl.constexpr = scores.shape[1] // 2  # scores of a thread, in two rows
+    COUNT: gl.constexpr = scores.shape[1] // 2  # scores per thread, in two rows
     PTX: gl.constexpr = _instructions(COUNT, dtype == gl.bfloat16, 2.0**LOG2_LIMIT)
     CONSTRAINTS: gl.constexpr = _constraints(COUNT)
     weights, sums, reference, shrink = gl.inline_asm_elementwise(
@@ -63,21 +64,21 @@ def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.c
 
 @constexpr_function
 def _constraints(count):
-    """Return the operands' constraints: weights, sums, references and shrinks; scores, scales,
-    references."""
+    """Return the constraints of the PTX operands: weights, sums, references and shrink factors;
+    scores, scales, references."""
     return ",".join(["=&r"] * (count // 2) + ["=&f"] * (3 * count) + ["f"] * (3 * count))
 
 
 @constexpr_function
 def _instructions(count, is_bfloat16, limit):
-    """Return the instructions of a thread for its `count` scores: two of one row, two of the other,
-    and so on.
+    """Return the instructions of a thread for its `count` scores, which alternate between two of
+    one row and two of the other.
 
-    Where a row has one result, it stands in the place of the row's first score. Its other places
-    are neither written nor read.
+    A result per row is stored in the position of the row's first score. The positions of the other
+    scores are neither written nor read.
     """
     rows = [[i for i in range(count) if i // 2 % 2 == row] for row in (0, 1)]
-    starts = [count // 2 + k * count for k in range(6)]  # behind the weights
+    starts = [count // 2 + k * count for k in range(6)]  # after the weights
     sums, moved, shrink, scores, scale, reference = (
         [f"${start + i}" for i in range(count)] for start in starts
     )
@@ -104,13 +105,13 @@ def _instructions(count, is_bfloat16, limit):
         ]
         move += [f"mov.f32 largest, {scores[first]};"]
         move += [f"max.f32 largest, largest, {scores[i]};" for i in rows[row][1:]]
-        for lane in (1, 2):  # of the four threads that share the row
+        for lane in (1, 2):  # distances to the four threads that share the row
             for each in ("largest", f"sum{row}"):
                 move += [
                     f"shfl.sync.bfly.b32 other, {each}, {lane}, 31, 0xffffffff;",
                     f"max.f32 {each}, {each}, other;",
                 ]
-        # Numbers of other rows do not matter, even of the same warp.
+        # Numbers of other rows are ignored, even in the same warp.
         move += [
             f"mul.f32 largest, largest, {scale[0]};",
             f"max.f32 largest, largest, {reference[first]};",

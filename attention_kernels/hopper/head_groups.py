@@ -1,12 +1,12 @@
-"""Number of heads that the programs of the Hopper kernels work on at a time, a head group.
+"""Size of a head group: the heads that the programs of the Hopper kernels work on at a time.
 
-Programs that work on the same head read its keys and values together, so that few of them come from
-memory: fewest with few heads at a time. Where tiles differ in length, as below a diagonal, the size
-of a group also decides whether programs end together. A group's tiles are numbered from the longest
-to the shortest. Where one group ends in the middle of a turn, some programs get the shortest tiles
-of that group and others the longest of the next. With 32 heads of 8,192 keys, a diagonal and 132
-programs, the busiest program has 1.66 times the average in groups of 4 heads and 1.006 times in
-groups of 11.
+Programs that work on the same head share its keys and values in the L2 cache, so small groups load
+the least from memory. If tiles differ in length, as below a diagonal, the size of a group also
+determines whether programs end together. A group's tiles are numbered from the longest to the
+shortest. If a group ends in the middle of a turn, some programs get the shortest tiles of that
+group and others the longest of the next. With 32 heads of 8,192 keys, a diagonal and 132 programs,
+the busiest program has 1.66 times the average work in groups of 4 heads and 1.006 times in groups
+of 11.
 """
 
 from __future__ import annotations
@@ -19,29 +19,31 @@ import torch
 from torch import Tensor
 
 CACHED_BYTES = 12 * 2**20
-"""Most bytes of a group's keys and values that stay in the L2 cache, so that they come from memory
-once."""
+"""Maximum size of a group's keys and values, in bytes, that stays in the L2 cache after one
+load."""
 UNCACHED_BYTES = 64 * 2**20
-"""Least bytes that come from memory for each program, or for each set of programs that read
-together."""
+"""Minimum size of a group's keys and values, in bytes, for which none stay in the L2 cache: each
+program, or each set of programs that read together, loads them from memory."""
 ALONE = 0.25
-"""Share by which a call takes longer then, if no two programs read the same; where n do, an n-th of
-it. It is a fit to 40 and 23 % with one, 5 to 10 with 2 to 3, and 0 to 9 with 4 (H100)."""
+"""Relative slowdown of a call with `UNCACHED_BYTES` or more, if no two programs read the same keys;
+divided by n if n programs do. A fit to slowdowns of 40 and 23 % with one program, 5 to 10 % with 2
+to 3, and 0 to 9 % with 4 (H100)."""
 TILE_BLOCKS = 2
-"""Blocks of keys whose time a tile's beginning and end take: 1.6 in 16 bits, 2.4 in FP8 (H100)."""
+"""Time of a tile's start and end, in blocks of keys; measured: 1.6 in 16 bits, 2.4 in FP8
+(H100)."""
 LEAST = 2
-"""Least key heads of a group whose tiles are numbered by length. With one head, calls of 512 and
-1,024 keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100; the reason is not
-known)."""
+"""Minimum number of key heads in a group whose tiles are numbered by length. With one head, calls
+of 512 and 1,024 keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100, reason
+unknown)."""
 NEARLY = 1.01
-"""Most time of a smaller group, relative to the best. Small groups are better where memory is busy:
-256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in groups of 8 as of 2, which are as
-even."""
+"""Maximum time of a smaller group, relative to the best, for the smaller group to be chosen. Small
+groups need less memory bandwidth: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in
+groups of 8 as in equally balanced groups of 2."""
 EACH_TRIED = 12
-"""Most key heads up to which each number is tried. A try takes a CPU some 50 µs, once for each
-shape of a call."""
+"""Largest number of key heads up to which every size is tried. A try takes some 50 µs on a CPU,
+once for each shape of a call."""
 STEP = 1.15
-"""Factor from one number to the next that is tried, beyond that."""
+"""Factor between the sizes that are tried above `EACH_TRIED`."""
 
 
 class VisibleKeys(NamedTuple):
@@ -51,13 +53,14 @@ class VisibleKeys(NamedTuple):
     kv_len: int
     diagonal: int
     left: int | None
-    """Keys before the diagonal; None for all."""
+    """Number of visible keys before the diagonal; None for all."""
     right: int | None
-    """Keys after it; None for all. With a number, tiles are numbered by their length."""
+    """Number of visible keys after the diagonal; None for all. If not None, tiles are numbered by
+    length."""
     queries: int
-    """Number of queries of a tile."""
+    """Number of queries in a tile."""
     keys: int
-    """Number of keys of a block."""
+    """Number of keys in a block."""
 
 
 def head_group_size(
@@ -66,8 +69,8 @@ def head_group_size(
     """Return the number of bundles of query heads that are worked on at a time.
 
     Args:
-        visible: keys that queries see, in the longest sequence where lengths differ.
-        head_bytes: bytes of a key head's keys and values.
+        visible: keys that queries see; those of the longest sequence if lengths differ.
+        head_bytes: size of a key head's keys and values, in bytes.
         bundles: number of bundles of query heads.
         heads: number of bundles that share a key head.
         programs: number of programs that share the tiles.
@@ -89,7 +92,7 @@ def head_group_size(
 
 
 def _tried(key_heads: int) -> Iterator[int]:
-    """Yield sizes of groups of so many heads, the smallest first."""
+    """Yield the group sizes to try for `key_heads` heads, in ascending order."""
     size = LEAST
     while size < key_heads:
         yield size
@@ -98,17 +101,16 @@ def _tried(key_heads: int) -> Iterator[int]:
 
 
 def from_memory(key_heads: int, head_bytes: int, programs: int) -> float:
-    """Return the share by which a call takes longer for keys that are not in the L2 cache, from a
-    fit."""
+    """Return the fitted relative slowdown of a call whose keys do not all stay in the L2 cache."""
     beyond = (key_heads * head_bytes - CACHED_BYTES) / (UNCACHED_BYTES - CACHED_BYTES)
     return ALONE * key_heads / programs * min(max(0.0, beyond), 1.0)
 
 
 def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> float:
-    """Return the time of the program that has most to do.
+    """Return the time of the busiest program.
 
     Args:
-        times: of the tiles of a bundle, by their blocks of queries.
+        times: times of the tiles of a bundle, in the order of their queries.
     """
     falling = times.flip(0)
     head_groups, rest = divmod(bundles, head_group)
@@ -127,9 +129,10 @@ def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> f
 
 
 def blocks_seen(visible: VisibleKeys) -> Tensor:
-    """Return how many blocks of keys each block of queries sees a part of, (blocks,) int64."""
+    """Return the number of key blocks that each block of queries sees, at least in part, (blocks,)
+    int64."""
     q_len, kv_len, diagonal, left, right, queries, keys = visible
-    # Named, since another device may be the default.
+    # The device is named, because another device may be the default.
     first_query = torch.arange(0, q_len, queries, device="cpu")
     last_query = first_query + queries - 1
     first, last = torch.zeros_like(first_query), torch.full_like(last_query, kv_len - 1)
@@ -141,12 +144,11 @@ def blocks_seen(visible: VisibleKeys) -> Tensor:
 
 
 def most_cut(visible: VisibleKeys, *, has_lengths: bool) -> int | None:
-    """Return the most blocks of keys of a tile that the right side cuts; None if it cuts only the
-    last.
+    """Return the maximum number of a tile's key blocks that the right side cuts; None if it cuts
+    only the last.
 
     Args:
-        has_lengths: whether batch elements have lengths of their own; `visible` is then of the
-            longest.
+        has_lengths: whether batch elements differ in length; `visible` then belongs to the longest.
     """
     q_len, kv_len, diagonal, _, right, queries, keys = visible
     if right is None:

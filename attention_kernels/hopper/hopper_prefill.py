@@ -1,4 +1,4 @@
-"""Prefill for Hopper GPUs (compute capability 9.0): planning and launching of the kernel."""
+"""Prefill for Hopper GPUs (compute capability 9.0): planning and launch of the kernel."""
 
 from __future__ import annotations
 
@@ -82,27 +82,27 @@ def hopper_prefill(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return scaled dot-product attention on a Hopper GPU.
 
-    Tensors are read in place if TMA can address them: elements of a head are adjacent, every other
-    stride and the address are multiples of 16 bytes. Others are copied first.
+    Tensors are read in place if TMA can address them: the elements of a head must be adjacent, and
+    the address and all other strides must be multiples of 16 bytes. Other tensors are copied first.
 
     Args:
         query: (B, Hq, Sq, D) float16 or bfloat16; D at most 256 and a multiple of 8.
         key: (B, Hkv, Sk, D), Hkv a divisor of Hq.
         value: (B, Hkv, Sk, Dv), Dv with the same limits as D.
-        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). TMA reads
-            it, or a copy where its rows are not multiples of 16 bytes or all queries share one.
-        is_causal: query i sees keys 0 to i (top left, as in SDPA), or as `options` says; with
-            `attn_mask` both apply.
+        attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend), or float (added). The mask
+            is copied first if its rows are not multiples of 16 bytes, or if all queries share one
+            row.
+        is_causal: query i sees keys 0 to i (top left, as in SDPA), unless `options` specifies
+            bottom right. An `attn_mask` applies in addition.
         scale: factor of the scores, not negative; None for 1/√D.
-        options: bottom right, window and soft cap. Keys outside a window are not read, except for
-            the rest of a block.
+        options: bottom right, window and soft cap. Blocks of keys outside a window are not read.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
             included.
 
     Returns:
-        The output, (B, Hq, Sq, Dv), laid out as `query` where that is dense, zeros where a query
-        sees no key; with `return_lse` also the (B, Hq, Sq) float32 logarithms.
+        The output, (B, Hq, Sq, Dv), with the layout of `query` if that is dense; zeros for queries
+            that see no key. With `return_lse`, also the logarithms, (B, Hq, Sq) float32.
 
     Raises:
         ValueError: D or Dv is too large or not a multiple of 8, the scale is negative, the shapes
@@ -113,7 +113,7 @@ def hopper_prefill(
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    if scale == 0:  # a hidden score, -inf, times 0 would be NaN
+    if scale == 0:  # a hidden score of -inf times 0 would be NaN
         query, scale = query * 0.0, 1.0
     output, lse = forward_hopper(
         query,
@@ -144,13 +144,13 @@ def forward_hopper(
     attn_mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the log-sum-exp or None, of padded and packed batches too.
+    """Return the output and the log-sum-exp or None, also for padded and packed batches.
 
     Args:
-        query, key, value: BHSD; those of packed batches have one batch element.
-        lengths: rows that count; None for all. Not together with a mask.
-        visited: the blocks that `attn_mask` leaves to `visited_tiles`. The mask alone says then
-            which keys a query sees.
+        query, key, value: BHSD; packed batches have one batch element.
+        lengths: valid rows of each batch element; None for all. Not together with a mask.
+        visited: blocks that `attn_mask` keeps visible in tiles of the size of `visited_tiles`. The
+            mask alone then determines the keys that a query sees.
 
     Raises:
         ValueError: the shapes do not fit together, the types differ, or they do not have 16 bits.
@@ -201,7 +201,7 @@ def forward_hopper(
 
 
 def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
-    """Return whether `forward_hopper` takes such tensors, on their device."""
+    """Return whether `forward_hopper` supports these tensors on their device."""
     dims = query.shape[3], value.shape[3]
     return (
         has_gluon_kernels(query.device)
@@ -212,7 +212,7 @@ def takes(query: Tensor, value: Tensor, scale: float | None) -> bool:
 
 
 def visited_tiles(query: Tensor, value: Tensor, attn_mask: Tensor) -> tuple[int, int]:
-    """Return the queries of a tile and the keys of a block, for `find_visited_blocks`."""
+    """Return the numbers of queries in a tile and of keys in a block, for `find_visited_blocks`."""
     size = loadable_type(attn_mask.dtype).itemsize
     plan = schedule_of_visited_blocks(dims_of(query.shape[3], value.shape[3]), size)
     return plan.consumers * ROWS.value, plan.keys
@@ -230,13 +230,13 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
 
 
 class _PlannedPrefill(NamedTuple):
-    """Plan that calls of one shape share."""
+    """Plan for calls of one shape."""
 
     call: PlannedCall
-    """Planned call. Its operands are query, key, value, output, query and key again for the second
-    piece of their head dimension, and the mask."""
+    """Planned call. Its operands are query, key, value, output, then query and key again for the
+    second piece of the head dimension, and the mask."""
     has_rest: bool
-    """True where there is a second piece."""
+    """True if the head dimension has a second piece."""
     is_packed: bool
 
 
@@ -255,18 +255,18 @@ def _planned(
     others: tuple[Any, ...],
     sinks: Sizes | None,
 ) -> _PlannedPrefill:
-    """Plan all calls that pass the same arguments, of the same types.
+    """Plan all calls with these arguments.
 
     Args:
-        devices: of query, key and value.
-        lengths: their kind, how many, the most queries, and the tensors' types and devices.
-        mask: its shape, strides and type.
-        visited_strides: strides of the blocks that the mask leaves, in tiles.
-        others: types and devices of tensors that matter for nothing else, or None.
-        sinks: their shape.
+        devices: devices of query, key and value.
+        lengths: kind, number of batch elements, longest query, and the tensors' types and devices.
+        mask: shape, strides and type of the mask.
+        visited_strides: strides of the visited blocks, in tiles.
+        others: types and devices of the remaining tensors, or None.
+        sinks: shape of the sinks.
 
     Raises:
-        ValueError: as `forward_hopper` does.
+        ValueError: as for `forward_hopper`.
     """
     check_shapes(shapes[0], shapes[1], shapes[2], sinks)
     check_head_dims(shapes[0][3], shapes[2][3])
@@ -285,7 +285,7 @@ def _planned(
     right = 0 if is_causal else right
     is_bottom_right = options.bottom_right and (lengths is not None or q_len != kv_len)
     hides = mask is not None and mask[2] == torch.uint16
-    # A mask is added before scores are in base 2.
+    # A mask is added before scores are converted to base 2.
     unit = LOG2_E.value if mask is None or hides else 1.0
     scale = head_dim**-0.5 if scale is None else scale
     cap = None if options.softcap is None else options.softcap * unit
@@ -373,7 +373,7 @@ def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
 def _descriptor(
     shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
-    """Return a descriptor of tiles that TMA loads and stores, without memory, for `at`.
+    """Return a descriptor without memory of tiles that TMA loads and stores, for `at`.
 
     Elements outside the tensor are read as 0 and not written.
     """

@@ -3,18 +3,20 @@
     Shah, Bikshandi, Zhang, Thakkar, Ramani, Dao: "FlashAttention-3: Fast and Accurate Attention
     with Asynchrony and Low-precision". docs/kernel-notes.md has a drawing.
 
-- One warp loads blocks of query, key and value. Warp groups ("consumers") of 64 queries each wait
-  for them (`pipeline.py`).
-- A consumer starts QKᵀ of the next block of keys and PV of this one together, and computes the next
-  one's softmax while PV is still running (`_step`).
-- Consumers take turns at starting their products, so that one's softmax runs beside another's.
-- The grid is persistent (`persistent.py`): the loads of a program's next tile begin while this one
-  is finished.
+- One warp loads blocks of query, key and value for the warp groups ("consumers"), which compute 64
+  queries each (`pipeline.py`).
+- A consumer starts QKᵀ of the next block of keys and PV of the current one together. It computes
+  the softmax of the next block while PV is still running (`_step`).
+- Consumers take turns at starting their products, so that one consumer's softmax overlaps another
+  consumer's products.
+- The grid is persistent (`persistent.py`): the loads of a program's next tile begin while the
+  current tile is being finished.
 - Consumers may have different heads of one group, which share the keys, instead of different
-  queries of one head. A causal tile of fewer queries has fewer keys that some of them do not see.
+  queries of one head. A causal tile of fewer queries has fewer keys that only some queries see.
 
 Blocks of keys that need a mask are visited before a loop without masks (`key_ranges.py`). A head
-dimension that is not a power of two is two pieces, with a product each: 192 is 128 + 64.
+dimension that is not a power of two is split into two pieces, with one product each: 192 is 128 +
+64.
 """
 
 from __future__ import annotations
@@ -87,17 +89,18 @@ class PrefillRings(NamedTuple):
     """STAGES of (1, 1, KEYS, D)."""
     value: Any
     query_rest: Any
-    """Buffers for the second piece of the head dimension, as many as for the first, or None."""
+    """Buffers for the second piece of the head dimension, as many as for the first piece; or
+    None."""
     key_rest: Any
     mask: Any
     """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, two bytes of a bool
-    mask in each number; None where a call has no such mask."""
+    mask in each number; None without a bool mask."""
     bias: Any
-    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS), of a mask of numbers, or None."""
+    """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS), for a float mask; or None."""
 
 
-# Triton compiles a kernel anew for integers that are 1 or multiples of 16 unless told not to.
-# Every new sequence length would cost a user seconds.
+# Without `do_not_specialize`, Triton recompiles a kernel for integers that are 1 or multiples of
+# 16. A new sequence length would then cost a user seconds.
 @gluon.jit(
     do_not_specialize=[
         "q_heads", "rows", "q_len", "kv_len", "diagonal", "left", "right", "most_cut", "tiles",
@@ -164,13 +167,13 @@ def prefill_kernel(
 ):
     """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
-    Arguments that a call lacks are None, and no arguments of the compiled program: the second piece
-    of the head dimension, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), the
-    fields of a `ProgramShare`, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and
-    `cap`. `mask_batch` and `mask_head` are 1, or 0 where all share one mask. A packed call has one
-    batch element in memory: `q_len` is the longest sequence's, `rows` are all queries, and `output`
-    is stored through pointers, since a tile may end amid another sequence's rows. BY_LENGTH: tiles
-    differ in length, and are worked on from the longest.
+    Unused arguments are None, and the compiled program does not have them: the second piece of the
+    head dimension, the mask, `lse`, `sinks`, lengths, `visited` (of `VisitedBlocks`), the fields of
+    a `ProgramShare`, `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right` and `cap`.
+    `mask_batch` and `mask_head` are 1, or 0 if all batch elements or heads share one mask. A packed
+    call has one batch element in memory: `q_len` is the length of the longest sequence, and `rows`
+    is the total number of queries. Its `output` is stored through pointers, because a tile may end
+    within another sequence's rows. BY_LENGTH: tiles differ in length; the longest come first.
     """
     dtype: gl.constexpr = q_desc.dtype
     query_shape: gl.constexpr = [CONSUMERS] + q_desc.block_type.shape  # noqa: RUF005 (Gluon has no such syntax)
@@ -206,7 +209,7 @@ def prefill_kernel(
         mask,
         bias,
     )
-    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first turn is the first consumer's
+    pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer has the first turn
     lists = None
     if visited is not None:
         lists = (visited, visit_counts, visit_batch, visit_head)
@@ -223,7 +226,7 @@ def prefill_kernel(
     extras = SoftmaxExtras(scale, cap, sinks)
     outputs = Outputs(o_buffers, o_desc, output, stride_output_head, stride_output_token, lse, rows)
     attend = (rings, outputs, work, bounds, extras)
-    # The first consumer is the program's own four warps. Gluon wants every list written out.
+    # The first consumer is the program's own four warps. Gluon requires every list to be explicit.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -261,7 +264,7 @@ def prefill_kernel(
 
 @gluon.jit
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """Load all blocks of all tiles, each as soon as there is room, as the loading warp."""
+    """Load all blocks of all tiles, each as soon as a buffer is free, as the loading warp."""
     descriptors, rings, work, bounds, of_group, mask_steps = arguments
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
@@ -269,8 +272,8 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[3]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
-    count = 0  # key blocks so far, of all tiles
-    masks = 0  # those with a block of the mask
+    count = 0  # number of key blocks so far, in all tiles
+    masks = 0  # number of key blocks with a block of the mask
     done = 0
     q_rest = None
     k_rest = None
@@ -303,7 +306,7 @@ def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
                 stage, phase = count % STAGES, count // STAGES
                 at = [memory_batch, kv_head, key, 0]
                 fill_shared(rings.key, k_desc, at, stage, phase, KEY, CONSUMERS, k_rest)
-                if i == 0:  # not before: consumers release queries last
+                if i == 0:  # not earlier: consumers release queries last
                     for who in gl.static_range(CONSUMERS):
                         row = element.q_start + first + who // HEADS * ROWS
                         own = [memory_batch, q_head + who % HEADS, row, 0]
@@ -370,10 +373,10 @@ def _attend_tile(
     HEADS: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Compute a consumer's queries of a turn's tile.
+    """Compute a consumer's queries of the tile of a turn.
 
-    Return how many blocks of keys there have been, and how many with a block of the mask. `count`
-    and `masks` are those of the tiles before.
+    Return the number of key blocks so far, and the number of those with a block of the mask.
+    `count` and `masks` are the same numbers before this tile.
     """
     dtype: gl.constexpr = rings.value.buffers.dtype
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
@@ -383,7 +386,7 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     first = first_of_tile + WHO // HEADS * ROWS
-    # Where a diagonal cuts several blocks of a tile, the last blocks are for its last queries only.
+    # If a diagonal cuts several blocks of a tile, only the tile's last queries see the last blocks.
     MAY_SKIP: gl.constexpr = (
         QUERIES > KEYS
         and bounds.most_cut is not None
@@ -410,7 +413,7 @@ def _attend_tile(
         key = visited_key(0, visited, bounds, KEYS)
     wait_for(rings.query, WHO, done)
 
-    # The block that is visited first has no PV before it.
+    # The first visited block has no PV before it.
     stage = count % STAGES
     wait_for(rings.key, stage, count // STAGES)
     wait_for_turn(WHO)
@@ -424,7 +427,7 @@ def _attend_tile(
         scores, nothing, rings, masks, first, key, element, bounds, extras, WHO, True
     )
     if bounds.k_lengths is not None or bounds.q_offsets is not None:
-        # Values behind the last key belong to another sequence, or do not count.
+        # Values after the last key belong to another sequence or are invalid.
         left_over = element.kv_len - key
         if left_over < KEYS:
             wait_for(rings.value, stage, count // STAGES)
@@ -448,7 +451,7 @@ def _attend_tile(
             masks += 1
     release(rings.query, WHO)
 
-    # PV of the block visited last, and the output.
+    # PV of the last visited block, and the output.
     packed, output, reference, sums = state
     total = gl.sum(sums, 1)
     stage = (count - 1) % STAGES
@@ -503,8 +506,8 @@ def _step(
     values = matrix(rings.value.buffers.index(before))
     output = warpgroup_mma(probabilities, values, output, is_async=True)
     pass_turn(WHO, CONSUMERS)
-    # Operands of PV keep their registers until it is done. A consumer with few registers waits for
-    # that.
+    # The operands of PV keep their registers until PV is done. A consumer with few registers waits
+    # for PV.
     WAITS: gl.constexpr = CONSUMERS > 2
     if WAITS:
         scores, output, packed = warpgroup_mma_wait(0, deps=[scores, output, packed])
@@ -512,7 +515,7 @@ def _step(
     else:
         scores = warpgroup_mma_wait(1, deps=[scores])
     _release_keys(rings, stage, CONSUMERS)
-    # With wider values, the output alone takes half of the registers.
+    # With wider values, the output alone takes half the registers.
     FITS: gl.constexpr = values.shape[1] <= 128
     IS_WHOLE: gl.constexpr = (
         FITS
@@ -536,8 +539,8 @@ def _step(
 
 @gluon.jit
 def _skip(rings, count, WHO: gl.constexpr):
-    """Release a block that a consumer's queries do not see, once it is loaded. Before that, other
-    consumers may not have released the block that was in its place."""
+    """Release a block that a consumer's queries do not see, after it is loaded. Before that, other
+    consumers may not have released the previous block in the same buffer."""
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     stage, phase = count % STAGES, count // STAGES
@@ -551,9 +554,9 @@ def _skip(rings, count, WHO: gl.constexpr):
 
 @gluon.jit
 def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
-    """Release keys whose scores are computed."""
+    """Release keys after their scores are computed."""
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    if rings.mask is None and rings.bias is None:  # else they meet when they release a mask's
+    if rings.mask is None and rings.bias is None:  # else the warps meet at the mask's release
         meet()
 
 

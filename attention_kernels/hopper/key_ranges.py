@@ -1,8 +1,8 @@
 """Queries and keys of a batch element, and the blocks of keys that its queries see.
 
-Query i sees keys from `i + lowest` to `i + highest`: a causal mask has a highest, a window both.
-Blocks begin at multiples of their length from the element's first key. Blocks that the diagonal, a
-side of the window or the last key cuts need a mask, and are numbered before the others:
+Query i sees keys from `i + lowest` to `i + highest`. A causal mask sets only `highest`, a window
+both. Blocks begin at multiples of their length from the element's first key. Blocks that are cut by
+the diagonal, a side of the window or the last key need a mask, and are numbered before the others:
 
     first        whole_first          whole_end        end
       ├─ masked ─────┼──── no mask ───────┼── masked ────┤
@@ -20,27 +20,29 @@ from attention_kernels.hopper.scores import matrix
 
 
 class CallBounds(NamedTuple):
-    """Bounds of a call, for all its batch elements; None for bounds that it lacks."""
+    """Bounds of a call, for all its batch elements; None for bounds that the call does not have."""
 
     q_len: Any
     kv_len: Any
     diagonal: Any
-    """Distance from a query to the key beside it; None: the last query is beside the last key."""
+    """Distance from a query to its diagonal key; None if the diagonal of the last query is the last
+    key."""
     left: Any
-    """Keys before the diagonal that a query sees."""
+    """Number of keys before the diagonal that a query sees."""
     right: Any
-    """Keys after it; 0 where a call is causal."""
+    """Number of keys after the diagonal that a query sees; 0 if a call is causal."""
     most_cut: Any = None
-    """Most blocks of a tile that the right side cuts; None if it cuts only the last."""
+    """Maximum number of a tile's blocks that the right side cuts; None if it cuts only the last."""
     q_offsets: Any = None
-    """(B + 1,), of a packed call: where each element's queries begin, and where all end."""
+    """(B + 1,) for a packed call: the first query of each element, then the end of all queries."""
     k_starts: Any = None
-    """First key of each element: (B + 1,) of a packed call, (B,) of a padded one, or None for 0."""
+    """First key of each element: (B + 1,) for a packed call, (B,) for a padded one, or None for
+    0."""
     k_lengths: Any = None
-    """(B,), how many keys count from there on; None for all."""
+    """(B,), number of valid keys from the first key on; None for all."""
     visited: Any = None
-    """Blocks that a mask leaves to tiles of as many queries: `VisitedBlocks.blocks` and `.counts`,
-    and their strides in tiles, from one batch element and one head to the next."""
+    """Blocks that a mask keeps visible: `VisitedBlocks.blocks` and `.counts`, and their strides in
+    tiles, from one batch element and one head to the next."""
 
 
 class ElementBounds(NamedTuple):
@@ -52,14 +54,15 @@ class ElementBounds(NamedTuple):
     k_start: Any
     kv_len: Any
     lowest: Any
-    """Query i sees no key before i + lowest, where the call has a left side."""
+    """First key that query i sees, minus i, if the call has a left side."""
     highest: Any
-    """Query i sees no key after i + highest, where it has a right side."""
+    """Last key that query i sees, minus i, if the call has a right side."""
 
 
 @gluon.jit
 def element_bounds_of(batch, bounds):
-    """Return the bounds of a batch element, whose keys and queries count from its first."""
+    """Return the bounds of a batch element, whose queries and keys are indexed from its own first
+    query and key."""
     q_start = 0
     q_len = bounds.q_len
     k_start = 0
@@ -77,7 +80,7 @@ def element_bounds_of(batch, bounds):
         if bounds.k_starts is not None:
             k_start = gl.load(bounds.k_starts + batch).to(gl.int32)
             if diagonal is not None:
-                diagonal -= k_start  # it counts from the padded tensor's first key
+                diagonal -= k_start  # `diagonal` counts from the padded tensor's first key
     if diagonal is None:
         diagonal = kv_len - q_len
     lowest = 0
@@ -91,7 +94,7 @@ def element_bounds_of(batch, bounds):
 
 @gluon.jit
 def tile_exists(first_query, element, bounds):
-    """Return whether there is such a tile: a packed sequence may be shorter than the longest."""
+    """Return whether the tile exists: a packed sequence may be shorter than the longest."""
     exists = True
     if bounds.q_offsets is not None:
         exists = first_query < element.q_len
@@ -100,7 +103,8 @@ def tile_exists(first_query, element, bounds):
 
 @gluon.jit
 def memory_batch_of(batch, bounds):
-    """Return the batch index of an element's rows in memory: 0 for all packed ones."""
+    """Return the batch index of an element's rows in memory: 0 for all elements of a packed
+    call."""
     memory_batch = batch
     if bounds.q_offsets is not None:
         memory_batch = batch * 0
@@ -109,11 +113,12 @@ def memory_batch_of(batch, bounds):
 
 @gluon.jit
 def key_blocks_of(first_row, element, bounds, ROWS: gl.constexpr, KEYS: gl.constexpr):
-    """Return the blocks that ROWS queries from `first_row` on see, as numbers: the first, the first
-    and the end of the blocks that all queries see whole, and the end.
+    """Return the range of key blocks that ROWS queries from `first_row` on see, as four block
+    numbers: first block, first block that all queries see in full, end of such blocks, and end of
+    all blocks.
 
-    There is always a last block, and a mask for it, even if no query sees a key. It has keys where
-    there are any.
+    The range always has a last block, which needs a mask, even if no query sees a key. The last
+    block contains keys if the element has any.
     """
     first = 0
     whole_first = 0
@@ -138,7 +143,8 @@ def key_blocks_of(first_row, element, bounds, ROWS: gl.constexpr, KEYS: gl.const
 
 @gluon.jit
 def masked_of(blocks, bounds):
-    """Return how many of `key_blocks_of` need a mask, at least one. They are numbered first."""
+    """Return the number of blocks that need a mask, at least one, from the result of
+    `key_blocks_of`. These blocks are numbered first."""
     first, whole_first, whole_end, end = blocks
     masked = 1
     if bounds.most_cut is not None:
@@ -150,10 +156,10 @@ def masked_of(blocks, bounds):
 
 @gluon.jit
 def block_at(number, blocks, bounds):
-    """Return the block that has a number among `key_blocks_of`.
+    """Return block number `number` of the result of `key_blocks_of`.
 
     Blocks that the right side cuts come first, then blocks that a window's left side cuts, and then
-    blocks without a mask, each from the last on.
+    blocks without a mask; each kind in descending order.
     """
     first, whole_first, whole_end, end = blocks
     block = end - 1 - number
@@ -180,8 +186,7 @@ def hide_unseen(scores, first_query, first_key, element, bounds):
     """Replace scores by -inf where queries from `first_query` on do not see keys from `first_key`
     on.
 
-    Few blocks are cut on both sides. So each side of a large block is compared only where it cuts
-    it.
+    Few blocks are cut on both sides, so a large block is compared only with the sides that cut it.
     """
     if bounds.left is None or scores.shape[1] < 128:
         seen = sees(scores, first_query, first_key, element, bounds)
@@ -215,7 +220,7 @@ def _before_end(scores, first_query, first_key, element, bounds):
 
 @gluon.jit
 def _behind_begin(scores, first_query, first_key, element):
-    """Return whether keys are behind the beginning of the window."""
+    """Return whether keys are at or after the beginning of the window."""
     own, queries, threads = _places_of(scores)
     begin = queries + (first_query + element.lowest - first_key) - 2 * threads
     seen = own >= begin[:, None, :, None]
@@ -225,11 +230,11 @@ def _behind_begin(scores, first_query, first_key, element):
 
 @gluon.jit
 def _places_of(scores):
-    """Return places of scores as (rows, eights, threads, pairs): of keys without the thread's part,
-    of queries, and of threads.
+    """Return positions of scores as (rows, eights, threads, pairs): of keys without the thread's
+    part, of queries, and of threads.
 
-    Four threads share a row, and have two of every eight scores. Places within a thread are numbers
-    of their own, which are known when the kernel is compiled.
+    Four threads share a row, and each has two of every eight scores. Positions within a thread are
+    separate numbers, which are known at compile time.
     """
     EIGHTS: gl.constexpr = scores.shape[1] // 8
     PARTS: gl.constexpr = scores.reshape((scores.shape[0], EIGHTS, 4, 2)).type.layout
@@ -246,7 +251,7 @@ def _places_of(scores):
 def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.constexpr):
     """Store a block of output from shared memory, for a packed sequence's queries from `first` on.
 
-    Rows behind the sequence's end are not stored. `pointer` is that of the head.
+    Rows after the sequence's end are not stored. `pointer` points to the head.
     """
     DV: gl.constexpr = block.shape[3]
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
@@ -260,8 +265,8 @@ def store_rows(block, pointer, stride_token, first, element, V_HEAD_DIM: gl.cons
 
 @gluon.jit
 def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
-    """Return a tile's lists of blocks: pointers to those without the mask and to those with it, and
-    how many there are of each."""
+    """Return a tile's lists of blocks: pointers to the blocks without and with the mask, and the
+    number of blocks in each list."""
     blocks, counts, stride_batch, stride_head = bounds.visited
     width = (bounds.kv_len + KEYS - 1) // KEYS
     place = (batch * stride_batch + head * stride_head + tile).to(gl.int64)
@@ -273,9 +278,9 @@ def visited_blocks_at(batch, head, tile, bounds, KEYS: gl.constexpr):
 def visited_key(i, visited, bounds, KEYS: gl.constexpr):
     """Return the first key of block number i; blocks that need the mask come first.
 
-    Where no key is seen there is one block all the same, behind the last key. It begins at a
-    multiple of KEYS like the others: from byte 130 of a mask's rows, TMA failed with an illegal
-    instruction (H200).
+    If no key is visible, there is still one block, after the last key. This block too begins at a
+    multiple of KEYS: TMA failed with an illegal instruction for a block at byte 130 of a mask's
+    rows (H200).
     """
     plain, masked, plain_count, masked_count = visited
     pointer = masked + i

@@ -1,4 +1,4 @@
-"""Blocks of a mask beside the keys of a Hopper program: TMA loads one for each consumer."""
+"""Blocks of a mask in a Hopper kernel, which TMA loads for each consumer along with the keys."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from attention_kernels.hopper.scores import ROWS, matrix
 def fill_mask(
     ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Load every consumer's part of the mask's block number `count`; `place` is the first's."""
+    """Load every consumer's part of the mask's block number `count`; `place` is that of the first
+    part."""
     batch, head, row, key = place
     if mask_desc.dtype == gl.uint16:  # two bytes of a bool mask
         key = key // 2
@@ -31,8 +32,9 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
     index = WHO * STAGES + count % STAGES
     wait_for(ring, index, count // STAGES)
     mask = matrix(ring.buffers.index(index)).load(LAYOUT)
-    # Loads may still wait for shared memory, which another consumer's products keep busy, when
-    # later instructions have been issued. Only a fence keeps TMA from overwriting it before.
+    # Loads may still be waiting for shared memory, which another consumer's products keep busy,
+    # when later instructions have been issued. Only a fence keeps TMA from overwriting the buffer
+    # too early.
     fence_async_shared()
     release(ring, index)
     return mask
@@ -42,7 +44,7 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
 def hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
     """Replace scores by -inf where a bool mask hides them.
 
-    A thread's scores are neighbours two by two, so it loads their two bytes at once.
+    A thread's scores are pairs of neighbours, so a thread loads the two bytes of a pair at once.
     """
     left, right = gl.split(scores.reshape((scores.shape[0], scores.shape[1] // 2, 2)))
     PAIRS: gl.constexpr = left.type.layout

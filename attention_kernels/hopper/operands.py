@@ -1,4 +1,4 @@
-"""Operands as the tensor memory accelerator (TMA) of a Hopper GPU loads blocks of them."""
+"""Operands in a form that the tensor memory accelerator (TMA) of a Hopper GPU can load."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def are_loadable(*tensors: Tensor) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bool:
-    """Return whether TMA can address tensors of such shapes and strides.
+    """Return whether TMA can address tensors of these shapes and strides.
 
     The stride of a dimension of size 1 does not matter.
     """
@@ -37,10 +37,11 @@ def _can_be_addressed(layouts: tuple[tuple[Sizes, Sizes], ...], size: int) -> bo
 
 
 def loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
-    """Return a mask that broadcasts to `shape` as (B or 1, Hq or 1, Sq, Sk), as TMA can address it.
+    """Return a mask that broadcasts to `shape` as (B or 1, Hq or 1, Sq, Sk), in a form that TMA can
+    address.
 
-    A bool mask has two bytes in each number, (…, Sk / 2) uint16. A copy has False behind the last
-    key.
+    A bool mask becomes (…, Sk / 2) uint16, with two bytes in each number. A copy is padded with
+    False after the last key.
     """
     mask = attn_mask.to(loadable_type(attn_mask.dtype)).expand(shape)
     for dim in (0, 1):
@@ -56,7 +57,7 @@ def loadable_mask(attn_mask: Tensor, shape: Sizes) -> Tensor:
 
 
 def loadable_type(dtype: torch.dtype) -> torch.dtype:
-    """Return the type that a mask is loaded as."""
+    """Return the type with which a mask is loaded."""
     kept = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
     return dtype if dtype in kept else torch.float32
 

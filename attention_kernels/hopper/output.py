@@ -1,4 +1,4 @@
-"""A consumer's output of a tile in a Hopper kernel: it is divided and stored."""
+"""Division and storing of a consumer's output of a tile in a Hopper kernel."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 
 class Outputs(NamedTuple):
-    """Places of outputs; None for places that a call lacks."""
+    """Destinations of outputs; None for destinations that a call does not have."""
 
     buffers: Any
-    """One buffer for each consumer, (1, 1, ROWS, columns): for the whole output, or for a part at a
+    """One buffer for each consumer, (1, 1, ROWS, columns), for the whole output or one part at a
     time."""
     descriptor: Any
-    """Descriptor through which TMA stores. A packed call has none, since a tile may end amid
+    """Descriptor through which TMA stores. A packed call has none, because a tile may end within
     another sequence."""
     pointer: Any
-    """Pointer to a packed call's outputs."""
+    """Pointer to the outputs of a packed call."""
     stride_head: Any
     stride_token: Any
     lse: Any = None
-    """(B, Hq, rows), for the logarithms of the sums of exponentials."""
+    """Pointer to (B, Hq, rows), for the logarithms of the sums of exponentials."""
     rows: Any = None
 
 
@@ -48,11 +48,11 @@ def finish(
     """Divide a consumer's output (ROWS, Dv) by the sums of the weights, and store it.
 
     Args:
-        reference: (ROWS,), the numbers in base 2 that weights are relative to.
-        total: (ROWS,), sums of the weights.
-        sink: of the head in base 2, or one for each row; None for none.
-        place: the batch element, how many query heads it has, the head and the first query.
-        LOG2_UNIT: logarithm of the number that a weight of 1 has been counted as.
+        reference: (ROWS,), base-2 references of the weights.
+        total: (ROWS,), sum of the weights of each row.
+        sink: sink of the head in base 2, or of each row; None without sinks.
+        place: batch element, number of query heads, head, and first query.
+        LOG2_UNIT: base-2 logarithm of the number that represents a weight of 1.
     """
     shrink = 1.0
     if sink is not None:
@@ -70,7 +70,7 @@ def finish(
 
 @gluon.jit
 def sink_of(sinks, q_head):
-    """Return a head's sink, in base 2; None where a call has none."""
+    """Return a head's sink in base 2; None without sinks."""
     sink = None
     if sinks is not None:
         sink = gl.load(sinks + q_head).to(gl.float32) * LOG2_E
@@ -87,7 +87,7 @@ def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.co
     if pointer is not None:
         pointer += q_head.to(gl.int64) * outputs.stride_head
     for i in gl.static_range(len(parts)):
-        tma.store_wait(0)  # the part or tile before still reads this memory
+        tma.store_wait(0)  # the previous part or tile may still be read from this memory
         matrix(buffer).store(parts[i].to(buffer.dtype))
         fence_async_shared()
         if pointer is None:
@@ -99,8 +99,8 @@ def _store(output, outputs, place, element, WHO: gl.constexpr, V_HEAD_DIM: gl.co
 
 @gluon.jit
 def _column_parts(output, COLUMNS: gl.constexpr):
-    """Split an output (ROWS, Dv) into one, two or four of (ROWS, COLUMNS), whose registers it
-    shares."""
+    """Split an output (ROWS, Dv) into one, two or four parts (ROWS, COLUMNS) that share its
+    registers."""
     if output.shape[1] == COLUMNS:
         parts = (output,)
     elif output.shape[1] == 2 * COLUMNS:

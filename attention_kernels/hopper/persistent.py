@@ -1,8 +1,8 @@
-"""Tiles that a persistent program of the Hopper kernels works through, and their order.
+"""Tiles of a persistent program of the Hopper kernels, and their order.
 
-A program stays on its multiprocessor and takes one tile (a block of queries of one head) after the
-other, or a piece of one that it shares with others (`stream_k.py`). Its tiles follow from the
-program's number by arithmetic. So the loading warp and the consumers of a program agree without
+A program stays on its multiprocessor and computes one tile (a block of queries of one head) after
+another, or a piece of a tile that several programs share (`stream_k.py`). The tiles are computed
+from the program's number, so the loading warp and the consumers of a program agree without
 communication.
 """
 
@@ -21,7 +21,7 @@ from attention_kernels.tiles.division import quotient, reciprocal
 
 
 class Work(NamedTuple):
-    """Numbers of a call by which a program finds its tiles."""
+    """Numbers of a call from which a program computes its tiles."""
 
     q_heads: Any
     tiles: Any
@@ -30,19 +30,19 @@ class Work(NamedTuple):
     blocks: Any
     """Number of blocks of queries in a head."""
     bundles: Any
-    """Number of bundles in the batch: query heads that a tile has side by side."""
+    """Number of bundles in the batch. A bundle is the set of query heads of one tile."""
     head_group: Any
     """Number of bundles that are worked on at a time (`head_groups.head_group_size`)."""
     reciprocals: Any
-    """Reciprocals of `q_heads`, of a head group's tiles, of `head_group`, and of the last group's
-    bundles."""
+    """Reciprocals of `q_heads`, of the number of tiles of a head group, of `head_group`, and of the
+    number of bundles of the last group."""
     share: Any = None
-    """A `stream_k.ProgramShare`, where the tiles of the last turn are shared."""
+    """A `stream_k.ProgramShare` if the tiles of the last turn are shared, else None."""
 
 
 @gluon.jit
 def turns_of_program(work, BY_LENGTH: gl.constexpr):
-    """Return how many turns this program has."""
+    """Return the number of turns of this program."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         turns = turns_of(work.tiles, work.turns, program, programs, BY_LENGTH)
@@ -53,7 +53,8 @@ def turns_of_program(work, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """Return a turn's tile: batch element, first of HEADS query heads, and block of queries."""
+    """Return the tile of a turn: batch element, first of HEADS query heads, and block of
+    queries."""
     program, programs = gl.program_id(0), gl.num_programs(0)
     if work.share is None:
         number = tile_number(turn, program, programs, BY_LENGTH)
@@ -77,7 +78,7 @@ def tile_of(turn, work, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Return whether there is work in a turn, whose tile's first query is given."""
+    """Return whether there is work in a turn; `first` is the first query of its tile."""
     has_some = tile_exists(first, element, bounds)
     if work.share is not None:
         begin, _, _, end = blocks_of_tile(turn, first, element, work, bounds, QUERIES, KEYS)
@@ -87,7 +88,7 @@ def has_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl
 
 @gluon.jit
 def blocks_of_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KEYS: gl.constexpr):
-    """Return `key_blocks_of` a turn's tile, or of the program's piece of it."""
+    """Return `key_blocks_of` for the tile of a turn, or for the program's piece of that tile."""
     begin, whole_first, whole_end, end = key_blocks_of(first, element, bounds, QUERIES, KEYS)
     if work.share is not None:
         program, programs = gl.program_id(0), gl.num_programs(0)
@@ -106,12 +107,12 @@ def blocks_of_tile(turn, first, element, work, bounds, QUERIES: gl.constexpr, KE
 
 @gluon.jit
 def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
-    """Return the tile of a program in a turn. In the last turn it may not exist.
+    """Return the number of a program's tile in a turn. In the last turn, the tile may not exist.
 
-    BY_LENGTH: where a call is causal or has a window, tiles are numbered by falling length.
-    Programs take them in order in even turns and in reverse in odd ones, as children pick teams.
-    Otherwise the same program would have the longer tile in every turn. Tiles of one length are
-    taken in order, which is better for the L2 cache.
+    BY_LENGTH: the call is causal or has a window, and tiles are numbered by decreasing length.
+    Programs take tiles in order in even turns and in reverse order in odd turns. Otherwise the same
+    program would have the longer tile in every turn. Without BY_LENGTH, tiles are taken in order,
+    which is better for the L2 cache.
     """
     number = turn * programs + program
     if BY_LENGTH:
@@ -121,7 +122,8 @@ def tile_number(turn, program, programs, BY_LENGTH: gl.constexpr):
 
 @gluon.jit
 def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
-    """Return how many tiles a program has: one in each turn that all have, and perhaps one more."""
+    """Return the number of a program's tiles: one in each of `turns` full turns, and perhaps one
+    more."""
     last = tile_number(turns, program, programs, BY_LENGTH)
     return turns + gl.where(last < tiles, 1, 0)
 
@@ -129,8 +131,8 @@ def turns_of(tiles, turns, program, programs, BY_LENGTH: gl.constexpr):
 def work_of(
     q_heads: int, group: int, blocks: int, bundles: int, head_group: int, programs: int
 ) -> dict[str, int]:
-    """Return `Work` as a kernel's arguments, and `of_group`, the reciprocal of the query heads a
-    key head."""
+    """Return `Work` as a kernel's arguments, and `of_group`, the reciprocal of the number of query
+    heads per key head."""
     return {
         "q_heads": q_heads,
         "tiles": blocks * bundles,
@@ -157,10 +159,10 @@ def place_of(
     of_last,
     BY_LENGTH: gl.constexpr,
 ):
-    """Return a tile's head, counted over the batch, and its block of queries.
+    """Return a tile's head, numbered over the whole batch, and the tile's block of queries.
 
-    Heads come in groups whose keys and values stay in the L2 cache. Within a group the longest
-    blocks of all heads come first, so that no long one is left for the end.
+    The heads are divided into groups whose keys and values stay in the L2 cache. Within a group,
+    the longest blocks of all heads come first, so that no long block runs last.
     """
     number = quotient(tile, of_head_groups)
     first = number * head_group
@@ -178,8 +180,9 @@ def place_of(
 
 
 SHORT = 2048
-"""Most keys for which beginning and ending a tile takes a large part of its time. Many small
-consumers are better than few large ones then, since some go on meanwhile."""
+"""Maximum number of keys for which the start and end of a tile take a large part of its time. Many
+small consumers are then better than few large ones, because some compute while others start or
+end."""
 
 
 @functools.cache

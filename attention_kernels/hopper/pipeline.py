@@ -1,24 +1,23 @@
-"""Cooperation of the warps of a Hopper program, in Gluon: one loads, groups of four compute.
+"""Cooperation of the warps of a Hopper program, in Gluon: one warp loads, groups of four compute.
 
 The loading warp (the producer) copies blocks into shared memory with the tensor memory accelerator
-(TMA), and the warp groups (the consumers) multiply from there. Blocks lie in rings of a few
-buffers, so that neither side waits for the other as long as there is something to do. Each buffer
-has two barriers:
+(TMA), and the warp groups (the consumers) read their operands from there. Blocks are stored in
+rings of a few buffers, so that loads and products overlap. Each buffer has two barriers:
 
-- `full`: the producer announces a number of bytes, and waiting consumers go on when TMA has written
-  them;
-- `empty`: each consumer arrives when its products have read the buffer, and when all have arrived,
-  the producer fills it again.
+- `full`: the producer announces a number of bytes, and waiting consumers continue when TMA has
+  written these bytes.
+- `empty`: each consumer arrives when its products have read the buffer. When all have arrived, the
+  producer fills the buffer again.
 
-A barrier in shared memory has phases. A waiting warp names the phase whose end it waits for by its
-lowest bit. Block number `count`, counted from the program's start, is in buffer `count % STAGES`,
-in that buffer's phase `count // STAGES`. The phase before the first counts as ended: all buffers
-begin free.
+A barrier in shared memory has phases. A waiting warp waits for the end of a phase, which it
+specifies by the lowest bit of the phase's number. Block number `count`, counted from the program's
+start, is in buffer `count % STAGES`, in phase `count // STAGES` of that buffer. The phase before
+the first counts as ended: all buffers are free at the start.
 
-Only TMA needs its barrier in shared memory. Before an arrival at such a barrier, Gluon makes all
-warps of a group wait for each other. A named barrier (PTX `bar`) is one of 16 numbers, at which
-each warp arrives by itself, in one instruction. Turns use named barriers, and so does `empty` where
-the numbers suffice.
+Only TMA needs a barrier in shared memory. Before an arrival at such a barrier, Gluon makes all
+warps of a group wait for each other. Each warp arrives independently, in one instruction, at one of
+the 16 named barriers (PTX `bar`). Turns use named barriers, and so does `empty` if there are
+enough.
 """
 
 from __future__ import annotations
@@ -29,22 +28,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-# The names differ between the Triton versions that are supported.
+# The names differ between the supported versions of Triton.
 _new_names = hasattr(tma, "async_store")
 tma_load = tma.async_load if _new_names else tma.async_copy_global_to_shared
 tma_store = tma.async_store if _new_names else tma.async_copy_shared_to_global
 _all_warps_meet = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 WARP_GROUP = gl.constexpr(128)
-"""Threads of a warp group."""
+"""Number of threads in a warp group."""
 LOADER_REGISTERS = gl.constexpr(24)
-"""Registers per thread of the loading warp: the fewest possible, so that consumers have more."""
+"""Registers per thread of the loading warp: the minimum, so that consumers have more."""
 
 FIRST_NUMBER = gl.constexpr(6)
-"""First of our named barriers. Triton may use those below: 0, 1, and one for every partition."""
+"""First named barrier of these kernels. Triton may use the lower numbers: 0, 1, and one for every
+partition."""
 CONSUMERS_NAMED = gl.constexpr(2)
-"""Number of consumers whose shared rings have named barriers. With more there are not always enough
-numbers, and three, which have 160 registers, were slower with them."""
+"""Number of consumers for which shared rings have named barriers. More consumers may need more than
+16 barriers, and three consumers, with 160 registers each, were slower with named barriers."""
 KEY, VALUE = gl.constexpr(0), gl.constexpr(1)
 """The rings that consumers share."""
 
@@ -55,19 +55,19 @@ class Ring(NamedTuple):
     buffers: Any
     full: Any
     empty: Any
-    """Barriers; unused where they are named."""
+    """Barriers in shared memory; unused if named barriers take their place."""
 
 
 @gluon.jit
 def make_ring(buffers):
-    """Return the ring of buffers (STAGES, …), each read by one consumer."""
+    """Return a ring of buffers (STAGES, …), each read by one consumer."""
     STAGES: gl.constexpr = buffers.shape[0]
     return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, 1))
 
 
 @gluon.jit
 def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
-    """Return the ring of buffers (STAGES, …), each read by all consumers."""
+    """Return a ring of buffers (STAGES, …), each read by all consumers."""
     STAGES: gl.constexpr = buffers.shape[0]
     gl.static_assert(
         CONSUMERS != CONSUMERS_NAMED or FIRST_NUMBER + CONSUMERS + 2 * STAGES <= 16,
@@ -79,7 +79,7 @@ def make_shared_ring(buffers, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def buffer_of(count, STAGES: gl.constexpr):
-    """Return the index and the phase of the buffer for block number `count` of 0 or more."""
+    """Return the index and the phase of the buffer for block number `count`, at least 0."""
     count = gl.to_tensor(count).to(gl.uint32)
     return (count % STAGES).to(gl.int32), (count // STAGES).to(gl.int32)
 
@@ -88,8 +88,8 @@ def buffer_of(count, STAGES: gl.constexpr):
 def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
     """Return COUNT barriers whose phases end with ARRIVALS arrivals each.
 
-    They must be used until the program ends. The compiler gives the memory of unused barriers to
-    other values, which PTX does not define before `mbarrier.inval`.
+    The barriers must be used until the program ends. Otherwise the compiler reuses their memory,
+    which is undefined in PTX before `mbarrier.inval`.
     """
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
@@ -99,9 +99,9 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def fill(ring, desc, place, index, phase, rest=None):
-    """Load the block at `place` of a descriptor's tensor, once the buffer is free, as the producer.
+    """Load the block at `place` of a descriptor's tensor when the buffer is free, as the producer.
 
-    `rest` are the descriptor and the buffers for a second piece of the head dimension, which is
+    `rest` has the descriptor and the buffers for a second piece of the head dimension, which is
     loaded with the first.
     """
     mbarrier.wait(ring.empty.index(index), (phase & 1) ^ 1)
@@ -149,8 +149,8 @@ def wait_for(ring, index, phase):
 
 @gluon.jit
 def release(ring, index):
-    """Release a buffer, as a consumer that has read it: by products that it has waited for, or by
-    loads before a `fence_async_shared`."""
+    """Release a buffer, as a consumer that has read it. Products must have been waited for, and
+    loads must precede a `fence_async_shared`."""
     mbarrier.arrive(ring.empty.index(index), count=1)
 
 
@@ -165,20 +165,20 @@ def release_shared(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def meet():
-    """Make the warps of a consumer wait for each other. It costs little once all have waited for
+    """Make the warps of a consumer wait for each other. This costs little after all have waited for
     the same product.
 
-    Before a wait for a buffer Triton makes them meet, unless they have met since the wait before.
-    At the end of a softmax some warps are behind, and only after such a meeting can the others ask
-    for the buffer.
+    Triton inserts such a meeting before a wait for a buffer, unless the warps have met since the
+    previous wait. Without an earlier call of `meet`, that meeting would come at the end of a
+    softmax, where some warps are late, and delay the request for the buffer.
     """
     _all_warps_meet()
 
 
 @gluon.jit
 def clear(buffer, count):
-    """Set a buffer's rows (N, D) to zeros from number `count` on. Every consumer does so, so that
-    none waits for another."""
+    """Set a buffer's rows (N, D) to zeros from row `count` on. Every consumer does this, so that no
+    consumer waits for another."""
     DV: gl.constexpr = buffer.shape[1]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // DV, DV // 8], [4, 1], [1, 0])
     STEP: gl.constexpr = 16
@@ -197,23 +197,26 @@ def wait_for_turn(WHO: gl.constexpr):
 
 @gluon.jit
 def wait_for_turn_after(sums, WHO: gl.constexpr):
-    """Call `wait_for_turn` once `sums` are computed, two float32 of each thread."""
+    """Call `wait_for_turn` after `sums` are computed, two float32 numbers per thread."""
     _wait_after(sums, WHO, 2 * WARP_GROUP)
 
 
 @gluon.jit
 def meet_after(sums, WHO: gl.constexpr):
-    """Make the warps of consumer number WHO, who takes no turns, meet once `sums` are computed."""
+    """Make the warps of consumer number WHO, which takes no turns, meet after `sums` are
+    computed."""
     _wait_after(sums, WHO, WARP_GROUP)
 
 
 @gluon.jit
 def _wait_after(sums, WHO: gl.constexpr, THREADS: gl.constexpr):
-    """Wait for so many threads at consumer number WHO's named barrier once `sums` are computed.
+    """Wait for THREADS threads at the named barrier of consumer number WHO after `sums` are
+    computed.
 
-    The compiler (`ptxas`) moves arithmetic whose results are needed after a wait behind the wait,
-    while other threads wait. Barriers do not stop it. So the barrier's number depends on the sums:
-    it would be the next one if any were negative, which the compiler cannot rule out.
+    If results are needed only after a wait, the compiler (`ptxas`) moves their arithmetic past the
+    wait, which delays other threads. Barriers do not prevent this. The barrier's number therefore
+    depends on the sums: a negative sum, which the compiler cannot rule out, would select the next
+    barrier.
     """
     gl.inline_asm_elementwise(
         """{
@@ -248,20 +251,20 @@ def pass_turn(WHO: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit
 def _number(ring, index, WHICH: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Return the number of a buffer's named barrier, behind those of turns."""
+    """Return the number of a buffer's named barrier. These numbers follow those of turns."""
     return FIRST_NUMBER + CONSUMERS + WHICH * ring.buffers.shape[0] + index
 
 
 @gluon.jit
 def _everyone(CONSUMERS: gl.constexpr):
-    """Return the threads that meet where a buffer is free: those of all consumers and of the
-    loading warp."""
+    """Return the number of threads that meet when a buffer is released: those of all consumers and
+    of the loading warp."""
     return gl.to_tensor(CONSUMERS * WARP_GROUP + 32)
 
 
 @gluon.jit
 def _barrier(OPERATION: gl.constexpr, number, threads):
-    """Arrive at a named barrier: `bar.sync` waits for so many threads, `bar.arrive` goes on."""
+    """Arrive at a named barrier for `threads` threads: `bar.sync` waits, `bar.arrive` does not."""
     PTX: gl.constexpr = OPERATION + " $1, $2; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(
         PTX, "=r,r,r", [number, threads], dtype=gl.int32, is_pure=False, pack=1

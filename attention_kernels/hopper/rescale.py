@@ -1,4 +1,4 @@
-"""Multiplication of an output on Hopper whose rows rarely change their reference."""
+"""Rescaling of an output on Hopper, for rows that rarely change their reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from attention_kernels.hopper.scores import for_all_of_own
 
 @gluon.jit
 def rescale(output, factor):
-    """Return a product `output` (ROWS, DV) times `factor` (ROWS, 4), the same for a row's four
-    threads.
+    """Return `output` (ROWS, DV), a product, times `factor` (ROWS, 4), which is the same for a
+    row's four threads.
 
     A warp multiplies only if one of its factors is not 1.
     """
-    COUNT: gl.constexpr = output.shape[1] // 2  # numbers of a thread, in two rows
+    COUNT: gl.constexpr = output.shape[1] // 2  # elements per thread, in two rows
     PTX: gl.constexpr = _instructions(COUNT)
     CONSTRAINTS: gl.constexpr = _constraints(COUNT)
     operands = [output, for_all_of_own(factor, output)]
@@ -32,8 +32,8 @@ def _constraints(count):
 
 @constexpr_function
 def _instructions(count):
-    """Return the instructions of a thread, whose numbers are two of one row, two of the other, and
-    so on."""
+    """Return the instructions of a thread, whose elements alternate between two of one row and two
+    of the other."""
     outputs, factors = range(count, 2 * count), range(2 * count, 3 * count)
     return "\n".join(
         [

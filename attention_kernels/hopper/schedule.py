@@ -1,4 +1,4 @@
-"""Sizes of a program's work in `hopper_prefill_kernel.py`, and the buffers that then fit."""
+"""Sizes of a program's work in `hopper_prefill_kernel.py`, and the buffers that fit."""
 
 from __future__ import annotations
 
@@ -13,61 +13,61 @@ from attention_kernels.tiles.head_dim_pieces import pieces
 
 LARGEST_HEAD_DIM = 256
 SHARED_BYTES = 227 * 1024
-"""Most shared memory of a program."""
+"""Maximum shared memory of a program, in bytes."""
 BARRIER_BYTES = 512
 WIDE_FLOP = 6e6
-"""Multiplications and additions in a µs of a program's tile beyond head_dim 64 (H100)."""
+"""Multiplications and additions per µs in a tile with a head_dim above 64 (H100)."""
 WIDE_TILE = 2.8
-"""µs that the beginning and the end of such a tile take."""
+"""Time of the start and end of a tile with a head_dim above 64, in µs."""
 OUTPUT_COLUMNS = 64
-"""Columns of a part of the output, where it does not fit whole: 128 bytes of a row, a unit of
-TMA's."""
+"""Number of columns in a part of the output, if the whole output does not fit: 128 bytes of a row,
+a unit of TMA."""
 
 
 class Schedule(NamedTuple):
-    """Sizes of a program's work, as measured (docs/kernel-notes.md)."""
+    """Sizes of a program's work, chosen by measurements (docs/kernel-notes.md)."""
 
     consumers: int
-    """Warp groups that compute, 2 to 4."""
+    """Number of warp groups that compute, 2 to 4."""
     heads: int
-    """Query heads of one group that a tile has side by side; divides the consumers."""
+    """Number of query heads of one group in a tile; a divisor of `consumers`."""
     keys: int
     """Number of keys in a block."""
     stages: int
-    """Blocks of keys, and of values, that fit in shared memory."""
+    """Number of blocks of keys, and of values, that fit in shared memory."""
     registers: int
     """Registers per thread of a consumer."""
     tile_times: TileTimes
 
 
 class Costs(NamedTuple):
-    """µs of a schedule on an H100, beside its `tile_times`."""
+    """Times of a schedule on an H100 in µs, in addition to its `tile_times`."""
 
     call: float
-    """µs of any call."""
+    """Fixed time of a call, in µs."""
     masked: float
-    """Additional µs of a block that needs a mask."""
+    """Additional time of a block that needs a mask, in µs."""
 
 
 FOUR = Schedule(4, 4, 64, 6, 112, TileTimes(0.83, 2.1))
 THREE = Schedule(3, 1, 128, 3, 160, TileTimes(1.24, 0.8))
 TWO = Schedule(2, 2, 128, 3, 240, TileTimes(1.05, 1.9))
 NARROW = ((FOUR, Costs(9.5, 1.05)), (THREE, Costs(7.9, 1.92)), (TWO, Costs(6.2, 0.15)))
-"""Schedules and costs for head dimensions to 64, with the most heads side by side. Many small
-consumers go on while some begin or end, and few leave less of a last turn idle. The numbers are
-fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`): predictions are wrong by 6 % (root
-mean square), and by at most 16 %."""
+"""Schedules and costs for head dimensions up to 64, with the maximum number of heads per tile. With
+many small consumers, some compute while others start or end; with few, less of the last turn is
+idle. The numbers are fitted to 25 calls (`benchmarks.attention_kernels.narrow_heads`), with errors
+of 6 % (root mean square) and at most 16 %."""
 MASK = 0.6
-"""Additional µs of a block whose mask is read."""
+"""Additional time of a block whose mask is read, in µs."""
 
 
 class WholeCall(NamedTuple):
-    """A call whose lengths are all known to the host."""
+    """A call for which the host knows all lengths."""
 
     visible: VisibleKeys
-    """Keys that queries see, with tiles of any size."""
+    """Keys that queries see; the tile sizes in it are ignored."""
     heads: int
-    """Query heads in the batch."""
+    """Number of query heads in the batch."""
     programs: int
 
 
@@ -86,19 +86,19 @@ def dims_of(head_dim: int, v_head_dim: int) -> Dims:
 
 
 class SharedRoom(NamedTuple):
-    """Buffers for which shared memory leaves room."""
+    """Buffers that fit in shared memory."""
 
     output_columns: int
-    """Columns of the output that each consumer has room for: all, or those of a part."""
+    """Number of output columns that fit for each consumer: all, or those of a part."""
     mask_stages: int
-    """Blocks of the mask that each consumer has room for; 0 if there is no room for one."""
+    """Number of blocks of the mask that fit for each consumer; 0 if none fits."""
 
 
 def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
-    """Return how much of the output and the mask fits.
+    """Return the buffers of the output and the mask that fit.
 
     Args:
-        mask_size: bytes of a number of the mask.
+        mask_size: size of an element of the mask, in bytes.
     """
     rows, keys = plan.consumers * ROWS.value, plan.stages * plan.keys
     left = SHARED_BYTES - BARRIER_BYTES - 2 * (rows + keys) * (dims.main + dims.rest)
@@ -114,11 +114,11 @@ def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
 def schedule(
     dims: Dims, group: int, seen: int, mask_size: int = 0, call: WholeCall | None = None
 ) -> Schedule:
-    """Return the schedule for `group` query heads a key head, and queries that see up to `seen`
+    """Return the schedule for `group` query heads per key head, and queries that see up to `seen`
     keys.
 
-    The numbers of a mask have `mask_size` bytes. With a `call`, return the fastest schedule for its
-    head dimensions.
+    The elements of a mask have `mask_size` bytes. With a `call`, the schedule for head dimensions
+    up to 64 is the one with the shortest predicted time.
     """
     plan = _without_mask(dims, group, seen)
     if max(dims) <= 64 and call is not None:
@@ -128,11 +128,11 @@ def schedule(
 
 
 def times_of(group: int, call: WholeCall, *, has_mask: bool = False) -> dict[Schedule, float]:
-    """Return the µs that a call is predicted to take with each schedule of `NARROW`, on an H100."""
+    """Return the predicted time of a call with each schedule of `NARROW` on an H100, in µs."""
     times = {}
     for plan, costs in NARROW:
         if plan is THREE and has_mask:
-            continue  # it would have room for half as many keys
+            continue  # there would be room for only half as many keys
         here = plan._replace(heads=math.gcd(group, plan.heads))
         times[here] = _time_of(here, costs, call, has_mask)
     return times
@@ -158,8 +158,7 @@ def _time_of(plan: Schedule, costs: Costs, call: WholeCall, has_mask: bool) -> f
 
 
 def schedule_of_visited_blocks(dims: Dims, mask_size: int) -> Schedule:
-    """Return the schedule for a mask that has been looked through: a tile is 128 queries of one
-    head."""
+    """Return the schedule for a mask that has been scanned: a tile is 128 queries of one head."""
     plan = TWO._replace(heads=1) if max(dims) <= 64 else _without_mask(dims, 1, SHORT)
     return _with_room(plan, dims, mask_size)
 

@@ -8,25 +8,26 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
 ROWS = gl.constexpr(64)
-"""Queries of a consumer: the rows of one warp group's matrix instruction (`wgmma`)."""
+"""Number of queries of a consumer: the rows of one matrix instruction of a warp group (`wgmma`)."""
 
 
 @gluon.jit
 def matrix(block):
-    """Return (rows, D) of a block of four dimensions, as descriptors have them."""
+    """Reshape a four-dimensional block, as loaded through a descriptor, to (rows, D)."""
     return block.reshape((block.shape[2], block.shape[3]))
 
 
 @gluon.jit
 def start_scores(query, keys):
-    """Start QKᵀ, (ROWS, N): int32 of INT8, else float32. It must be waited for before it is read.
+    """Start QKᵀ, (ROWS, N): int32 for INT8 operands, else float32. Callers must wait for the
+    product before they read it.
 
     Args:
         query: (ROWS, D) in shared memory.
         keys: (N, D) in shared memory.
     """
     N: gl.constexpr = keys.shape[0]
-    # An instruction takes 32 bytes of each row.
+    # An instruction multiplies 32 bytes of each row.
     K: gl.constexpr = 256 // keys.dtype.primitive_bitwidth
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, K])
     DTYPE: gl.constexpr = gl.int32 if keys.dtype == gl.int8 else gl.float32
@@ -42,9 +43,9 @@ def add_scores(scores, query, keys):
 
 @gluon.jit
 def own_sums(weights):
-    """Return sums of weights (ROWS, N) over the weights that each thread holds: (ROWS, 4).
+    """Return each thread's sums of its own weights, (ROWS, 4), from weights (ROWS, N).
 
-    Four threads share a row. Adding up their sums can wait until the last block.
+    Four threads share a row. Their sums are added up only after the last block.
     """
     N: gl.constexpr = weights.shape[1]
     return gl.sum(gl.sum(weights.reshape((ROWS, N // 8, 4, 2)), 3), 1)
@@ -52,7 +53,7 @@ def own_sums(weights):
 
 @gluon.jit
 def own(each, OWN: gl.constexpr):
-    """Return (ROWS,), which a row's four threads have, as (ROWS, 4) in the layout OWN of
+    """Convert (ROWS,), which all four threads of a row hold, to (ROWS, 4) in the layout OWN of
     `own_sums`."""
     each = gl.convert_layout(each, gl.SliceLayout(1, OWN), assert_trivial=True)[:, None]
     each, _ = gl.broadcast(each, gl.zeros([ROWS, 4], gl.float32, OWN))
@@ -61,8 +62,8 @@ def own(each, OWN: gl.constexpr):
 
 @gluon.jit
 def for_all_of_own(each, like):
-    """Return each thread's own (ROWS, 4) for all that it has of a row of a product `like` (ROWS,
-    N)."""
+    """Broadcast each thread's own number, (ROWS, 4), to the thread's elements of each row of a
+    product `like` (ROWS, N)."""
     LAYOUT: gl.constexpr = like.type.layout
     PARTS: gl.constexpr = like.reshape((ROWS, like.shape[1] // 8, 4, 2)).type.layout
     THREADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(3, PARTS))
@@ -73,8 +74,8 @@ def for_all_of_own(each, like):
 
 @gluon.jit
 def first_of_own(each, OWN: gl.constexpr):
-    """Return the first number that each thread has of a row of a product (ROWS, N), as (ROWS, 4) in
-    the layout OWN of `own_sums`."""
+    """Return each thread's first element of each row of a product (ROWS, N), as (ROWS, 4) in the
+    layout OWN of `own_sums`."""
     parts = each.reshape((ROWS, each.shape[1] // 8, 4, 2)).permute((0, 2, 1, 3))
     parts = parts.reshape((ROWS, 4, each.shape[1] // 4))
     for _ in gl.static_range(_log2(parts.shape[2])):
@@ -93,7 +94,7 @@ def add_sink(sink, maximum, total, LOG2_UNIT: gl.constexpr):
     """Return the factor of earlier sums, the new maximum and the new sum, as
     `online_softmax.add_sink` does.
 
-    A weight of 1 has been counted as 2^LOG2_UNIT.
+    The number 2^LOG2_UNIT represents a weight of 1.
     """
     new_maximum = gl.maximum(maximum, sink)
     origin = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)

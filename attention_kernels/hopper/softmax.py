@@ -15,14 +15,15 @@ from attention_kernels.hopper.special_functions import TANH, approximately
 from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 SLACK = gl.constexpr(15.0)
-"""Most by which a score may be above its reference, in base 2: float16 goes up to 2^16."""
+"""Maximum of a score minus its reference, in base 2: float16 goes up to 2^16."""
 
 
 class SoftmaxExtras(NamedTuple):
-    """Operands of softmax beside scores and mask; None for operands that a call lacks."""
+    """Operands of softmax other than scores and mask; None for operands that a call does not
+    have."""
 
     scale: Any
-    """Scale of the scores, in base 2 unless a mask is added to them. With a cap, that of tanh's
+    """Scale of the scores, in base 2 unless a mask is added. With a cap, the scale of tanh's
     argument."""
     cap: Any
     """Cap in base 2, unless a mask is added."""
@@ -44,13 +45,13 @@ def weigh(
     WHO: gl.constexpr,
     IS_MASKED: gl.constexpr,
 ):
-    """Return a block's weights, packed, their `own_sums`, the new reference that they are relative
-    to, and the factor of earlier sums.
+    """Return a block's packed weights, their `own_sums`, their new reference, and the factor of
+    earlier sums.
 
-    The last two are (ROWS, 4) like the sums. The reference is the row's largest score so far or at
-    most SLACK less. It is in base 2, or where a mask is added, in base e: masks have the lowest
-    number of their type, which times log₂ e would be -inf. A row that has not seen a key yet has
-    -inf, which subtracted from -inf would be NaN.
+    Reference and factor are (ROWS, 4) like the sums. The reference is the row's largest score so
+    far or at most SLACK less. It is in base 2, or in base e if a mask is added: masks may contain
+    the lowest number of their type, and that number times log₂ e would be -inf. The reference of a
+    row that has not seen a key is -inf; -inf minus -inf would be NaN.
     """
     OWN: gl.constexpr = reference.type.layout
     ROW: gl.constexpr = gl.SliceLayout(1, scores.type.layout)
@@ -58,10 +59,10 @@ def weigh(
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     scale = extras.scale
     if extras.cap is not None:
-        # A soft cap waits for three special functions a score. This leaves two.
+        # A soft cap needs three special functions per score; `tanh.approx` reduces them to two.
         scores = approximately(TANH, scores * extras.scale)
         scale = extras.cap
-    # Where the mask has been looked through, other blocks are whole.
+    # If the mask has been scanned, only the blocks that it cuts read it.
     READS_MASK: gl.constexpr = IS_MASKED or bounds.visited is None
     if rings.mask is not None and READS_MASK:
         scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)
@@ -92,7 +93,7 @@ def weigh(
 
 @gluon.jit
 def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
-    """Return what `weigh` does, for a block that all queries see whole and that has no mask."""
+    """Return the results of `weigh` for a block without a mask that all queries see in full."""
     scale = extras.scale
     if extras.cap is not None:
         scores = approximately(TANH, scores * extras.scale)
@@ -104,8 +105,8 @@ def weigh_whole(scores, reference, extras, dtype: gl.constexpr):
 def pack(weights, dtype: gl.constexpr):
     """Pack neighbours into one register, (ROWS, KEYS / 2) int32.
 
-    Values of 16 bits that are carried from one block to the next take a register each, and would be
-    packed each time.
+    Unpacked 16-bit values that are carried from one block to the next would take one register each,
+    and would have to be packed each time.
     """
     TO: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     left, right = gl.split(weights.reshape((weights.shape[0], weights.shape[1] // 2, 2)))
@@ -117,7 +118,7 @@ def pack(weights, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(packed, output, dtype: gl.constexpr):
-    """Return packed weights as PV takes them, (ROWS, KEYS)."""
+    """Return packed weights in the form that PV needs, (ROWS, KEYS)."""
     left, right = gl.inline_asm_elementwise(
         "mov.b32 {$0, $1}, $2;",
         "=h,=h,r",

@@ -1,12 +1,13 @@
-"""Sharing of the last tiles of a Hopper kernel among programs, where there is not one for each.
+"""Sharing of the last tiles of a Hopper kernel, if there are fewer tiles than programs.
 
     Osama, Merrill, Cecka, Garland, Owens: "Stream-K: Work-centric Parallel Decomposition for Dense
     Matrix-Matrix Multiplication on the GPU", 2023.
 
-864 tiles are 6.5 turns of 132 programs: in a seventh whole turn, half of the GPU would be idle. So
-the keys of that turn's tiles lie in a row, block after block, and each program takes as many of
-them: a piece of one tile, or of two. It leaves the sums of its piece in memory. The last program to
-leave a piece of a tile adds the pieces up. No program waits for another.
+864 tiles are 6.5 turns of 132 programs: in a seventh whole turn, half of the GPU would be idle. The
+key blocks of that turn's tiles are therefore concatenated, and each program takes the same number
+of blocks: a piece of one tile, or pieces of two. Each program stores the sums of its piece in
+memory. The last program to store a piece of a tile adds up the pieces. No program waits for
+another.
 """
 
 from __future__ import annotations
@@ -22,61 +23,64 @@ from attention_kernels.hopper.pipeline import meet
 from attention_kernels.hopper.scores import ROWS
 
 PIECES = gl.constexpr(2)
-"""Most pieces that a program has."""
+"""Maximum number of pieces of a program."""
 LEAVE = 3.5
-"""µs that leaving a piece takes. These numbers are fits to some twenty calls (H100, head_dim 128).
+"""Time of storing a piece, in µs. The times here are fitted to some twenty calls (H100, head_dim
+128).
 """
 AT_ONCE = 2.8
-"""Additional µs in calls of one turn, where all programs leave pieces at the same time."""
+"""Additional time in calls of one turn, in µs, because all programs store pieces at the same
+time."""
 ADD = 2.6
-"""µs that adding a piece to the others takes."""
+"""Time of adding a piece to the others, in µs."""
 WORTH = 0.95
-"""Time of a shared turn, relative to one of whole tiles, below which tiles are shared."""
+"""Time of a shared turn, relative to a turn of whole tiles, below which tiles are shared."""
 
 
 class TileTimes(NamedTuple):
-    """µs that a program takes on an H100."""
+    """Times of a program on an H100."""
 
     block: float
-    """µs for a block of keys."""
+    """Time of a block of keys, in µs."""
     tile: float
-    """µs for a tile, beside its blocks."""
+    """Time of a tile in addition to its blocks, in µs."""
 
 
 class StreamCut(NamedTuple):
-    """Sizes that shared tiles are cut into, in blocks of keys."""
+    """Sizes of the pieces of shared tiles, in blocks of keys."""
 
     row: int
-    """Blocks of a tile's place in the row of all; the tile may have fewer."""
+    """Number of blocks reserved for each tile in the concatenation; the tile may have fewer."""
     each: int
-    """Blocks of each program."""
+    """Number of blocks of each program."""
 
 
 class ProgramShare(NamedTuple):
-    """Numbers by which a program finds its pieces, and the memory where it leaves their sums."""
+    """Numbers from which a program computes its pieces, and the memory for the sums of the
+    pieces."""
 
     row: Any
-    """Blocks of a tile, as in `StreamCut`."""
+    """Number of blocks reserved for each tile, as in `StreamCut`."""
     each: Any
     parts: Any
-    """Float32: for each program, piece and consumer (ROWS, Dv) outputs, ROWS references and ROWS
-    sums."""
+    """Float32 numbers for each program, piece and consumer: (ROWS, Dv) outputs, ROWS references and
+    ROWS sums."""
     arrivals: Any
-    """Int32, how many pieces of each shared tile and consumer have arrived; zeros before and after.
+    """Int32 counters, one per shared tile and consumer, of the pieces that have arrived; zeros
+    before and after each launch.
     """
 
 
 def cut_for(
     visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes, slower: float = 1.0
 ) -> StreamCut | None:
-    """Return how the tiles of a last turn are shared, if that takes less time, else None.
+    """Return the way to share the tiles of the last turn if sharing takes less time, else None.
 
-    Tiles of different lengths are shared only where they are so few that each has several programs
-    of its own.
+    Tiles of different lengths are shared only if there are several programs for each tile.
 
     Args:
-        bundles: of query heads; each has a tile for every block of queries.
-        slower: factor of a block's time in a program that has pieces.
+        bundles: number of bundles of query heads; each has a tile for every block of queries.
+        slower: slowdown of a block in a call that shares tiles.
     """
     blocks = blocks_seen(visible)
     whole, rest = divmod(len(blocks) * bundles, programs)
@@ -89,7 +93,8 @@ def cut_for(
 def last_turn(
     visible: VisibleKeys, bundles: int, programs: int, tile_times: TileTimes
 ) -> tuple[float, StreamCut | None]:
-    """Return the µs of the tiles that are left after whole turns, and how they are shared then.
+    """Return the time of the tiles that remain after the full turns, in µs, and the way to share
+    them or None.
 
     Args:
         bundles: as for `cut_for`.
@@ -110,7 +115,7 @@ def last_turn(
 def _cuts(
     shared: int, blocks: int, are_equal: bool, programs: int, tile_times: TileTimes
 ) -> Iterator[tuple[float, StreamCut]]:
-    """Yield ways to cut so many tiles of up to so many blocks, and the µs that each takes."""
+    """Yield ways to cut `shared` tiles of at most `blocks` blocks, each with its time in µs."""
     for pieces in range(2, min(programs // shared, blocks) + 1):
         each = -(-blocks // pieces)
         used = -(-blocks // each)
@@ -124,7 +129,7 @@ def _cuts(
 
 
 def arguments_of(cut: StreamCut | None) -> dict[str, int | None]:
-    """Return a kernel's arguments for a cut; without one, also None for the memory."""
+    """Return a kernel's arguments for a cut; without a cut, all are None, including the memory."""
     if cut is None:
         return dict.fromkeys(("parts_ptr", "arrivals_ptr", "share_row", "share_each"))
     return {"share_row": cut.row, "share_each": cut.each}
@@ -133,23 +138,23 @@ def arguments_of(cut: StreamCut | None) -> dict[str, int | None]:
 def memory_for(
     cut: StreamCut | None, programs: int, consumers: int, v_head_dim: int
 ) -> tuple[int, int] | None:
-    """Return the sizes of `ProgramShare.parts` and `.arrivals` in numbers; None where nothing is
+    """Return the numbers of elements of `ProgramShare.parts` and `.arrivals`; None if nothing is
     shared."""
     if cut is None:
         return None
-    counters = programs * consumers  # there are at most as many tiles as programs
+    counters = programs * consumers  # there are at most as many shared tiles as programs
     return counters * PIECES.value * ROWS.value * (v_head_dim + 2), counters
 
 
 @gluon.jit
 def turns_with_pieces(turns):
-    """Return how many turns a program has, with those of pieces; the last may have no piece."""
+    """Return the number of turns of a program, pieces included; the last turn may have no piece."""
     return turns + PIECES
 
 
 @gluon.jit
 def tile_of_piece(turn, turns, share, program, programs):
-    """Return the number of the tile that a program's turn is for; the first `turns` are whole
+    """Return the number of the tile of a program's turn; the first `turns` turns have whole
     tiles."""
     number = turn * programs + program
     if turn >= turns:
@@ -159,15 +164,15 @@ def tile_of_piece(turn, turns, share, program, programs):
 
 @gluon.jit
 def blocks_of_piece(piece, tiles, share, begin, end, program):
-    """Return the blocks of a tile, of `begin` to `end`, that a program's piece has, with so many
-    shared tiles.
+    """Return the range of blocks of a program's piece, within the blocks `begin` to `end` of its
+    tile; `tiles` is the number of shared tiles.
 
-    A whole tile, whose number of a piece is negative, has all. Where there are none, the second
-    number is not greater than the first.
+    A whole tile has a negative `piece` and keeps all its blocks. If the piece is empty, the
+    returned end is not greater than the beginning.
     """
     if piece >= 0:
         shared = _shared_of(piece, share, program)
-        own = program * share.each - shared * share.row  # may have begun in the tile before
+        own = program * share.each - shared * share.row  # may be negative: earlier tile
         piece_end = gl.minimum(end, begin + own + share.each)
         begin += gl.maximum(own, 0)
         end = gl.where(shared < tiles, piece_end, begin)
@@ -176,14 +181,14 @@ def blocks_of_piece(piece, tiles, share, begin, end, program):
 
 @gluon.jit
 def programs_of_tile(shared, blocks, share):
-    """Return the first and the last program that has a piece of a shared tile of so many blocks."""
+    """Return the first and the last program with a piece of a shared tile of `blocks` blocks."""
     first = shared * share.row
     return first // share.each, (first + blocks - 1) // share.each
 
 
 @gluon.jit
 def _shared_of(piece, share, program):
-    """Return the shared tile that a program's piece belongs to."""
+    """Return the number of the shared tile to which a program's piece belongs."""
     return program * share.each // share.row + piece
 
 
@@ -191,12 +196,11 @@ def _shared_of(piece, share, program):
 def gather(
     output, reference, total, piece, share, blocks, WHO: gl.constexpr, CONSUMERS: gl.constexpr
 ):
-    """Add all pieces of a tile of so many blocks to a consumer's, (ROWS, Dv), (ROWS,) and (ROWS,),
-    if they have arrived.
+    """Add up all pieces of a tile of `blocks` blocks for a consumer, if all have arrived.
 
-    Return the sums and whether all were there. If not, another program is going to add them up. The
-    number of a piece that is a whole tile is negative. Outputs and sums are relative to
-    2^reference.
+    Return output (ROWS, Dv), reference (ROWS,) and total (ROWS,), and whether all pieces had
+    arrived. If not, another program will add them up. For a whole tile, `piece` is negative.
+    Outputs and totals are relative to 2^reference.
     """
     is_whole = True
     if piece >= 0:
@@ -237,11 +241,11 @@ def _add_up(
     WHO: gl.constexpr,
     CONSUMERS: gl.constexpr,
 ):
-    """Add up all pieces of a tile, which the programs from the first to the last have left.
+    """Add up all pieces of a tile, which the programs `first` to `last` have stored.
 
-    The program's own piece is read again: in this order, any program that adds them up gets the
-    same bits. The numbers passed in are not used, but their registers are. With others for the
-    sums, the compiler (`ptxas`) had 40 more instructions in the loop over the keys.
+    The program's own piece is read again, so that the order and the result are the same in every
+    program. The values passed in are not used, but their registers are reused for the sums. With
+    other registers, the compiler (`ptxas`) produced 40 more instructions in the loop over the keys.
     """
     ROW: gl.constexpr = reference.type.layout
     OF_ROW: gl.constexpr = gl.SliceLayout(1, output.type.layout)

@@ -1,4 +1,4 @@
-"""Support of a device for the kernels in Gluon."""
+"""Check that a device supports the Gluon kernels."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ def has_gluon_kernels(device: torch.device) -> bool:
         return False
     try:
         import attention_kernels.hopper.pipeline  # noqa: F401
-    except (ImportError, AttributeError):  # before Triton 3.6
+    except (ImportError, AttributeError):  # Triton before 3.6
         return False
     return True

@@ -377,8 +377,8 @@ def _attend_tile(
 ):
     """Compute a consumer's queries of one tile.
 
-    Return how many blocks of keys there have been, and how many with a block of the mask. `count`
-    and `masks` are those of the tiles before.
+    Return the number of key blocks so far, and the number of those with a block of the mask.
+    `count` and `masks` are the same numbers before this tile.
     """
     queries, rings, scales, outputs, work, bounds, extras = arguments
     key_scale_ptr, value_scale_ptr, of_group, groups = scales
