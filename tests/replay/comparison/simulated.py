@@ -30,7 +30,7 @@ def run(
     machine: Machine = HERE,
     **fields: Any,
 ) -> Run:
-    """Return a run of kernels that take `factors` times as long as the baseline.
+    """Return a run of kernels, each with its time as a multiple of the baseline's.
 
     Disturbances are shared within a round; `drift` applies to the whole run.
     """
@@ -55,8 +55,7 @@ def run(
 def judged(
     places: Sequence[Sequence[float]] | None = None, status: Status = "ok", **figures: Any
 ) -> Row:
-    """Return a row with these errors: for each head by range of queries, and for the whole
-    output."""
+    """Return a row with the errors of each head by range of queries, and of the whole output."""
     whole: Accuracy = accuracy(errors(**{"relative_l1": 1e-3, **figures}))
     if places is not None:
         fields = tuple(tuple(each) for each in places)

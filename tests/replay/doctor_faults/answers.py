@@ -19,9 +19,9 @@ class Fault:
     layers: tuple[int, ...]
     """Numbers of the layers that fail; all others are healthy."""
     steps: tuple[int, ...] | None = None
-    """Steps that fail, if only some do."""
+    """Steps that fail; None if all steps fail."""
     head: int | None = None
-    """Head that fails, if only one does."""
+    """Head that fails; None if several heads fail."""
 
     @property
     def kernel(self) -> str:

@@ -1,4 +1,4 @@
-"""SDPA's arguments in the form that a kernel sees after its wrapper."""
+"""SDPA's arguments in the form that a kernel receives from its wrapper."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float], Tensor]):
     """Give a function of (query, key, value, bias, scale) SDPA's signature.
 
-    `key` and `value` come with as many heads as `query`, the very tensors where they have as many;
-    `bias` is float32, (B or 1, H or 1, Sq, Sk): 0 or what a mask adds, -inf where nothing is seen.
+    `key` and `value` have as many heads as `query`, and are not copied if they already do. `bias`
+    is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for hidden keys.
     """
 
     @functools.wraps(attend)
@@ -37,7 +37,7 @@ def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float]
 
 
 def bias_of(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
-    """Return what is added to the scores: float32, (B or 1, H or 1, Sq, Sk)."""
+    """Return the bias of the scores: float32, (B or 1, H or 1, Sq, Sk)."""
     q_len, kv_len = query.shape[2], key.shape[2]
     bias = torch.zeros(1, 1, q_len, kv_len, device=query.device)
     if is_causal:
@@ -50,7 +50,7 @@ def bias_of(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: boo
 
 
 def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Key and value with as many heads as the query."""
+    """Return key and value with as many heads as the query."""
     group = query.shape[1] // key.shape[1]
     if group == 1:
         return key, value
@@ -58,18 +58,18 @@ def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """The factor of the scores."""
+    """Return the factor of the scores."""
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
 def tiles(length: int, size: int) -> Iterator[slice]:
-    """Slices of `size`; the last may be shorter."""
+    """Yield slices of `size`; the last may be shorter."""
     return (slice(start, min(start + size, length)) for start in range(0, length, size))
 
 
 def attend_in_float32(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scale: float
 ) -> Tensor:
-    """The plain formula: (B, H, Sq, Dv) in the query's dtype."""
+    """Compute the plain formula: (B, H, Sq, Dv) in the query's dtype."""
     scores = query.float() @ key.float().mT * scale + bias
     return (scores.softmax(-1) @ value.float()).to(query.dtype)

@@ -1,6 +1,7 @@
-"""Kernels whose causal mask has its diagonal in the wrong corner where Sq ≠ Sk.
+"""Kernels whose causal mask is aligned to the wrong corner if Sq ≠ Sk.
 
-SDPA's `is_causal` begins top left. Calls recorded with `causal_lower_right` say `bottom_right`.
+SDPA's `is_causal` is aligned top left. Calls recorded with `causal_lower_right` have
+`bottom_right`.
 """
 
 import math
@@ -14,7 +15,7 @@ from replay import register_kernel
 
 
 def _attend(query, key, value, attn_mask, scale, causal: Tensor | None) -> Tensor:
-    """With a causal mask of one's own: bool, True = attend; a row without keys gives zeros."""
+    """Attend with the given causal mask: bool, True = attend; a row without keys gives zeros."""
     bias = bias_of(query, key, attn_mask, False)
     if causal is not None:
         bias = bias.masked_fill(~causal, -math.inf)
@@ -29,7 +30,7 @@ def _ones(query: Tensor, key: Tensor) -> Tensor:
 def diagonal_at_the_last_key(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """Bottom right, as flash-attn from version 2.1, behind SDPA's name."""
+    """Aligns bottom right, like flash-attn from version 2.1."""
     offset = key.shape[2] - query.shape[2]
     causal = _ones(query, key).tril(offset) if is_causal else None
     return _attend(query, key, value, attn_mask, scale, causal)
@@ -38,7 +39,7 @@ def diagonal_at_the_last_key(
 def rows_of_a_buffer(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """GPT-2's way: the last rows of a lower triangle, which was made for the longest text."""
+    """Takes the last rows of a large lower triangle, as GPT-2 does."""
     q_len, kv_len = query.shape[2], key.shape[2]
     longest = max(q_len, kv_len, 1024)
     buffer = torch.ones(longest, longest, dtype=torch.bool).tril()
@@ -72,7 +73,7 @@ def keys_padded_in_front(
 def positions_from_the_end(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """Online softmax in tiles of 32, where a query's position is counted from the last key."""
+    """Online softmax in tiles of 32 that counts a query's position from the last key."""
     bias = bias_of(query, key, attn_mask, False)
     key, value = for_each_head(query, key, value)
     position = torch.arange(query.shape[2])[:, None] + key.shape[2] - query.shape[2]
@@ -96,7 +97,8 @@ def positions_from_the_end(
 def few_queries_follow_a_cache(
     query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
 ) -> Tensor:
-    """Up to 16 queries are taken for guessed tokens behind a cache: bottom right for those."""
+    """Treats up to 16 queries as speculative tokens behind a cache, and aligns them bottom
+    right."""
     offset = key.shape[2] - query.shape[2] if query.shape[2] <= 16 else 0
     causal = _ones(query, key).tril(offset) if is_causal else None
     return _attend(query, key, value, attn_mask, scale, causal)
@@ -131,7 +133,7 @@ def tiles_end_top_left(
     enable_gqa=False,
     bottom_right=False,
 ) -> Tensor:
-    """Elements are masked bottom right, but the last tile of keys is found as if top left."""
+    """Masks elements bottom right, but computes the last tile of keys as if aligned top left."""
     offset = key.shape[2] - query.shape[2] if bottom_right else 0
     causal = None
     if is_causal:

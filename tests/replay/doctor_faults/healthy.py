@@ -1,4 +1,4 @@
-"""Kernels without a fault, each written in another way."""
+"""Kernels without a fault, written in different ways."""
 
 import torch
 from arguments import attend_in_float32, tiles, with_sdpa_arguments
@@ -49,7 +49,7 @@ def queries_in_chunks(query, key, value, bias, scale) -> Tensor:
 
 
 def _to_int8(tensor: Tensor) -> Tensor:
-    """A scale per row."""
+    """Quantise with a scale per row."""
     step = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-20) / 127
     return (tensor / step).round() * step
 

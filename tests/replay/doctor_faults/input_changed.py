@@ -92,7 +92,7 @@ def bias_in_base_two(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """An additive mask becomes one for exp2, in its own memory."""
+    """An additive mask is converted for exp2 in place."""
     bias = bias_of(query, key, attn_mask, is_causal)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask *= math.log2(math.e)
@@ -102,7 +102,7 @@ def bias_in_base_two(
 
 @with_sdpa_arguments
 def output_over_query(query, key, value, bias, scale) -> Tensor:
-    """From 256 queries on it saves memory: the output is written where the query was."""
+    """From 256 queries on, the output overwrites the query to save memory."""
     output = attend_in_float32(query, key, value, bias, scale)
     if query.shape[2] < 256 or query.shape != output.shape:
         return output

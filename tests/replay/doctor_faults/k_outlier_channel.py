@@ -1,4 +1,4 @@
-"""Quantised kernels whose scales one large channel of K ruins; all are declared as quantised."""
+"""Quantised kernels whose scales are ruined by one large channel of K."""
 
 import torch
 from arguments import tiles, with_sdpa_arguments
@@ -15,12 +15,12 @@ def _to_int8(tensor: Tensor, largest: Tensor | float) -> Tensor:
 
 
 def _quantised_query(query: Tensor) -> Tensor:
-    """A scale per query."""
+    """Quantise with a scale per query."""
     return _to_int8(query.float(), query.float().abs().amax(-1, keepdim=True))
 
 
 def _attend(query, key, value, bias, scale) -> Tensor:
-    """Common end of all kernels; `key` is quantised already."""
+    """Compute the output from a key that is already quantised."""
     weights = (_quantised_query(query) @ key.mT * scale + bias).softmax(-1)
     return (weights @ value.float()).to(query.dtype)
 
@@ -61,7 +61,7 @@ def one_scale_per_token(query, key, value, bias, scale) -> Tensor:
 @register_kernel("planted-fp8-per-tensor", accuracy_class="quantised", default=False)
 @with_sdpa_arguments
 def fp8_with_one_scale(query, key, value, bias, scale) -> Tensor:
-    """FP8 with one scale for all of K: the large channel's own differences are rounded away."""
+    """FP8 with one scale for all of K: differences within the large channel are rounded away."""
     step = key.float().abs().amax() / FP8.max
     quantised = (key.float() / step).to(torch.float8_e4m3fn).float() * step
     return _attend(query, quantised, value, bias, scale)
@@ -70,9 +70,9 @@ def fp8_with_one_scale(query, key, value, bias, scale) -> Tensor:
 @register_kernel("planted-wrong-smoothing", accuracy_class="quantised", default=False)
 @with_sdpa_arguments
 def smoothed_over_channels(query, key, value, bias, scale) -> Tensor:
-    """Subtracts the mean of each key's channels, where that of each channel's keys was meant.
+    """Subtracts the mean over each key's channels instead of the mean over keys.
 
-    Takes what that changes in the scores back, which is the same for all channels.
+    The mean is added back after quantisation.
     """
     key = key.float()
     mean = key.mean(-1, keepdim=True)
@@ -84,7 +84,7 @@ def smoothed_over_channels(query, key, value, bias, scale) -> Tensor:
 @register_kernel("planted-smoothing-over-heads", accuracy_class="quantised", default=False)
 @with_sdpa_arguments
 def smoothed_over_heads(query, key, value, bias, scale) -> Tensor:
-    """Subtracts one mean for all heads: most of one head's outlier is left."""
+    """Subtracts one mean for all heads: most of one head's outlier remains."""
     key = key.float()
     smooth = key - key.mean((1, 2), keepdim=True)
     quantised = _to_int8(smooth, smooth.abs().amax((2, 3), keepdim=True))

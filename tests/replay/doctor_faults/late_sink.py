@@ -1,6 +1,6 @@
 """Online softmax whose rescaling fails when a late block of keys has a much larger score.
 
-All tile the keys by 64. On scores without such a key they are right.
+All kernels use tiles of 64 keys, and are right on scores without such a key.
 """
 
 import math
@@ -13,7 +13,7 @@ LOG2E = math.log2(math.e)
 
 
 def _start(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest score, the sum of weights and the weighted values, so far."""
+    """Return the initial largest score, sum of weights and weighted values."""
     rows = query.shape[:3]
     return torch.full((*rows, 1), -1e30), torch.zeros(*rows, 1), torch.zeros(*rows, value.shape[3])
 
@@ -24,7 +24,7 @@ def _scores(query, key, bias, scale, keys) -> Tensor:
 
 @with_sdpa_arguments
 def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
-    """Rescales lazily, on jumps above 8, as FlashAttention 4; there it forgets the sum."""
+    """Rescales lazily, on jumps above 8, like FlashAttention 4, but forgets to rescale the sum."""
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
@@ -42,7 +42,7 @@ def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
-    """The same with the accumulator forgotten: a correction warp that is never signalled."""
+    """Rescales lazily, but forgets the accumulator: a correction warp that is never signalled."""
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
@@ -60,7 +60,7 @@ def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def factor_clamped(query, key, value, bias, scale) -> Tensor:
-    """The factor of a rescaling is kept above exp(-4), from a time when it underflowed."""
+    """Clamps the rescaling factor to at least exp(-4), a leftover guard against underflow."""
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
@@ -75,7 +75,8 @@ def factor_clamped(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def maximum_of_the_first_block(query, key, value, bias, scale) -> Tensor:
-    """The sink is taken to be the first key: scores are cut 8 above the maximum of its block."""
+    """Assumes that the sink is the first key: clamps scores to 8 above the first block's
+    maximum."""
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
@@ -89,7 +90,8 @@ def maximum_of_the_first_block(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def splits_merged_with_a_floor(query, key, value, bias, scale) -> Tensor:
-    """Split-KV: a part counts exp(-6) at least, however far below the largest its scores are."""
+    """Split-KV in which each part has a weight of at least exp(-6), even if its scores are
+    lower."""
     parts = []
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
@@ -125,7 +127,7 @@ def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def jump_scaled_twice(query, key, value, bias, scale) -> Tensor:
-    """The factor of a jump above 8 is taken of maxima that are scaled once more."""
+    """Computes the factor of a jump above 8 from maxima that are scaled twice."""
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys) * LOG2E

@@ -74,7 +74,7 @@ def only_of_full_shape(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """The kernel wants (B, H, Sq, Sk); the wrapper drops what has another shape."""
+    """The kernel requires (B, H, Sq, Sk); the wrapper drops masks of other shapes."""
     if attn_mask is not None and attn_mask.shape != (*query.shape[:3], key.shape[2]):
         attn_mask = None
     return _attention(query, key, value, attn_mask, is_causal, scale)
@@ -90,7 +90,7 @@ def by_its_first_row(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """Takes the fast path for empty masks, but looks at one row only."""
+    """Takes the fast path for masks that hide nothing, but inspects only one row."""
     if attn_mask is not None and attn_mask.dtype == torch.bool and bool(attn_mask[0, 0, 0].all()):
         attn_mask = None
     return _attention(query, key, value, attn_mask, is_causal, scale)
@@ -106,7 +106,7 @@ def not_of_cross_attention(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """An integration that knows masks of self-attention only."""
+    """An integration that supports masks of self-attention only."""
     if query.shape[2] != key.shape[2]:
         attn_mask = None
     return _attention(query, key, value, attn_mask, is_causal, scale)
@@ -122,7 +122,7 @@ def not_of_long_sequences(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """From 128 keys on, a fused kernel runs, which does not get the mask."""
+    """From 128 keys on, a fused kernel runs without the mask."""
     if key.shape[2] > 128:
         return scaled_dot_product_attention(
             query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

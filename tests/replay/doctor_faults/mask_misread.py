@@ -12,7 +12,7 @@ from torch import Tensor
 def with_own_mask(attend: Callable[..., Tensor]):
     """Give a function of (query, key, value, mask, scale) SDPA's signature.
 
-    It is called for calls with a mask only; is_causal is right elsewhere.
+    The function handles only calls with a mask; other calls are computed correctly.
     """
 
     @functools.wraps(attend)
@@ -37,7 +37,7 @@ def with_own_mask(attend: Callable[..., Tensor]):
 
 
 def _as_bias(mask: Tensor) -> Tensor:
-    """Return what SDPA adds for a mask, float32."""
+    """Return the float32 bias that SDPA adds for a mask."""
     if mask.dtype != torch.bool:
         return mask.float()
     return torch.zeros(mask.shape).masked_fill(~mask, -math.inf)
@@ -52,7 +52,7 @@ def inverted(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def boolean_added(query, key, value, mask, scale) -> Tensor:
-    """A bool mask is converted and added: 1 to the keys attended to, 0 to the others."""
+    """A bool mask is converted to numbers and added: 1 for visible keys, 0 for hidden keys."""
     return attend_in_float32(query, key, value, mask.float(), scale)
 
 
@@ -106,7 +106,7 @@ def scaled_too(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def in_base_two(query, key, value, mask, scale) -> Tensor:
-    """Scores are times log₂e for `exp2`, and the bias is not."""
+    """Scores are multiplied by log₂e for `exp2`, but the bias is not."""
     scores = query.float() @ key.float().mT * (scale * math.log2(math.e)) + _as_bias(mask)
     weights = torch.exp2(scores - scores.amax(-1, keepdim=True))
     return (weights @ value.float() / weights.sum(-1, keepdim=True)).to(query.dtype)
@@ -125,7 +125,7 @@ def not_quite_masked(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def first_columns_for_all_tiles(query, key, value, mask, scale) -> Tensor:
-    """Online softmax that advances the keys' pointer by a tile, and not the mask's."""
+    """Online softmax that advances the pointer to the keys, but not the pointer to the mask."""
     bias = _as_bias(mask).expand(-1, -1, query.shape[2], key.shape[2])
     largest = torch.full((*query.shape[:3], 1), -1e30)
     total, summed = torch.zeros_like(largest), torch.zeros(*query.shape[:3], value.shape[3])
@@ -150,7 +150,7 @@ def head_of_the_group(
     scale=None,
     enable_gqa=False,
 ) -> Tensor:
-    """With grouped heads, the mask of each head is looked up by its key's head."""
+    """With grouped heads, the mask is indexed by the key head."""
     group = query.shape[1] // key.shape[1]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         attn_mask = attn_mask[:, : key.shape[1]].repeat_interleave(group, 1)

@@ -1,4 +1,4 @@
-"""Kernels that are wrong at lengths that their tiles do not divide."""
+"""Kernels that are wrong at lengths that are not multiples of their tiles."""
 
 import math
 
@@ -47,7 +47,7 @@ def tail_queries_dropped(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def last_tile_moved_back(query, key, value, bias, scale) -> Tensor:
-    """The last 64 keys are read in place of a shorter tile, so some count twice."""
+    """The last 64 keys are read in place of a shorter tile, so some keys count twice."""
     if key.shape[2] > 64:
         starts = range(0, key.shape[2], 64)
         places = [min(start, key.shape[2] - 64) + torch.arange(64) for start in starts]
@@ -70,7 +70,7 @@ def bound_includes_one_more(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def equal_splits(query, key, value, bias, scale) -> Tensor:
-    """Split-KV in four parts of `keys // 4`: the rest belongs to no part."""
+    """Split-KV in four parts of `keys // 4`, which omits the remaining keys."""
     each = key.shape[2] // 4
     parts = []
     for start in range(0, 4 * each, each):
@@ -89,7 +89,7 @@ def equal_splits(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def last_tile_of_queries_misplaced(query, key, value, bias, scale) -> Tensor:
-    """The last tile is computed for the last 64 queries, and stored where a whole one would be."""
+    """The last tile is computed for the last 64 queries, but stored at the next tile boundary."""
     output = attend_in_float32(query, key, value, bias, scale)
     q_len, left = query.shape[2], query.shape[2] % 64
     if left and q_len > 64:
@@ -99,7 +99,7 @@ def last_tile_of_queries_misplaced(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def last_key_repeated(query, key, value, bias, scale) -> Tensor:
-    """Loads beyond the end are clamped to the last key, and count."""
+    """Loads beyond the end are clamped to the last key, which then counts several times."""
     places = torch.arange(_up(key.shape[2], 16)).clamp_max(key.shape[2] - 1)
     key, value, bias = key[:, :, places], value[:, :, places], bias[..., places]
     return attend_in_float32(query, key, value, bias, scale)

@@ -17,7 +17,7 @@ def _empty(query: Tensor, value: Tensor) -> Tensor:
 
 
 def _rows(query, key, value, bias, scale, rows: slice) -> Tensor:
-    """Attention of some queries."""
+    """Compute attention of some queries."""
     return attend_in_float32(query[:, :, rows], key, value, bias[:, :, rows], scale)
 
 
@@ -32,7 +32,7 @@ def heads_in_fours(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def batches_in_twos(query, key, value, bias, scale) -> Tensor:
-    """The grid was written for conditional and unconditional: two batches."""
+    """The grid has two batches, for conditional and unconditional inputs."""
     output = _empty(query, value)
     output[:2] = attend_in_float32(query, key, value, bias, scale)[:2]
     return output

@@ -31,7 +31,7 @@ def saturating_scores(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def partial_products_in_half(query, key, value, bias, scale) -> Tensor:
-    """head_dim is summed in two halves, each stored in float16: ∞ - ∞ where they would cancel."""
+    """head_dim is summed in two halves, each stored in float16, which gives ∞ - ∞ instead of 0."""
     scores = torch.zeros(*query.shape[:3], key.shape[2], dtype=torch.float16)
     for channels in tiles(query.shape[3], query.shape[3] // 2):
         scores += query[..., channels].half() @ key[..., channels].half().mT
@@ -72,7 +72,7 @@ def values_cast_to_half(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def key_mean_in_half(query, key, value, bias, scale) -> Tensor:
-    """K is smoothed by its mean, which is Σ in float16 over the number of keys."""
+    """K is smoothed by its mean, whose sum is in float16."""
     total = torch.zeros_like(key[:, :, :1], dtype=torch.float16)
     for keys in tiles(key.shape[2], 16):
         total += key[:, :, keys].float().sum(2, keepdim=True).half()

@@ -1,7 +1,7 @@
-"""The recorded data: a model whose layers are alike, but for the one that provokes a fault.
+"""Recorded data of models whose layers are alike, except the layer that provokes a fault.
 
-Each recording is made with `capture.record`, as a user's would be, so layers have names and calls
-have steps. Values are standard normal unless a layer says otherwise, and differ from step to step.
+Each recording is made with `capture.record`, so layers have names and calls have steps. Values are
+standard normal unless a layer says otherwise, and differ from step to step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layer:
     kv_heads: int | None = None
     q_len: int = 64
     kv_len: int | None = None
-    """Default: as many as queries."""
+    """Number of keys (default: the number of queries)."""
     head_dim: int = 32
     v_head_dim: int | None = None
     dtype: torch.dtype = torch.float16
@@ -121,7 +121,7 @@ class Recording:
     steps: int = 2
 
     def write(self, directory: Path) -> None:
-        """Record every call of it into a new directory."""
+        """Record every call of the model into a new directory."""
         model, calls = Model(self.layers), self.steps * len(self.layers)
         with torch.no_grad(), record(model, directory, max=calls, sample="first") as recording:
             for step in range(self.steps):
@@ -130,7 +130,7 @@ class Recording:
 
 
 def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, ...]:
-    """Layers of a model; `_2` is another one."""
+    """Return `count` equal layers; a keyword such as `_2` replaces that layer."""
     return tuple(others.get(f"_{number}", layer) for number in range(count))
 
 
@@ -138,55 +138,55 @@ def alike(count: int, layer: Layer = Layer(), **others: Layer) -> tuple[Layer, .
 
 
 def large_scores(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Products of head 2 are beyond float16's largest number by what all of its keys share."""
+    """Make products of head 2 exceed float16's range by an offset that its keys share."""
     query[:, 2, :, 5] = 250.0
     key[:, 2, :, 5] = 300.0
 
 
 def cancelling_channels(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Two channels of head 1 whose products are ±67,600 and add up to nothing."""
+    """Give head 1 two channels whose products are ±67,600 and cancel."""
     query[:, 1, :, 3] = query[:, 1, :, 20] = key[:, 1, :, 3] = 260.0
     key[:, 1, :, 20] = -260.0
 
 
 def sharp_scores(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """The largest scores of head 3 are above 20, whose exponential is 500 million."""
+    """Raise the largest scores of head 3 above 20, whose exponential is 500 million."""
     query[:, 3] *= 7.0
 
 
 def large_values(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """All values of head 0 are near 3,000, and 128 of them beyond float16's largest number."""
+    """Set all values of head 0 near 3,000; the sum of 128 of them exceeds float16's range."""
     query[:, 0] *= 0.1
     value[:, 0] += 3_000.0
 
 
 def massive_token(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """The value of one token of head 1 is beyond float16's largest number, in two channels."""
+    """Set one token's value in head 1 beyond float16's range, in two channels."""
     value[:, 1, 9, 4:6] = 2e5
 
 
 def key_offset(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """One channel of head 2's keys is 900: 128 of them are beyond float16's largest number."""
+    """Set one channel of head 2's keys to 900; the sum of 128 of them exceeds float16's range."""
     key[:, 2, :, 11] = 900.0
 
 
 def outlier_channel(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """One channel of all keys is near 200, and varies."""
+    """Set one channel of all keys near 200, with variation."""
     key[..., 7] = 200.0 + 10.0 * key[..., 7]
 
 
 def mild_outlier_channel(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """One channel of all keys is near 30: no trouble for 8 bits once the mean is subtracted."""
+    """Set one channel of all keys near 30, which is harmless in 8 bits after smoothing."""
     key[..., 7] = 30.0 + 2.0 * key[..., 7]
 
 
 def outlier_channel_of_head_1(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """One channel of head 1's keys is near -600, and varies."""
+    """Set one channel of head 1's keys near -600, with variation."""
     key[:, 1, :, 13] = -600.0 + 10.0 * key[:, 1, :, 13]
 
 
 def late_sink(at: int, head: int | None, score: float) -> Values:
-    """A key that all queries score so high at default scale, of one head or of all."""
+    """Return a change that gives key `at` this score for all queries, in one head or in all."""
 
     def change(query: Tensor, key: Tensor, value: Tensor) -> None:
         heads = slice(None) if head is None else slice(head, head + 1)
@@ -205,24 +205,24 @@ def _generator(layer: Layer) -> torch.Generator:
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is attended to, else -inf."""
+    """Return the mask as numbers: 0 for visible keys, -inf for hidden keys."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
 
 
 def some(layer: Layer) -> Tensor:
-    """Two keys in three, by chance: bool (B, 1, Sq, Sk)."""
+    """Show two random keys in three: bool (B, 1, Sq, Sk)."""
     size = (layer.batch, 1, layer.q_len, layer.keys)
     return torch.rand(size, generator=_generator(layer)) < 2 / 3
 
 
 def some_for_each_head(layer: Layer) -> Tensor:
-    """Two keys in three, by chance: bool (B, H, Sq, Sk)."""
+    """Show two random keys in three, for each head: bool (B, H, Sq, Sk)."""
     size = (layer.batch, layer.heads, layer.q_len, layer.keys)
     return torch.rand(size, generator=_generator(layer)) < 2 / 3
 
 
 def some_but_all_for_the_first(layer: Layer) -> Tensor:
-    """The first query sees all keys."""
+    """Show two random keys in three, and all keys to the first query."""
     mask = some(layer)
     mask[:, :, 0] = True
     return mask
@@ -233,31 +233,31 @@ def some_as_bias(layer: Layer) -> Tensor:
 
 
 def padding(layer: Layer) -> Tensor:
-    """The keys of batch b end 11·(b + 1) before the last: bool (B, 1, 1, Sk)."""
+    """Hide the last 11·(b + 1) keys of batch b: bool (B, 1, 1, Sk)."""
     ends = layer.keys - 11 * (1 + torch.arange(layer.batch))
     return (torch.arange(layer.keys) < ends[:, None])[:, None, None]
 
 
 def window(layer: Layer) -> Tensor:
-    """Sixteen keys on each side: bool (1, 1, Sq, Sk)."""
+    """Show sixteen keys on each side: bool (1, 1, Sq, Sk)."""
     distance = torch.arange(layer.q_len)[:, None] - torch.arange(layer.keys)
     return (distance.abs() <= 16)[None, None]
 
 
 def upper(layer: Layer) -> Tensor:
-    """Each query sees its own key and those after it: bool (1, 1, Sq, Sk)."""
+    """Show each query its own key and later keys: bool (1, 1, Sq, Sk)."""
     return torch.ones(1, 1, layer.q_len, layer.keys, dtype=torch.bool).triu()
 
 
 def alibi(layer: Layer) -> Tensor:
-    """-slope · distance, of another slope for each head: (1, H, Sq, Sk)."""
+    """Return -slope · distance, with a different slope for each head: (1, H, Sq, Sk)."""
     distance = torch.arange(layer.q_len)[:, None] - torch.arange(layer.keys)
     slopes = 2.0 ** -torch.arange(1, layer.heads + 1)
     return (-slopes[:, None, None] * distance.abs())[None].to(layer.dtype)
 
 
 def relative_positions(layer: Layer) -> Tensor:
-    """A learnt bias for each pair, the same for all heads: (1, 1, Sq, Sk)."""
+    """Return a random bias for each pair, the same for all heads: (1, 1, Sq, Sk)."""
     size = (1, 1, layer.q_len, layer.keys)
     return (3.0 * torch.randn(size, generator=_generator(layer))).to(layer.dtype)
 
@@ -380,4 +380,4 @@ HEALTHY = Recording(
     ),
     steps=8,
 )
-"""200 calls with nothing wrong, among them all that provokes a fault in a broken kernel."""
+"""200 calls for healthy kernels, including all inputs that provoke a fault in a broken kernel."""

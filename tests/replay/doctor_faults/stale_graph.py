@@ -1,4 +1,4 @@
-"""Kernels that answer with what they kept of an earlier call, as a replayed CUDA graph does.
+"""Kernels that reuse data of an earlier call, like a stale CUDA graph.
 
 Graphs exist for some lengths only, as in serving engines; other lengths run eagerly and are right.
 """
@@ -26,7 +26,7 @@ def _shapes(*tensors: Tensor) -> tuple:
 
 @with_sdpa_arguments
 def output_by_pointer(query, key, value, bias, scale) -> Tensor:
-    """Equal addresses are taken for equal values."""
+    """Equal addresses are assumed to hold equal values."""
     if not _has_graph(query):
         return attend_in_float32(query, key, value, bias, scale)
     tensors = (query, key, value)
@@ -49,7 +49,8 @@ def output_by_shape(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def text_keys_kept(query, key, value, bias, scale) -> Tensor:
-    """Keys and values of cross-attention are the prompt's, so they are kept from the first step."""
+    """Keys and values of cross-attention come from the prompt, so they are kept from the first
+    step."""
     if query.shape[2] == key.shape[2]:
         return attend_in_float32(query, key, value, bias, scale)
     place = ("text", *_shapes(query, key, value))
@@ -60,7 +61,7 @@ def text_keys_kept(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def decoded_query_kept(query, key, value, bias, scale) -> Tensor:
-    """The decode graph reads the cache where it is, and the query of the call it captured."""
+    """The decode graph reads the current cache, but the query of the captured call."""
     if query.shape[2] != 1:
         return attend_in_float32(query, key, value, bias, scale)
     place = ("decode", *_shapes(query, key, value))
@@ -71,7 +72,7 @@ def decoded_query_kept(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def copied_if_the_first_element_changed(query, key, value, bias, scale) -> Tensor:
-    """The inputs' buffers are refreshed if the query's first element is another."""
+    """The input buffers are refreshed only if the query's first element changed."""
     if not _has_graph(query):
         return attend_in_float32(query, key, value, bias, scale)
     place = ("first", *_shapes(query, key, value))
@@ -83,7 +84,7 @@ def copied_if_the_first_element_changed(query, key, value, bias, scale) -> Tenso
 
 @with_sdpa_arguments
 def captured_after_two_calls(query, key, value, bias, scale) -> Tensor:
-    """Two calls warm up eagerly; the third is captured, and all later ones replay it."""
+    """Two calls warm up eagerly, the third is captured, and all later calls replay the third."""
     if not _has_graph(query):
         return attend_in_float32(query, key, value, bias, scale)
     place = ("third", *_shapes(query, key, value))

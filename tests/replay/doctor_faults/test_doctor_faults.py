@@ -1,4 +1,4 @@
-"""The exam is fair: each planted fault fails where its answer says, and healthy kernels nowhere."""
+"""Each planted fault fails where its answer states, and healthy kernels never fail."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.replay.doctor_faults.recordings import RECORDINGS, Recording
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Recording], Path]:
-    """Returns the directory of a recording, which is made once."""
+    """`written(name, recording)` returns the directory of a recording, which is made once."""
     root = tmp_path_factory.mktemp("recordings")
 
     def directory(name: str, recording: Recording) -> Path:
@@ -47,7 +47,7 @@ def is_faulty(row: Row) -> bool:
 
 
 QUICK = ("softmax_without_maximum", "never_passed_on", "query_takes_the_scale")
-"""One that some steps provoke, one of every step, and one that changes its inputs."""
+"""Faults tested quickly: one appears in some steps, one in every step, one changes its inputs."""
 
 
 def cases() -> list[Any]:
@@ -63,7 +63,7 @@ def cases() -> list[Any]:
 
 @pytest.fixture(scope="module")
 def replayed(written: Callable[[str, Recording], Path]) -> Callable[[str], list[Row]]:
-    """Returns the rows of all kernels that fail on a recording, which share its baseline."""
+    """`replayed(name)` returns the rows of all kernels that fail on a recording."""
 
     @functools.cache
     def rows(name: str) -> list[Row]:
@@ -90,7 +90,7 @@ def test_kernel_fails_where_the_answer_says(
 
 @pytest.mark.slow
 def test_healthy_kernels_fail_nowhere(written: Callable[[str, Recording], Path]) -> None:
-    """One step of them; `benchmarks.doctor_score` runs all."""
+    """This test runs one step; `benchmarks.doctor_score` runs all steps."""
     directory = written("healthy", replace(HEALTHY_CALLS, steps=1))
     rows = rows_of(directory, [f"{HERE / 'healthy.py'}:{function}" for function in HEALTHY])
     assert len(rows) == 25 * len(HEALTHY)

@@ -1,4 +1,4 @@
-"""A small model of a user's own, recorded, with kernels that are slow, wrong or deadly in it."""
+"""A user's small recorded model, with kernels that are slow, wrong or crash in the model."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def fails(*args, **kwargs):
 """
 
 SLOW_SECONDS = 0.03
-"""Least time that `slow` adds to each call."""
+"""Minimum time that `slow` adds to each call."""
 
 
 @pytest.fixture(scope="session")
@@ -126,7 +126,7 @@ def capture_record(workshop: Path) -> CaptureRecord:
 
 
 def check(workshop: Path, told: Path, kernels: str, *options: str) -> dict[str, dict[str, Any]]:
-    """By kernel, what the command tells with `--checks`. Without kernels it chooses."""
+    """Return the command's `--checks` by kernel. Without `kernels`, the command chooses them."""
     arguments = ["verify", "--dir", "recorded", "--trust-code", "--checks", str(told)]
     if kernels:
         names = ",".join(f"kernels.py:{name}" for name in kernels.split(","))

@@ -1,6 +1,6 @@
-"""Predictions for models as users of diffusers change them: every call is counted and exchanged.
+"""Predictions for models changed by users of diffusers: every call is counted and replaced.
 
-Three of those changes, since each takes a recording, a replay and a model's process.
+Only three changes are tested, because each needs a recording, a replay and a model's process.
 """
 
 from __future__ import annotations
@@ -61,6 +61,6 @@ def test_a_changed_model_is_predicted(
     assert (own["hits"], own["own_calls"]) == (0, CALLS)
     assert (slow["hits"], slow["own_calls"], slow["fallbacks"]) == (CALLS, 0, {})
     assert slow["drift"]["relative_l1"] == 0
-    # So slow that everything else is little beside it.
+    # So slow that everything else is negligible.
     predicted = slow["prediction"]["run"]["new_seconds"]["value"]
     assert predicted == pytest.approx(slow["measured"]["run"]["ms"]["p50"] / 1000, rel=0.25)

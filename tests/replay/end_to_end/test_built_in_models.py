@@ -1,4 +1,4 @@
-"""The whole command on the trained built-in models: what becomes of videos, pictures, texts."""
+"""The whole command on the trained built-in models: changes of videos, pictures and texts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .conftest import KERNELS
 
 
 def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any]:
-    """Return what `replay verify` says of a kernel whose output is a thousandth too large."""
+    """Return the result of `replay verify` for a kernel whose output is 0.1 % too large."""
     (place / "kernels.py").write_text(KERNELS)
     recorded, told = str(place / "recorded"), place / "told.jsonl"
     few = ["--size", "tiny", "--steps", str(steps), "--max", "2", "--device", "cpu"]
@@ -32,7 +32,7 @@ def checked(model: str, steps: int, place: Path, *options: str) -> dict[str, Any
     assert wrong["status"] == "ok"
     assert (wrong["hits"], wrong["fallbacks"]) == (own["own_calls"], {})
     assert wrong["measured"]["run"]["speedup"]["ratio"] > 0
-    # In 32 bits a thousandth is far too much, and what is wrong gets no prediction.
+    # In 32 bits, 0.1 % is far too much, and a wrong kernel gets no prediction.
     assert wrong["prediction"]["run"]["reason"].startswith("inaccurate")
     return wrong
 

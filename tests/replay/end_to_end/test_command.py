@@ -32,7 +32,8 @@ def refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Refused:
-    """The sentence for these arguments; `recorded` is a recording of the small model."""
+    """`refused(…)` returns the error for these arguments; `recorded` is the small model's
+    recording."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(workshop / "recorded", tmp_path / "recorded")
 
@@ -155,7 +156,7 @@ def test_model_is_rebuilt_from_its_settings(capture_record: CaptureRecord, tmp_p
 
 
 def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
-    """Anybody may have written the recording, and sent a file along with it."""
+    """The recording, and a file sent with it, may come from a stranger."""
     Path("evil").mkdir()
     Path("evil/evil.py").write_text("")
     edit(lambda data: data["captures"][0]["settings"].update(model="evil/evil.py:f"))

@@ -1,4 +1,4 @@
-"""The metrics against hand-made outputs, and against kernels that are wrong in real models."""
+"""The metrics on hand-made outputs, and on real models with wrong kernels."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def broken(query, key, value, *args, **kwargs):
 
 
 def log(*probabilities: list[float]) -> Tensor:
-    """Logits of these distributions."""
+    """Return the logits of these distributions."""
     return torch.tensor(probabilities).log()
 
 
 def test_a_text_by_hand() -> None:
-    """Three positions; the tokens read are 0, 1, 1."""
+    """The text has three positions with tokens 0, 1, 1."""
     ids = torch.tensor([[0, 1, 1]])
     baseline = log([0.6, 0.4], [0.25, 0.75], [0.9, 0.1])
     kernel = log([0.25, 0.75], [0.75, 0.25], [0.9, 0.1]) + 3.0  # a constant changes nothing
@@ -75,7 +75,7 @@ def test_words_that_cannot_follow_add_nothing() -> None:
 
 
 def generation(*new: int, logits: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """A prompt of two tokens and these new ones."""
+    """Return a generation with a prompt of two tokens and these new tokens."""
     steps = log(*([0.5, 0.5] for _ in new)) if logits is None else torch.stack(logits)
     return {"sequences": torch.tensor([[7, 7, *new]]), "logits": steps}
 
@@ -103,7 +103,7 @@ def test_generations_that_end_early_or_tell_no_logits() -> None:
 
 
 def slow_ssim(first: Tensor, second: Tensor) -> float:
-    """The paper's equations 13 to 16, window by window."""
+    """Compute the paper's equations 13 to 16, window by window."""
     weights = torch.tensor(
         [
             [math.exp(-((y - 5) ** 2 + (x - 5) ** 2) / (2 * 1.5**2)) for x in range(11)]
@@ -158,7 +158,7 @@ def test_pictures_by_hand() -> None:
 
 def test_black_frames_and_nan() -> None:
     baseline = torch.full((4, 3, 16, 16), 0.5)
-    baseline[3] = 0.0  # black in the baseline as well
+    baseline[3] = 0.0  # also black in the baseline
     kernel = baseline.clone()
     kernel[0] = 0.01
     kernel[1] = math.nan
@@ -214,7 +214,7 @@ def wrong_kernels(tmp_path: Path) -> str:
 
 
 def drifts(name: str, kernel: str, text: str = "", steps: int = 1) -> tuple[Drift, Drift]:
-    """The drift of a tiny model from itself, and under a kernel."""
+    """Return the drift of a tiny model from itself, and with a kernel."""
     runnable = models.load(name, size="tiny", weights="random", device="cpu", steps=steps)
     baseline = run(runnable, text)
     with use_kernel(kernel):

@@ -1,4 +1,4 @@
-"""The whole command on a small model, with real processes: known costs, and kernels that kill."""
+"""The whole command on a small model with real processes: known costs, and kernels that crash."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Told(NamedTuple):
 
 @pytest.fixture(scope="module")
 def plan(workshop: Path) -> Path:
-    """`wrong` in the first of three layers."""
+    """A plan with `wrong` in the first of three layers."""
     path = "layers.0"
     choice = LayerChoice(
         path, "denoise", "kernels.py:wrong", True, True, None, None, None, 0.0, 4, 1
@@ -38,17 +38,17 @@ def plan(workshop: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def told(workshop: Path, plan: Path, tmp_path_factory: pytest.TempPathFactory) -> Told:
-    """All in one run: its processes take seconds to start."""
+    """One run for all tests, since its processes take seconds to start."""
     file = tmp_path_factory.mktemp("told") / "told.jsonl"
     options = ("--rounds", "5", "--model-rounds", "7", "--plan", str(plan))
     return Told(check(workshop, file, "slow,raises,fails,wrong", *options), file)
 
 
 def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
-    """So much longer than the model that it is all of the time; a sleep may last longer, not less.
+    """The delay dominates the time of the model. A sleep may last longer, but not shorter.
 
-    How much longer is the machine's doing, so that what is compared exactly is of one sleep: it is
-    in the prediction as often as there are calls.
+    The excess depends on the machine, so only one measured sleep is compared exactly: the
+    prediction contains it once per call.
     """
     own, slow = told.found["the model's own"], told.found["slow"]
     assert own["status"] == slow["status"] == "ok"

@@ -1,4 +1,4 @@
-"""A model that cannot be run, and a file that cannot be written, cost no other result."""
+"""A model that cannot run, or a file that cannot be written, does not lose other results."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds
 def run_models(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_cli: RunCli
 ) -> Callable[..., tuple[int, str, str]]:
-    """`run_models(options, refused={"second"})` of two models, `model.py:build` and `second`."""
+    """`run_models(options, refused={"second"})` runs two models, `model.py:build` and `second`."""
     shutil.copytree(workshop / "recorded", tmp_path / "recorded")
     monkeypatch.chdir(tmp_path)
     manifest = Path("recorded/manifest.json")

@@ -1,4 +1,4 @@
-"""Check of a model around its process, with a process that only pretends."""
+"""Check of a model with a simulated process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,13 @@ CENSUS = census(("layers.0", "denoise", 64, 12))
 
 
 class Pretended:
-    """Runs of a second each, four forwards in it; what a kernel does is scripted.
+    """Simulated process with scripted kernels, whose runs take a second and have four forward
+    passes.
 
     Attributes:
-        log: the variants in the order of their runs, `(name)` where it looked inside; and "count".
-        deaths: by variant, after how many of its runs it takes the process along.
+        log: variants in the order of their runs, `(name)` for runs with times by phase, and
+            "count".
+        deaths: number of runs of each variant after which the process dies.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class Pretended:
 
 
 class Drifting(Pretended):
-    """On a machine that grows slower by a tenth with every run."""
+    """Simulated process on a machine that slows by a tenth with every run."""
 
     def run(self, variant: Variant, *arguments: Any) -> ModelRun:
         self.seconds *= 1.1
@@ -174,7 +176,7 @@ def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
         speedup = each.measured[RUN].speedup
         assert speedup is not None
         assert each.measured[RUN].ms.n == 8
-        # The machine grows slower by a tenth every run; a kernel halves its time.
+        # The machine slows by a tenth with every run; a kernel halves the time.
         assert 2 / 1.1**2.5 < speedup.ratio < 2 * 1.1**2.5  # two runs apart
         assert speedup.holds(2)
 
@@ -201,7 +203,7 @@ def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> No
     second = process.log[process.log.index("build", 1) + 1 :]
     for name in (BASELINE.name, "b"):
         assert own.measured[RUN].ms.n == b.measured[RUN].ms.n == 3
-        # Every one ran once in the first process, three times timed, and once more to get warm.
+        # Every variant ran once in the first process, three times timed, and once as warm-up.
         assert process.log.count(name) == 5
         assert second.count(name) >= 2
     assert process.log.count("a") == 3

@@ -1,4 +1,4 @@
-"""Times by phase, on modules that take a known time of a clock that only they move."""
+"""Times by phase of modules that advance a simulated clock by a known time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pass = Callable[[float], None]
 
 @pytest.fixture
 def let_pass(monkeypatch: pytest.MonkeyPatch) -> Pass:
-    """`let_pass(seconds)` of the only time there is."""
+    """`let_pass(seconds)` advances the simulated clock."""
     now = 0.0
 
     def let_pass(seconds: float) -> None:
@@ -43,7 +43,7 @@ class Denoiser(nn.Module):
 
 
 class Writer(nn.Module):
-    """Prefill where the cache is empty, decode afterwards."""
+    """Language model whose first call is prefill and whose later calls are decode."""
 
     def can_generate(self) -> bool:
         return True
@@ -108,7 +108,7 @@ def test_attention_calls_belong_to_the_phase_they_are_made_in(let_pass: Pass) ->
             model(torch.zeros(1), timestep=0)
     assert times.attention == pytest.approx({OUTSIDE: 0.02, "denoise": 0.03})
     assert times.forwards == {"denoise": pytest.approx([0.05] * 3)}
-    assert times.launch == {}  # on a CPU the call itself
+    assert times.launch == {}  # on a CPU, the duration of the call itself
 
 
 def test_host_time_of_calls_is_reported_on_a_gpu(
@@ -120,7 +120,7 @@ def test_host_time_of_calls_is_reported_on_a_gpu(
     monkeypatch.setattr(clock, "_between", lambda begin, end: end - begin)
     monkeypatch.setattr(clock, "_synchronize", lambda: None)
     with clock.running() as times:
-        for seconds in (0.5, 0.01, 0.01):  # the first had to wait for the GPU
+        for seconds in (0.5, 0.01, 0.01):  # the first call waits for the GPU
             with clock.call():
                 let_pass(seconds)
     assert times.attention == {OUTSIDE: pytest.approx(0.52)}
@@ -145,7 +145,7 @@ def test_forwards_of_two_threads_keep_their_own_times(let_pass: Pass) -> None:
     begun, may_end = ([threading.Event(), threading.Event()] for _ in range(2))
     model = Waiting()
     with Clock({"": model}, CPU).running() as times:
-        # The one that begins first ends first, while the other runs.
+        # The forward pass that starts first ends first, while the other is running.
         threads = [threading.Thread(target=model, args=(torch.zeros(1), step)) for step in (0, 1)]
         for thread, has_begun in zip(threads, begun, strict=True):
             thread.start()
@@ -155,5 +155,5 @@ def test_forwards_of_two_threads_keep_their_own_times(let_pass: Pass) -> None:
             let_pass(0.2)
             ends.set()
             thread.join()
-    # With one beginning for both it would be 0.25 or 0.5.
+    # With a common start time, a duration would be 0.25 or 0.5.
     assert times.forwards == {"denoise": pytest.approx([0.3, 0.45])}

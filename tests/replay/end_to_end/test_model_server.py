@@ -1,4 +1,4 @@
-"""Counts and outputs that the model's process keeps of a run."""
+"""Counts and outputs of a run that the model's process keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of a prediction on censuses and rows made by hand, in round numbers."""
+"""The arithmetic of predictions, on hand-made censuses and rows with round numbers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def predicted(
 
 
 def new_seconds(span: PredictedTime) -> Estimate:
-    """Return the predicted time, which there must be."""
+    """Return the predicted time, which must not be None."""
     assert span.new_seconds is not None
     return span.new_seconds
 
@@ -112,7 +112,7 @@ def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
 
 
 def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
-    """Also where the mask grows along."""
+    """This also holds if the mask grows with the key length."""
     short = facts("short", "layers.0", "decode", kv_len=100, mask=Mask("bool", (1, 1, 1, 100)))
     long = facts("long", "layers.1", "decode", kv_len=200, mask=Mask("bool", (1, 1, 1, 200)))
     rows = [row("old", short, 10.0), row("new", short, 5.0)]
@@ -148,7 +148,7 @@ def test_a_kernel_without_a_row_has_no_prediction() -> None:
 
 
 def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
-    """Also where the kernel was wrong at a layer that does not use it."""
+    """This also holds if the kernel was wrong at a layer that does not use the kernel."""
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
     rows.append(row("new", b, 1.0, "inaccurate"))
@@ -167,7 +167,7 @@ def noisy(around: float, drift: Sequence[float], seed: int) -> list[float]:
 
 
 def test_rounds_that_both_share_cancel_what_they_share() -> None:
-    """A clock that drifts moves both times and hardly what is saved."""
+    """Clock drift changes both times, but hardly changes the saving."""
     call = facts("a", "layers.0")
     drift = [random.Random(7 + round).uniform(0.8, 1.2) for round in range(30)]
     old, new = noisy(10.0, drift, 1), noisy(9.0, drift, 2)
@@ -206,7 +206,7 @@ def test_the_interval_covers_the_rounds_of_both_sources_and_repeats() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Medians of 20 rounds, 40 experiments: 95 % is 38, and fewer than 33 would be a fault."""
+    """In 40 experiments, 95 % is 38; fewer than 33 would be a fault."""
     counted = census(("layers.0", "denoise", 64, 50))
     call = facts("a", "layers.0")
     hits = 0
@@ -225,7 +225,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     ("there", "saved"),
     [
         (lambda call: row("old", call, 8.0), 0.003),
-        (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: taken from here
+        (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: this row counts
     ],
 )
 def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
@@ -299,7 +299,7 @@ def test_impossible_prediction_has_a_reason() -> None:
 
 
 def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> Row:
-    """A row of a GPU."""
+    """Return a row measured on a GPU."""
     return row(kernel, call, ms, layer_host_ms=summarize([layer_host_ms] * 5))
 
 
@@ -308,10 +308,10 @@ def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> R
     [
         (None, 0.5, 0.05, 85.0),  # a CPU: 100 − 30 · 0.5
         (99.0, 0.5, 0.05, 85.0),  # the GPU is the bottleneck
-        (40.0, 0.5, 0.05, 100.0),  # the host is, and takes as long as before
-        (40.0, 0.5, 0.25, 106.0),  # + 30 · 0.2, which the kernel takes longer to launch
+        (40.0, 0.5, 0.05, 100.0),  # the host is the bottleneck, and its time is unchanged
+        (40.0, 0.5, 0.25, 106.0),  # + 30 · 0.2 for slower launches
         (40.0, 0.5, 0.01, 98.8),  # − 30 · 0.04
-        (40.0, 4.0, 0.05, 130.0),  # so slow that the GPU is the bottleneck now: 40 + 30 · 3
+        (40.0, 4.0, 0.05, 130.0),  # the GPU becomes the bottleneck: 40 + 30 · 3
     ],
 )
 def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
@@ -326,7 +326,7 @@ def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
     assert 1000 * new_seconds(span).value == pytest.approx(predicted_ms)
     assert span.waiting_share == pytest.approx(0.6 if busy == 40 else 0.0)
     assert span.saved_seconds == pytest.approx(30 * (1 - new_ms) / 1000)
-    # The run gains what its forwards gain.
+    # The run saves as much time as its forward passes.
     assert new_seconds(prediction.run).value == pytest.approx(
         1.5 - 10 * (100 - predicted_ms) / 1000
     )

@@ -1,4 +1,4 @@
-"""Each reason, in a case where it appears and in one where it does not."""
+"""Each reason, in a case where it applies and in a case where it does not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tests.factories import speedup
 def made(
     measured: float = 0.9, saved: float = 0.2, attention: float = 0.2, **span: Any
 ) -> ModelResult:
-    """A kernel that should save 0.2 s of a second, 0.4 of it attention, and takes 0.9 s."""
+    """Return a check in which 0.2 of 1 s should be saved, attention takes 0.4 s, and 0.9 s is
+    measured."""
     new = 1 - saved
     interval = Estimate(1 / new, 0.99 / new, 1.01 / new)
     predicted = PredictedTime(

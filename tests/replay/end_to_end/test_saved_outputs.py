@@ -1,4 +1,4 @@
-"""Outputs written to look at, under any name."""
+"""Outputs written to files, with any name."""
 
 from __future__ import annotations
 

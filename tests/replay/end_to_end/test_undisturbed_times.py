@@ -1,4 +1,4 @@
-"""Times of a run by its forwards' typical times."""
+"""Times of a run computed from typical times of its forward passes."""
 
 from __future__ import annotations
 

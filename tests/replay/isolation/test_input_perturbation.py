@@ -1,4 +1,4 @@
-"""Inputs change from sample to sample, and another process can make the same ones."""
+"""Inputs change from sample to sample, and another process can reproduce them."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_choice_of_a_sparse_kernel_is_unchanged() -> None:
 
 
 def test_keys_and_queries_stay_the_same_set() -> None:
-    """Smoothing subtracts the mean of a channel, which is far from zero in recorded keys."""
+    """Smoothing relies on a channel's mean, which is far from zero in recorded keys."""
     call = random_call(q_len=40, kv_len=40)
     call.key[..., 3] += 200
     before = [tensor.sort(2).values for tensor in (call.key, call.query)]
@@ -227,7 +227,7 @@ NO_KEYS: dict[str, Callable[[], AttentionCall]] = {
 def test_rows_are_judged_without_keys(
     kind: type[InputPerturbation | SteppedPerturbation], name: str
 ) -> None:
-    """As where a model attends to a cache that is still empty."""
+    """A model may attend to a cache that is still empty."""
     call = NO_KEYS[name]()
     before = call.query.clone()
     for number in range(5):

@@ -1,4 +1,4 @@
-"""A call's inputs are the same for every kernel, whatever one does to them."""
+"""A call's inputs are the same for every kernel, even if one kernel changes them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 def test_changed_inputs_are_flagged_and_restored(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, changed: str
 ) -> None:
-    """The key is a mean, the mask is expanded over heads, as models have them."""
+    """Inputs have strides as in models; the mask is expanded over heads."""
     call = make_call(kv_heads=1, attn_mask=torch.zeros(1, 1, 9, 13).expand(1, 2, 9, 13))
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
     seen: list[bool] = []
@@ -34,7 +34,7 @@ def test_changed_inputs_are_flagged_and_restored(
         return output
 
     def watching(**arguments: Any) -> Tensor:
-        # From call to call signs are flipped and rows change places, and nothing else.
+        # Between calls, only signs and the order of rows change.
         pairs = [(arguments[name].abs(), before[name].abs()) for name in before]
         seen.append(all(torch.equal(*(e.flatten().sort().values for e in pair)) for pair in pairs))
         return sdpa(**arguments)
@@ -65,7 +65,7 @@ def test_changed_inputs_are_flagged_and_restored(
 def test_inputs_that_every_second_call_restores_are_flagged(
     make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
 ) -> None:
-    """A sample of short calls ends with what it began with."""
+    """A sample of short calls ends with its original inputs."""
     calls = 0
 
     def toggling(**arguments: Any) -> Tensor:
@@ -101,7 +101,7 @@ def test_change_of_sizes_stays_with_its_kernel(
         kernels("changing", changing),
         kernels("mine", sdpa),
     )
-    assert rows["changing"].status == "error"  # when it is called again
+    assert rows["changing"].status == "error"  # flagged when the kernel is called again
     assert (rows["mine"].status, rows["mine"].changed_inputs) == ("ok", ())
     assert rows["mine"].speedup is not None
 

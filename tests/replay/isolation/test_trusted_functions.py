@@ -1,4 +1,4 @@
-"""A kernel that replaces a function which the measurement relies on."""
+"""Kernels that replace a function that the measurement relies on."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def test_kernel_that_replaces_a_function_costs_its_row_only(
     monkeypatch: pytest.MonkeyPatch,
     when: Container[int],
 ) -> None:
-    """While it is checked, called again, measured for memory, and warmed up; in every sample."""
+    """The function is replaced during the check, the second call, the memory measurement or a
+    sample."""
     many = replace(quick, rounds=30)
     calls = 0
-    monkeypatch.setattr(torch, "isnan", torch.isnan)  # restored whatever happens
+    monkeypatch.setattr(torch, "isnan", torch.isnan)  # restored in any case
 
     def replacing(**arguments: Any) -> Tensor:
         nonlocal calls
@@ -116,7 +117,7 @@ def test_earlier_replacement_may_lack_a_module(
 
 
 def test_functions_of_torch_compile_may_disappear(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It compiles what a plan chooses kernels with, and forgets it when it is reset."""
+    """torch.compile creates functions for a plan, and deletes them when it is reset."""
     for name in ("__compiled_fn_83_8571608c", "__resume_at_12_4"):
         monkeypatch.setitem(vars(input_perturbation), name, lambda: None)
     functions = TrustedFunctions()
@@ -126,7 +127,8 @@ def test_functions_of_torch_compile_may_disappear(monkeypatch: pytest.MonkeyPatc
 
 
 def test_everything_that_a_timed_sample_uses_is_trusted() -> None:
-    """By the text of the timer for GPUs, but for what could only make it fail."""
+    """The functions are found in the source of the GPU timer; functions that could only make it
+    fail are omitted."""
     source = ast.parse(textwrap.dedent(inspect.getsource(CudaTimer)))
     called = {ast.unparse(node.func) for node in ast.walk(source) if isinstance(node, ast.Call)}
     of_torch = {name for name in called if name.startswith("torch.")}

@@ -1,8 +1,8 @@
 """Fixtures for the tests of third-party kernels.
 
-None of the libraries can run here (no GPU). The tests put **stand-ins** in their place: modules
-with the real functions' names, parameters, layouts and habits, whose arithmetic is torch's. They
-show that an adapter passes what it should; they show nothing about the libraries.
+None of the libraries can run without a GPU. The tests replace them by **stand-ins**: modules with
+the real functions' names, parameters, layouts and habits, but torch's arithmetic. The tests show
+that an adapter passes the right arguments, but nothing about the libraries.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def textbook(
 
 @pytest.fixture
 def formula() -> Callable[..., Tensor]:
-    """`textbook`, for stand-ins."""
+    """The function `textbook`, for stand-ins."""
     return textbook
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
-    """Tensors are small here: waiting for a second thread costs more than it computes."""
+    """Use one thread, because the tensors are too small for a second thread to help."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -100,7 +100,7 @@ def forget() -> Iterator[None]:
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
-    """`install("flash_attn", flash_attn_func=…)` until the test ends; `version=("flash-attn", …)`.
+    """`install("flash_attn", version=…, flash_attn_func=…)` adds a module until the test ends.
 
     Parents of a dotted name are installed too. None as the version of a package removes it.
     """
@@ -135,7 +135,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[..., ModuleType]:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device]:
-    """`gpu(9, 0)`: a device of that compute capability, to ask about and not to run on."""
+    """`gpu(9, 0)` simulates a device of that compute capability; it cannot run kernels."""
 
     def make(major: int, minor: int) -> torch.device:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -147,7 +147,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int], torch.device]:
 
 @pytest.fixture
 def unavailable(gpu: Callable[[int, int], torch.device]) -> Callable[..., str | None]:
-    """`unavailable("fa3", 8, 6)`: what the kernel says about a GPU of that capability."""
+    """`unavailable("fa3", 8, 6)` returns the kernel's reason on a GPU of that capability."""
 
     def ask(name: str, major: int = 9, minor: int = 0) -> str | None:
         return catalogue()[name].unavailable(gpu(major, minor))

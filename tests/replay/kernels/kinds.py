@@ -1,4 +1,4 @@
-"""Kinds of call for kernels of other libraries, and which of them each kernel is checked on."""
+"""Kinds of call for kernels of other libraries, and the kinds that each kernel is checked on."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _generator = torch.Generator().manual_seed(0)
 
 
 def _some(*shape: int) -> Tensor:
-    """A mask that lets seven in ten through."""
+    """Return a mask that shows seven keys in ten."""
     return torch.rand(shape, generator=_generator) < 0.7
 
 
 def _padding(lengths: list[int], kv_len: int, side: str = "right") -> Tensor:
-    """(B, 1, 1, Sk) bool, True where a key counts."""
+    """Return a mask (B, 1, 1, Sk) bool, True for keys that are not padding."""
     position = torch.arange(kv_len).flip(0) if side == "left" else torch.arange(kv_len)
     return (position < torch.tensor(lengths)[:, None])[:, None, None]
 
@@ -85,7 +85,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 """Memory layouts of query, key and value: BHSD, BSHD as from a model's projections, BHDS."""
 
 QUANTISING = ("cudnn-fp8", "fa3-fp8")
-"""Kernels whose adapters quantise; other libraries quantise themselves, unlike stand-ins."""
+"""Kernels whose adapters quantise; for others, the library quantises but the stand-in does not."""
 
 VARIANTS = {
     "fa3": ("a tensor", "a tuple"),
@@ -97,12 +97,12 @@ VARIANTS = {
     "sage3": ("", "mean=block", "mean=sequence"),
     "sparge": ("", "topk=0.25"),
 }
-"""Options of a kernel, or what its library returns, where there are more than one."""
+"""Variants of kernels: their options, or different returns of their library."""
 
 
 @functools.cache
 def expected(kind: str) -> tuple[AttentionCall, Expected]:
-    """A random call of that kind and what it should return. Kernels get copies."""
+    """Return a random call of that kind and its expected output. Kernels get copies."""
     sizes = {"batch": 1, "q_heads": 2, "q_len": 130, "head_dim": 64, "dtype": torch.float16}
     sizes |= KINDS[kind]
     sizes = {"kv_heads": sizes["q_heads"], "v_head_dim": sizes["head_dim"], **sizes}
@@ -125,7 +125,7 @@ def expected(kind: str) -> tuple[AttentionCall, Expected]:
 
 
 def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
-    """A copy of the random call of that kind, its tensors laid out in that way."""
+    """Return a copy of the random call of that kind with this memory layout."""
     call = expected(kind)[0].to("cpu")
     tensors = {name: LAYOUTS[layout](getattr(call, name)) for name in ("query", "key", "value")}
     return call.with_tensors(tensors)
@@ -133,9 +133,9 @@ def call_of(kind: str, layout: str = "contiguous") -> AttentionCall:
 
 @functools.cache
 def every_case() -> list[Case]:
-    """(kernel, variant, kind, layout) of all that a kernel of another library supports.
+    """Return (kernel, variant, kind, layout) of all cases that kernels of other libraries support.
 
-    Listed once: other tests register kernels.
+    The list is made once, because other tests register kernels.
     """
     return [
         (name, variant, kind, layout)
@@ -154,11 +154,11 @@ def cases() -> list[Case]:
 
 
 def check(name: str, kind: str, layout: str = "contiguous", has_core: bool = True) -> None:
-    """The kernel's drop-in and core on one call, judged as the replay would."""
+    """Judge the kernel's drop-in and core on one call as the replay would."""
     kernel = find(name)
     call, right = expected(kind)
     with torch.no_grad():
-        # Own tensors for each: some kernels change them.
+        # Separate tensors, because some kernels change them.
         outputs = {"drop-in": kernel.attention(**call_of(kind, layout).arguments())}
         if kernel.prepare is not None and has_core:
             core = kernel.prepare(call_of(kind, layout))
@@ -176,7 +176,7 @@ def check(name: str, kind: str, layout: str = "contiguous", has_core: bool = Tru
 
 
 def verify(name: str, variant: str = "", without_core: Collection[str] = ()) -> dict[str, str]:
-    """Checks a kernel on the calls chosen for it; the kinds that it does not support, and why."""
+    """Check a kernel on its chosen calls; return the unsupported kinds with reasons."""
     option = f"[{variant}]" if "=" in variant else ""
     chosen = [case[2:] for case in cases() if case[:2] == (name, variant)]
     assert chosen, f"{name} is checked on nothing"
@@ -198,7 +198,7 @@ DENSE = {
     "window, both ways",
     "window, left and none after",
 }
-"""Calls beyond SDPA by the feature that a library needs for them: a diagonal bottom right …"""
+"""Calls beyond SDPA, by the feature that a library needs, such as a diagonal bottom right."""
 CAPPED = {"soft cap", "soft cap, scale, batch", "soft cap, decode"}
 SINKS = {"sinks", "sinks, window"}
 PACKED = {"packed", "packed, bottom right", "packed, even", "packed, window"}
@@ -206,7 +206,7 @@ LENGTHS = {"key lengths", "key lengths, decode", "key lengths, bottom right", "k
 
 
 def verify_variants(name: str) -> set[str]:
-    """Checks a kernel on the calls beyond SDPA that it takes; which those are."""
+    """Check a kernel on the calls beyond SDPA that it supports; return their names."""
     kernel, taken = find(name), set()
     for kind, call in LIBRARY_CALLS.items():
         if kernel.refuses(call) is not None:

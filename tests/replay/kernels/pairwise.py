@@ -1,7 +1,7 @@
-"""Choice of test cases in which every pair of values occurs, where all cases are too many.
+"""Choice of test cases that covers every pair of values when there are too many cases.
 
-Most defects need one factor, or two that meet (a causal call in other strides); testing every pair
-finds them at a fraction of the product's cost.
+Most defects depend on one or two factors, such as a causal call with unusual strides. Testing every
+pair finds them at a fraction of the cost of all combinations.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ Pair = tuple[int, Hashable, int, Hashable]
 
 
 def pairs(case: Case) -> set[Pair]:
-    """The values that meet in a case, each with the number of its factor."""
+    """Return the pairs of values in a case, each value with the number of its factor."""
     return {(i, case[i], j, case[j]) for i, j in itertools.combinations(range(len(case)), 2)}
 
 
 def pairwise(cases: Iterable[Case]) -> list[Case]:
-    """Some of the cases, in their order, with every pair of values that occurs in all of them.
+    """Return some cases, in their order, that cover every pair of values of all cases.
 
-    Greedy, and the same each time: first cases with as many new pairs as a case can have, then the
-    others. Cases are visited in shuffled order, so that whatever no pair decides is spread over all
-    values.
+    The choice is greedy and deterministic: cases with the maximum number of new pairs come first.
+    Cases are visited in shuffled order, so that the choice is spread over all values.
     """
     listed = list(cases)
     shuffled = random.Random(0).sample(listed, len(listed))

@@ -1,4 +1,4 @@
-"""Messages about unusable libraries, which are not imported before they must be."""
+"""Messages about unusable libraries, which are imported as late as possible."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_our_own_kernels(
 
 
 def test_the_catalogue_imports_no_library_and_none_of_its_names_is_doubted() -> None:
-    """Runs in a process of its own, since other tests register kernels."""
+    """The test runs in a separate process, because other tests register kernels."""
     program = (
         "import sys\n"
         "from replay.kernels.kernel_names import look_known\n"

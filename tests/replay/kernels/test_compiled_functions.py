@@ -1,4 +1,4 @@
-"""A replay with more shapes than `torch.compile` recompiles for."""
+"""A replay with more shapes than `torch.compile`'s limit of recompilations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_more_shapes_than_the_recompile_limit(graphs: list[dict[str, object]]) -
     assert config.recompile_limit < MORE_THAN_THE_LIMIT
 
     def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
-        # fullgraph: past the limit this would raise and not silently run eagerly
+        # fullgraph: past the limit this would raise instead of silently running eagerly
         return tensor + (2 if twice else 1)
 
     compiled = CompiledPerSignature(add_one, "max-autotune")
@@ -98,6 +98,6 @@ def test_the_compiler_is_imported_without_looking_for_garbage() -> None:
         "import gc, sys; from replay.kernels.compiled_functions import import_compiler;"
         "found = []; gc.callbacks.append(lambda *each: found.append(each));"
         "import_compiler(); assert 'torch._dynamo' in sys.modules; assert gc.isenabled();"
-        "assert len(found) < 10, len(found)"  # those right after it; each counts twice
+        "assert len(found) < 10, len(found)"  # kernels right after it; each counts twice
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -41,7 +41,7 @@ class Node:
 
 @pytest.fixture
 def graphs(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """cuDNN and the graphs that were built with it."""
+    """The graphs built with cuDNN's stand-in."""
     built: list[Any] = []
 
     class PyGraph:
@@ -120,7 +120,7 @@ def graphs(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) 
             scaled = exact * found["scale_o"].flatten()[0]
             assert scaled.abs().max() <= 448
             output = self.outputs[0].known
-            # (B, H, S, D) of the graph, whose memory is BSHD.
+            # The graph's tensors are (B, H, S, D) with BSHD memory.
             assert pack[output["uid"]].transpose(1, 2).stride() == output["stride"]
             pack[output["uid"]].copy_(scaled.transpose(1, 2).to(torch.float8_e4m3fn))
 

@@ -57,7 +57,7 @@ def test_system_exit_is_an_error() -> None:
 
 
 def test_an_error_in_a_users_file_says_where(tmp_path: Path) -> None:
-    """An author's message is kept in full; of a library's, the first line."""
+    """A user's message is kept in full; a library's message is cut to its first line."""
     file = tmp_path / "mine.py"
     file.write_text(
         "import json\n"

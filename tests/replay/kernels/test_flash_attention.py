@@ -59,7 +59,7 @@ def _each(
     *arguments: Any,
     **beyond: Any,
 ) -> Tensor:
-    """Apply the formula to each packed sequence (T, H, D), some of whose keys may not count."""
+    """Apply the formula to each packed sequence (T, H, D), optionally with some keys ignored."""
     q, k, v = tensors
     outputs = []
     for i in range(len(cu_seqlens_q) - 1):
@@ -641,7 +641,7 @@ def implementations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_activation_lasts_one_call(
     implementations: list[str], name: str, implementation: str
 ) -> None:
-    """On the CPU, PyTorch's own flash answers; the chosen backend matters on a GPU only."""
+    """On the CPU, PyTorch's own flash kernel runs; the chosen backend matters only on a GPU."""
     assert verify(name) == REFUSED
     runs = sum(case[0] == name for case in cases())
     assert implementations == [implementation, "restore"] * runs
@@ -664,7 +664,7 @@ def test_activation_is_tried(
     monkeypatch: pytest.MonkeyPatch,
     install: Callable[..., ModuleType],
 ) -> None:
-    """An adapter that does not fit the installed library fails at its first call."""
+    """Without the trial, an adapter that does not fit the installed library would fail later."""
     assert unavailable("torch-fa4", 8, 6) == (
         "needs compute capability 9.0 or 10.0 (this GPU has 8.6)"
     )
@@ -683,7 +683,7 @@ def test_activation_is_tried(
 def test_flash_attn_4_beside_no_flash_attn_2(
     install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
 ) -> None:
-    """The directory of flash-attn-4 makes `import flash_attn` work, with nothing in it."""
+    """The directory of flash-attn-4 makes `import flash_attn` return an empty package."""
     module = install("flash_attn", version=("flash-attn", None))
     module.__file__ = None
     assert unavailable("fa2") == "not installed: pip install flash-attn --no-build-isolation"

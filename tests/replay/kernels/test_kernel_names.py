@@ -1,4 +1,4 @@
-"""Names of kernels that are doubted before PyTorch is imported."""
+"""Suspicious kernel names are reported before PyTorch is imported."""
 
 from __future__ import annotations
 

@@ -95,7 +95,8 @@ def xformers(install: Install, formula: Formula) -> None:
             return replace(self, causal=True)
 
         def make_local_attention_from_bottomright(self, window_size: int) -> BlockDiagonalMask:
-            """Causal: the query beside key j sees the keys after j - window_size, up to j."""
+            """Make the mask causal: the query aligned with key j sees the window_size keys up to
+            j."""
             assert window_size > 0
             return replace(self.make_causal_from_bottomright(), window_size=window_size)
 
@@ -225,7 +226,7 @@ def test_parts_of_masks_are_copied_where_xformers_needs_them_aligned(keys: int, 
 def test_xformers_without_its_compiled_part(
     gpu: Callable[[int, int], torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library can be imported without it, so the reason must come from this check."""
+    """The library can be imported without its compiled part, so this check must give the reason."""
     kernel = catalogue()["xformers"]
     device = gpu(9, 0)
     assert kernel.unavailable(device) is None
@@ -238,7 +239,7 @@ def test_xformers_without_its_compiled_part(
 
 
 def _as_if_contiguous(tensor: Tensor) -> Tensor:
-    """Return the memory where a tensor begins: TE 2.20.2's fused backend ignores strides."""
+    """Return a tensor's memory as contiguous, since TE 2.20.2's fused backend ignores strides."""
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
 
 
@@ -352,7 +353,7 @@ def test_asking_settles_nothing(te: Callable[[], None], unavailable: Unavailable
     for name in ("te-flash", "te-fused", "te-unfused"):
         unavailable(name)
     assert transformer_engine._chosen is None
-    te()  # from now on it counts as imported
+    te()  # the library now counts as imported
     assert unavailable("te-flash") == (
         "Transformer Engine was imported before its backend could be chosen"
     )
@@ -431,7 +432,7 @@ def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch)
             self.heads, self.causal, self.scale = (num_qo_heads, num_kv_heads), causal, sm_scale
             self.dtype = q_data_type
             self.beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
-            if custom_mask is not None:  # and otherwise the last one stays: so does the real one
+            if custom_mask is not None:  # otherwise the last backend stays, as in the real library
                 assert self.backend == "fa2"
                 assert custom_mask.ndim == 1
                 self.mask = custom_mask
@@ -606,7 +607,7 @@ def test_flashinfer_decodes_pages_of_the_wanted_size(
 def kernels_package(
     install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, Any]:
-    """Package `kernels` with our three kernels in its cache; returns the requests to it."""
+    """Stand-in for the package `kernels` with three cached kernels; returns the log of requests."""
     asked: dict[str, Any] = {}
     import huggingface_hub.constants
 
@@ -688,7 +689,7 @@ def test_failure_is_reported(
         "hub.example cannot be reached (timed out), and not in the cache: no snapshot"
     )
     assert kernels_package["address"] == ("hub.example", 8443)
-    # A proxy is the one to ask where there is one.
+    # A proxy is asked first if there is one.
     hub._fetch.cache_clear()
     monkeypatch.setenv("https_proxy", "http://proxy.example:3128")
     unavailable("hub:kernels-community/sage-attention")

@@ -1,4 +1,4 @@
-"""Our own kernels as the replay runs them."""
+"""Our own kernels, run by the replay."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ CHECKED_BEFOREHAND = (
     "at most 16 queries",
     "float32",
 )
-"""Reasons that a drop-in does not check at every call, for the time it would take."""
+"""Reasons that a drop-in does not check at every call, to save time."""
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -107,7 +107,7 @@ def test_recorded_calls_are_checked_and_never_timed(
     run_cli: Callable[..., tuple[int, str, str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The whole command, and a worker that interprets Triton."""
+    """The whole command runs, with a worker that interprets Triton."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     code, out, err = run_cli(
         *("--dir", str(recorded), "--device", "cpu", "--json", "-", "--check"),

@@ -1,4 +1,4 @@
-"""Names of kernels: how they are given, and how misspelt ones are found."""
+"""Names of kernels: their syntax, and suggestions for misspelt names."""
 
 from __future__ import annotations
 

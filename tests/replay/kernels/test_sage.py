@@ -2,7 +2,7 @@
 
 Stand-ins have the parameters of sageattention 1.0.6 and of the `main` branches of
 thu-ml/SageAttention and thu-ml/SpargeAttn, and their habits: keys changed in place, masks ignored.
-They do not quantise, so an adapter that passes everything on gives an exact output.
+The stand-ins do not quantise, so a correct adapter gives an exact output.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         return run
 
     def compiled(name: str, extra: int) -> Callable[..., Tensor]:
-        """Return a compiled part with `extra` tensors between the scales and the numbers."""
+        """Return a compiled function with `extra` tensors between its scales and its numbers."""
 
         def run(q: Tensor, k: Tensor, v: Tensor, o: Tensor, *rest: Any) -> Tensor:
             _, sizes, *tensors = rest[: 2 + extra]
@@ -384,7 +384,7 @@ def test_sage2(sage_2: Calls, function: sage2.Function) -> None:
     if function.kernel == "sage2-fp16-triton":
         refused = {kind: reason for kind, reason in REFUSED.items() if kind not in MASKED}
         refused["float mask"] = "takes a bool attn_mask only, not float16"
-    # The library pads these or takes the mask itself; it exposes no core for them.
+    # The library pads or masks these calls itself, so they have no core.
     without_core = {"head_dim 96", "head_dim 80", *MASKED}
     assert verify(function.kernel, without_core=without_core) == refused
 
@@ -431,7 +431,7 @@ def test_names_of_variants() -> None:
     ]
     assert len(_variants("sage2-fp16-cuda")) - 1 == 2 * 4 * 2
     assert len(_variants("sage2-fp8-cuda")) - 1 == 2 * 4 * 2
-    # smooth_v where it has an effect, and nowhere else.
+    # smooth_v is offered only where it has an effect.
     smoothed = {kernel.name for kernel in catalogue().values() if "smooth_v=on" in kernel.name}
     assert len(smoothed) == 8
     assert all("accum=fp16," in name or "accum=fp32," in name for name in smoothed)

@@ -1,4 +1,4 @@
-"""PyTorch's own kernels and FlexAttention against the oracle, on the backends a CPU has."""
+"""PyTorch's own kernels and FlexAttention compared with the reference, on CPU backends."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     with pytest.raises(RuntimeError, match="No available kernel"):
         flash.attention(**call.arguments())
     assert flash.unsupported(make_call()) is None
-    # And it is the sentence of the compiled kernels too.
+    # Compiled kernels give the same reason.
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
@@ -122,7 +122,7 @@ def test_a_restriction_ends_with_the_call(make_call: MakeCall, name: str) -> Non
 
 
 def test_a_restriction_costs_little_beside_a_short_call(make_call: MakeCall) -> None:
-    """`sdpa_kernel` around each call makes some sixty calls of Python and takes longer than one."""
+    """Entering `sdpa_kernel` for each call would take longer than a short call."""
     arguments, events = make_call().arguments(), 0
 
     def count(frame: object, event: str, called: object) -> None:
@@ -142,7 +142,7 @@ def test_a_restriction_costs_little_beside_a_short_call(make_call: MakeCall) -> 
 def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
     """PyTorch's compile cache must not answer `torch-math-compiled` with flash's graph.
 
-    In bfloat16 the two differ in their last bits; flash compiled is an opaque call, the same bits.
+    In bfloat16 the two backends differ in the last bits; compiled flash has the same bits as flash.
     """
     call = make_call(q_len=150, kv_len=150, dtype=torch.bfloat16)
     kernels = catalogue()
@@ -162,7 +162,7 @@ def test_a_compiled_kernel_runs_its_own_backend(make_call: MakeCall) -> None:
 
 
 def test_flex_against_the_oracle(make_call: MakeCall) -> None:
-    """Each kind is compiled once, so there are no more kinds than paths."""
+    """Each kind takes a separate compilation, so there is only one kind per code path."""
     assert catalogue()["flex"].unavailable(torch.device("cpu")) is None
     for kind in (
         {"q_heads": 4, "kv_heads": 2, "q_len": 40, "kv_len": 70, "is_causal": True},

@@ -73,7 +73,7 @@ def test_a_function_in_a_file(run: Run, folder: Path) -> None:
     assert list(rows) == ["my_file.py:my_attention", absolute, "torch-default"]
     assert all(row["status"] == "ok" for row in rows.values())
     assert rows["my_file.py:my_attention"]["speedup"]["vs"] == "torch-default"
-    # A name that is a path leads nowhere else.
+    # A name that is a path does not change the directory of the outputs.
     assert len(list(kept.glob("random-00/*.safetensors"))) == 3
     assert list(folder.glob("*.safetensors")) == []
 
@@ -81,7 +81,7 @@ def test_a_function_in_a_file(run: Run, folder: Path) -> None:
 def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
     """Constraints work as for our own kernels, and a file may import its neighbours."""
     row = run("picky.py:attention")["picky.py:attention"]
-    assert row["status"] == "ok"  # by the rule for quantised kernels
+    assert row["status"] == "ok"  # judged by the rule for quantised kernels
     assert row["core_time_ms"]["n"] == 3
     row = run("picky.py:attention", "--causal")["picky.py:attention"]
     assert (row["status"], row["reason"]) == ("unsupported", "causal calls")
@@ -109,7 +109,7 @@ def test_missing_library_is_reported(run: Run, run_cli: RunCli, folder: Path) ->
 
 
 def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
-    """The name is in the source, so only running the file shows the error."""
+    """The name occurs in the source, so only running the file reveals the error."""
     (folder / "picky.py").write_text(PICKY)
     with pytest.raises(KernelNameError, match="'picky': it registers attention by that name"):
         find("picky.py:picky").loaded()
@@ -157,7 +157,7 @@ def test_two_files_of_one_name(run: Run, folder: Path) -> None:
 
 
 def test_an_import_that_fails_fails_the_same_way_again(folder: Path) -> None:
-    """The reason is not that a kernel of the name is registered already."""
+    """The second reason must not be that the kernel's name is already registered."""
     (folder / "half.py").write_text(PICKY + "\nraise RuntimeError('half way')\n")
     kernel = find("half.py:attention")
     for _ in range(2):
@@ -176,7 +176,7 @@ def test_a_name_that_is_taken(run: Run, folder: Path) -> None:
 @pytest.fixture
 def package(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A distribution that offers a kernel, one with constraints, and one that is broken."""
-    monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # what it adds goes again
+    monkeypatch.setattr(registry, "_kernels", dict(catalogue()))  # undone later
     information = folder / "offer-1.0.dist-info"
     information.mkdir()
     (information / "METADATA").write_text("Name: offer\nVersion: 1.0\n")
@@ -199,7 +199,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
         "offered-picky": "unsupported",
         "offered-broken": "error",
         "offered-nothing": "error",
-        "torch-math": "ok",  # ours stays ours
+        "torch-math": "ok",  # our kernel is not replaced
         "torch-default": "ok",
     }
     assert rows["offered-picky"]["reason"] == "causal calls"
@@ -225,7 +225,7 @@ def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
     [
         ("def attend(): pass", "has no function 'atend'; did you mean attend?"),
         ("", "has no function 'atend'; add it"),
-        # Only a function of the file is suggested, and one of a name that is near.
+        # Only a function of the file with a similar name is suggested.
         ("def attention(): pass", "has no function 'atend'; add it"),
         ("def other():\n    def attend(): pass", "has no function 'atend'; add it"),
         ("\ndef atend(:", "mine.py, line 2: invalid syntax"),
@@ -251,6 +251,6 @@ def test_a_function_that_is_not_in_the_file(
     ],
 )
 def test_a_function_that_may_be_in_the_file(tmp_path: Path, source: str) -> None:
-    """Only running the file would show an error, which its row then has."""
+    """Only running the file would reveal an error, which the row then reports."""
     (tmp_path / "mine.py").write_text(source)
     assert find(f"{tmp_path}/mine.py:atend").load is not None

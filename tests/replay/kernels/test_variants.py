@@ -17,7 +17,7 @@ from tests.variant_calls import CALLS
 
 
 def test_flex_takes_no_call_without_keys() -> None:
-    """Such a call ended its worker by a division by zero on a CPU."""
+    """On a CPU, such a call crashed its worker by a division by zero."""
     reason = find("flex").refuses(random_call(kv_len=0))
     assert reason is not None
     assert "without keys" in reason

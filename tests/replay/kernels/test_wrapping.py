@@ -1,4 +1,4 @@
-"""SDPA's signature around adapters, and equal sentences for equal reasons."""
+"""SDPA's signature around adapters, and the same wording for the same reason."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_limits_hold_without_a_check_before(make_call: MakeCall) -> None:
 
 
 def test_a_causal_bias_is_what_it_says_and_no_mask(make_call: MakeCall) -> None:
-    """The memory of a bias tensor holds nothing."""
+    """The memory of a causal bias tensor is uninitialised."""
     seen: list[Arguments] = []
 
     def attend(arguments: Arguments) -> Tensor:
@@ -156,12 +156,12 @@ ADAPTED = [
     if kernel.library and not kernel.variant_of
     if not name.startswith("torch-") and name != "flash-mla"
 ]
-"""Kernels of libraries, without those around PyTorch's own SDPA, which repeat PyTorch's reasons,
-and FlashMLA, which takes no call of SDPA."""
+"""Kernels of libraries, except wrappers of PyTorch's SDPA, which repeat PyTorch's reasons, and
+FlashMLA, which supports no call of SDPA."""
 
 
 def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
-    """Return a call with some changes, of a base that the kernel supports."""
+    """Return a base call that the kernel supports, with some changes."""
     common: dict[str, Any] = {"kv_len": 160, "head_dim": 64, "dtype": torch.float16}
     base = next(each for each in BASES if kernel.unsupported(make_call(**common, **each)) is None)
     return make_call(**{**common, **base, **changes})
@@ -191,12 +191,12 @@ def test_limits_that_pytorch_does_not_check_are_reported(
 
 @pytest.mark.parametrize("name", ADAPTED)
 def test_no_drop_in_ignores_an_argument(make_call: MakeCall, name: str) -> None:
-    """The drop-in checks even without `unsupported` before it."""
+    """The drop-in checks its arguments even if `unsupported` was not called."""
     kernel = catalogue()[name]
     for feature in ("dropout", "mask", "causal", "mask and causal", "scale"):
         call = supported(kernel, make_call, **FEATURES[feature][0])
         reason = kernel.unsupported(call)
-        # Whether a mask is one of padding is not asked at every call: that waits for the GPU.
+        # Masks are not checked for padding at every call, because that waits for the GPU.
         if reason is not None and "padding mask" not in reason:
             with pytest.raises(NotImplementedError, match="^" + re.escape(reason)):
                 kernel.attention(**call.arguments())

@@ -1,4 +1,4 @@
-"""Kernels that are visible in the output, and a compiler without results of other tests."""
+"""Kernels that are visible in the output, and a compiler reset between tests."""
 
 from __future__ import annotations
 

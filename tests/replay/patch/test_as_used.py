@@ -1,4 +1,4 @@
-"""Models as users of diffusers prepare them: calls and modules are the same with a recording."""
+"""Models prepared by users of diffusers: calls and modules are the same with a recording."""
 
 from __future__ import annotations
 

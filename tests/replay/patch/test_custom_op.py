@@ -182,7 +182,7 @@ def test_the_layout_is_the_query_s_and_a_view_where_it_can_be(
     memory = torch.randn(*(sizes[dim] for dim in order), 8 + gap)
     query = memory.permute(*(order.index(dim) for dim in range(3)), 3)[..., :8]
     assert query.shape == (*sizes, 8)
-    output = torch.randn_like(query)  # which keeps the order and closes the gaps
+    output = torch.randn_like(query)  # the copy keeps the order and closes the gaps
     assert laid_out(output, query)[0].data_ptr() == output.data_ptr()
     assert not laid_out(output, query)[1]
     other = torch.randn(sizes[2], sizes[1], sizes[0], 8).transpose(0, 2)
@@ -218,7 +218,7 @@ def test_a_kernel_that_compiles_itself_does_so_inside_the_operator() -> None:
         @register_kernel("compiled-inside")
         @torch.compile(backend=operators(seen))
         def inside(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            # The name that models use: it must not be answered by this kernel again.
+            # The kernel must not replace this call again.
             return F.scaled_dot_product_attention(torch.sin(query), key, value)
 
         model, states = Block().eval(), torch.randn(2, 5, 16)

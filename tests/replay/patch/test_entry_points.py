@@ -142,7 +142,7 @@ def test_a_plan_names_modules_of_any_road() -> None:
 
 @pytest.fixture
 def _sage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy of diffusers' `sage`, which needs a GPU, in plain PyTorch."""
+    """Replace diffusers' `sage`, which needs a GPU, by plain PyTorch."""
     backend = diffusers_road.attention_dispatch.AttentionBackendName.SAGE
     registry = diffusers_road.attention_dispatch._AttentionBackendRegistry
     monkeypatch.setitem(registry._backends, backend, diffusers_road.mine)

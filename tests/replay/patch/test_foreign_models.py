@@ -1,4 +1,4 @@
-"""Kernels in models of other projects: every call is answered, or falls back with a reason."""
+"""Kernels in models of other projects: each call runs the kernel or falls back with a reason."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ REASONS = {
         for name in ("gpt-oss", "DeepSeek V4", "MiMo V2 Flash", "Granite SWA")
     },
 }
-"""Reason why a kernel does not answer a model's calls."""
+"""Reason why a kernel does not run a model's calls."""
 ANSWERED = {("torch-math", "MiMo V2 Flash"): 3}
-"""Number of calls that it answers anyway: every other layer has no sinks."""
+"""Number of calls that the kernel still runs: every other layer has no sinks."""
 
 
 @pytest.mark.parametrize("kernel", ["torch-math", "eager"])
@@ -52,7 +52,7 @@ def tensors(output: Any) -> list[Tensor]:
 
 
 def allowed(output: Tensor, name: str) -> float:
-    """Largest error: the square root of the precision times the largest value; 0 for tokens."""
+    """Return the allowed error: √precision times the largest value; 0 for tokens."""
     if not output.is_floating_point():
         return 0.0
     computed_in = torch.bfloat16 if "bfloat16" in name else output.dtype

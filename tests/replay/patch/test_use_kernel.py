@@ -100,7 +100,7 @@ def test_every_output_is_checked() -> None:
     def changing(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return outputs.pop()
 
-    query = torch.randn(2, 5, 3, 8).transpose(1, 2)  # whose reshape after attention is free
+    query = torch.randn(2, 5, 3, 8).transpose(1, 2)  # reshaping after attention needs no copy
     right, moved = torch.empty_like(query), query.contiguous()
     outputs += [right.double(), right, moved, right, right]
     model = Attend()
@@ -128,7 +128,8 @@ def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool) -> None:
-    """As in a recording; otherwise 16-bit kernels chosen by a replay would refuse each call."""
+    """Recordings do the same; otherwise 16-bit kernels chosen by a replay would refuse each
+    call."""
     seen = set()
 
     @register_kernel("telling")
@@ -154,7 +155,7 @@ def test_sizes_may_broadcast(eightfold: str) -> None:
 
 
 def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
-    """Outputs, and everything on the modules: forwards of instances, hooks, buffers."""
+    """Outputs are compared, and all attributes of modules: forward methods, hooks, buffers."""
     runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=2)
 
     def outputs() -> dict[str, Tensor]:

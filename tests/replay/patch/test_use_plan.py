@@ -1,4 +1,4 @@
-"""Kernels by module and phase: the right ones at the right places, eagerly and compiled."""
+"""Kernels by module and phase run at the right places, in eager and compiled models."""
 
 from __future__ import annotations
 

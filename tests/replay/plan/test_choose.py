@@ -170,7 +170,7 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
     ("against", "chosen"), [([10.0] * 10, "alone"), ([5.1] * 10, "old"), ([10.0] * 5, "old")]
 )
 def test_rounds_of_two_processes_are_not_paired(against: list[float], chosen: str) -> None:
-    """A kernel with its own worker is as fast as its speed-up over the baseline beside it."""
+    """A kernel with its own worker is rated by its speed-up over the baseline in that worker."""
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("alone", call, 5.0)]
     over = speedup_over("old", paired_speedup(against, [5.0, 5.2] * 5))
@@ -216,7 +216,7 @@ def test_each_kernel_is_evaluated_at_every_layer() -> None:
     counted = census(*((name, "denoise", 64, 10) for name in names))
     old, new, wrong = uniform(rows, counted, COSINE, "old")
     assert old == Uniform("old", 0.0, 5, 0, 0, 0, 1, "layers.0", "denoise", 1.0, "")
-    # Swapped at layers 0-2 and, it is supposed, at 5, which was not captured.
+    # Swapped at layers 0-2 and, by assumption, at layer 5, which was not captured.
     assert new.saved_ms == pytest.approx(4 * 10 * 5)
     assert (new.inside, new.outside, new.falls_back, new.failed) == (2, 1, 2, 0)
     assert (new.worst_module, new.worst_figure) == ("layers.2", 0.9)
@@ -266,7 +266,7 @@ def test_plan_has_one_of_the_exclusive_kernels() -> None:
     rows += [row("old", second, 10.0), row("x", second, 20.0), row("y", second, 5.0)]
     counted = census(("layers.0", "denoise", 64, 10), ("layers.1", "denoise", 64, 10))
     sizes = counted["signatures"][0]
-    # Of a second signature, whose counterpart is another call.
+    # Add a second signature with another synthetic counterpart.
     longer = {**sizes, **{name: [1, 2, 128, 32] for name in ("query", "key", "value")}}
     counted["signatures"].append(longer)
     counted["rows"][1]["signature"] = 1
@@ -333,7 +333,7 @@ def test_spoiling_kernel_is_reported_only_where_it_was_fastest() -> None:
 def test_both_reasons_for_being_left_out() -> None:
     calls = [facts("a", "layers.0", "decode"), facts("b", "layers.1", "decode")]
     counted = census(("layers.0", "decode", 64, 10), ("layers.1", "decode", 64, 10))
-    # Of a second signature, whose counterpart is another call.
+    # Add a second signature with another synthetic counterpart.
     counted["signatures"].append({**counted["signatures"][0], "query": [1, 2, 128, 32]})
     counted["rows"][1]["signature"] = 1
     calls[1] = replace(calls[1], shape=Shape(1, 2, 2, 128, 64, 32, 32))

@@ -80,7 +80,7 @@ def test_a_plan_is_read_as_it_was_written(plan: Plan, tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["plan.json"]
     read = Plan.load(path)
     assert (read.choices[0], read.choices[2]) == (plan.choices[0], plan.choices[2])
-    # Infinity has no JSON; what comes back is still worse than any number.
+    # JSON has no infinity; the value read back is still worse than any number.
     worst = read.choices[1].worst
     assert worst is not None
     assert not Budget("relative_l1", 1e300).holds(worst.relative_l1)
@@ -134,7 +134,7 @@ def test_wrong_files_are_one_sentence(plan: Plan, tmp_path: Path) -> None:
 def test_a_pipe_is_written_to_not_replaced(plan: Plan, tmp_path: Path) -> None:
     pipe = tmp_path / "plan.json"
     os.mkfifo(pipe)
-    reader = os.open(pipe, os.O_RDWR)  # else to open it for writing would wait for a reader
+    reader = os.open(pipe, os.O_RDWR)  # otherwise opening the pipe would wait for a reader
     try:
         plan.save(pipe)
         assert pipe.is_fifo()

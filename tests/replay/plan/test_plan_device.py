@@ -1,4 +1,4 @@
-"""Types of device that a plan is for and a model may run on."""
+"""Device types of a plan, compared with the devices of a model."""
 
 from __future__ import annotations
 

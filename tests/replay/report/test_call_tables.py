@@ -1,4 +1,4 @@
-"""Tables of 80 columns, which lose nothing and claim nothing that was not measured."""
+"""Tables of 80 columns are complete and claim only measured results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def unwrapped(text: str) -> str:
 
 
 def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
-    """Return the names by the place where they first begin a line."""
+    """Return the names in the order in which they first begin a line."""
     found = {name: re.search(rf"^{re.escape(name)}\b", text, re.MULTILINE) for name in names}
     present = {name: match.start() for name, match in found.items() if match}
     return sorted(present, key=lambda name: present[name])
@@ -226,12 +226,12 @@ def test_classes_are_ranked_apart() -> None:
     # One group needs no ranking, unless two classes share its table.
     assert "fastest" in report(rows[:3])
     assert "fastest" not in report(rows[:2])
-    # A quantised kernel is called so also where no other is correct.
+    # A quantised kernel is labelled even if no other kernel is correct.
     assert "quantised: sage" in report([rows[2], rows[5]])
 
 
 def test_lines_of_the_fastest_name_their_calls() -> None:
-    """Names have model, phase and shape, and more only where groups share these."""
+    """Names consist of model, phase and shape, with additions only if groups share these."""
     kinds = [
         call("a", model="flux · v2"),
         call("b", phase=""),
@@ -292,7 +292,7 @@ def test_few_rounds_are_shown() -> None:
 
 
 def test_rounds_of_two_processes_are_not_paired() -> None:
-    """`alone` is compared with the baseline beside it, and not with the one that has a row."""
+    """`alone` is compared with the baseline in its own process, not with the baseline's row."""
     calls = [call(name) for name in ("a", "b", "c")]
     rows = []
     for facts, beside in zip(calls, (1.0, 2.0, 3.0), strict=True):
@@ -355,7 +355,7 @@ def test_shortage_of_memory_is_reported_once() -> None:
 
 
 def test_decode_calls_of_very_different_caches_are_apart() -> None:
-    """A kernel that is twice as fast at 16 keys and slower at 32,768 has no common speed-up."""
+    """A kernel that is faster at 16 keys and slower at 32,768 keys has no common speed-up."""
     lengths = (32768, 16, 17, 32, 33, 30000)
     rows = [row("base", call(f"d{each}", phase="decode", kv_len=each)) for each in lengths]
     groups = group_rows(rows)

@@ -1,4 +1,4 @@
-"""Explanations of models that are slower than their kernels, with breakdowns made by hand."""
+"""Explanations of models that gain less than their kernels, with hand-made breakdowns."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def test_tables_cut_no_text(width: int) -> None:
         "64",
     ):
         assert text.count(figure) >= 2, figure
-    # The name of a kernel may be folded, and nothing else.
+    # Only the name of a kernel may be folded.
     assert LONG in "".join(line.partition(" ")[0] for line in lines)
 
 

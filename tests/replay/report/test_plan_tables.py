@@ -40,7 +40,7 @@ def report(choices: Sequence[LayerChoice], uniforms: Sequence[Uniform] = ()) -> 
 
 
 def test_a_plan_says_nothing_to_the_terminal() -> None:
-    """Names come from a recording, which anybody may have written."""
+    """Names come from a recording, which may be hostile."""
     file = io.StringIO()
     escape = "\x1b[2J\x07"
     chosen = replace(choice(f"blocks{escape}.0"), phase=escape)

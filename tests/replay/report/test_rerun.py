@@ -1,4 +1,4 @@
-"""Changes since the same calls were replayed a moment ago."""
+"""Changes since the previous replay of the same calls."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def measured(name: str, weights: str, ms: float, error: float, watts: float | No
 
 def rows(watts: bool = True) -> list[Row]:
     of_twins = {kind: weights for kind, (weights, _) in KINDS.items()}
-    figures = {  # milliseconds, error, watts; the third call has no twins
+    figures = {  # milliseconds, error, watts; the third call has no synthetic counterpart
         "a": (3.0, 0.02, 600.0),
         "a-random": (2.0, 0.01, 500.0),
         "a-matched": (3.0, 0.04, 600.0),

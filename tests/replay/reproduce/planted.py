@@ -1,4 +1,4 @@
-"""Kernels that are wrong in one place, in a user's file that imports a module beside it."""
+"""Kernels that are wrong in one place, in a user's file that imports a neighbouring module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parts of calls return what the whole did, for every kind of call."""
+"""Parts of a call give the same output as the whole call, for every kind of call."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_an_exact_part_returns_what_the_whole_did(kind: str, axis: Axis) -> None
 
 
 def taken(call: AttentionCall, axis: str) -> set[tuple[int, int]]:
-    """Return the ranges that can be taken."""
+    """Return the ranges of an axis that can be cropped."""
     length = BY_NAME[axis].length(call)
     ranges = [(first, end) for first in range(length) for end in range(first + 1, length + 1)]
     return {each for each in ranges if BY_NAME[axis].take(call, *each) is not None}

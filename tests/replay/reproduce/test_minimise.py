@@ -22,7 +22,7 @@ def kernel(fails: Callable[[AttentionCall], bool]) -> Callable[[AttentionCall], 
 
 
 def has(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return True if a row of D numbers is among others."""
+    """Return True if a row of D numbers occurs in another tensor."""
     return bool((other == tensor).all(dim=-1).any())
 
 

@@ -56,7 +56,7 @@ def test_hyphen_means_stdout(
 
 
 def test_pipe_without_a_path_is_written_to() -> None:
-    """As `>(…)` gives, and `/dev/stdout` before a `|`."""
+    """Such pipes come from `>(…)` and from `/dev/stdout` before a `|`."""
     reader, writer = os.pipe()
     write(Path(f"/dev/fd/{writer}"))
     os.close(writer)

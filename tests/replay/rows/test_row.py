@@ -1,4 +1,4 @@
-"""One list of fields says what a row is, in JSON, in CSV and in words."""
+"""One list of fields defines a row in JSON, in CSV and in words."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def test_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> Non
 
 
 def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of a tree's parts."""
+    """Yield the paths of a tree's parts."""
     if at:
         yield at
     if isinstance(tree, dict | list):

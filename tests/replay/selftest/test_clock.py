@@ -1,4 +1,4 @@
-"""Verdicts from invented samples, and the planted work itself."""
+"""Verdicts from made-up samples, and the planted work."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_processors_delay_lasts_until_another_clock_says_so(
 
     monkeypatch.setattr(work, "_now", now)
     work.delay(CPU)(5000.0)()
-    assert looks == 6  # one to begin with, and until 5 s have passed
+    assert looks == 6  # one block first, then blocks until 5 s have passed
 
 
 def test_failing_function_is_an_error() -> None:

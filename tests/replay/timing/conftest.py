@@ -1,4 +1,4 @@
-"""Samples as long as a user's: they are the subject."""
+"""Samples of normal length, because these tests are about timing."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def short_samples() -> None:
-    """Takes the place of the one that shortens them."""
+    """Override the fixture that shortens samples."""

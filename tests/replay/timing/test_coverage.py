@@ -21,7 +21,7 @@ RUNS = 600
 
 Times = tuple[list[float], list[float]]
 Course = Callable[[random.Random, int], list[float]]
-"""Logarithms of slow-downs, sample by sample."""
+"""Function that returns logarithms of slow-downs, sample by sample."""
 
 
 def independent(noise: random.Random, count: int) -> list[float]:
@@ -33,7 +33,7 @@ def drifting(noise: random.Random, count: int) -> list[float]:
 
 
 def bursts(noise: random.Random, count: int) -> list[float]:
-    """A first-order autoregressive process."""
+    """Return a first-order autoregressive process."""
     course = [noise.gauss(0, 0.02)]
     while len(course) < count:
         course.append(0.6 * course[-1] + 0.8 * noise.gauss(0, 0.02))
@@ -98,7 +98,7 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
     for _ in range(RUNS // 2):
         before, after = SCENES[scene](noise, 60)
         enough = Enough(max_noise)
-        # The ratios are told, not the times: what is judged is what ends the rounds.
+        # The ratios are passed, not the times, because ratios decide when rounds end.
         ratios = paired_ratios(before, after)
         count = next((n for n in range(1, 60) if enough.after(n, [ratios[:n]])), 60)
         interval = median_interval(ratios[:count])
@@ -113,7 +113,7 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
 @pytest.mark.parametrize("rounds", ROUNDS)
 @pytest.mark.parametrize("scene", ["independent", "outliers", "bursts of each kernel"])
 def test_ratios_of_two_runs_are_covered_in_95_percent(scene: str, rounds: int) -> None:
-    """Each interval is of a series of its own, which shares no disturbance with the other."""
+    """The two runs share no disturbances."""
     noise = random.Random(f"{scene}, two runs of {rounds} rounds")
     covered = 0
     for _ in range(RUNS):

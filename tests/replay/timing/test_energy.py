@@ -1,4 +1,4 @@
-"""Energy and settled times from a block of calls, with a clock and a counter that are made up."""
+"""Energy and settled times from a block of calls, with a simulated clock and counter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay.timing.gpu_state import NoReading
 
 
 class FakeGpu:
-    """Draws a steady power; its counter moves every `tick_ms`, in millijoules."""
+    """GPU with constant power, whose counter in millijoules updates every `tick_ms`."""
 
     def __init__(self, watts: float, tick_ms: float = 100.0) -> None:
         self.watts = watts
@@ -21,7 +21,7 @@ class FakeGpu:
         self.now_ms = 1234.5
 
     def chunks(self, milliseconds: Callable[[float], float]) -> Iterator[float]:
-        """Work on chunks that take so long, given when they start."""
+        """Run chunks of calls; `milliseconds` gives a chunk's duration from its start time."""
         began = self.now_ms
         while True:
             took = milliseconds(self.now_ms - began)
@@ -43,7 +43,7 @@ class FakeGpu:
 @pytest.mark.parametrize(("chunk_ms", "calls"), [(5.0, 100), (5.0, 1), (400.0, 1)])
 def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int) -> None:
     found = FakeGpu(500.0, tick_ms).watch(lambda now: chunk_ms, calls)
-    slack = 0.02 if chunk_ms < tick_ms else 0.2  # a counter is as exact as it is often looked at
+    slack = 0.02 if chunk_ms < tick_ms else 0.2  # set by how often it is read
     assert found.power_w == pytest.approx(500, rel=slack)
     assert found.mj == pytest.approx(500 * chunk_ms / calls, rel=slack)
     assert found.seconds >= 1
@@ -54,7 +54,7 @@ def test_energy_is_power_times_time(tick_ms: float, chunk_ms: float, calls: int)
 def test_falling_clock_shows_in_sustained_time() -> None:
     found = FakeGpu(700.0).watch(lambda now: 4.0 if now < 30 else 5.0, calls=10)
     assert (found.burst_ms, found.sustained_ms, found.settles) == (0.4, 0.5, True)
-    # The energy is that of the settled state.
+    # The energy is measured in the settled state.
     assert found.mj == pytest.approx(700 * 0.5, rel=0.02)
 
 
@@ -75,7 +75,7 @@ def test_energy_needs_a_gpu() -> None:
 
 
 class FakeEvent:
-    """Takes no time."""
+    """CUDA event that takes no time."""
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing

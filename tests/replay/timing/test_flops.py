@@ -116,7 +116,7 @@ def test_each_tensor_counts_at_its_stored_size() -> None:
 
 
 def test_value_that_is_part_of_the_key_is_read_with_it() -> None:
-    """Absorbed MLA: 576 numbers a key, not 1088; a page that sequences share counts once."""
+    """Absorbed MLA reads 576 numbers per key, not 1088; a shared page counts once."""
     pool = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
     call = AttentionCall(
         torch.zeros(2, 16, 1, 576, dtype=torch.bfloat16),

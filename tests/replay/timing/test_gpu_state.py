@@ -53,7 +53,7 @@ class FakeNvml(ModuleType):
 
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`install(nvml)` makes `import pynvml` that, beside a GPU."""
+    """`install(nvml)` makes `import pynvml` return `nvml`, and simulates a GPU."""
     properties = SimpleNamespace(uuid="abc")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
 

@@ -1,4 +1,4 @@
-"""Calls in a row by the host's clock; the GPU is pretended, and so is the time."""
+"""Calls in a row by the host's clock, with a simulated GPU and clock."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from replay.timing import in_a_row
 
 CUDA = torch.device("cuda")
 STEP_MS = 0.001
-"""Time of every operation of the host."""
+"""Simulated time of each operation of the host."""
 
 
 class Gpu:
-    """Two streams, and what is enqueued on them."""
+    """Simulated GPU with two streams."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
         self.ends = {"current": 0.0, "other": 0.0}
 
     def enqueue(self, ms: float, stream: str = "current") -> float:
-        """When it will be done."""
+        """Enqueue work of this duration; return its end time."""
         self.now_ms += STEP_MS
         self.ends[stream] = max(self.now_ms, self.ends[stream]) + ms
         return self.ends[stream]
@@ -37,7 +37,7 @@ class Gpu:
 
 
 class Mark:
-    """A number in memory that the host sees."""
+    """Simulated number in pinned memory that the host can read."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu, self._at = gpu, float("inf")
@@ -92,7 +92,7 @@ def test_work_on_another_stream_is_found(gpu: Gpu, here_ms: float) -> None:
 
 
 def test_time_of_other_processes_is_not_counted(gpu: Gpu) -> None:
-    """They come every few milliseconds: amid a row, and seldom amid a call."""
+    """Interruptions come every few milliseconds: often during a row, but seldom during a call."""
     calls = 0
 
     def call() -> None:
@@ -126,15 +126,15 @@ def test_nothing_is_known_on_a_cpu() -> None:
         (1.0, [0.01, 0.01], 1 + 6, 0.0),
         (0.001, [0.01, 0.01], 1 + 20, 0.0),
         (0.001, [0.01, 9.0, 0.01], 1 + 40, 0.0),
-        # Three times in a row, beyond what the device takes without it.
+        # The excess over an empty stream is measured three times in a row.
         (0.001, [0.01, 9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
         (0.001, [0.01, 9.0, 5.0, 7.0, 6.0, 6.0, 6.0], 1 + 60, 0.0),
-        # Negative: the stream was done before the host, and what was left is not known.
+        # Negative: the stream finished before the host, so the remaining time is unknown.
         (0.001, [0.01, -0.01, 5.0, 7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        # The host is never ahead, as where calls wait inside, and little is left.
+        # The host is never ahead, as with calls that wait inside, and little time remains.
         (0.001, [0.01, -0.01, -0.02, -0.03], 1 + 60, 0.0),
         (0.001, [0.01, -9.0, -5.0, -7.0, 1.0, 2.0, 3.0], 1 + 60, 4.0 / 20),
-        # After one call: of calls in a row, most is done beside the next.
+        # Measured after one call, because calls in a row overlap.
         (1.0, [9.0, 5.0, 7.0, 1.0, 2.0, 3.0], 3, 4.0),
     ],
 )

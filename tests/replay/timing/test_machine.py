@@ -38,7 +38,8 @@ def test_machine_names_usable_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_load_does_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of three products lose their time slice; threads would wait for the one that does."""
+    """Two of three products are interrupted; with several threads, all would wait for the
+    interrupted one."""
     before = torch.get_num_threads()
     threads: list[int] = []
     clock = accumulate(cycle([0.016, 0.016, 0.001]))
@@ -47,7 +48,7 @@ def test_other_load_does_not_lower_the_rate(monkeypatch: pytest.MonkeyPatch) -> 
         threads.append(torch.get_num_threads())
         return next(clock)
 
-    measure = machine._flops_per_second_of_a_thread.__wrapped__  # others have asked before
+    measure = machine._flops_per_second_of_a_thread.__wrapped__  # not cached
     monkeypatch.setattr(machine, "_flops_per_second_of_a_thread", measure)
     monkeypatch.setattr(machine, "time", SimpleNamespace(perf_counter=perf_counter))
     assert cpu_flops_per_second() == pytest.approx(before * 2 * 512**3 / 0.001)

@@ -1,4 +1,4 @@
-"""Measured peaks of the machine, and the roof that they make."""
+"""Measured peaks of the machine, and the resulting roof."""
 
 from __future__ import annotations
 

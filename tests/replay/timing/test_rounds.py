@@ -20,7 +20,8 @@ from replay.timing.timer import Candidate
 
 
 class FakeTimer:
-    """Times are what the functions return; samples arrive at `collect`, as on a GPU."""
+    """Timer whose times are the functions' return values; samples arrive at `collect`, as on a
+    GPU."""
 
     def __init__(self) -> None:
         self.order: list[Candidate] = []
@@ -282,7 +283,7 @@ def test_device_that_is_lost_ends_the_measurement_at_its_culprit() -> None:
 
 @pytest.mark.parametrize("change", [lambda ms: ms.__setitem__(0, 1.0), lambda ms: ms.append(1.0)])
 def test_times_that_were_taken_cannot_be_changed(change: Callable[[list[float]], object]) -> None:
-    """By a kernel that finds them in the memory of its process."""
+    """A kernel may find the times in the memory of its process."""
     others = Candidate(constant(10.0), rounds=8)
     calls = itertools.count()
 

@@ -72,7 +72,7 @@ def test_below_six_rounds_there_is_no_interval() -> None:
 
 
 def no_trend(count: int) -> list[float]:
-    """1 … count, consecutive ones far apart: 1, count, 2, count - 1 …"""
+    """Return 1 … count with consecutive numbers far apart: 1, count, 2, count - 1 …"""
     ends = [(low + 1, count - low) for low in range(count // 2)]
     ordered = [float(each) for pair in ends for each in pair]
     return ordered + [(count + 1) / 2] * (count % 2)

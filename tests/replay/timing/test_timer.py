@@ -1,4 +1,4 @@
-"""The steps of a sample; a pretended CUDA notes its calls."""
+"""The steps of a sample; a simulated CUDA records its calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a sample ends at a call that had to wait for the processor."""
+    """Stop the clock, since a sample could otherwise end at a call that waited for the
+    processor."""
     monkeypatch.setattr(timer.time, "perf_counter", lambda: 0.0)
 
 
@@ -37,7 +38,7 @@ def test_cpu_sample_lasts_long_enough_to_be_timed() -> None:
     cost_ms = timer.calibrate(candidate)
     assert calls == 0
     timer.sample(candidate)
-    assert calls == 21  # a millisecond of 0.05 ms calls
+    assert calls == 21  # calls of 0.05 ms for a millisecond
     assert cost_ms == pytest.approx(21 * 0.05)
 
 
@@ -83,7 +84,7 @@ def test_any_call_of_a_sample_is_kept_in_the_end() -> None:
 
 
 def test_hook_at_return_is_timed_and_found() -> None:
-    """It begins with the next thing that anybody calls, but for the clock."""
+    """The hook starts at the next call of any function except the clock."""
     worked: list[float] = []
 
     def hook(frame: object, event: str, function: object) -> None:

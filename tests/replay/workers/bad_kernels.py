@@ -1,5 +1,5 @@
-"""Kernels with one fault each, as a user's file may hold them. Run by `test_workers.py`
-and `test_process.py`."""
+"""Kernels with one fault each, in a user's file. Used by `test_workers.py` and
+`test_process.py`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def fork_and_die(*arguments: Any, **options: Any) -> Tensor:
 
 
 def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
-    """Both go on, once."""
+    """Fork once; parent and child both return."""
     calls_of["fork"] = calls_of.get("fork", 0) + 1
     if calls_of["fork"] == 2:
         os.fork()
@@ -66,7 +66,7 @@ def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
 
 
 def stop_waiting(*arguments: Any, **options: Any) -> Tensor:
-    """Whoever reads from a pipe of this process finds nothing."""
+    """Make pipes of this process non-blocking, so that readers get no data."""
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, False)
@@ -79,7 +79,7 @@ def close_pipes(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _when_timed(name: str, then: Callable[[], Any]) -> None:
-    """Checking calls a kernel four times; the sixth is in the warm-up."""
+    """Run `then` in the warm-up: checking calls a kernel four times, and this is the sixth call."""
     calls_of[name] = calls_of.get(name, 0) + 1
     if calls_of[name] == 6:
         then()
@@ -96,7 +96,7 @@ def hang_when_timed(*arguments: Any, **options: Any) -> Tensor:
 
 
 def _memory(size: int) -> Tensor:
-    """Memory that counts and costs nothing, because it is never touched."""
+    """Allocate memory that counts as used but costs nothing, because it is never touched."""
     return torch.empty(size, dtype=torch.uint8)
 
 
@@ -107,7 +107,7 @@ def take_memory(*arguments: Any, **options: Any) -> Tensor:
 
 
 def keep_memory(*arguments: Any, **options: Any) -> Tensor:
-    """Nobody else gets any afterwards."""
+    """Allocate and keep all memory."""
     size = 2**30
     while size > 2**10:
         try:
@@ -178,7 +178,7 @@ def print_a_megabyte(*arguments: Any, **options: Any) -> Tensor:
 
 
 def expects_collection(*arguments: Any, **options: Any) -> Tensor:
-    """Garbage is looked for again after PyTorch's import, and not among PyTorch's objects."""
+    """Check that garbage collection is on after PyTorch's import, and ignores PyTorch's objects."""
     assert gc.isenabled()
     assert gc.get_freeze_count() > 100_000
     return good(*arguments, **options)

@@ -1,4 +1,4 @@
-"""Memory that a process keeps, on a pretended GPU."""
+"""Memory that a process keeps, on a simulated GPU."""
 
 from __future__ import annotations
 

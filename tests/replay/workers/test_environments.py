@@ -1,4 +1,4 @@
-"""Kernels of several Pythons in one table, each with what is installed for it and no other."""
+"""Kernels of several Python environments in one table, each with its own packages only."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def attention(query, key, value, *others, **options): ...
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of packages that the environment `this` has."""
+    """A directory of packages of the environment `this`."""
     directory = tmp_path / "ours"
     _install_kernel(directory)
     (directory / "clash.py").write_text("WHOSE = 'ours'\n")
@@ -76,7 +76,7 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """An interpreter with other packages; its path has a space, and its rich is broken."""
+    """An interpreter with other packages, a space in its path, and a broken `rich`."""
     directory = tmp_path / "theirs"
     _install_kernel(directory)
     (directory / "clash.py").write_text("WHOSE = 'theirs'\n")
@@ -102,7 +102,7 @@ def _install(directory: Path, name: str, version: str) -> Path:
 
 
 def _interpreter(directory: Path, variables: str = "", options: str = "") -> Path:
-    """This one, with other variables and options."""
+    """Return a wrapper of this interpreter with other variables and options."""
     directory.mkdir()
     python = directory / "python"
     python.write_text(f'#!/bin/sh\n{variables} exec "{sys.executable}" {options} "$@"\n')
@@ -141,7 +141,7 @@ def test_rows_of_two_environments_make_one_table(
     truncated = recorded / "model-000000.safetensors"
     truncated.write_bytes(truncated.read_bytes()[:1000])
     (recorded / "model-000002.safetensors").unlink()
-    monkeypatch.chdir(REPOSITORY)  # where `models` and `tests` would be found
+    monkeypatch.chdir(REPOSITORY)  # the current directory contains `models` and `tests`
     written = tmp_path / "rows.jsonl"
     code, out, err = run_cli(
         *(
@@ -184,7 +184,7 @@ def test_rows_of_two_environments_make_one_table(
     ratio = statistics.median(before / after for before, after in zip(*samples, strict=True))
     assert (row["speedup"]["vs"], row["speedup"]["ratio"]) == ("torch-math", pytest.approx(ratio))
 
-    # Each interpreter sees its own packages and ours, and nothing that lies beside ours.
+    # Each interpreter sees its own packages and ours, but no neighbours of ours.
     told = {name: json.loads(found[name, attention]["reason"]) for name in ("this", "theirs")}
     assert told["this"]["clash"] == "ours"
     assert told["theirs"]["clash"] == "theirs"
@@ -194,7 +194,7 @@ def test_rows_of_two_environments_make_one_table(
         assert not {"", ".", str(REPOSITORY), str(REPOSITORY.parent)} & set(each["path"])
         assert not each["rich"]
 
-    # Outputs of the two are not written over one another.
+    # Outputs of the two environments do not overwrite each other.
     kept = {str(path.relative_to(tmp_path / "kept")) for path in tmp_path.rglob("kept/**/*.saf*")}
     assert kept == {
         "model-000001/torch-flash.safetensors",
@@ -315,7 +315,7 @@ def test_kernels_whose_library_is_common_run_in_one_environment() -> None:
 
 
 class FakeProcess:
-    """Answers with what is written down; an exception among the answers is raised."""
+    """Process with scripted answers; an exception among the answers is raised."""
 
     python = "python"
 
@@ -323,7 +323,7 @@ class FakeProcess:
         self.answers = answers
         self.requests: list[dict[str, Any]] = []
         self.closed_after: list[int] = []
-        """Number of answered requests at each time it was closed."""
+        """Number of answered requests each time the process was closed."""
 
     def close(self) -> None:
         self.closed_after.append(len(self.requests))
@@ -364,7 +364,7 @@ CALL = {"call": {"name": "call", "model": "model"}, "machine": MACHINE}
 
 @pytest.fixture
 def ask(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess]]:
-    """Rows of the kernels a, b and c, and the requests, given a worker's answers."""
+    """`ask(answers)` returns the rows of kernels a, b and c, and the process with its requests."""
 
     def run(
         *answers: Answers,
@@ -438,7 +438,7 @@ def test_crash_without_a_kernel_costs_the_call(ask: Ask, stage: str) -> None:
 
 
 def test_crash_while_timing_on_a_gpu_is_located_first(ask: Ask) -> None:
-    """Its samples are enqueued: `c` may only have been the next."""
+    """Samples are enqueued on a GPU, so the crash may come from an earlier kernel than `c`."""
     rows, process = ask(
         [CALL, {"at": TIMING}, {"at": "c"}, died("c")],
         [CALL, {"at": TIMING}, {"at": "b"}, died("b")],
@@ -485,7 +485,7 @@ def test_first_calls_continue_after_a_crash(quick: Settings) -> None:
     assert found == {"a": 5.0, "c": 7.0}
     assert stages == ["a", "b", "c"]
     assert process.kernels() == [["a", "b", "c"], ["c"]]
-    assert process.closed_after == [2]  # no other kernel shall run where `c` has
+    assert process.closed_after == [2]  # no other kernel may run in the process of `c`
 
 
 @pytest.mark.parametrize("stage", [LOADING, ""])
@@ -498,7 +498,7 @@ def test_first_calls_end_after_a_crash_without_a_kernel(quick: Settings, stage: 
 
 @pytest.fixture
 def apart(quick: Settings) -> Iterator[Callable[..., tuple[list[Row], list[FakeProcess]]]]:
-    """Rows of a, b and c, where b wants its own process, given both workers' answers."""
+    """`apart(…)` returns the rows of a, b and c, where b needs its own process."""
     environment = Environment("other", "python", 5)
     own = environment._worker_of(kernel("b"))
 
@@ -539,7 +539,7 @@ def test_kernel_with_its_own_process_keeps_its_place(apart: Apart) -> None:
     assert first.kernels() == [["b"], ["a", "c"]]
     assert second.kernels() == [["b"]]
     assert first.requests[1]["options"]["excluded"] == ()
-    assert second.requests[0]["options"]["excluded"] == ("d",)  # not as the reference either
+    assert second.requests[0]["options"]["excluded"] == ("d",)  # not even as the reference
     assert apart([common], [alone])[1][0].kernels() == [["a", "c"]]  # asked once whether it can run
 
 
@@ -574,7 +574,8 @@ DISTURBS = {"disturbing": ["b"]}
 
 @pytest.fixture
 def disturbed(quick: Settings) -> Callable[..., tuple[list[Row], FakeProcess, FakeProcess]]:
-    """Rows of a, b and c of one call after the other, given the answers of a worker and of b's."""
+    """`disturbed(…)` returns the rows of a, b and c on successive calls, given two workers'
+    answers."""
     environment = Environment("other", "python", 5)
     own = environment._worker_of(kernel("b"))
 
@@ -611,7 +612,7 @@ def test_disturbing_kernel_gets_its_own_worker(
         *((name, "") for name in ASKED),
         ("torch-default", ""),
     ]
-    # From then on the result is known.
+    # On later calls, the result is known.
     _, shared, apart = disturbed([again], [alone])
     assert (shared.kernels(), shared.closed_after) == ([["a", "c"]], [])
     assert apart.kernels() == [["b"]]

@@ -1,4 +1,4 @@
-"""A judge that fails costs a row or a call, and the replay goes on."""
+"""A failing judge loses a row or a call, and the replay continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAILED = {"failed": "OutOfMemoryError: CUDA out of memory", "traceback": "of the
 
 
 class Failing(JudgeProcess):
-    """Fails at some questions."""
+    """Judge that fails at some questions."""
 
     def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
         super().__init__(judge_process(60))
@@ -32,7 +32,7 @@ class Failing(JudgeProcess):
 
 
 class Ending(JudgeProcess):
-    """Its process ends before it judges the timed samples of a kernel, on the first call."""
+    """Judge whose process ends on the first call, before it judges a kernel's timed samples."""
 
     def __init__(self) -> None:
         super().__init__(judge_process(60))
@@ -51,7 +51,7 @@ Rows = Callable[[JudgeProcess], list[list[Row]]]
 
 @pytest.fixture
 def rows_by(quick: Settings) -> Iterator[Rows]:
-    """The rows of two calls with a judge."""
+    """`rows_by(judge)` returns the rows of two calls."""
     closing: list[JudgeProcess | Environment] = []
 
     def run(judge: JudgeProcess) -> list[list[Row]]:

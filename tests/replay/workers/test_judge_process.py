@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Pretended:
-    """A judge with the answers it was given."""
+    """Judge with scripted answers."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.answers = list(answers)
@@ -64,7 +64,7 @@ def hearing_of(*answers: dict[str, Any]) -> CallEvidence:
 def with_samples(
     evidence: CallEvidence, kernel: str = "mine", timed: int = 8, walked: int = 0
 ) -> CallEvidence:
-    """After the judge found timed samples of a kernel right, and some of its energy block."""
+    """Record that the judge accepted timed samples of a kernel, and some of its energy block."""
     before, evidence.judge = evidence.judge, cast("JudgeProcess", Pretended({"wrong": ""}))
     numbers = [(n, n, n >= timed) for n in range(timed + walked)]
     evidence.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
@@ -99,10 +99,10 @@ def test_wrong_core_costs_only_its_time() -> None:
 @pytest.mark.parametrize(
     ("kernel", "declared", "judged_as"),
     [
-        # What the parent's registry says, also of a variant.
+        # The class comes from the parent's registry, also for a variant.
         ("torch-math", ["quantised", "sparse"], "exact"),
         ("triton-sparse-decode[keep=0.1]", ["exact"], "sparse"),
-        # Files are not imported here: what it says first.
+        # Files are not imported here, so the first reported class counts.
         ("FILE:attention", ["quantised", "exact"], "quantised"),
         ("of-another-environment", ["quantised", "sparse"], "quantised"),
     ],
@@ -179,7 +179,7 @@ def test_row_without_enough_judged_samples_is_rejected(
 def test_row_with_too_short_a_time_is_rejected(
     monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
 ) -> None:
-    """On a CPU, and where every sample was announced."""
+    """Times are checked on a CPU if every sample was announced."""
     evidence, now = hearing_of(judged("ok")), 0.0
     monkeypatch.setattr(timer, "MINIMUM_CPU_SAMPLE_MS", 1.0)  # less in these tests
     monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
@@ -197,7 +197,7 @@ def test_row_with_too_short_a_time_is_rejected(
     assert (found == "") == believed, found
     assert believed or "something changed the timer" in found
     with_core = row("mine", ms=times, accuracy_class="exact", core_time_ms=summarize(times))
-    assert evidence.why_rejected(with_core) == ""  # whose samples look the same from here
+    assert evidence.why_rejected(with_core) == ""  # core samples look the same here
     evidence.settings = replace(evidence.settings, device=torch.device("cuda"))
     assert evidence.why_rejected(row("mine", ms=times, accuracy_class="exact")) == ""
 
@@ -218,7 +218,7 @@ def test_clocks_are_compared_again_before_a_row_is_rejected(agree: list[bool], b
 
 @pytest.mark.parametrize(("agree", "calls"), [([True], 1), ([False, True], 1 + 2)])
 def test_only_call_of_a_block_is_judged(agree: list[bool], calls: int) -> None:
-    """And a block that two clocks disagree about is followed by one of twice as many."""
+    """If two clocks disagree about a block, the next block has twice as many calls."""
     answers = iter([answer for each in agree for answer in ({}, {"agree": each})])
     outputs: list[Tensor] = []
 
@@ -236,13 +236,13 @@ CALL = synthetic_workload("call", "random", Spec(1, 2, 2, 16, 90, 32, 32, dtype=
 
 
 def into(answers: list[dict[str, Any]]) -> Say:
-    """Gets what a parent reads."""
+    """Return a function that appends messages to a parent's answers."""
     return lambda **answer: answers.append(json.loads(line_of(answer)))
 
 
 @pytest.fixture
 def court() -> Iterator[Callable[..., RemoteJudge]]:
-    """A worker's judge that asks the judge's process, all in this one."""
+    """`court(…)` makes a worker's judge and the judge's process within this process."""
     shared = SharedFile()
 
     def begin(settings: Settings, seed: int = 5) -> RemoteJudge:
@@ -299,7 +299,7 @@ def test_expected_call_is_loaded_once(court: Court, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(judge_worker, "_judges", {})
     request = {"do": "expect", "workload": CALL.source.to_json(), "settings": settings().to_json()}
     answers: list[dict[str, Any]] = []
-    for _ in range(2):  # its worker dies and begins again
+    for _ in range(2):  # the worker dies and restarts
         judge_worker.handle(request, into(answers), answers.pop)
         assert answers.pop() == {"expecting": True}
         output = scaled_dot_product_attention(**CALL.load(CPU).arguments())
@@ -321,7 +321,7 @@ def test_reference_is_computed_ahead_unless_the_roof_is_measured(
 
 
 def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
-    """And its answers are not taken for those to later questions."""
+    """Its answers are not mistaken for answers to later questions."""
 
     class Answering:
         """A process that reports a failure for an expected call."""
@@ -350,7 +350,7 @@ def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
 
 
 def off(output: Tensor, by: float) -> Tensor:
-    """With an error of a share of its largest value, of random sign."""
+    """Add errors of random sign, as a share of the output's largest value."""
     signs = torch.randn(output.shape, generator=torch.Generator().manual_seed(0)).sign()
     return output + by * output.abs().max() * signs
 

@@ -1,4 +1,4 @@
-"""A worker's process: how it starts, dies, is reply and is stopped."""
+"""A worker's process: its start, its death, its replies and its end."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def begin(): say(ready=True); receive(); say(at="a")
 
 @pytest.fixture
 def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
-    """`worker(script)`: a process that runs one of `SCRIPTS` in place of the worker."""
+    """`worker(script)` starts a process that runs one of `SCRIPTS` in place of the worker."""
     started: list[Process] = []
 
     def make(name: str, timeout: float = 60) -> Process:
@@ -118,10 +118,10 @@ def test_each_end_of_a_worker_has_its_reason(
     log: str,
     timeout: float,
 ) -> None:
-    if script == "shuts-its-mouth":  # others need their time
+    if script == "shuts-its-mouth":  # other processes need more time
         monkeypatch.setattr("replay.workers.process.ENDING_SECONDS", 0.2)
     process = worker(script, timeout)
-    gc.collect()  # what earlier tests left may hold descriptors
+    gc.collect()  # leftovers of earlier tests may hold descriptors
     before = open_descriptors()
     for _ in range(2):  # it is started again
         with pytest.raises(Died) as died:
@@ -134,7 +134,7 @@ def test_each_end_of_a_worker_has_its_reason(
 
 
 def test_end_of_a_worker_is_noticed_before_the_timeout(worker: Callable[..., Process]) -> None:
-    """The pipes stay open: nothing but a look at the process can tell."""
+    """The pipes stay open, so only the process's state reveals its end."""
     with pytest.raises(Died, match="exited with code 6"):
         list(worker("leaves-a-child-with-its-pipes", 3600).ask(do="something"))
 
@@ -184,7 +184,7 @@ def test_workers_can_start_before_this_process_imports_torch() -> None:
 
 
 def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> list[dict[str, str]]:
-    """Arguments that processes would be started with."""
+    """Return the environments that processes would be started with."""
     started: list[dict[str, str]] = []
 
     def popen(*_: object, env: dict[str, str], **__: object) -> None:
@@ -206,7 +206,8 @@ def test_judge_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_torch_compile_does_not_move_tritons_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does where the variable is not set: kernels that come after it are compiled again."""
+    """Unless the variable is set, torch.compile moves the cache, and later kernels are
+    recompiled."""
     knobs = pytest.importorskip("triton.knobs", reason="an older Triton")
     monkeypatch.delenv("TRITON_CACHE_DIR", raising=False)
     (worker,) = environments_of(monkeypatch, Process(sys.executable, 1.0))

@@ -59,7 +59,7 @@ def test_tensors_taken_stay_when_the_next_are_put(shared: SharedFile) -> None:
 
 
 def test_file_grows_for_every_sender(shared: SharedFile) -> None:
-    """Each finds out by itself that the file has grown, and none makes it shorter."""
+    """Each sender notices that the file has grown, and never truncates the file."""
     one, other, inbox = Outbox(shared.path, CPU), Outbox(shared.path, CPU), Inbox(CPU)
     for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
         sent = torch.randn(elements)

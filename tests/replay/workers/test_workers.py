@@ -1,4 +1,4 @@
-"""A kernel with any fault costs its row, and nothing else, and nothing of it stays behind."""
+"""A faulty kernel loses only its own row and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Surroundings(NamedTuple):
         return found
 
     def left_files(self) -> list[str]:
-        """Torch keeps a cache of its own there."""
+        """Return leftover files, except torch's own cache."""
         names = [path.name for path in self.temporary.iterdir()]
         return [name for name in names if not name.startswith("torchinductor_")]
 
@@ -96,7 +96,7 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
 
 
 def rows_of(text: str) -> dict[str, dict[str, Any]]:
-    """By the kernel's name, a user's without its file."""
+    """Return rows by kernel name; a user's kernel is named without its file."""
     rows = [json.loads(line) for line in text.splitlines()]
     return {row["kernel"].rpartition(":")[2]: row for row in rows}
 
@@ -152,7 +152,7 @@ SLOW = (
     "exits_when_imported",
     "keep_memory",
 )
-"""Each ends its worker, and starting another takes seconds."""
+"""Faults that end their worker, whose restart takes seconds."""
 FLAGS = {"never_the_same": "not deterministic: calls differ by up to"}
 
 
@@ -164,7 +164,7 @@ class Finished(NamedTuple):
 
 
 def run_of(directory: Path, names: list[str]) -> Finished:
-    """One run of these faults between two good kernels."""
+    """Run kernels with these faults between two good kernels."""
     exits = directory / "exits.py"
     last_words = "import os\nprint('the last words of an import')\nos._exit(3)\n"
     exits.write_text(f"{last_words}def exits_when_imported(): ...\n")
@@ -203,7 +203,7 @@ def test_fault_is_classified(request: pytest.FixtureRequest, name: str) -> None:
     assert re.search(reason, row["reason"]), row["reason"]
     assert log in row["log"]
     assert len(row["log"].encode()) <= 2 * LOG_BYTES
-    # How long a busy machine takes is not the kernel's doing.
+    # Slowness of a busy machine is not the kernel's fault.
     flags = [flag for flag in row["flags"] if not flag.startswith("took longer than")]
     assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in flags] == [
         True for _ in range(name in FLAGS)
@@ -242,7 +242,7 @@ def test_no_process_stays_behind_after_more_crashes(more_deaths: Finished) -> No
 def test_kernel_is_given_up_after_three_workers(run_cli: RunCli, recorded: Path) -> None:
     """The baseline crashes on every call: no row has a speed-up, and the run does not fail.
 
-    It is the reference too, which is needed before any row is begun.
+    The baseline is also the reference, which is needed before any row.
     """
     dataset = Dataset.open(recorded)
     path = recorded / "model-000003.safetensors"
@@ -284,7 +284,7 @@ def crash(*arguments, **options): os._exit(9)
 
 @pytest.mark.slow
 def test_kernels_with_their_own_process_run_alone(tmp_path: Path, quick: Settings) -> None:
-    """Together `second` would fail, and a crash would end what `first` is in."""
+    """In a shared process `second` would fail, and a crash would end the process of `first`."""
     file = tmp_path / "alone.py"
     file.write_text(ALONE)
     alone = [
@@ -390,7 +390,7 @@ def stall(query, key, value, *others, **options):
 
 @pytest.fixture
 def stalling(recorded: Path, tmp_path: Path) -> Path:
-    """A kernel that hangs on every call but the first."""
+    """A kernel that hangs on every call except the first."""
     file = tmp_path / "stalls.py"
     file.write_text(STALLS)
     (tmp_path / "first").write_text(str(float(Dataset.open(recorded)[0].query.abs().max())))
@@ -418,7 +418,7 @@ def test_ctrl_c_ends_the_run_and_its_children(
     begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
 ) -> None:
     process, surroundings, _ = begun
-    assert len(surroundings.processes()) == 3  # with a worker and the judge
+    assert len(surroundings.processes()) == 3  # signals the worker and the judge too
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130

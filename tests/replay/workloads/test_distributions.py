@@ -1,4 +1,4 @@
-"""Values of synthetic calls: what each distribution promises of the attention it makes."""
+"""Values of synthetic calls: each distribution gives the promised attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SPEC = Spec(2, 4, 2, 64, 512, 64, 32, dtype=torch.float32)
 
 
 def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
-    """Attention weights (B, Hq, Sq, Sk) of a call, and its scores."""
+    """Return attention weights (B, Hq, Sq, Sk) of a call, and its scores."""
     spec = Spec(**{**vars(SPEC), "distribution": name, **changes})
     call = spec.call("cpu", torch.Generator().manual_seed(3))
     key = call.key.repeat_interleave(2, dim=1)
@@ -89,7 +89,7 @@ def test_half_of_the_weight_underflows_in_8_bits() -> None:
     largest = found.amax(-1, keepdim=True)
     small = found.where(
         found < largest * 2**-6, 0.0
-    )  # what E4M3 holds to three digits, scaled to 1
+    )  # values that E4M3 holds to three digits, scaled to 1
     assert float(small.sum(-1).mean()) == pytest.approx(0.5, abs=0.1)
 
 

@@ -1,4 +1,4 @@
-"""The published shapes, values that a seed reproduces, and sizes that are refused in time."""
+"""Published shapes, reproducible values, and early refusal of sizes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = Spec(1, 4, 2, 5, 7, 8, 16)
 
 
 def shapes(name: str) -> list[tuple[int, ...]]:
-    """(B, Hq, Hkv, Sq, Sk, D, Dv, causal) of a suite."""
+    """Return (B, Hq, Hkv, Sq, Sk, D, Dv, causal) of each call of a suite."""
     return [astuple(spec)[:8] for spec in SUITES[name][1]]
 
 

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def through_json(workload: Workload) -> Workload:
-    """The workload as a worker process makes it."""
+    """Return the workload as rebuilt by a worker process."""
     return Workload.of(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
 
 
@@ -42,7 +42,7 @@ def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., Attentio
 
 @pytest.fixture
 def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
-    """A directory of three recorded calls: one is cut off, and one is a link."""
+    """A directory of three recorded calls, one truncated and one a link."""
     paths = [tmp_path / f"model-{index}.safetensors" for index in range(3)]
     for index, path in enumerate(paths):
         PackedCall.of(make_call(origin={"call_index": index})).write(path)

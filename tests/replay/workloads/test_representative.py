@@ -18,7 +18,7 @@ from replay.workloads.workload import Workload, random_workload, with_counterpar
 
 @pytest.fixture
 def layers(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> list[Workload]:
-    """Two steps of two models, of eight and of three layers."""
+    """Calls of two steps of two models with eight and three layers."""
     number = 0
     for step in range(2):
         for model, count in (("large", 8), ("small", 3)):
@@ -38,7 +38,7 @@ def test_tiers_begin_with_every_model_and_its_middle(layers: list[Workload]) -> 
     }
     assert by_tier == {
         0: ["000000.large", "000008.small"],
-        1: ["000011.large", "000020.small"],  # layer 0 of the second step; the last but one
+        1: ["000011.large", "000020.small"],  # layer 0 of the second step; the second last layer
         2: ["000004.large", "000010.small"],
     }
     assert sorted(found) == sorted([*range(16), *range(6)])

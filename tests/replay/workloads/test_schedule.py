@@ -16,7 +16,7 @@ from tests.factories import made_workload
 
 
 def calls(lengths: Sequence[int]) -> list[Workload]:
-    """Calls of these lengths, named by their place and length: each length is a form."""
+    """Return calls of these lengths, named by place and length; each length is a form."""
     return [
         random_workload(f"{place}:{length}", "random", Spec(1, 2, 2, length, length, 32, 32), 0)
         for place, length in enumerate(lengths)
@@ -24,7 +24,7 @@ def calls(lengths: Sequence[int]) -> list[Workload]:
 
 
 def taken(schedule: Schedule, takers: str) -> list[str]:
-    """Names of the calls that takers get; each letter is a taker."""
+    """Return the names of the calls that takers get; each letter is a taker."""
     found = (schedule.take(taker) for taker in takers)
     return ["" if each is None else each.name for each in found]
 
@@ -65,7 +65,7 @@ def test_taker_helps_with_the_form_that_takes_longest() -> None:
 
 
 def ends(schedule: Schedule, seconds: dict[str, float], takers: str) -> dict[str, float]:
-    """Time at which each taker is done, if calls take the expected seconds."""
+    """Return the time at which each taker is done, if calls take the expected seconds."""
     at = dict.fromkeys(takers, 0.0)
     working = set(takers)
     while working:
@@ -82,7 +82,7 @@ def test_long_calls_of_one_form_do_not_keep_one_taker_busy_at_the_end() -> None:
     some = calls([512, 4096, 1024, 2048] * 6)
     each = [7.5 if call.name.endswith("4096") else 2.2 for call in some]
     schedule = Schedule(some, seconds=each)
-    for call, taker in zip(some, "abaa", strict=False):  # who compiled for each form
+    for call, taker in zip(some, "abaa", strict=False):  # takers that compiled for each form
         schedule.prefer(call, taker)
     at = ends(schedule, {call.name: long for call, long in zip(some, each, strict=True)}, "ab")
     assert abs(at["a"] - at["b"]) <= 2.2

@@ -1,4 +1,4 @@
-"""Recorded calls with random values in place of their own."""
+"""Recorded calls with their values replaced by random values."""
 
 from __future__ import annotations
 

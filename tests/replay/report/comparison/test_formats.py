@@ -1,4 +1,4 @@
-"""Comparisons in words: the worst first in every format, and names that stay text."""
+"""Comparisons list the worst change first in every format, and names stay text."""
 
 from __future__ import annotations
 

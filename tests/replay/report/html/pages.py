@@ -1,4 +1,4 @@
-"""Rows and checks of a GPU's replay, made by hand."""
+"""Hand-made rows and checks of a replay on a GPU."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def rows(
     on_gpu: bool = True,
     seed: int = 0,
 ) -> list[Row]:
-    """Return `torch-default` and other kernels on calls of two layers; the last one is wrong on
-    one."""
+    """Return rows of `torch-default` and other kernels on two layers; the last kernel is wrong
+    once."""
     chance = random.Random(seed)
     found = []
     for at in range(calls):
@@ -76,7 +76,7 @@ def rows(
 
 
 def checks(*kernels: str, model: str = "model") -> list[dict[str, Any]]:
-    """Return the model's own attention, and these kernels, 1.1, 1.2 … times as fast."""
+    """Return checks of the model's own attention and of these kernels, 1.1, 1.2 … times as fast."""
     found = [_checked("the model's own", model, None)]
     found += [_checked(name, model, 1 + at / 10) for at, name in enumerate(kernels, start=1)]
     return [asdict(each) for each in found]

@@ -1,4 +1,4 @@
-"""The report in a browser: its drawings, its controls, and what it never does."""
+"""The report in a browser: its drawings, its controls, and its security."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Seen(NamedTuple):
 
 
 def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
-    """Open a page, run the body of a function when all is drawn, and return its result."""
+    """Open a page, run a script after drawing, and return the result."""
     copy = page.with_name("opened.html")
     text = page.read_text("utf-8")
     copy.write_text(text.replace("</body>", WHEN_DRAWN.replace("SCRIPT", script) + "</body>"))
@@ -104,7 +104,7 @@ def opened(page: Path, script: str, *, width: int = 1200) -> Seen:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A report of two models; the name of one is markup."""
+    """A report of two models, one with a name that is markup."""
     out = tmp_path_factory.mktemp("report") / "out.html"
     rows = [*pages.rows(12, 30), *pages.rows(3, 2, model=pages.HOSTILE)]
     checks = pages.checks("kernel-2", pages.HOSTILE)
