@@ -8,16 +8,17 @@ from typing import NamedTuple
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""Number of keys that a query sees before and after the diagonal; None for all on that side."""
+"""Numbers of keys that a query sees before and after the diagonal; None for all on that side."""
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """Options beyond SDPA's arguments. The defaults are SDPA's own behaviour.
+    """Options beyond SDPA's arguments. The defaults give SDPA's behaviour.
 
-    The score of query i and key j is `scale · q·k`, then `softcap · tanh(score / softcap)`, then
-    plus `attn_mask`. A causal mask and a window follow a diagonal: query i is beside key i + δ. δ
-    is 0 as in SDPA, or Sk - Sq with `bottom_right` as in FlashAttention.
+    The score of query i and key j is `scale · q·k`. A soft cap replaces it by `softcap · tanh(score
+    / softcap)`, and `attn_mask` is added afterwards. A causal mask and a window follow a diagonal:
+    the diagonal key of query i is key i + δ. δ is 0 as in SDPA, or Sk - Sq with `bottom_right` as
+    in FlashAttention.
 
     Raises:
         ValueError: `softcap` is not a positive number below 1e30.
@@ -39,7 +40,7 @@ PLAIN = AttentionOptions()
 
 
 class Lengths(NamedTuple):
-    """Rows of the tensors that belong to each batch element; `forward_kernel._rows` reads them."""
+    """Rows of the tensors that belong to each batch element, as read by `forward_kernel._rows`."""
 
     kind: str
     batches: int
@@ -50,7 +51,7 @@ class Lengths(NamedTuple):
 
 
 def is_leading_part(part: Tensor, whole: Tensor) -> bool:
-    """Return whether `part` is `whole[..., :n]` in the same memory, and no copy."""
+    """Return whether `part` is a view `whole[..., :n]` of the same memory, not a copy."""
     if part.shape[:-1] != whole.shape[:-1] or not 0 < part.shape[-1] <= whole.shape[-1]:
         return False
     same_strides = all(

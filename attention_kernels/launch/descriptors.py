@@ -1,8 +1,7 @@
-"""Tensor descriptors, through which the tensor memory accelerator (TMA) of Hopper and newer GPUs
-loads.
+"""Tensor descriptors for the tensor memory accelerator (TMA) of Hopper and newer GPUs.
 
-Such loads take no registers and hardly any instructions. Elements outside the tensor are read as
-zeros.
+Loads through a descriptor take no registers and hardly any instructions. Elements outside the
+tensor are read as zeros.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @functools.cache
 def has_tma(device: torch.device) -> bool:
-    """Return whether a device has the accelerator. The interpreter takes descriptors too."""
+    """Return whether a device supports descriptors, which includes Triton's interpreter."""
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -41,7 +40,7 @@ def can_be_described(tensor: Tensor) -> bool:
 
 
 class Address:
-    """Stand-in for a tensor in a descriptor that needs nothing but the tensor's address."""
+    """Stand-in for a tensor in a descriptor, with the tensor's address only."""
 
     __slots__ = ("_address",)
 
@@ -55,7 +54,8 @@ class Address:
 def at(descriptor: Any, tensor: Tensor | Address) -> Any:
     """Return a descriptor of the same shape and strides at another tensor's address.
 
-    Its checks are not repeated, so the tensor must be laid out like the descriptor's own.
+    The checks of the descriptor are not repeated, so the tensor must have the same layout as the
+    original one.
     """
     moved = object.__new__(type(descriptor))
     moved.__dict__.update(descriptor.__dict__)
@@ -64,7 +64,7 @@ def at(descriptor: Any, tensor: Tensor | Address) -> Any:
 
 
 def nowhere(descriptor: Any) -> Any:
-    """Return a copy of a descriptor that keeps no tensor's memory alive, to be moved with `at`."""
+    """Return a copy of a descriptor that keeps no memory alive, to be moved with `at`."""
     return at(descriptor, Address(0))
 
 

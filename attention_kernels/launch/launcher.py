@@ -1,10 +1,9 @@
-"""Launches that repeat a compiled program with other addresses.
+"""Launches of a compiled program with new addresses.
 
-At each call Triton looks at every argument to find the program that was compiled for its types,
-values and alignment. Two calls of one shape differ in the addresses of their tensors and in nothing
-else that Triton asks about. So the program that was found for the first is launched again with
-other addresses, by the driver's own function (as in PyTorch's Inductor), unless a profiler listens
-to launches.
+At each call, Triton inspects every argument to find the program that was compiled for its type,
+value and alignment. For two calls of one shape, only the addresses of the tensors differ. The
+program of the first call is therefore launched again with new addresses, by the driver's own
+function (as in PyTorch's Inductor), unless a profiler listens to launches.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_KEPT = 1024
 
 
 class PlanCache(Generic[Planned]):
-    """Plans of calls by their shapes, so that each shape is planned once."""
+    """Plans of calls, keyed by shape, so that each shape is planned once."""
 
     def __init__(self) -> None:
         self._plans: dict[Hashable, Planned] = {}
@@ -41,8 +40,8 @@ class PlanCache(Generic[Planned]):
         return self._plans.get(shape)
 
     def keep(self, shape: Hashable, plan: Planned) -> Planned:
-        """Keep a plan and return it. Old plans go, because a decoder has a new shape for every
-        token."""
+        """Store a plan and return it. Old plans are dropped, because a decoder has a new shape for
+        every token."""
         if len(self._plans) >= MOST_KEPT:
             self._plans.clear()
         self._plans[shape] = plan
@@ -50,7 +49,7 @@ class PlanCache(Generic[Planned]):
 
 
 class Launch:
-    """A kernel with a grid and all its arguments except the tensors of a call, which come first."""
+    """A kernel with its grid and all arguments except the tensors of a call, which come first."""
 
     def __init__(
         self,
@@ -60,11 +59,12 @@ class Launch:
         arguments: dict[str, Any],
         **options: int | None,
     ) -> None:
-        """Keep what calls of one shape share.
+        """Store everything that calls of one shape share.
 
         Args:
-            device: of the tensors. The kernel is launched there, even if another device is current.
-            arguments: by the kernel's own names, all except the tensors, which come first.
+            device: device of the tensors, on which the kernel is launched even if another is
+                current.
+            arguments: all arguments except the tensors, by the kernel's own names.
             options: `num_warps`, `num_stages`, `maxnreg`.
         """
         tensors = len(kernel.arg_names) - len(arguments)
@@ -76,11 +76,11 @@ class Launch:
         self._programs: dict[tuple[bool, ...] | None, _Program] = {}
 
     def __call__(self, *tensors: Any) -> None:
-        """Launch the kernel with tensors, tensor descriptors or None, each of the same kind at each
-        call.
+        """Launch the kernel with tensors, tensor descriptors or None. Each argument must have the
+        same kind in every call.
 
-        Shapes, strides and types must be those of the first call; addresses may be any. Once the
-        kernel `is_compiled`, tensors may be passed in the place of descriptors.
+        Shapes, strides and types must be those of the first call; addresses may differ. After the
+        kernel `is_compiled`, tensors may be passed in place of descriptors.
         """
         if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -90,8 +90,8 @@ class Launch:
 
     @property
     def is_compiled(self) -> bool:
-        """Return whether it is compiled for addresses that are multiples of 16; never in the
-        interpreter."""
+        """Return whether the kernel is compiled for addresses that are multiples of 16; always
+        False in the interpreter."""
         return None in self._programs
 
     def repeat(self, *addresses: int | None) -> None:
@@ -147,13 +147,13 @@ class Launch:
             )
 
     def _first(self, tensors: tuple[Any, ...]) -> Any:
-        """Let Triton launch the kernel with the tensors, and return what it compiled.
+        """Let Triton launch the kernel with the tensors, and return the compiled kernel.
 
-        Where a GPU has too little shared memory for that, fewer blocks are in flight.
+        If a GPU has too little shared memory, the number of stages is reduced.
 
         Raises:
-            ValueError: a tensor is on another device. Later launches pass addresses alone, and
-                nothing would notice it.
+            ValueError: a tensor is on another device. Later launches pass addresses only and cannot
+                detect this.
         """
         assert self._kinds is not None
         for each in tensors:
@@ -175,11 +175,11 @@ class Launch:
 
 
 class _Kinds(NamedTuple):
-    """Kinds of arguments that a launch is called with, by their places."""
+    """Positions of a launch's arguments, by kind."""
 
     tensors: tuple[int, ...]
     descriptors: tuple[tuple[int, Any], ...]
-    """Descriptors without memory, and their places."""
+    """Positions of descriptors, and the descriptors without memory."""
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
@@ -193,7 +193,7 @@ class _Kinds(NamedTuple):
 
 
 class _Program(NamedTuple):
-    """A compiled kernel, and its launcher's arguments where no profiler listens."""
+    """A compiled kernel, with the arguments of its launcher for launches without a profiler."""
 
     compiled: Any
     run: Callable[..., None]
@@ -203,7 +203,7 @@ class _Program(NamedTuple):
     """Function that returns the current stream of a device."""
     kinds: _Kinds
     maps: TensorMaps | None
-    """Arguments in place of descriptors, where `run` takes them."""
+    """Tensor maps that replace descriptors, if `run` accepts them."""
 
     @classmethod
     def of(cls, compiled: Any, kinds: _Kinds) -> _Program:
@@ -217,7 +217,7 @@ class _Program(NamedTuple):
 def _is_listened_to() -> bool:
     """Return whether a profiler or another hook listens to launches."""
     if _knobs is None:
-        return True  # an unknown Triton: there may be a listener
+        return True  # unknown version of Triton: there may be a listener
     enter, leave = _knobs.launch_enter_hook, _knobs.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
@@ -227,18 +227,18 @@ class PlannedCall(NamedTuple):
 
     launch: Launch
     descriptors: tuple[Any, ...] | None = None
-    """Descriptors to be moved to the tensors; None in place of one, or of all, where pointers are
+    """Descriptors to be moved to the tensors. An entry, or the tuple, is None if pointers are
     passed."""
     shared: tuple[int, int] | None = None
-    """Numbers and counters of `workspace` that the programs share. They follow all other tensors of
-    the launch; None where the launch takes none."""
+    """Number of floats and of counters of `workspace` that the programs share, or None. These
+    tensors follow all others of the launch."""
 
     def room(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Return the memory for `shared` that the launch takes."""
+        """Return the memory for `shared` that the launch needs."""
         return () if self.shared is None else workspace(*self.shared, device)
 
     def operands(self, *tensors: Tensor | None) -> tuple[Any, ...]:
-        """Return tensors as the launch takes them, some as descriptors."""
+        """Return the arguments for the launch, with descriptors in place of some tensors."""
         if self.descriptors is None or self.launch.is_compiled:
             return tensors
         return tuple(
@@ -248,12 +248,14 @@ class PlannedCall(NamedTuple):
 
 
 def layout(tensor: Tensor | None) -> Hashable:
-    """Return all that a plan may depend on except the address: shape, strides, type and device."""
+    """Return everything that a plan may depend on except the address: shape, strides, type and
+    device."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 def alignments(*tensors: Tensor) -> Hashable:
-    """Return which tensors begin at a multiple of 16 bytes, as wide loads and descriptors need."""
+    """Return which tensors begin at a multiple of 16 bytes, as wide loads and descriptors
+    require."""
     addresses = [tensor.data_ptr() for tensor in tensors]
     together = 0
     for address in addresses:
@@ -262,5 +264,5 @@ def alignments(*tensors: Tensor) -> Hashable:
 
 
 def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:
-    """Return strides by a kernel's names for them; None where there is no tensor."""
+    """Return strides by a kernel's names for them; the values are None if there is no tensor."""
     return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

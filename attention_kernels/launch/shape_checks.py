@@ -1,5 +1,5 @@
-"""Checks that a call's tensors fit together. They are made when a call is planned, since kernels
-check nothing."""
+"""Checks that a call's tensors fit together. A call is checked when it is planned; kernels check
+nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Sizes = tuple[int, ...]
 
 
 def check_shapes(query: Sizes, key: Sizes, value: Sizes, sinks: Sizes | None = None) -> None:
-    """Check BHSD tensors, and sinks if there are any.
+    """Check the shapes of BHSD tensors, and of the sinks if there are any.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the shapes do not fit together.
     """
     batch, heads, _, head_dim = query
     kv_heads = key[1]
@@ -30,7 +30,7 @@ def check_head_dims(*head_dims: int) -> None:
     """Check that kernels have tiles for the head dimensions.
 
     Raises:
-        ValueError: one is larger than 256.
+        ValueError: a head dimension is larger than 256.
     """
     if max(head_dims) > 256:
         raise ValueError(f"head_dim {max(head_dims)}: at most 256")
@@ -41,10 +41,10 @@ def sizes_of(tensor: Tensor | None) -> Sizes | None:
 
 
 def vector(name: str, tensor: Tensor | None, count: int) -> Tensor | None:
-    """Return a tensor of `count` numbers that are adjacent in memory, as kernels read them.
+    """Return a tensor of `count` numbers that are adjacent in memory, as kernels require.
 
     Raises:
-        ValueError: it has another shape.
+        ValueError: the tensor has another shape.
     """
     if tensor is None:
         return None

@@ -1,8 +1,8 @@
-"""Tensor maps, which a launch passes for tensor descriptors, kept for each address.
+"""Tensor maps, which a launch passes in place of tensor descriptors, cached by address.
 
-At each launch Triton searches all arguments for descriptors and has the driver encode each as a
-tensor map. A map has 128 bytes: a tensor's address, sizes and strides, and the size of the blocks
-that are loaded. It can be used again for another tensor that has come to lie at the same address.
+At each launch, Triton searches all arguments for descriptors, and the driver encodes each
+descriptor as a tensor map. A map has 128 bytes: a tensor's address, sizes and strides, and the size
+of the blocks that are loaded. A map can be reused for another tensor at the same address.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from attention_kernels.launch.descriptors import Address, at
 
 MOST_KEPT = 1024
 INSIDE = {"launcher", "tensordesc_indices", "tensordesc_meta"}
-"""Variables of Triton's function that makes the maps and calls a launcher."""
+"""Variables of the Triton function that makes the maps and calls a launcher."""
 
 
 class TensorMaps:
-    """Tensor maps of a launch, whose descriptors differ between calls in their addresses only."""
+    """Tensor maps of a launch whose descriptors differ only in their addresses from call to
+    call."""
 
     def __init__(
         self, descriptors: Sequence[tuple[int, Any]], make: Make, metadata: Sequence[Any]
     ) -> None:
-        """Keep what the maps are made of.
+        """Store the inputs from which maps are made.
 
         Args:
-            descriptors: each with its place among the arguments.
-            make: function of Triton's that encodes a descriptor.
-            metadata: what else Triton knows of each descriptor.
+            descriptors: descriptors, each with its position among the arguments.
+            make: Triton's function that encodes a descriptor.
+            metadata: Triton's metadata of each descriptor.
         """
         self._make = make
         kept: list[dict[int, list[Any]]] = [{} for _ in descriptors]
@@ -41,9 +42,8 @@ class TensorMaps:
         ][::-1]
 
     def replace(self, addresses: list[Any]) -> None:
-        """Replace the address of each described tensor by the arguments that the compiled kernel
-        takes."""
-        # The last comes first, since a replacement moves later places.
+        """Replace the address of each described tensor by the arguments of the compiled kernel."""
+        # The last comes first, because a replacement shifts later positions.
         for place, descriptor, metadata, kept in self._of_each:
             address = addresses[place]
             arguments = kept.get(address)
@@ -56,16 +56,17 @@ class TensorMaps:
 
 
 Make = Callable[[Any, Any], list[Any]]
-"""Function that returns a descriptor's map, sizes and strides, from it and its metadata."""
+"""Function that returns a descriptor's map, sizes and strides, given the descriptor and its
+metadata."""
 
 
 def with_maps(
     run: Any, descriptors: Sequence[tuple[int, Any]]
 ) -> tuple[Callable[..., None], TensorMaps | None]:
-    """Return a launcher of Triton's that takes maps, and the maps of its descriptors.
+    """Return a Triton launcher that accepts maps, and the maps of its descriptors.
 
-    Return the launcher itself and None where there are no descriptors, where the GPU has no TMA, or
-    where this version of Triton builds launchers in another way.
+    Return `run` itself and None if there are no descriptors, if the GPU has no TMA, or if this
+    version of Triton builds launchers differently.
     """
     wrapper = getattr(run, "launch", None)
     code, expand = getattr(wrapper, "__code__", None), None

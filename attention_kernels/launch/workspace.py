@@ -1,6 +1,6 @@
 """Scratch memory of launches, kept from call to call.
 
-It has room for the parts of an output, and counters by which programs find out which is the last.
+The memory holds parts of an output, and counters by which a program detects that it is the last.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 from triton.runtime.driver import driver
 
 RESERVED_COUNTERS = 2**18
-"""Number of counters for kernels in CUDA graphs, 1 MiB on each GPU."""
+"""Number of counters for kernels in CUDA graphs; they take 1 MiB on each GPU."""
 
 
 @dataclass
 class _Reserve:
-    """Zeros for CUDA graphs. Each kernel in a graph gets its own part of them for ever."""
+    """Zeros for CUDA graphs. Each kernel in a graph permanently gets its own part of the zeros."""
 
     zeros: Tensor
     used: int = 0
@@ -29,19 +29,19 @@ _reserves: dict[torch.device, _Reserve] = {}
 
 @dataclass
 class _Workspace:
-    """Scratch memory of a stream, on which kernels follow one another."""
+    """Scratch memory of a stream, shared by kernels that run one after another."""
 
     room: Tensor
     zeros: Tensor
 
 
 def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return at least `numbers` of float32 with any values, and `count` of int32 that are zeros.
+    """Return at least `numbers` float32 elements with undefined values, and `count` int32 zeros.
 
-    A kernel that uses the zeros must leave zeros. Both are kept for each stream. A CUDA graph may
-    be replayed on any stream, beside any other, so each kernel in it has its own. Where the zeros
-    for graphs are used up, or no kernel ran before, the graph zeroes new ones itself at the cost of
-    another node.
+    A kernel that uses the zeros must reset them to zero. Both tensors are kept for each stream. A
+    CUDA graph may be replayed on any stream, at the same time as others, so each kernel in a graph
+    has its own tensors. If the zeros for graphs are used up, or no kernel ran before, the graph
+    clears new memory itself, which costs another node.
     """
     if device.type != "cuda":
         return _new(numbers, device), torch.zeros(count, dtype=torch.int32, device=device)
@@ -56,7 +56,8 @@ def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, T
 
 
 def _ample(size: int) -> int:
-    """Return `size` or somewhat more (an eighth, if large), so that it is seldom too small."""
+    """Return `size` rounded up (by at most an eighth if large), so that memory rarely has to
+    grow."""
     step = max(1024, 1 << max(0, size.bit_length() - 4))
     return -(-size // step) * step
 
@@ -76,8 +77,8 @@ def _reserved(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _kept(device: torch.device, stream: int) -> _Workspace:
-    """Return the memory that is kept for a stream. The stream must be the current one; at first
-    there is none."""
+    """Return the memory that is kept for a stream, at first empty. The stream must be the current
+    one."""
     if device not in _reserves:
         zeros = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # a graph may run on another stream

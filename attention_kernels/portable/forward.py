@@ -1,4 +1,4 @@
-"""Planning and launching of `forward_kernel.py`, for `prefill.py`, `masked_prefill.py` and
+"""Planning and launch of `forward_kernel.py`, for `prefill.py`, `masked_prefill.py` and
 `varlen.py`."""
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from attention_kernels.tiles.online_softmax import base_2
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 HEAD_GROUP_BYTES = 16 * 2**20
-"""Bytes of keys and values that programs of neighbouring numbers share: a part of the L2 cache."""
+"""Size of the keys and values that programs with neighbouring numbers share, in bytes: a part of
+the L2 cache."""
 
 
 def forward(
@@ -50,23 +51,23 @@ def forward(
     sinks: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output, and the log-sum-exp if it is asked for, else None.
+    """Return the output, and the log-sum-exp if it is requested, else None.
 
-    The output lies in memory as the query does (BHSD or BSHD).
+    The output has the memory layout of the query (BHSD or BSHD).
 
     Args:
-        query, key, value: BHSD; those of packed batches have one batch element.
-        cut: the sizes of a program's work; None for `blocks`.
+        query, key, value: BHSD; packed batches have one batch element.
+        cut: sizes of a program's work; None for the result of `blocks`.
         options: bottom right, window and soft cap.
         sinks: (Hq,).
-        visited: the blocks that `attn_mask` leaves, for tiles of `cut`'s size. The mask alone says
-            then which keys a query sees.
+        visited: blocks that `attn_mask` keeps visible in tiles of the size of `cut`. The mask alone
+            then determines the keys that a query sees.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.
     """
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    if scale <= 0:  # the kernel takes the maximum before it multiplies
+    if scale <= 0:  # the kernel finds the maximum before it scales scores
         query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
     shape = (
         query.device,
@@ -122,7 +123,7 @@ def forward(
 
 
 class _PlannedForward(NamedTuple):
-    """Plan that calls of one shape share."""
+    """Plan for calls of one shape."""
 
     call: PlannedCall
     output: tuple[tuple[int, ...], tuple[int, ...]]
@@ -146,9 +147,9 @@ def _plan(
     visited: VisitedBlocks | None,
     sinks: Sizes | None,
 ) -> _PlannedForward:
-    """Plan a call: everything except its tensors' addresses.
+    """Plan a call: everything except the addresses of its tensors.
 
-    Arguments are those of `forward`, with a positive scale and the shape of the sinks.
+    The arguments are those of `forward`, except that the scale is positive and `sinks` is a shape.
     """
     check_shapes(query.shape, key.shape, value.shape, sinks)
     check_head_dims(query.shape[3], value.shape[3])
@@ -239,7 +240,7 @@ def _allocated(query: Tensor, sizes: tuple[int, ...], strides: tuple[int, ...]) 
 
 
 def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
-    """Return the output's layout, a tensor without memory."""
+    """Return a tensor without memory that has the output's layout."""
     batch, heads, q_len, _ = query.shape
     if query.stride(1) < query.stride(2):
         sizes = batch, q_len, heads, v_head_dim
@@ -250,8 +251,8 @@ def _output_of(query: Tensor, v_head_dim: int) -> Tensor:
 def _as_numbers(
     attn_mask: Tensor | None, shape: tuple[int, int, int, int]
 ) -> tuple[Tensor | None, str]:
-    """Return the mask broadcast by strides, a bool one as bytes, and the kernel's name for its
-    kind."""
+    """Return the mask, expanded to `shape` without a copy, and the kernel's name for its kind. A
+    bool mask is returned as bytes."""
     if attn_mask is None:
         return None, "none"
     mask = attn_mask.expand(shape)
@@ -262,7 +263,8 @@ def _as_numbers(
 
 
 def _unit(*tensors: Tensor) -> int:
-    """Return 8 where rows are adjacent elements and begin at multiples of 16 bytes, else 1."""
+    """Return 8 if the elements of rows are adjacent and rows begin at multiples of 16 bytes, else
+    1."""
     for tensor in tensors:
         others_fit = all(stride % 8 == 0 for stride in tensor.stride()[:3])
         if tensor.stride(3) != 1 or tensor.data_ptr() % 16 or not others_fit:
@@ -271,6 +273,6 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _strides(tensor: Tensor, unit: int) -> list[int]:
-    """Return the strides, all except the last in units."""
+    """Return the strides, in units except for the last."""
     *others, last = tensor.stride()
     return [*(stride // unit for stride in others), last]

@@ -1,19 +1,20 @@
 """FlashAttention-2's forward pass (Dao 2023) in Triton: one tile of queries over all its keys.
 
-A program holds BLOCK_M query rows and goes through the keys a block at a time, with the running
-maximum and sum of an online softmax (`online_softmax.py`). `forward_kernel` finds its tile, goes
-through each range of keys with `_attend`, and stores the output.
+A program holds BLOCK_M query rows and iterates over blocks of keys, with the running maximum and
+sum of an online softmax (`online_softmax.py`). `forward_kernel` finds its tile, calls `_attend` for
+each range of keys, and stores the output.
 
-- Blocks that the diagonal, a side of a window or the end of the keys cuts are masked. Blocks
-  between are not masked, and blocks beyond are not visited. So there are up to three ranges, each
-  with a loop of its own.
-- Where a mask has been looked through (`visited_blocks.py`), the program visits the blocks that the
-  mask leaves: first those where the mask changes nothing, then the others.
-- A head dimension that is not a power of two is two pieces: 96 is 64 + 32, 72 is 64 + 16.
-- Query heads that share a key head read it in place.
-- Key and value are loaded through tensor descriptors (TMA) where their strides allow it and the GPU
-  has it. Elsewhere, and in small calls, they are loaded through pointers, of any strides. Triton
-  overlaps these loads with the products: it keeps `num_stages` blocks in flight.
+- Blocks that are cut by the diagonal, a side of a window or the end of the keys are masked. Blocks
+  between them are not masked, and blocks beyond them are not visited. There are up to three ranges
+  of blocks, each with its own loop.
+- If a mask has been scanned (`visited_blocks.py`), the program visits the blocks that are not
+  hidden: first blocks in which the mask changes nothing, then the other blocks.
+- A head dimension that is not a power of two is split into two pieces: 96 is 64 + 32, 72 is 64 +
+  16.
+- Query heads that share a key head read that head in place.
+- Key and value are loaded through tensor descriptors (TMA) if their strides and the GPU allow it.
+  Otherwise, and in small calls, they are loaded through pointers, with any strides. Triton overlaps
+  the loads with the products and keeps `num_stages` blocks in flight.
 
 Triton schedules loads and products here. The kernels for Hopper, in Gluon, schedule them
 explicitly.
@@ -30,8 +31,8 @@ from attention_kernels.tiles.online_softmax import LN_2, LOG2_E, add_sink, soft_
 from attention_kernels.tiles.visited_blocks import first_key
 
 
-# Numbers that change from call to call must not compile the kernel again where they are 1 or
-# multiples of 16. Strides within a head do compile it again, since they decide how loads are done.
+# Numbers that change from call to call must not cause a recompilation if they are 1 or multiples of
+# 16. Strides within a head do, because the way of loading depends on them.
 @triton.jit(
     do_not_specialize=[
         "q_len", "k_len", "tiles", "heads", "group", "batches", "head_group", "left", "right",
@@ -109,14 +110,14 @@ def forward_kernel(
 ):
     """Compute a tile of BLOCK_M queries of one head.
 
-    `sinks`, `cap`, `left`, `right`, and `blocks` with its counts and strides are None where a call
-    has none. The compiled program has no such arguments then.
+    `sinks`, `cap`, `left`, `right`, and `blocks` with its counts and strides are None if a call
+    does not have them. The compiled program then has no such arguments.
 
     Strides of query, key and value count in UNITs, except between the elements of a row. Strides of
-    the mask count in MASK_UNITs; its keys are a multiple of them. Strides of the output count in
-    OUTPUT_UNITs.
+    the mask count in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
+    output count in OUTPUT_UNITs.
     """
-    # A row of 72 numbers is a multiple of 16 bytes. Triton sees that in the product only.
+    # A row of 72 numbers is a multiple of 16 bytes. Triton recognises this only from the product.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
     stride_qh = tl.cast(stride_qh, tl.int64) * UNIT
     stride_qm = tl.cast(stride_qm, tl.int64) * UNIT
@@ -228,9 +229,9 @@ def forward_kernel(
 def _tile(program, tiles, heads, batches, head_group):
     """Return a program's tile of queries, batch element and head.
 
-    Programs run in the order of their numbers: `head_group` heads at a time, so that their keys
-    stay in the L2 cache. Within those the last tiles come first, since they are the longest when
-    causal.
+    Programs run in the order of their numbers, `head_group` heads at a time, so that the keys stay
+    in the L2 cache. Within a group, the last tiles come first, because they are the longest in
+    causal calls.
     """
     in_section = head_group * tiles
     first_head = program // in_section * head_group
@@ -253,14 +254,14 @@ def _rows(
     IS_BOTTOM_RIGHT: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Return the first and end of a batch element's queries and of its keys, and the distance of
-    the key beside a query.
+    """Return the first and the end of a batch element's queries and of its keys, and the distance
+    from a query to its diagonal key.
 
-    LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (an element's keys
-    are `k_lengths` many from `k_starts` on, or from 0 if that is None), or "packed" (elements lie
-    one after another). Of packed elements, `q_offsets` and `k_starts` (B + 1,) say where each
-    begins, and causal counts from there. `k_lengths`, if not None, says how many of an element's
-    keys count.
+    LENGTHS: "full" (every batch element has all rows of the tensors), "padded" (an element has
+    `k_lengths` keys from `k_starts` on, or from 0 if `k_starts` is None), or "packed" (elements are
+    concatenated). In a packed batch, `q_offsets` and `k_starts` (B + 1,) are the starts of the
+    elements, and causal masks count from these starts. `k_lengths`, if not None, is the number of
+    valid keys of each element.
     """
     q_start = 0
     q_end = q_len
@@ -328,13 +329,14 @@ def _attend(
     IS_PART: tl.constexpr,
     HAS_DESCRIPTORS: tl.constexpr,
 ):
-    """Go through the keys [first, last) of a head, or through that range of `blocks`, whose entries
-    are first keys.
+    """Iterate over the keys [first, last) of a head, or over that range of `blocks`, whose entries
+    are the first keys of blocks.
 
-    `rows` and keys count from the tensors' beginnings; `diagonals` are the keys beside the rows.
-    `cap`, `left` and `right` are None where there is no soft cap or side of a window. With a cap,
-    `scale` is that of the exponent in tanh. IS_BOUNDED: a block may reach past `k_end` or cross the
-    diagonal or a side. IS_PART: keys past `k_end` may belong to another batch element.
+    `rows` and keys count from the tensors' beginnings; `diagonals` are the diagonal keys of the
+    rows. `cap`, `left` and `right` are None if there is no soft cap or no such side of a window.
+    With a cap, `scale` is the factor of the exponent in tanh. IS_BOUNDED: a block may reach past
+    `k_end` or cross the diagonal or a side. IS_PART: keys past `k_end` may belong to another batch
+    element.
     """
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
@@ -416,8 +418,8 @@ def _load_block(
 ):
     """Load (ROWS, COLUMNS) of a head from (`row`, FIRST) on, zeros past HEAD_DIM.
 
-    If IS_BOUNDED, some rows may lie past `end`. Through pointers they are zeros. Through a
-    descriptor they are whatever the tensor has there (zeros past its own end).
+    If IS_BOUNDED, some rows may be past `end`. Pointers load these rows as zeros. A descriptor
+    loads the tensor's actual contents, or zeros past the tensor's end.
     """
     rows = row + tl.arange(0, ROWS)
     if HAS_DESCRIPTOR:

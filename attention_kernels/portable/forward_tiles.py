@@ -16,10 +16,10 @@ FEW_KEYS = 512
 
 
 def is_small(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether pointers cost less than descriptors, which the host makes anew for each call.
+    """Return whether pointers cost less than descriptors, which the host creates for each call.
 
-    With few scores, an H200 was from 4 % slower to 40 % faster through pointers, with tiles chosen
-    for them, and its host was done 28 µs sooner.
+    With few scores, an H200 was between 4 % slower and 40 % faster with pointers, using tiles
+    chosen for pointers, and the host finished 28 µs earlier.
     """
     batch, heads, q_len, head_dim = query.shape
     k_len, widest = key.shape[2], max(head_dim, value.shape[3])
@@ -37,7 +37,7 @@ class Blocks(NamedTuple):
     stages: int
     """Number of blocks of keys and values in flight."""
     registers: int | None = None
-    """Most registers of a thread, so that more programs share a multiprocessor; None for Triton's
+    """Maximum registers per thread, so that more programs share a multiprocessor; None for Triton's
     choice."""
 
 
@@ -50,11 +50,11 @@ def blocks(
     options: AttentionOptions = PLAIN,
     mask: Tensor | None = None,
 ) -> Blocks:
-    """Return the fastest sizes found on an H200; other GPUs, and other ways to load, get what fits
-    them.
+    """Return the fastest sizes found on an H200, with separate sizes for GPUs with little shared
+    memory and for loads through pointers.
 
     Args:
-        mask: (B, Hq, Sq, Sk), or None for one that all queries of a head share.
+        mask: (B, Hq, Sq, Sk); None without a mask, or if all queries of a head share one row.
     """
     left, right = options.window
     head_dim = max(query.shape[-1], value.shape[-1])
@@ -69,11 +69,11 @@ def blocks(
             return Blocks(128, 64, 4, 3)
         return Blocks(128, 64, 8, 3) if head_dim <= 128 else Blocks(64, 32, 4, 2)
     if head_dim <= 64:
-        # Few rows waste less work beside a diagonal.
+        # Tiles of few rows waste less work at a diagonal.
         is_cut = is_causal or options.window != (None, None)
         return Blocks(64, 128, 4, 2) if is_cut else Blocks(128, 128, 8, 3, 128)
     if head_dim <= 128:
-        # Small programs end more evenly; large ones read keys and values half as often.
+        # Small programs balance the work better; large ones read keys and values half as often.
         seen = key.shape[2] if left is None else left + (right or 0)
         is_short = seen < 8192
         return Blocks(64, 64, 4, 3) if is_short else Blocks(128, 64, 8, 2, 128)
@@ -85,8 +85,8 @@ def blocks_of_mask(
 ) -> Blocks:
     """Return sizes for calls whose mask has a row for each query.
 
-    Where rows of a mask are not multiples of 16 bytes, their addresses take the registers that
-    larger blocks need. With sizes of plain calls an H200 took 3 to 17 times as long.
+    If the rows of a mask are not multiples of 16 bytes, their addresses take the registers that
+    larger blocks need. With the sizes of calls without a mask, an H200 took 3 to 17 times as long.
 
     Args:
         mask: (B, Hq, Sq, Sk).
@@ -105,7 +105,7 @@ def blocks_of_mask(
 
 
 def _blocks_of_float32(head_dim: int) -> Blocks:
-    """Return sizes for exact products, which tensor cores do not compute."""
+    """Return sizes for exact float32 products, which do not use the tensor cores."""
     return Blocks(64, 32, 4, 1) if head_dim <= 64 else Blocks(32, 32, 4, 1)
 
 

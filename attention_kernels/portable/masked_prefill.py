@@ -13,8 +13,8 @@ from attention_kernels.tiles.visited_blocks import VisitedBlocks, find_visited_b
 
 
 def visited_blocks_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> VisitedBlocks:
-    """Return the blocks that `masked_prefill` visits, to be found once for calls with the same
-    mask.
+    """Return the blocks that `masked_prefill` visits. Calls with the same mask can share the
+    result.
 
     The tensors are those of `masked_prefill`.
     """
@@ -23,7 +23,7 @@ def visited_blocks_of(query: Tensor, value: Tensor, attn_mask: Tensor) -> Visite
 
 
 def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
-    """Return the queries of a tile and the keys of a block."""
+    """Return the number of queries in a tile and of keys in a block."""
     if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import visited_tiles
 
@@ -35,7 +35,7 @@ def _tiles(query: Tensor, value: Tensor, mask: Tensor) -> tuple[int, int]:
 def _is_for_hopper(query: Tensor, value: Tensor) -> bool:
     if not has_gluon_kernels(query.device):
         return False
-    # Gluon is imported only where it is of use.
+    # Gluon is imported only if it may be used.
     from attention_kernels.hopper.hopper_prefill import takes
 
     return takes(query, value, None)
@@ -50,10 +50,11 @@ def masked_prefill(
     scale: float | None = None,
     visited: VisitedBlocks | None = None,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ + mask) · V, at the cost of the blocks that the mask leaves.
+    """Return softmax(scale · QKᵀ + mask) · V, computing only the blocks that the mask does not
+    hide.
 
-    A block of keys that a mask hides (False, -inf, or -1e30 and less in rows that have more) is not
-    read, so a NaN there reaches nothing.
+    A block of keys that a mask hides is not read, so a NaN in it has no effect. A mask hides a key
+    with False, with -inf, or with at most -1e30 in a row that has larger values.
 
     Args:
         query, key, value, scale: as for `prefill`.
@@ -62,7 +63,7 @@ def masked_prefill(
 
     Raises:
         ValueError: the shapes do not fit together, a head dimension is larger than 256, or
-            `visited` is of a mask with another shape or other strides.
+            `visited` belongs to a mask with another shape or other strides.
     """
     mask = attn_mask.expand(*query.shape[:3], value.shape[2])
     tiles = _tiles(query, value, mask)
@@ -81,7 +82,7 @@ def masked_prefill(
     if _is_for_hopper(query, value):
         from attention_kernels.hopper.hopper_prefill import forward_hopper
 
-        if scale is not None and scale <= 0:  # the kernel takes the maximum before it multiplies
+        if scale is not None and scale <= 0:  # the kernel finds the maximum before it scales
             query, scale = (-query, -scale) if scale else (query * 0.0, 1.0)
         output, _ = forward_hopper(
             query, key, value, False, scale, None, False, attn_mask=attn_mask, visited=visited

@@ -52,22 +52,22 @@ def prefill(
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return softmax(scale · QKᵀ + mask) · V, read and written in place for any strides.
+    """Return softmax(scale · QKᵀ + mask) · V, for tensors of any strides without a copy.
 
     A query whose keys are all masked gets zeros, as in SDPA. A NaN or an infinity spreads as in
-    SDPA's fused backends: keys right of the diagonal are not read, so a NaN there reaches at most
-    the rest of its block.
+    SDPA's fused backends: blocks beyond the diagonal are not read, so a NaN beyond the diagonal
+    affects at most queries of tiles that read its block.
 
     Args:
-        query: (B, Hq, Sq, D) in float16, bfloat16, or float32 (correct, and slow: no tensor cores).
+        query: (B, Hq, Sq, D) in float16, bfloat16, or float32 (slow: no tensor cores).
         key, value: (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv); Hq is a multiple of Hkv. D and Dv are at
             most 256.
         attn_mask: broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added).
-        is_causal: aligned top left, or as `options` says; with `attn_mask` both apply.
+        is_causal: aligned top left, unless `options` specifies bottom right. An `attn_mask` applies
+            in addition.
         scale: factor of the scores; None for 1/√D.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
-        options: bottom right, window and soft cap. Keys outside the window are not read, except for
-            the rest of a block.
+        options: bottom right, window and soft cap. Blocks of keys outside the window are not read.
         return_lse: also return the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
             float32, sinks included; -inf where every key is masked.
 

@@ -1,7 +1,7 @@
 """Attention over sequences of different lengths, without reading their padding.
 
-A padded batch stays in place: the kernel reads `k_lengths` keys from `k_starts` on. A packed batch
-has its sequences one after another, as FlashAttention's `varlen` functions take it.
+A padded batch is not copied: the kernel reads `k_lengths` keys from `k_starts` on. A packed batch
+has its sequences concatenated, as in FlashAttention's `varlen` functions.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from attention_kernels.portable.forward import forward
 
 
 class KeyRanges(NamedTuple):
-    """Keys of a padded batch that count."""
+    """Valid keys of a padded batch."""
 
     starts: Tensor | None
-    """(B,) int32, the first key; None for 0."""
+    """(B,) int32, first valid key of each batch element; None for 0."""
     lengths: Tensor
-    """(B,) int32, how many keys count from there on."""
+    """(B,) int32, number of valid keys from the first on."""
 
 
 @overload
@@ -72,16 +72,16 @@ def padded_prefill(
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return `prefill` under a padding mask; queries of padding tokens are answered too.
+    """Return `prefill` under a padding mask; padding tokens among the queries are computed too.
 
-    Values in the padding reach nothing, even NaN.
+    Keys and values in the padding have no effect, even if they are NaN.
 
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) as for `prefill`.
-        keys: within [0, Sk]. That is not checked, since it would wait for the GPU. A batch element
-            without keys gets zeros.
+        keys: valid keys, within [0, Sk]. This is not checked, because a check would wait for the
+            GPU. A batch element without keys gets zeros.
         is_causal: aligned top left of the padded tensors, as in SDPA. With `bottom_right` in
-            `options` the last query is beside the last key that counts.
+            `options`, the diagonal key of the last query is the last valid key.
         scale, sinks, options, return_lse: as for `prefill`.
 
     Raises:
@@ -152,15 +152,15 @@ def packed_prefill(
 
     Args:
         query_THD, key_THD, value_THD: (Tq, Hq, D), (Tk, Hkv, D) and (Tk, Hkv, Dv).
-        q_offsets, k_offsets: (B + 1,) int32, where each sequence begins and, last, where all end;
-            FlashAttention calls them `cu_seqlens`. They are not checked, since that would wait for
-            the GPU.
-        longest_query: number of queries of the longest sequence, or more. It is not checked either:
-            rows beyond it are not written.
-        is_causal: aligned top left of each sequence, or bottom right if `options` says so, as in
-            FlashAttention.
+        q_offsets, k_offsets: (B + 1,) int32, the start of each sequence and then the end of all;
+            FlashAttention calls them `cu_seqlens`. They are not checked, because a check would wait
+            for the GPU.
+        longest_query: number of queries of the longest sequence, or more. This is not checked: rows
+            beyond `longest_query` are not written.
+        is_causal: aligned top left of each sequence, or bottom right if `options` specifies it, as
+            in FlashAttention.
         scale, sinks, options: as for `prefill`.
-        seqused_k: (B,) int32, how many keys of each sequence count, from its first; None for all.
+        seqused_k: (B,) int32, number of valid keys of each sequence, from its first; None for all.
         return_lse: also return the log-sum-exp as in `prefill`, (Hq, Tq).
 
     Raises:
@@ -195,9 +195,9 @@ def _attend(
     *,
     return_lse: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run the kernel for Hopper where it takes the call, else the one for any GPU."""
+    """Run the Hopper kernel if it supports the call, else the portable kernel."""
     if has_gluon_kernels(query.device) and lengths.batches > 0 and lengths.longest_query > 0:
-        # Gluon is imported only where it is of use.
+        # Gluon is imported only if it may be used.
         from attention_kernels.hopper.hopper_prefill import forward_hopper, takes
 
         if takes(query, value, scale):
@@ -230,9 +230,10 @@ BLOCK_KEYS = 1024
 
 
 def key_ranges(keys: Tensor) -> KeyRanges:
-    """Find the key ranges of a (B, Sk) bool tensor that is True where a key counts, on the GPU.
+    """Return the key ranges of a (B, Sk) bool tensor that is True for valid keys; computed on the
+    GPU.
 
-    The keys that count must be adjacent. That is not checked, since it would wait for the GPU.
+    The valid keys must be adjacent. This is not checked, because a check would wait for the GPU.
     """
     batch = keys.shape[0]
     ranges = keys.new_empty(2, batch, dtype=torch.int32)
@@ -260,7 +261,7 @@ def _key_ranges(
     stride_key,
     BLOCK: tl.constexpr,
 ):
-    """Store where the first key of one batch element is and how many there are."""
+    """Store the first key and the number of keys of one batch element."""
     batch = tl.program_id(0)
     keys += batch.to(tl.int64) * stride_batch
     first = tl.full([BLOCK], 2147483647, tl.int32)

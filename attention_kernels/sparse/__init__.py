@@ -1,1 +1,1 @@
-"""Decode that reads a choice of tokens."""
+"""Decode over chosen tokens."""

@@ -1,4 +1,4 @@
-"""Attention of a few queries to chosen tokens only; `token_choice` chooses them."""
+"""Attention of a few queries to chosen tokens only. `token_choice` chooses tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def sparse_decode(
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.
         key: (B, Hkv, Sk, D), any strides.
         value: (B, Hkv, Sk, Dv), any strides.
-        indices: (B, Hkv, K) int32 or int64, each token once; the query heads of a key head share
-            them. Negative entries and entries beyond the keys are skipped. The output is zeros
-            where no entry is left.
+        indices: (B, Hkv, K) int32 or int64, each token at most once; the query heads of a key head
+            share the tokens. Negative entries and entries beyond the keys are skipped. The output
+            is zeros if no entry remains.
         scale: factor of the scores; None for 1/√D.
     """
     return attend_to_cache(query, Cache(key, value, indices=indices.contiguous()), scale=scale)

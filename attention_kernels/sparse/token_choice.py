@@ -2,9 +2,9 @@
 
 A key head keeps the tokens whose score, the largest scale · q·k over its query heads and queries,
 is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers via Top-k
-Attention"). The scores are exact. So this choice is the best that a cheaper estimate (Quest's page
-bounds, SparQ's channels) can reach, and the most expensive: every key is read. A model that
-estimates scores makes its own `indices`.
+Attention"). The scores are exact, so this choice is an upper bound for cheaper estimates (Quest's
+page bounds, SparQ's channels). It is also the most expensive choice, because every key is read. A
+model that estimates scores computes its own `indices`.
 """
 
 from __future__ import annotations
@@ -114,15 +114,15 @@ def choose_tokens(
 ) -> Tensor:
     """Return the highest-scoring tokens of each key head, (B, Hkv, K) int64, in any order.
 
-    K = max(1, keep · Sk), rounded. A sequence with fewer allowed tokens keeps the same share of
-    those, and -1 fills its places.
+    K = max(1, keep · Sk), rounded. A sequence with fewer allowed tokens keeps the same share of its
+    allowed tokens, and the remaining entries are -1.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
         key: (B, Hkv, Sk, D), any strides.
         keep: share of the tokens to keep, more than 0 and at most 1.
         allowed: (B, Sk) bool, tokens that may be chosen; None for all.
-        scale: factor of the scores, whose sign alone matters; None for 1/√D.
+        scale: factor of the scores; only its sign matters; None for 1/√D.
     """
     scores = _scores(query, Cache(key, key), allowed, scale)
     count = None if allowed is None else allowed.sum(dim=1)
@@ -145,7 +145,7 @@ def choose_paged_tokens(
 
 
 def _scores(query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None) -> Tensor:
-    """Return scores (B, Hkv, Sk) float32, -inf where there is no token that may be chosen."""
+    """Return scores (B, Hkv, Sk) float32; -inf for tokens that may not be chosen."""
     kv_heads, kv_len, _ = cache.sizes
     scores = query.new_empty(query.shape[0], kv_heads, kv_len, dtype=torch.float32)
     read = query, cache.key, allowed, cache.lengths, cache.block_table
@@ -163,7 +163,7 @@ _launches: PlanCache[Launch] = PlanCache()
 def _score_launch(
     query: Tensor, cache: Cache, allowed: Tensor | None, scale: float | None
 ) -> Launch:
-    """Return the launch for calls of one shape; arguments are those of `_scores`."""
+    """Return the launch for calls of one shape. The arguments are those of `_scores`."""
     check_shapes(query.shape, *cache.shapes)
     batch, heads, q_len, head_dim = query.shape
     kv_heads, kv_len, _ = cache.sizes
@@ -195,7 +195,7 @@ def _score_launch(
 
 def _highest(scores: Tensor, keep: float, lengths: Tensor | None) -> Tensor:
     count = min(max(1, round(keep * scores.shape[2])), scores.shape[2])
-    # Sorting the tokens and converting their numbers to int32 are launches of their own.
+    # Sorting the tokens and converting their numbers to int32 would be separate launches.
     indices = scores.topk(count, dim=2, sorted=lengths is not None).indices
     if lengths is None:
         return indices

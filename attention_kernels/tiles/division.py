@@ -1,7 +1,7 @@
-"""Division by numbers that the host knows and that programs are not compiled for.
+"""Division by numbers that the host knows but that are not compile-time constants.
 
-A GPU divides integers in some 40 instructions, and most wait for the one before. The host knows the
-divisors, so a multiplication and a shift remain.
+A GPU divides integers in some 40 instructions, and most depend on the previous one. If the host
+knows the divisor, a multiplication and a shift are enough.
 
     Granlund, Montgomery: "Division by Invariant Integers using Multiplication", 1994.
 """
@@ -13,10 +13,10 @@ from triton.experimental.gluon import language as gl
 
 
 def reciprocal(divisor: int) -> int:
-    """Return the 64 bits by which `quotient` divides by a positive number.
+    """Return 64 bits with which `quotient` divides by a positive number.
 
-    The upper half is the number of bits to shift by. The lower half is 2 to that power, divided by
-    the divisor and rounded up.
+    The upper half is the number of bits to shift by, n. The lower half is 2ⁿ divided by the
+    divisor, rounded up.
     """
     shift = 31 + (divisor - 1).bit_length()
     return shift << 32 | -(-(1 << shift) // divisor)

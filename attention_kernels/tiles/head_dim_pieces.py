@@ -8,13 +8,13 @@ import triton
 def pieces(head_dim: int, are_aligned: bool) -> tuple[int, int]:
     """Return two powers of two that together cover a head dimension; the second may be 0.
 
-    Each is at least 16. There is a second piece only where two take less than the next power of
-    two.
+    Each piece is at least 16. There is a second piece only if the two pieces together are smaller
+    than the next power of two.
 
     Args:
         are_aligned: whether rows begin at multiples of 16 bytes, so that they can be copied to
-            shared memory asynchronously. Other rows are one piece: two gave wrong results at
-            head_dim 72 on an H200 with Triton 3.6, for a reason not found.
+            shared memory asynchronously. Other rows have one piece: two pieces gave wrong results
+            at head_dim 72 on an H200 with Triton 3.6, for an unknown reason.
     """
     whole = max(16, int(triton.next_power_of_2(head_dim)))
     if whole in (head_dim, 16) or not are_aligned:

@@ -1,19 +1,19 @@
-"""Products of 8-bit numbers with finer numbers, which are split into high and low parts of 8 bits.
+"""Products of 8-bit numbers with more precise numbers, which are split into two 8-bit parts.
 
-The tensor cores take two operands of one type. A cache in 8 bits would have to be converted to 16
-bits, number by number. Instead, the other operand is split into two numbers of the cache's type.
-Both are columns of one product, and their results are added.
+The tensor cores take two operands of one type, so an 8-bit cache would have to be converted to 16
+bits. Instead, each number of the other operand is split into two numbers of the cache's type. The
+two parts are columns of one product, and their results are added.
 
     INT8          x = 128 · high + low, an integer of 14 bits and a sign
     FP8 (e4m3)    x ≈ high + low, where low is the rounding error of high
 
-An e4m3 number has 4 significant bits, two of them have at least 8. So x is rounded by at most 2⁻⁸
-of itself, or by 2⁻¹⁸ of the largest number where low is too small to have 4. The cache was rounded
-by up to 2⁻⁴.
+An e4m3 number has 4 significant bits, and two of them together have at least 8. The rounding error
+of x is therefore at most 2⁻⁸ of x, or 2⁻¹⁸ of the largest number if low is subnormal. The rounding
+error of the cache is up to 2⁻⁴.
 
-The rows of the tensor cores' product are the cache's numbers: a warp group of Hopper takes 64. Its
-columns are the parts of a few queries: it takes 16 or more. If queries were the rows, most rows
-would be empty.
+The rows of the tensor cores' product are the tokens of the cache (64 for a warp group of Hopper).
+The columns are the parts of a few queries (16 or more). If queries were the rows, most rows would
+be empty.
 """
 
 from __future__ import annotations
@@ -25,27 +25,29 @@ from attention_kernels.tiles.eight_bits import round_to_fp8
 from attention_kernels.tiles.matmul import INTERPRETED
 
 LOG2_LARGEST_INT8 = tl.constexpr(13.9999)
-"""Base-2 logarithm of the largest INT8 operand of `high_low_parts`: 2¹⁴ would be 128 · 128."""
+"""Base-2 logarithm of the largest INT8 operand of `high_low_parts`; 2¹⁴ would need a high part of
+128."""
 LOG2_LARGEST_FP8 = tl.constexpr(8.0)
 _ROUNDS = tl.constexpr(1.5 * 2**23)
-"""Float32 number whose last bit counts ones: adding it to a number rounds that to an integer."""
+"""Float32 number whose last bit has the value 1: adding it to another number rounds that number to
+an integer."""
 
 
 @triton.jit
 def high_low_parts(numbers, IS_INT8: tl.constexpr):
     """Split (M, N) float32 numbers into (2M, N) 8-bit numbers.
 
-    The high part of row m is row 2m, the low part row 2m + 1. No number may be larger than 2 **
-    `LOG2_LARGEST_INT8` or `LOG2_LARGEST_FP8`.
+    The high part of row m is row 2m, the low part row 2m + 1. No magnitude may exceed 2 **
+    `LOG2_LARGEST_INT8` or 2 ** `LOG2_LARGEST_FP8`.
     """
     if IS_INT8:
         integers = (numbers + _ROUNDS).to(tl.int32, bitcast=True)
         high = (integers >> 7).to(tl.int8)
         low = (integers & 127).to(tl.int8)
     else:
-        # High is rounded to 3 bits behind the first by arithmetic on the bits of the number.
-        # Converting high back would be simpler, but where four share a register, ptxas 12.8
-        # converts another register's.
+        # High is rounded to 4 significant bits by arithmetic on the bits of the number. Converting
+        # high back would be simpler, but ptxas 12.8 converts the wrong register if four numbers
+        # share one.
         bits = numbers.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x80000) & -0x100000).to(tl.float32, bitcast=True)
         high = round_to_fp8(rounded)
@@ -56,11 +58,11 @@ def high_low_parts(numbers, IS_INT8: tl.constexpr):
 
 @triton.jit
 def high_low_product(halves, numbers):
-    """Return left · rightᵀ, (M, N) in float32, of left (M, K) as `high_low_parts` (2M, K), and
-    right (N, K) in the same 8-bit type.
+    """Return left · rightᵀ, (M, N) in float32. `halves` (2M, K) are the `high_low_parts` of left
+    (M, K), and `numbers` (N, K) is right, in the same 8-bit type.
 
-    FP8 products are added with some 14 bits (`quantised_prefill_kernel.py`). Each sum starts at
-    zero, and K is short.
+    FP8 products are accumulated with some 14 bits (`quantised_prefill_kernel.py`). This is enough,
+    because each sum starts at zero and K is small.
     """
     is_int8: tl.constexpr = numbers.dtype == tl.int8
     if INTERPRETED:

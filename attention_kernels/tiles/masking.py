@@ -1,4 +1,4 @@
-"""Keys that queries see: where those of a tile begin and end, and what a mask adds to scores."""
+"""Keys that queries see: the range of keys of a tile, and the terms that a mask adds to scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from attention_kernels.options import AttentionOptions
 from attention_kernels.tiles.online_softmax import LOG2_E
 
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
-"""Largest float32. A mask of -finfo.max must stay finite when it is converted to base 2."""
+"""Largest float32 number. A mask value of -finfo.max must stay finite when it is converted to base
+2."""
 
 
 @triton.jit
@@ -19,8 +20,8 @@ def may_see(diagonals, keys, k_end, left, right, IS_CAUSAL: tl.constexpr):
     """Return whether each query sees each key, (M, N).
 
     Args:
-        diagonals: (M,), the keys beside the queries.
-        keys: (N,); those from `k_end` on belong to no query.
+        diagonals: (M,), the diagonal keys of the queries.
+        keys: (N,); no query sees keys from `k_end` on.
         left, right: sides of a window, in keys before and after the diagonal; None for all.
     """
     seen = keys[None, :] < k_end
@@ -45,12 +46,12 @@ def stretches(
     IS_CAUSAL: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Return where a tile's keys begin, where blocks begin that all rows see whole, where these
-    end, and where all keys end.
+    """Return the first key of a tile, the first key of the blocks that all rows see in full, the
+    end of these blocks, and the end of the tile's keys.
 
-    Whole blocks follow the blocks that a window's left side cuts. `diagonal` is the key beside the
-    tile's first row. With IS_ALIGNED every block begins at a multiple of BLOCK_N, and the first may
-    begin before the window; `k_start` must be such a multiple.
+    Whole blocks follow the blocks that a window's left side cuts. `diagonal` is the diagonal key of
+    the tile's first row. With IS_ALIGNED, every block begins at a multiple of BLOCK_N, and the
+    first may begin before the window; `k_start` must be a multiple of BLOCK_N.
     """
     first = k_start
     last = k_end
@@ -69,7 +70,7 @@ def stretches(
     cut = first + tl.maximum(unmasked, 0) // BLOCK_N * BLOCK_N
     whole = first
     if left is not None:
-        # From this key on, the window of every row has begun.
+        # After `begun` keys, the window of every row has begun.
         begun = tl.maximum(diagonal + BLOCK_M - 1 - left - first, 0)
         whole = tl.minimum(first + tl.cdiv(begun, BLOCK_N) * BLOCK_N, tl.maximum(first, last))
         cut = tl.maximum(cut, whole)
@@ -90,11 +91,12 @@ def mask_bias(
     IS_BOUNDED: tl.constexpr,
     HAS_ROWS: tl.constexpr,
 ):
-    """Return what a mask adds to scores in base 2: (M, N), or (1, N) where all rows share it.
+    """Return the terms that a mask adds to scores in base 2: (M, N), or (1, N) if all rows share
+    them.
 
-    Triton loads 16 bytes at once only if it can tell that they are needed together. So rows past
-    the end read the last row, and keys end at a multiple of UNIT (`mask_unit`). Values of such rows
-    and keys mean nothing.
+    Triton loads 16 bytes at once only if all of them are needed under the same condition. Rows past
+    the end therefore read the last row, and keys end at a multiple of UNIT (`mask_unit`). The
+    values of these rows and keys are meaningless.
     """
     pointers = attn_mask + keys.to(tl.int64)[None, :] * stride_key
     if HAS_ROWS:
@@ -109,8 +111,8 @@ def mask_bias(
 
 @triton.jit
 def in_base_2(values):
-    """Multiply float32 numbers of a mask by log₂e. Only -inf becomes -inf, so that a row of
-    -finfo.max alone stays an ordinary row."""
+    """Multiply float32 numbers of a mask by log₂e. Only -inf becomes -inf, so that a row that
+    contains only -finfo.max is treated like any other row."""
     scaled = tl.maximum(values * LOG2_E, -LARGEST)
     is_ordinary = (values != float("-inf")) & (values == values)
     return tl.where(is_ordinary, scaled, values)
@@ -119,7 +121,7 @@ def in_base_2(values):
 def window_sides(
     is_causal: bool, options: AttentionOptions, q_len: int, k_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Return whether a call is causal, and the sides of its window; None for a side that hides
+    """Return whether a call is causal, and the two sides of its window; None for a side that hides
     nothing."""
     left, right = (
         None if side is None or side >= q_len + k_len else side for side in options.window
@@ -130,9 +132,9 @@ def window_sides(
 
 
 def mask_unit(mask: Tensor) -> int:
-    """Return how many elements of a mask (B, Hq, Sq, Sk) are loaded at once.
+    """Return the number of elements of a mask (B, Hq, Sq, Sk) that are loaded at once.
 
-    They are 16 bytes where the length and the strides of its rows are multiples of that, else 1
+    This is 16 bytes if the length and the strides of the rows are multiples of 16 bytes, else 1
     element.
     """
     unit = 16 // mask.element_size()

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-"""True where kernels run on the CPU in Triton's interpreter, as decided when Triton is imported.
+"""True if kernels run on the CPU in Triton's interpreter, which is decided when Triton is imported.
 """
 
 
@@ -14,7 +14,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 def matmul(left, right, sums):
     """Return left · right + sums, (M, N) in float32.
 
-    Triton's interpreter takes the bits of bfloat16 for integers, so it gets float32.
+    Triton's interpreter treats the bits of bfloat16 as integers, so the operands are converted to
+    float32.
     """
     if INTERPRETED:
         left = left.to(tl.float32)

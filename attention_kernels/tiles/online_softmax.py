@@ -1,13 +1,13 @@
 """The online softmax of the Triton kernels (Milakov and Gimelshein 2018), in base 2.
 
-Keys come a block at a time. Each row has a running maximum m, a sum of weights l and an output o.
-With every block they are brought to the new maximum:
+Keys are processed in blocks. Each row has a running maximum m, a sum of weights l and an output o.
+Each block updates all three:
 
     s = q·kᵀ·scale·log₂e        m' = max(m, max s)        p = 2^(s − m')
     l' = l·2^(m − m') + Σp      o' = o·2^(m − m') + p·v   output = o / l
 
-log₂e is part of the scale (`base_2`), since the GPU has an instruction for 2^x and none for e^x. A
-sink comes last, like a key whose value is 0 (`add_sink`).
+log₂e is part of the scale (`base_2`), because the GPU has an instruction for 2^x but none for e^x.
+A sink is added last, like a key whose value is 0 (`add_sink`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def softmax_step(scores, largest, maximum, factor):
     sums.
 
     Args:
-        scores: (M, N); multiplied by `factor`, which is not negative, they are s.
-        largest: (M,), least value of the new maximum: max s, or more.
-        maximum: (M,), m; -inf where no key has been seen. Subtracted from a score of -inf it would
-            give NaN.
+        scores: (M, N); s is `scores` times `factor`, which is not negative.
+        largest: (M,), lower bound of the new maximum: max s, or more.
+        maximum: (M,), m; -inf for a row that has not seen a key. A score of -inf minus this maximum
+            would be NaN.
     """
     new_maximum = tl.maximum(maximum, largest)
     origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -43,13 +43,13 @@ def softmax_step(scores, largest, maximum, factor):
 def add_sink(sink, maximum, total, unit):
     """Return the factor of earlier sums, the new maximum and the new sum.
 
-    A sink is added after the keys. As the first maximum, a large sink would leave weights so small
-    that 8 bits, or even float16, would round them away, and the output with them.
+    A sink is added after the keys. If a large sink were the first maximum, the weights would be so
+    small that 8 bits, or even float16, would round them to zero.
 
     Args:
-        sink: (M,), log₂e times the logit, -inf where there is none.
-        maximum, total: (M,), of the keys; -inf and 0 for a row that sees none.
-        unit: number that a weight of 1 has been counted as.
+        sink: (M,), log₂e times the logit; -inf for a row without a sink.
+        maximum, total: (M,), maximum and sum over the keys; -inf and 0 for a row that sees no key.
+        unit: number that represents a weight of 1.
     """
     new_maximum = tl.maximum(maximum, sink)
     origin = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
@@ -59,11 +59,11 @@ def add_sink(sink, maximum, total, unit):
 
 @triton.jit
 def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
-    """Return cap · tanh(x) from exponents, 2^exponent = e^2x: tanh x = 1 − 2 / (e^2x + 1).
+    """Return cap · tanh(x), where 2^exponents = e^2x and tanh x = 1 − 2 / (e^2x + 1).
 
-    The error is float32's rounding of the cap. For a score far below its cap that matters in calls
-    of float32, so a small x has its series there. `base_2` returns the scale that makes products
-    such exponents, and the cap that makes the result s.
+    The error is about the float32 rounding error of the cap. In float32 calls, this matters for
+    scores far below the cap, so small x use a series. `base_2` returns the scale that turns
+    products into these exponents, and the cap that makes the result s.
     """
     tanh = 1.0 - 2.0 / (tl.math.exp2(exponents) + 1.0)
     if IS_FLOAT32:
@@ -76,8 +76,8 @@ def soft_cap(exponents, cap, IS_FLOAT32: tl.constexpr = False):
 
 
 def base_2(scale: float, softcap: float | None) -> tuple[float, float | None]:
-    """Return the factor that turns q·k into s and None, or into exponents of `soft_cap` and its
-    cap."""
+    """Return the factor that turns q·k into s, and None; with a soft cap, the factor that turns q·k
+    into the exponents of `soft_cap`, and the cap in base 2."""
     if softcap is None:
         return scale * LOG2_E.value, None
     return 2 * scale * LOG2_E.value / softcap, softcap * LOG2_E.value

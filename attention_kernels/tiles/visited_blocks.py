@@ -1,9 +1,10 @@
-"""Blocks of keys that a mask leaves to each tile of queries, so that others are not read.
+"""Blocks of keys that a mask keeps visible in each tile of queries, so that hidden blocks are not
+read.
 
-A block is visited without the mask if the mask hides nothing and adds nothing there. It is visited
-with the mask if that changes some scores, and not at all if it hides all. To find out, the mask is
-read once, or twice if it is added, by a program for each block. A second kernel makes lists of the
-blocks. They depend on the mask alone, so the layers and steps of a model can share them.
+A block is visited without the mask if the mask changes none of its scores. A block is visited with
+the mask if the mask changes some scores, and not at all if the mask hides all. One program per
+block reads the mask, once for a bool mask and twice for a float mask. A second kernel lists the
+blocks. The lists depend only on the mask, so the layers and steps of a model can share them.
 """
 
 from __future__ import annotations
@@ -20,27 +21,26 @@ from attention_kernels.launch.launcher import Launch, named
 from attention_kernels.tiles.masking import mask_unit
 
 HIDDEN = tl.constexpr(-1e30)
-"""Largest mask value that hides a key where its row has keys with more.
+"""Largest mask value that hides a key, if the key's row has larger mask values.
 
-Such a key has no weight then: some models add -finfo.max where others add -inf. A row of such keys
-alone is an ordinary row.
+Such a key has no weight: some models add -finfo.max instead of -inf. In a row that contains only
+such keys, no key is hidden.
 """
 CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
-"""Kinds of blocks: some need the mask, others do not. Hidden blocks are 0."""
+"""Kinds of blocks: CUT blocks need the mask, WHOLE blocks do not. Hidden blocks have kind 0."""
 
 
 class VisitedBlocks(NamedTuple):
-    """Blocks that each tile visits. B and H are 1 where the mask is the same for all."""
+    """Blocks that each tile visits. B or H is 1 if all batch elements or heads share the mask."""
 
     blocks: Tensor
-    """(B, H, tiles, 2, blocks) int32, the first key of each block: those without the mask, then
-    those with it, each in order. Numbers behind them are undefined."""
+    """(B, H, tiles, 2, blocks) int32, the first key of each block: one list of blocks without the
+    mask and one with it, each in order. Later entries are undefined."""
     counts: Tensor
-    """(B, H, tiles, 2) int32, how many there are of each."""
+    """(B, H, tiles, 2) int32, the number of blocks in each list."""
 
     def strides(self) -> tuple[int, int]:
-        """Return strides in tiles, from one batch element to the next and from one head to the
-        next."""
+        """Return the strides between batch elements and between heads, in tiles."""
         batches, heads, tiles = self.counts.shape[:3]
         return (heads * tiles if batches > 1 else 0), (tiles if heads > 1 else 0)
 
@@ -62,7 +62,7 @@ def _kinds_kernel(
     BLOCK_N: tl.constexpr,
     IS_BOOL: tl.constexpr,
 ):
-    """Store the kind of one block. It loads the mask as `masking.mask_bias` does."""
+    """Store the kind of one block. The mask is loaded as in `masking.mask_bias`."""
     block, tile, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     place = head.to(tl.int64) * tl.num_programs(1) + tile
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -77,7 +77,7 @@ def _kinds_kernel(
         is_plain = is_seen
     else:
         largest = tl.load(largest_ptr + head.to(tl.int64) * q_len + rows, mask=rows < q_len)
-        has_more = (largest[:, None] <= HIDDEN) == 0  # a NaN has more too
+        has_more = (largest[:, None] <= HIDDEN) == 0  # also true for a NaN
         is_hidden = (values <= HIDDEN) & (has_more | (values == float("-inf")))
         is_seen = is_hidden == 0
         is_plain = values == 0
@@ -93,7 +93,7 @@ def _kinds_kernel(
 def _list_kernel(
     kinds_ptr, blocks_ptr, counts_ptr, width, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """List the blocks of one tile, of `width` that are at most WIDTH."""
+    """List the visited blocks of one tile, out of `width` blocks, at most WIDTH."""
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     blocks = tl.arange(0, WIDTH)
     kinds = tl.load(kinds_ptr + place * width + blocks, mask=blocks < width, other=0)
@@ -108,20 +108,20 @@ def _list_kernel(
 
 @triton.jit
 def first_key(blocks, place, last, BLOCK_N: tl.constexpr):
-    """Return the first key of a block as a number that Triton knows to be a multiple, 0 past the
-    last.
+    """Return the first key of a block, as a number that Triton knows to be a multiple of BLOCK_N; 0
+    past the last.
 
-    Callers ask a block ahead, since a load does not begin early if its address is loaded in the
-    same iteration.
+    Callers look up one block ahead, because Triton does not prefetch a load whose address is loaded
+    in the same iteration.
     """
     return tl.multiple_of(tl.load(blocks + place, mask=place < last, other=0), BLOCK_N)
 
 
 def find_visited_blocks(attn_mask: Tensor, rows: int, keys: int) -> VisitedBlocks:
-    """Return the blocks that a mask (B, Hq, Sq, Sk) leaves to tiles of `rows` queries, `keys` keys
-    a block.
+    """Return the blocks of `keys` keys that a mask (B, Hq, Sq, Sk) keeps visible in tiles of `rows`
+    queries.
 
-    The mask is bool or float, of any strides.
+    The mask is bool or float, with any strides.
     """
     shared = [dim for dim in (0, 1) if attn_mask.stride(dim) == 0]
     for dim in shared:
@@ -159,8 +159,8 @@ def _planned(
     rows: int,
     keys: int,
 ) -> tuple[Launch, Launch]:
-    """Return the launches for masks of one shape; `dtype` is that of the mask before bool became
-    bytes."""
+    """Return the launches for masks of one shape; `dtype` is the mask's type before bool was
+    converted to bytes."""
     batches, heads, q_len, k_len = shape
     tiles, width = triton.cdiv(q_len, rows), triton.cdiv(k_len, keys)
     find_kinds = Launch(
