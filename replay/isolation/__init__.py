@@ -1,1 +1,1 @@
-"""Protection of rows: perturbed inputs, restored process state, trusted functions, a judge."""
+"""The protection of measurements: perturbed inputs, restored state, trusted functions, a judge."""

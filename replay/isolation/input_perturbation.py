@@ -1,12 +1,13 @@
 """Inputs that change from sample to sample, so that timed outputs can be judged.
 
-Before every timed call, the signs of a quarter of the values are flipped in place in every head,
-and some keys and queries of one head change places. Pointers and shapes stay the same, so a result
-kept from an earlier call, by pointer or by checksum, is wrong. As sets, keys and queries stay the
-same, with the means and outlier channels that quantised kernels rely on. A perturbation is a
-function of a seed and a number, so another process can make the same inputs and judge a few rows of
-the output. Those rows are drawn after the call, because a kernel can read all earlier values in its
-process.
+Before every timed call, a quarter of the values in every head change sign in place, and some keys
+and queries of one head change places. Pointers and shapes stay the same, so a kernel that reuses an
+earlier result, found by pointer or by checksum, is wrong. The sets of keys and queries stay the
+same, with the means and outlier channels that quantised kernels rely on.
+
+A perturbation is a function of a seed and a number, so another process can make the same inputs and
+judge a few rows of the output. These rows are drawn after the call, because a kernel can read
+everything that its process computed before.
 """
 
 from __future__ import annotations
@@ -26,33 +27,33 @@ from capture.call.shape import Shape
 from capture.call.strides import narrow_expanded
 
 VALUE_SHARE = 4
-"""One value in four is flipped, which changes every output that attends to them."""
+"""One value in this many changes sign, which changes every output that attends to the values."""
 REVERSED_ROWS = 16
-"""Rows of query, and at least as many of key, that are put in reverse order."""
+"""Number of query rows, and minimum number of key rows, that are put in reverse order."""
 REVERSED_SHARE = 4
-"""One key in four of a head is moved. Fewer could go unnoticed in an 8-bit kernel that kept its
-keys, because a few of its rows may be far off anyway."""
+"""One key in this many of a head is moved. With fewer moved keys, an 8-bit kernel that reuses old
+keys could go unnoticed, because a few rows of such a kernel may have large errors anyway."""
 JUDGED_ROWS = 8
-"""Rows of an output that are kept in the head that changed, and as many in other heads."""
+"""Number of output rows that are kept in the changed head, and also in other heads."""
 
 ONE_THREAD = 2**15
-"""Smallest size of an operation that PyTorch shares among threads. On a busy processor threads wait
-for each other, ten milliseconds before every call, where one thread flips the signs in 15 µs."""
+"""Minimum number of elements that PyTorch divides among threads. On a busy processor, threads wait
+for each other for ten milliseconds before every call; one thread flips the signs in 15 µs."""
 MOST_VALUES = 2**17
-"""Most values that are flipped on a CPU; one thread needs 60 µs for them. A GPU flips any number of
-values in less time than the call takes to read them."""
+"""Maximum number of values that change sign on a CPU, where one thread needs 60 µs for them. A GPU
+flips any number of values in less time than the call takes to read them."""
 
 STEPPED_BLOCKS = 20
-"""Blocks of value, and of key, that a `SteppedPerturbation` changes in turn."""
+"""Number of blocks in value, and in key, that a `SteppedPerturbation` changes in turn."""
 STEPPED_SHARE = 80
-"""One value in 80 is in a block, so that all blocks together hold a quarter."""
+"""A block holds one value in this many, so that all blocks together hold a quarter."""
 
 Places = tuple[Tensor, Tensor, Tensor]
-"""Batches, heads and queries, on the device of the output that they index."""
+"""Indices of batches, heads and queries, on the device of the output that they index."""
 
 
 class OutputRows(NamedTuple):
-    """Positions in an output (B, Hq, Sq, Dv), one per entry."""
+    """Positions of rows in an output (B, Hq, Sq, Dv), one per list entry."""
 
     batch: list[int]
     head: list[int]
@@ -63,7 +64,7 @@ class OutputRows(NamedTuple):
         return output[self.on(output.device)]
 
     def on(self, device: torch.device) -> Places:
-        """Return the indices on a device, without waiting for a GPU."""
+        """Return the indices as tensors on a device, without waiting for a GPU."""
         indices = torch.tensor(self)
         if device.type == "cuda":
             indices = indices.pin_memory().to(device, non_blocking=True)
@@ -75,7 +76,7 @@ class InputPerturbation:
     """Perturbation with one number.
 
     Args:
-        values_only: leave query and key unchanged, for kernels that choose keys by them.
+        values_only: keep query and key unchanged, for kernels that choose keys by their contents.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class InputPerturbation:
         group = max(shape.q_heads // shape.kv_heads, 1)
         batch, kv_head = draw.randrange(shape.batch), draw.randrange(shape.kv_heads)
         heads = range(kv_head * group, (kv_head + 1) * group)
-        # Pages of different sequences are mixed, so the same rows of all pages change.
+        # A cache mixes pages of different sequences, so the same rows change in all pages.
         keys_of, keys = None, 2
         if call.page_table is None:
             keys = max(call.key.shape[2] // REVERSED_SHARE, REVERSED_ROWS)
@@ -98,14 +99,14 @@ class InputPerturbation:
             )
             self._changes += [partial(_reverse, part) for part in parts]
         self._call, self._batch, self._heads, self._group = call, batch, heads, group
-        # There are few such quarters, so one more row keeps inputs from coming back soon.
+        # There are few ways to choose the quarter, so one more row changes, to avoid repetition.
         self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
     def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
         """Return rows of the head whose keys and queries changed, and rows of any head.
 
         Args:
-            drawn: random number, drawn after the call, that decides which rows.
+            drawn: random number, drawn after the call, that determines the rows.
         """
         draw, shape = random.Random(drawn), self._call.shape
         kv_head = draw.randrange(shape.kv_heads)
@@ -116,7 +117,7 @@ class InputPerturbation:
         )
 
     def apply(self) -> None:
-        """Change the inputs in place; a second time undoes it."""
+        """Change the inputs in place; a second call undoes the change."""
         for change in self._changes:
             change()
         self._changes.reverse()  # changes may overlap in one tensor: undo the last one first
@@ -125,13 +126,13 @@ class InputPerturbation:
 class SteppedPerturbation:
     """Perturbation in small steps, for calls that follow each other without a gap.
 
-    A step negates one block of rows of value and swaps two rows of key in every head, with two
-    launches on a GPU. Key stays unchanged where value is a part of it. A Gray code chooses the
-    block, so that no inputs come back within 2²⁰ steps (fewer where there are fewer rows), and the
-    inputs of any step can be made without the steps before.
+    A step negates one block of value rows and swaps two key rows in every head, with two launches
+    on a GPU. The key stays unchanged where value is a part of it. A Gray code chooses the block, so
+    that no inputs repeat within 2²⁰ steps (fewer if there are fewer rows). The inputs of any step
+    can be made without the earlier steps.
 
     Args:
-        number: the step to begin after; `apply` goes there from the recorded inputs.
+        number: the step to begin after; `apply` makes its inputs from the recorded inputs.
         values_only: see `InputPerturbation`.
     """
 
@@ -142,7 +143,7 @@ class SteppedPerturbation:
         self.number = number
         values = _blocks(draw, call.value, max(call.value.shape[2] // STEPPED_SHARE, 1))
         self._pools: list[list[Callable[[], object]]] = []
-        if values:  # otherwise there are no keys
+        if values:  # empty if there are no keys
             self._pools.append([block.neg_ for block in values])
         shares_key = call.key.data_ptr() == call.value.data_ptr()
         if not values_only and not shares_key and call.key.shape[2] > 1:
@@ -162,7 +163,7 @@ class SteppedPerturbation:
             changes[min(trailing_zeros, len(changes) - 1)]()
 
     def apply(self) -> None:
-        """Go from the recorded inputs to those of this step, or back, in place."""
+        """Change the recorded inputs to those of this step, or back, in place."""
         for changes in self._pools:
             position = self.number % 2 ** len(changes)
             gray = position ^ (position >> 1)
@@ -182,7 +183,7 @@ class _Exchange:
 
 
 class PerturbationSequence:
-    """Perturbations of a call's tensors, a new one for each sample."""
+    """Sequence of perturbations of a call's tensors, with a new one for each sample."""
 
     def __init__(self, call: AttentionCall, seed: int) -> None:
         self._call = call
@@ -193,7 +194,7 @@ class PerturbationSequence:
         """Next perturbation and its number, by `values_only`."""
 
     def get_ready(self, *, values_only: bool = False) -> None:
-        """Undo the last perturbation and prepare the next while a GPU is at work."""
+        """Undo the last perturbation and prepare the next one while a GPU is busy."""
         self.undo()
         if values_only not in self._ready:
             number = next(self._numbers)
@@ -203,7 +204,7 @@ class PerturbationSequence:
             self._ready[values_only] = number, perturbation
 
     def next(self, *, values_only: bool = False) -> tuple[int, InputPerturbation]:
-        """Undo the last perturbation and apply another; return its number and itself."""
+        """Undo the last perturbation and apply a new one; return its number and the new one."""
         self.get_ready(values_only=values_only)
         number, self._perturbation = self._ready.pop(values_only)
         self._perturbation.apply()
@@ -221,14 +222,14 @@ class PerturbationSequence:
 
 
 def _most_rows(tensor: Tensor) -> int:
-    """Return the most rows of a head that one perturbation may change."""
+    """Return the maximum number of rows of a head that one perturbation may change."""
     if tensor.device.type != "cpu":
         return tensor.shape[2]
     return max((ONE_THREAD - 1) // tensor.shape[3], 1)
 
 
 def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """Return the same rows of every head, without expanded copies; on a CPU, in small blocks."""
+    """Return the same rows of every head, without expanded copies, on a CPU in small blocks."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
     if not length:
@@ -247,7 +248,7 @@ def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
 
 
 def _one_more(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """Return one more row of every head, or of some heads where each has a single row."""
+    """Return one more row of every head, or of some heads if each head has a single row."""
     memory = narrow_expanded(tensor)
     _, heads, length, _ = memory.shape
     if not length:
@@ -270,7 +271,7 @@ def _reverse(rows: Tensor) -> None:
 
 
 def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:
-    """Return the head of each row to judge; one head for all where each has its own sink."""
+    """Return the head of each row to judge; it is the same for all rows if heads have sinks."""
     if call.sinks is not None:
         return [draw.choice(heads)] * JUDGED_ROWS
     return draw.choices(heads, k=JUDGED_ROWS)
@@ -298,7 +299,7 @@ def _blocks(draw: random.Random, tensor: Tensor, rows: int) -> list[Tensor]:
 
 
 def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
-    """Make the call that computes only these rows of one key head: (1, 1, n, D), explicit mask."""
+    """Make a call that computes only these rows of one key head, (1, 1, n, D), with a mask."""
     call = call.without_pages()
     shape = call.shape
     group = max(shape.q_heads // shape.kv_heads, 1)
@@ -339,7 +340,7 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
 
 
 def side_by_side(*calls: AttentionCall) -> AttentionCall:
-    """Join calls of some rows each (`some_rows`) into one call, as its heads."""
+    """Join calls made by `some_rows` into one call with a head for each."""
     joined = {
         name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
         for name in calls[0].tensors()
@@ -351,7 +352,7 @@ def _part(draw: random.Random, tensor: Tensor, batch: int | None, head: int, row
     """Return some rows of one head, without copies along expanded dimensions.
 
     Args:
-        batch: the batch, or None for all.
+        batch: index of the batch, or None for all batches.
     """
     memory = narrow_expanded(tensor)
     rows = min(rows, memory.shape[2])

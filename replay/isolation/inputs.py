@@ -17,8 +17,8 @@ from capture.call.strides import narrow_expanded
 
 POISON = float("nan")
 POISONED_BLOCKS = 4
-"""Blocks of memory filled with NaN before a kernel runs: one for its output, and others for
-contiguous or quantised copies of inputs that may be allocated first."""
+"""Number of memory blocks filled with NaN before a kernel runs: one for its output, and others for
+contiguous or quantised copies of inputs, which the kernel may allocate first."""
 
 
 class Inputs:
@@ -41,7 +41,7 @@ class Inputs:
     def poison(self, call: AttentionCall, value: float = POISON) -> None:
         """Fill the memory that an output will probably get, to reveal unwritten elements.
 
-        Otherwise that memory may still hold another kernel's right answer.
+        Otherwise that memory could still hold the right output of another kernel.
         """
         blocks = [
             torch.full(self._output_shape, value, dtype=call.dtype, device=call.device)
@@ -50,7 +50,7 @@ class Inputs:
         del blocks
 
     def restore(self, call: AttentionCall) -> tuple[str, ...]:
-        """Undo a kernel's changes to a form's inputs; return the names of the changed ones."""
+        """Undo a kernel's changes to a form's inputs; return the names of the changed inputs."""
         changed, given = [], call.tensors()
         for name, before in self._pristine.items():
             if name not in given:
@@ -65,13 +65,13 @@ class Inputs:
 
 
 def drop_in(attention: Callable[..., Tensor], call: AttentionCall) -> Callable[[], Tensor]:
-    """Return the function that a model would execute in place of this call."""
+    """Return a function that runs the kernel on this call as a model would."""
     arguments = aliases(call)
     return lambda: attention(**arguments)
 
 
 def aliases(call: AttentionCall) -> dict[str, Any]:
-    """Return arguments that a kernel can resize in place without effect on other kernels."""
+    """Return the call's arguments, so that a resize in place does not affect other kernels."""
     return {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in call.arguments().items()

@@ -28,30 +28,30 @@ from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summar
 T = TypeVar("T")
 
 SLACK = 2.0
-"""Factor on the tolerance of rows of timed samples, whose inputs are not the recorded ones. Their
-purpose is to reveal results that are stale, skipped or of lower precision."""
+"""Factor on the tolerance of sampled rows, because their inputs differ from the recorded inputs.
+Samples only have to reveal results that are stale, skipped or of lower precision."""
 
 OTHER_TIMER = 3.0
-"""Factor by which a call may take longer by another clock than its row says: on a GPU in a series
-of calls, on a CPU from one message of its sample to the next."""
+"""Factor by which a call may take longer by another clock than in its row. The other clock times a
+series of calls on a GPU, and the interval between a sample's messages on a CPU."""
 
 JUDGED_SAMPLES = 8
-"""Timed samples of each kernel that are judged, drawn after all of them were taken."""
+"""Number of timed samples of each kernel that are judged, drawn after all samples were taken."""
 
 
 class Sample(NamedTuple):
-    """Rows of what one timed call returned."""
+    """Rows of the output of one timed call."""
 
     number: int
-    """Number of the perturbation of its inputs (`replay.isolation.input_perturbation`)."""
+    """Number of the perturbation of the call's inputs (`replay.isolation.input_perturbation`)."""
     drawn: int
-    """Random number, drawn after the call, that decides which rows are kept."""
+    """Random number, drawn after the call, that determines the rows."""
     changed: Tensor
-    """(n, Dv): the first of `InputPerturbation.rows`."""
+    """(n, Dv): rows at the first result of `InputPerturbation.rows`."""
     others: Tensor
-    """(n, Dv): the second of `InputPerturbation.rows`."""
+    """(n, Dv): rows at the second result of `InputPerturbation.rows`."""
     is_stepped: bool = False
-    """True if a `SteppedPerturbation` made its inputs and chose its rows, at step `number`."""
+    """True if step `number` of a `SteppedPerturbation` made the inputs and chose the rows."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Judged:
 
     finding: Finding
     accuracy: Accuracy | None
-    """None for a right output that was judged without its accuracy."""
+    """Errors of the output; None for a right output judged with `with_accuracy=False`."""
     kept: float | None = None
     output_summary: Summary | None = None
     reference_summary: Summary | None = None
@@ -82,9 +82,10 @@ class OutputJudge(Protocol):
         """Judge an output (B, Hq, Sq, Dv).
 
         Args:
-            chosen: the keys that a sparse kernel chose, by which it is judged.
-            of_core: whether the kernel's core returned it; a wrong one loses only its core time.
-            with_accuracy: measure a right output too; otherwise only a wrong one.
+            chosen: the keys that a sparse kernel chose; the output is judged on these keys.
+            of_core: whether the kernel's core returned the output; if it is wrong, the kernel loses
+                only its core time.
+            with_accuracy: return the errors of right outputs too, not only of wrong outputs.
         """
 
     def judge_samples(
@@ -94,7 +95,7 @@ class OutputJudge(Protocol):
         samples: list[Sample],
         chosen: Tensor | None,
     ) -> str:
-        """Return what is wrong with rows of timed samples; empty if they are right."""
+        """Return what is wrong with rows of timed samples; empty if all rows are right."""
 
     def clock(
         self, kernel: str, run: Callable[[], Tensor], device: torch.device, call_ms: float
@@ -102,10 +103,10 @@ class OutputJudge(Protocol):
         """Time a block of calls by a clock that the kernel cannot reach, if there is one.
 
         Returns:
-            The output of `run`, if it was called exactly once.
+            The output of `run` if `run` was called exactly once; otherwise None.
 
         Args:
-            call_ms: time of a call in its samples.
+            call_ms: time of a call in the kernel's samples.
         """
 
 
@@ -114,7 +115,7 @@ MOST_CALLS = 1000
 
 
 def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
-    """Make calls one after another, wait for the last one's work, and return its output."""
+    """Make calls one after another, wait until all are done, and return the last output."""
     for _ in range(calls - 1):
         run()
     result = run()
@@ -124,11 +125,11 @@ def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
 
 
 class LocalJudge:
-    """Judge in this process.
+    """Judge in the process that runs the kernels.
 
     Args:
         seed: seed of the perturbations.
-        compared: output of the kernel that `errors_against` names.
+        compared: output of the kernel that `errors_against` names, if any.
         thresholds: constants to judge by.
     """
 
@@ -213,7 +214,7 @@ class LocalJudge:
             finally:
                 perturbation.apply()
             found += [sample.changed, sample.others]
-        # All samples share one computation, which is little work for a GPU; limits are per sample.
+        # One small computation serves all samples, on the CPU; limits are per sample.
         with _one_thread():
             right = Expected.of_heads(side_by_side(*made)) if made else []
         for rows, expected_rows in zip(found, right, strict=True):
@@ -239,7 +240,7 @@ def _one_thread() -> Iterator[None]:
     """Use one CPU thread for many small operations.
 
     Several threads wait for each other after each operation. On a busy machine (two cores, a load
-    of 3) that took 2,240 ms where one thread took 45.
+    of 3) two threads took 2,240 ms and one thread 45 ms.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -255,10 +256,10 @@ def _wrong_rows(
     whole: Tolerance,
     factors: ExactThresholds | QuantisedThresholds,
 ) -> str:
-    """Return why rows (n, Dv) of a timed sample are wrong; empty if they are right.
+    """Return why rows (n, Dv) of a timed sample are wrong; empty if all rows are right.
 
     Args:
-        whole: tolerance of the whole output.
+        whole: tolerance of the whole output, for the recorded inputs.
     """
     right = expected.reference[0, 0]
     rows = rows.to(right.device)
@@ -280,7 +281,7 @@ def _wrong_rows(
     largest = float(error.abs().amax()) if error.numel() else 0.0
     if largest > allowed:
         return f"max abs error {largest:.2g} exceeds {allowed:.2g}"
-    # Late rows of a long causal call are small: stale ones would stay below that maximum.
+    # Late rows of a long causal call are small, so a stale row could stay below the maximum error.
     lengths = torch.linalg.vector_norm(right.to(torch.float64).nan_to_num(), dim=-1)
     noise = limit * math.sqrt(rows.shape[-1])
     far = torch.linalg.vector_norm(error, dim=-1) > WRONG_DIRECTION * lengths
@@ -290,13 +291,13 @@ def _wrong_rows(
 
 
 WRONG_DIRECTION = 0.5
-"""Largest error of a row as a share of its length; rounding to 16 bits makes a hundredth."""
+"""Largest error of a row as a share of its length; rounding to 16 bits causes a hundredth."""
 RELIABLE_LENGTH = 4
-"""Smallest length, in units of the noise of its sums, of a row that is judged by its direction."""
+"""Minimum length of a row that is judged by its direction, in units of the row's noise."""
 
 QUANTISED_SLACK = 3.0
-"""Largest mean relative L2 error of a sample's rows, in units of the whole output's largest
-relative L1; an honest 8-bit kernel stays below a tenth."""
+"""Largest mean relative L2 error of a sample's rows, in units of the largest allowed relative L1 of
+the whole output; an honest 8-bit kernel stays below a tenth."""
 
 
 def _both(mask: Tensor | None, chosen: Tensor) -> Tensor:

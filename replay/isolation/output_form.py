@@ -1,4 +1,4 @@
-"""The form of an output: type, shape, dtype and device, whatever its values."""
+"""The form of an output: type, shape, dtype and device, without regard to values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from capture.storage.header import dtype_name
 
 
 def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:
-    """Return why an output is not a plain tensor of the right form; empty if it is.
+    """Return why an output is not a plain tensor of the right form; empty if its form is right.
 
-    A subclass of `Tensor` is refused: it may compute when it is read, after its time was taken.
+    A subclass of `Tensor` is refused, because it may compute its values when it is read, after the
+    timed interval.
     """
     shape = call.shape
     expected = (shape.batch, shape.q_heads, shape.q_len, shape.v_head_dim)

@@ -1,4 +1,4 @@
-"""State of the process that a kernel may not change for others: settings and functions."""
+"""The state of the process that kernels share: settings and functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from replay.isolation.trusted_functions import TrustedFunctions
 
 
 class ProcessState:
-    """State of the process as it is now, before any kernel's library is imported."""
+    """State of the process at construction, before any kernel's library is imported."""
 
     def __init__(self) -> None:
         self._state = SettingsSnapshot()
@@ -18,9 +18,9 @@ class ProcessState:
         self._replaced: dict[str, dict[str, None]] = {}
 
     def restore(self, kernel: str) -> None:
-        """Restore everything, and note what this kernel changed.
+        """Restore everything, and note the changes that this kernel made.
 
-        Call it after every run of a kernel; otherwise the next kernel would be blamed.
+        This must follow every run of a kernel; otherwise the next kernel would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))

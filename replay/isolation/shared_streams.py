@@ -1,4 +1,4 @@
-"""Streams that kernels share: a kernel that closes them would silence all others."""
+"""The streams that kernels share. A kernel that closed them would silence all others."""
 
 from __future__ import annotations
 

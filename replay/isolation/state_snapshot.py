@@ -1,7 +1,7 @@
-"""Snapshot of the process that kernels are measured in, to restore it and to name changes.
+"""The snapshot of a process that measures kernels, to restore the process and to name changes.
 
-A kernel's library may switch PyTorch's backends or threads when it is imported or called, which
-would change what every other kernel is measured with.
+A kernel's library may switch PyTorch's backends or threads when it is imported or called. That
+would change the measurements of every other kernel.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COMPILERS_OWN = {
     "TRITON_PTXAS_PATH",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",
 }
-"""Variables that `torch.compile` leaves for the compilers it starts; they change no measurement."""
+"""Variables that `torch.compile` sets for its compilers; they do not affect measurements."""
 
 
 def _environment() -> dict[str, str]:
@@ -62,7 +62,7 @@ _RECURSION_LIMIT = sys.getrecursionlimit()
 
 
 def _recursion_limit() -> int:
-    """Return the limit, without an increase, which compilers make and which harms no kernel."""
+    """Return the recursion limit without increases; compilers raise it, which is harmless."""
     return min(sys.getrecursionlimit(), _RECURSION_LIMIT)
 
 
@@ -72,7 +72,7 @@ def _default_device() -> Any:
 
 
 _ENTERED: list[Any] = []
-"""Modes that were entered, kept because a mode ends when it is garbage collected."""
+"""Entered modes, kept because a mode ends when it is garbage collected."""
 
 
 def _set_inference_mode(on: bool) -> None:
@@ -122,7 +122,7 @@ _BINDS_THREADS = any(
 
 
 def _by_name(module: Any, *names: str) -> tuple[Callable[..., Any], ...] | None:
-    """Return functions of a module; None if the system or version lacks any of them."""
+    """Return functions of a module by name; None if this system or version lacks any of them."""
     found = tuple(getattr(module, name, None) for name in names)
     return None if None in found else found  # type: ignore[return-value]
 
@@ -135,7 +135,7 @@ _ORDER = _by_name(torch._C, "_get_sdp_priority_order", "_set_sdp_priority_order"
 class _BackendOrder:
     """Order in which SDPA tries its backends.
 
-    PyTorch itself puts cuDNN first when SDPA first gets a call on some GPUs, and never again.
+    On some GPUs, PyTorch itself moves cuDNN to the front at the first call of SDPA, and only then.
     """
 
     def __init__(self, read: Callable[[], list[int]], write: Callable[[list[int]], None]) -> None:
@@ -151,7 +151,7 @@ class _BackendOrder:
         )
 
     def read(self) -> list[int] | None:
-        """Return the order; None for an order of PyTorch's own."""
+        """Return the order; None for an order that PyTorch itself sets."""
         order = self._read()
         if order not in self._known:
             return order
@@ -163,9 +163,9 @@ class _BackendOrder:
 
 
 class _Overrides:
-    """Kernels that Python code registered in place of PyTorch's own, with `torch.library`.
+    """Kernels that Python code registered with `torch.library` in place of PyTorch's own.
 
-    Compilers' registrations for meta tensors and transforms are left out, as they compute nothing.
+    Compilers' registrations for meta tensors and transforms are left out: they compute nothing.
     """
 
     KEYS = ("CPU", "CUDA", "Autograd", "CompositeImplicit", "CompositeExplicit")
@@ -175,14 +175,14 @@ class _Overrides:
         self._count, self._found = -1, frozenset[str]()
 
     def read(self) -> frozenset[str]:
-        """Return names such as `aten/bmm/CPU`; search only when their number has changed."""
+        """Return names such as `aten/bmm/CPU`; search only if the number of names has changed."""
         if len(self._registered) != self._count:
             self._count = len(self._registered)
             self._found = frozenset(name for name in self._registered if self._computes(name))
         return self._found
 
     def write(self, wanted: frozenset[str]) -> None:
-        """Undo all registrations but the wanted ones."""
+        """Undo all registrations except the wanted ones."""
         for found in gc.get_objects():
             if type(found) is torch.library.Library and any(
                 self._computes(name) and name not in wanted for name in found._op_impls
@@ -210,9 +210,9 @@ def _set_seed(seed: int) -> None:
 
 
 def _scheduling() -> dict[str, Setting]:
-    """Return settings of this thread that threads started by it inherit.
+    """Return settings of this thread that its new threads inherit.
 
-    A raised niceness can be lowered again only with privileges.
+    Only a privileged process can lower a raised niceness again.
     """
     found = {}
     if _AFFINITY is not None:
@@ -290,7 +290,7 @@ SETTINGS: dict[str, Setting] = {
     **_scheduling(),
     **_overrides(),
 }
-"""Settings by the names that users know."""
+"""Settings by their names in messages to users."""
 
 HOOKS: dict[str, Setting] = {
     "sys.getprofile": Setting(sys.getprofile, sys.setprofile),
@@ -298,11 +298,10 @@ HOOKS: dict[str, Setting] = {
     "the stack of torch function modes": Setting(hooks.function_modes, hooks.set_function_modes),
     "the stack of torch dispatch modes": Setting(hooks.dispatch_modes, hooks.set_dispatch_modes),
 }
-"""Hooks that let a kernel's code run after the kernel returned and its time was taken."""
+"""Hooks that could run a kernel's code after the kernel returned, outside the timed interval."""
 
 REFUSALS = (RuntimeError, OSError, ValueError)
-"""Errors of settings that contradict each other, of a removed directory, and of signals outside the
-main thread."""
+"""Errors from contradictory settings, a removed directory, and signals outside the main thread."""
 
 
 class SettingsSnapshot:
@@ -321,7 +320,7 @@ class SettingsSnapshot:
             changed.append(name)
             with contextlib.suppress(*REFUSALS):
                 setting.write(self._was[name])
-            if not self._holds(name, setting):  # permanent: do not blame the next kernel for it
+            if not self._holds(name, setting):  # permanent: do not blame the next kernel
                 with contextlib.suppress(*REFUSALS):
                     self._was[name] = setting.read()
         return changed
@@ -351,8 +350,9 @@ def _random_numbers() -> Iterator[tuple[Any, Setting]]:
 class RandomState:
     """States of the random generators of Python, PyTorch and NumPy.
 
-    A kernel may draw random numbers, so a change is restored without a flag. That takes a few
-    microseconds, or about 30 with NumPy. A generator that appears later is noted when first seen.
+    Kernels may draw random numbers, so a change is undone without a flag. This takes a few
+    microseconds, or about 30 with NumPy. The state of a new generator is saved when it is first
+    seen.
     """
 
     def __init__(self) -> None:
@@ -360,7 +360,7 @@ class RandomState:
         self.restore()
 
     def restore(self) -> None:
-        """Restore the generators, so that every kernel gets the same numbers."""
+        """Restore the generators, so that every kernel draws the same numbers."""
         for name, generator in _random_numbers():
             with contextlib.suppress(*REFUSALS):
                 if name in self._was:

@@ -1,7 +1,7 @@
 """The functions that measurements rely on, as they were before any kernel was imported.
 
-A kernel's library may replace functions of PyTorch or Python for the whole process. Then every row
-would be measured by the replacements.
+A kernel's library may replace functions of PyTorch or Python for the whole process. The
+replacements would then measure every row.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ import torch.nn.functional
 OURS = ("replay", "capture", "attention_kernels")
 
 MEASURING = ("replay.bench", "replay.isolation", "replay.timing")
-"""Our packages whose functions must also keep their code and defaults."""
+"""Packages of ours in which functions must also keep their code and defaults."""
 
 MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
 
 CONSTANTS = (int, float, str, tuple, frozenset, type(None))
-"""Types of our constants (names in capitals) that must keep their values."""
+"""Types of constants (names in capitals) in our modules that must keep their values."""
 
 OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
 """Prefixes of functions that `torch.compile` adds to modules and removes again."""
 
 ABSENT = object()
-"""Stands for a method that a class inherits and does not define."""
+"""Value of a method that a class inherits and does not define."""
 
 BORROWED: list[tuple[Any, tuple[str, ...]]] = [
     (time, ("perf_counter", "monotonic", "time", "sleep")),
@@ -90,14 +90,14 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
         ),
     ),
 ]
-"""Functions of other packages, by the object that holds them."""
+"""Functions of other packages: pairs of an owner and the names of its functions."""
 
 
 class _Standing(NamedTuple):
     """Values of many attributes, one entry each.
 
-    There are thousands, so they are compared without Python loops. They are read from the owners'
-    dictionaries, because a method that is read from its class is a new object each time.
+    The thousands of attributes are compared without Python loops. They are read from the owners'
+    dictionaries, because a method read from its class is a new object each time.
     """
 
     get: Callable[[Any, str, object], object]
@@ -112,7 +112,7 @@ class _Standing(NamedTuple):
 
 
 class TrustedFunctions:
-    """Functions as they were, and constants of our own modules."""
+    """Original functions, and constants of our own modules."""
 
     def __init__(self) -> None:
         self._standing = {
@@ -129,7 +129,7 @@ class TrustedFunctions:
             value
             for standing in self._standing.values()
             for value in standing.values
-            # A function that another package put there may have no module.
+            # A replacement from another package may have no module.
             if isinstance(value, FunctionType) and (value.__module__ or "").startswith(MEASURING)
         ]
         self._made_of = {part: list(map(attrgetter(part), self._measuring)) for part in MADE_OF}

@@ -1,1 +1,1 @@
-"""Times and energy of kernels, and the machine that they ran on."""
+"""The times and energy of kernels, and the machine that ran them."""

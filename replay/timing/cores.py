@@ -1,4 +1,4 @@
-"""The processor cores of the machine, and the ones that this process may use. Imports no torch."""
+"""The processor cores of the machine and of this process. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
 def physical_cores(topology: Path = TOPOLOGY) -> int | None:
-    """Count cores without their hardware threads; None if the system does not tell."""
+    """Count physical cores, not hardware threads; None if the system does not report them."""
     siblings = set()
     for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
         try:
@@ -21,9 +21,9 @@ def physical_cores(topology: Path = TOPOLOGY) -> int | None:
 
 
 def core_siblings(cpus: Iterable[int], topology: Path = TOPOLOGY) -> list[list[int]]:
-    """Group logical CPUs by core, with neighbouring cores beside each other.
+    """Group logical CPUs by core, with neighbouring cores next to each other.
 
-    If the system does not tell, each CPU counts as a core.
+    If the system does not report cores, each CPU counts as a core.
     """
     cores: dict[str, list[int]] = {}
     for cpu in sorted(cpus):

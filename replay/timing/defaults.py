@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 ROUNDS = 30
-"""Samples of a kernel on a call."""
+"""Number of samples of a kernel on a call."""
 
 MINIMUM_ROUNDS = 6
-"""Least rounds of a slow kernel, however long they take; fewer have no 95 % interval."""
+"""Minimum number of rounds for a slow kernel; with fewer rounds there is no 95 % interval."""
 
 SECONDS = 20.0
-"""Time for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
+"""Time limit for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
 
 CPU_SECONDS = 1.0
-"""The same on a CPU, where calls are slow."""
+"""Time limit for these samples on a CPU, where calls are slow."""
 
 CALLS_BEFORE_IN_MODELS = 4
-"""Untimed calls before each sample when times on a GPU are to predict a model's."""
+"""Number of untimed calls before each sample if GPU times must predict a model's time."""

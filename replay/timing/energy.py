@@ -1,11 +1,12 @@
-"""The energy of a call, and its sustained time, from a block of calls back to back.
+"""The energy of a call, and its sustained time, from a block of calls without gaps.
 
-NVML counts the energy of the whole GPU, and updates the count every 20 to 100 ms. So calls follow
-each other for a second without a gap, and the energy between two updates is divided by the calls
-between them. The energy of an idle GPU is included.
+NVML counts the energy of the whole GPU and updates the count every 20 to 100 ms. So calls follow
+each other for a second without a gap. The energy between two updates is divided by the number of
+calls between these updates. The energy of an idle GPU is included.
 
 During the block the GPU becomes as warm and as slow as under a steady load. The first calls after a
-pause run at the clock of a short burst, the last ones at the clock that power allows for long.
+pause run at the clock of a short burst. The last calls run at the clock that the power limit
+sustains.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from replay.timing.gpu_state import NoReading, energy_counter
 Function = Callable[[], object]
 
 PAUSE_SECONDS = 0.1
-"""Pause before a block, so that the GPU is at rest when it begins."""
+"""Pause before a block, so that the GPU is at rest when the block begins."""
 SETTLING_SECONDS = 0.25
-"""Time of a block before the counter is read: clocks need about 40 ms to adapt to the power."""
+"""Time from a block's start to the first reading: clocks take about 40 ms to adapt to the power."""
 BLOCK_SECONDS = 1.0
-"""Time between the first and last reading of the counter: at least ten of its updates."""
+"""Time between the first and last reading of the counter, for at least ten updates."""
 CHUNK_MS = 5.0
-"""Work between two readings. One more chunk is queued, so that the GPU never waits."""
+"""Duration of the calls between two readings. Further calls are queued, so the GPU never waits."""
 BURST_MS = 20.0
 SUSTAINED_SHARE = 0.25
-"""Share of a block, at its end, whose calls give the sustained time."""
+"""Share of a block, at the end, that gives the sustained time."""
 STANDSTILL_SECONDS = 5.0
-"""Time without an update, while the GPU works, after which the counter is given up."""
+"""Time without an update, while the GPU is busy, after which the measurement fails."""
 
 DIFFERENT = 0.03
-"""Least relative difference between burst and sustained times that is reported."""
+"""Minimum relative difference between burst and sustained times for a report."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class EnergyBlock:
     """Energy and times of a block of calls."""
 
     mj: float
-    """Energy of a call."""
+    """Energy of a call, in millijoules."""
     power_w: float
     seconds: float
     burst_ms: float
@@ -64,11 +65,11 @@ def measure_energy(
     call_ms: float,
     keep: Callable[[object], None] = lambda result: None,
 ) -> EnergyBlock:
-    """Run a block of calls of a function that takes about `call_ms`.
+    """Run a block of calls of a function that takes about `call_ms`, and measure it.
 
     Args:
-        keep: receives the output of one call per chunk on average, right after the call; it must
-            not wait for the GPU.
+        keep: receives the output of one call per chunk on average, right after that call; `keep`
+            must not wait for the GPU.
     """
     read = energy_counter(device)
     calls = max(int(CHUNK_MS / call_ms), 1)
@@ -87,10 +88,10 @@ def block(
     read: Callable[[], int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> EnergyBlock:
-    """Follow chunks of calls until the counter was read for long enough.
+    """Measure energy and times over chunks of calls.
 
     Args:
-        chunks: endless milliseconds of chunks, each as soon as it is done.
+        chunks: endless iterator that yields the milliseconds of each chunk when the chunk is done.
         calls: number of calls in a chunk.
         read: function that reads the counter, in millijoules.
     """
@@ -122,7 +123,7 @@ def block(
 
 
 def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> Iterator[float]:
-    """Run chunks of calls without end; wait for each while the next is queued."""
+    """Run chunks of calls without end; wait for each chunk while the next is queued."""
     under_way: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
     while True:
         start = torch.cuda.Event(enable_timing=True)
@@ -130,7 +131,7 @@ def _chunks(function: Function, calls: int, keep: Callable[[object], None]) -> I
         start.record()
         for _ in range(calls):
             result = function()
-            if secrets.randbelow(calls) == 0:  # drawn after the call, so that no call can know it
+            if secrets.randbelow(calls) == 0:  # drawn after the call: no call can predict it
                 keep(result)
         end.record()
         under_way.append((start, end))

@@ -1,7 +1,7 @@
 """The work of an attention call: its floating-point operations and bytes, as exact integers.
 
-The figures depend only on shapes, masks and stored sizes, never on a kernel, so the TFLOPS and GB/s
-of all kernels of a call share one numerator.
+The figures depend only on shapes, masks and stored sizes, not on a kernel. So the TFLOPS and GB/s
+of all kernels on a call have the same numerator.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ ROWS_AT_A_TIME = 256
 def valid_pairs(call: AttentionCall) -> int:
     """Count the (query, key) pairs that take part in the softmax, over batch and query heads.
 
-    Causal masks, windows and packed sequences leave each query a range of keys
-    (`capture.call.attention_variant.key_ranges`). A bool mask counts its True entries, a float
-    mask the entries that are not -inf. With both, a pair must be allowed by both, as in torch's
-    CPU flash backend; its math backend refuses a mask with `is_causal`.
+    Causal masks, windows and packed sequences keep a range of keys visible to each query
+    (`capture.call.attention_variant.key_ranges`). A bool mask allows its True entries, a float mask
+    the entries other than -inf. A call with a mask and a range needs both to allow a pair, as in
+    torch's CPU flash backend; torch's math backend refuses a mask with `is_causal`.
     """
     shape = call.shape
     heads = shape.batch * shape.q_heads
     if not heads * shape.q_len * shape.kv_len:
-        return 0  # without keys, a mask has no entries or one that broadcasts to none
+        return 0  # without keys, a mask has at most one entry, which counts no pair
     restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
         if restricts:
@@ -45,7 +45,7 @@ def valid_pairs(call: AttentionCall) -> int:
 def flops(call: AttentionCall) -> int:
     """Count the multiplications and additions of QKᵀ and PV over valid pairs: 2·pairs·(D + Dv).
 
-    The softmax itself is not counted, which is the convention of the attention papers.
+    The softmax itself is not counted, as is usual in attention papers.
     """
     return 2 * valid_pairs(call) * (call.shape.head_dim + call.shape.v_head_dim)
 
@@ -54,8 +54,8 @@ def bytes_moved(call: AttentionCall) -> int:
     """Count the bytes of query, key, value and mask, read once, and of the output, written once.
 
     Each tensor counts with its stored element size. Expanded (stride 0) dimensions, a value that is
-    part of the key, and pages of a cache count once. The output has the query's dtype, even if a
-    kernel quantises inside.
+    part of the key, and pages of a cache count once. The output counts in the query's dtype, even
+    if a kernel quantises internally.
     """
     shape = call.shape
     output_elements = shape.batch * shape.q_heads * shape.q_len * shape.v_head_dim
@@ -71,19 +71,19 @@ def bytes_moved(call: AttentionCall) -> int:
 def arithmetic_intensity(call: AttentionCall) -> float:
     """Return the floating-point operations per byte moved; 0 for a call without operations.
 
-    Compare it with the machine's balance (roofline).
+    A roofline compares this figure with the machine's balance.
     """
     operations = flops(call)
     return operations / bytes_moved(call) if operations else 0.0
 
 
 def tflops(call: AttentionCall, milliseconds: float) -> float:
-    """Return 10¹² floating-point operations per second for a call that took `milliseconds`."""
+    """Return the 10¹² floating-point operations per second of a call that took `milliseconds`."""
     return flops(call) / milliseconds / 1e9
 
 
 def gb_per_s(call: AttentionCall, milliseconds: float) -> float:
-    """Return 10⁹ bytes per second for a call that took `milliseconds`."""
+    """Return the 10⁹ bytes per second of a call that took `milliseconds`."""
     return bytes_moved(call) / milliseconds / 1e6
 
 

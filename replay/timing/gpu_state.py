@@ -1,7 +1,7 @@
-"""The state of the GPU: clocks, power and temperature, which times depend on.
+"""The state of the GPU: clocks, power and temperature, which affect times.
 
-It is read through NVML (package `nvidia-ml-py`), which is optional. Without it, or on a device that
-it does not know, there is no state and no error.
+The state is read through NVML (package `nvidia-ml-py`), which is optional. If NVML is missing or
+does not support the device, there is no state and no error.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def energy_counter(device: torch.device | str) -> Callable[[], int]:
     """Return a function that reads the millijoules that the GPU has used since its driver started.
 
     Raises:
-        NoReading: the GPU has no counter; the message says why.
+        NoReading: the counter cannot be read; the message states the reason.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -78,7 +78,7 @@ def energy_counter(device: torch.device | str) -> Callable[[], int]:
 
 
 def why_no_state(device: torch.device) -> str:
-    """Return why a GPU's clocks and power are unknown; empty if they are known, and on a CPU."""
+    """Return why a GPU's clocks and power are unknown; empty for a readable GPU or a CPU."""
     if device.type != "cuda":
         return ""
     try:
@@ -89,16 +89,16 @@ def why_no_state(device: torch.device) -> str:
 
 
 class NoReading(Exception):
-    """Figure that NVML does not tell."""
+    """Figure that NVML does not report."""
 
 
 def _handle(device: torch.device) -> tuple[Any, Any]:
-    """Return NVML's module and its handle of a device."""
+    """Return the NVML module and its handle for a device."""
     nvml = _nvml()
     if isinstance(nvml, str):
         raise NoReading(nvml)
     try:
-        # By UUID, because CUDA_VISIBLE_DEVICES renumbers torch's devices and not NVML's.
+        # Look up the UUID: CUDA_VISIBLE_DEVICES renumbers torch's devices but not NVML's.
         uuid = torch.cuda.get_device_properties(device).uuid
         return nvml, nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except (nvml.NVMLError, AttributeError) as error:
@@ -128,10 +128,10 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 @functools.cache
 def _nvml() -> Any:
-    """Return NVML's module, or the reason why it cannot be used."""
+    """Return the NVML module, or the reason why it cannot be used."""
     try:
         nvml = importlib.import_module("pynvml")
-    except Exception as error:  # built for another Python, or another package of that name
+    except Exception as error:  # wrong Python build, or another package of this name
         missing = isinstance(error, ImportError)
         return "no NVML (pip install nvidia-ml-py)" if missing else f"pynvml fails: {error}"
     try:

@@ -1,4 +1,4 @@
-"""Hooks and modes that a kernel could leave behind to run code after its time was taken."""
+"""The hooks and modes that a kernel could leave behind to run code after its timed interval."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class LeftBehind(Exception):
 
 
 def python_hooks() -> tuple[Any, Any]:
-    """Return the functions that Python calls at each call and return, this one included."""
+    """Return the trace and profile functions, which Python also calls for this function."""
     return sys.getprofile(), sys.gettrace()
 
 
 def function_modes() -> list[TorchFunctionMode]:
-    """Return the modes that PyTorch calls before each of its functions, the innermost last."""
+    """Return the modes that PyTorch calls before each of its functions, innermost last."""
     size: int = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(place) for place in range(size)]
 
@@ -35,7 +35,7 @@ def set_function_modes(modes: Sequence[TorchFunctionMode]) -> None:
 
 
 def dispatch_modes() -> list[TorchDispatchMode]:
-    """Return the modes that PyTorch calls before each of its operators, the innermost last."""
+    """Return the modes that PyTorch calls before each of its operators, innermost last."""
     size: int = torch._C._len_torch_dispatch_stack()
     return [torch._C._get_dispatch_stack_at(place) for place in range(size)]
 
@@ -59,8 +59,8 @@ class Watch:
         """Check that the call left nothing behind.
 
         Args:
-            hooks: `python_hooks()`, called while the time was still taken, which includes the work
-                of a hook.
+            hooks: the result of `python_hooks()`, called within the timed interval, so that the
+                time includes the work of a hook.
 
         Raises:
             LeftBehind: the call left a hook or mode in place.

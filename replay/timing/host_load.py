@@ -1,9 +1,10 @@
 """The host's work between two attention calls of a model, to time launches as in a model.
 
 A function that is called repeatedly is launched from the processor's innermost caches. In a model
-the rest of a layer runs in between, about forty launches from other code, and the host then needs
-half as long again for the same call. Conversely, a launcher that runs much Python leaves cold
-caches to the rest of the layer (`docs/whole-model.md`).
+the other operations of a layer run between attention calls: about forty launches from other code.
+The host then takes 1.5 times as long for the same call. Conversely, a launcher that runs much
+Python slows the other operations down, because it evicts them from the caches
+(`docs/whole-model.md`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ HEAD_DIM = WIDTH // HEADS
 
 
 class Norm(nn.Module):
-    """RMSNorm in bfloat16 as model libraries write it, with eight launches instead of one."""
+    """RMSNorm in bfloat16 as in model libraries, with eight launches instead of one."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class Norm(nn.Module):
 class Projection(nn.Module):
     """Linear layer with constant weights.
 
-    `nn.Linear` would draw from the caller's random numbers, or import modules for half a second.
+    `nn.Linear` would use the caller's random generator, or import modules for half a second.
     """
 
     def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
@@ -53,8 +54,8 @@ def _weight(*size: int, device: torch.device) -> nn.Parameter:
 class RestOfLayer(nn.Module):
     """Decoder layer like Llama's, without attention.
 
-    Its token is so small that a GPU finishes each operation before the next is launched. The
-    operations are a model's (norms, projections, rotary positions, key/value cache, gated
+    The sizes are so small that a GPU finishes each operation before the next is launched. The
+    operations are those of a model (norms, projections, rotary positions, key/value cache, gated
     feed-forward network), with equal weights.
     """
 

@@ -1,9 +1,9 @@
-"""Calls in a row, timed by the host's clock, which reveal what a kernel's samples may hide.
+"""The time of calls in a row by the host's clock, which reveals work that samples do not show.
 
-The time of a sample lies between two events on the call's own stream. So it excludes work on other
+A sample measures the time between two events on the call's own stream. So it excludes work on other
 streams, and a kernel could falsify the events. This module uses no events. The GPU waits until the
-host has enqueued several calls, with a mark before and after them: a number that is copied to
-memory which the host watches. At the end the host waits for the whole device.
+host has enqueued several calls, with a mark before and after the calls. A mark is a number that is
+copied to memory which the host watches. At the end the host waits for the whole device.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ LONGEST_HEAD_START_MS = 100.0
 """Longest head start of the host over the GPU."""
 TRIES = 3
 CALLS = 20
-"""Most calls in a row, whose remaining work adds up."""
+"""Maximum number of calls in a row; work that these calls leave adds up."""
 ENOUGH_MS = 5.0
-"""Duration of calls in a row, a hundred times `UNNOTICED_MS`."""
+"""Minimum duration of calls in a row: a hundred times `UNNOTICED_MS`."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
-"""Remaining work that is ignored, because the measurement varies as much."""
+"""Share of the calls' time up to which remaining work is ignored; the measurement varies as much."""
 
 
 class InARow(NamedTuple):
@@ -34,20 +34,20 @@ class InARow(NamedTuple):
     left_ms: float
     """Work that the call leaves on other streams."""
     gpu_ms: float | None
-    """Time until its own stream is done; None if the host was not ahead of the GPU, because the
-    kernel waits inside or the host is busy."""
+    """Time until the call's own stream is done. It is None if the host was not ahead of the GPU,
+    because the kernel waits inside or the host is busy."""
 
 
 def look(function: Function, device: torch.device, call_ms: float, host_ms: float) -> InARow:
-    """Measure one call, and several in a row. On a CPU nothing can be left, and nothing is known.
+    """Measure one call, and several calls in a row. On a CPU there is nothing to measure.
 
     The host waits for the calls' stream and then for the device. The second wait is long if work is
-    left on other streams. Work that short calls leave adds up in a row; work that long calls leave
-    partly overlaps the next call, so one call is measured alone, too.
+    left on other streams. Work that short calls leave adds up in a row. Work that long calls leave
+    partly overlaps the next call, so one call is also measured alone.
 
     Args:
-        call_ms: time of a call in its samples.
-        host_ms: time in which the host enqueues it.
+        call_ms: time of a call in the kernel's samples.
+        host_ms: time in which the host enqueues a call.
     """
     if device.type != "cuda":
         return InARow(0.0, None)
@@ -58,7 +58,7 @@ def look(function: Function, device: torch.device, call_ms: float, host_ms: floa
     row = _look_at(number, function, device, host_ms)
     if alone.gpu_ms is None or row.gpu_ms is None:
         return row
-    # Other processes may use the GPU during the row; the marks' cost may dominate a single call.
+    # Other processes may use the GPU during the row, and marks may dominate the single call.
     return row._replace(gpu_ms=min(alone.gpu_ms, row.gpu_ms))
 
 
@@ -67,8 +67,8 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
         for _ in range(number):
             function()
 
-    # The host must enqueue all calls before the GPU begins; otherwise work that they leave could
-    # end before the stream does.
+    # The host must enqueue all calls before the GPU begins; otherwise work on other streams could
+    # end before the calls' stream does.
     ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
     tries = []
     for _ in range(TRIES):
@@ -83,7 +83,7 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
     columns = zip(*(ahead or tries), strict=True)
     _, left_ms, unnoticed_ms, stream_ms = map(min, columns)
     beyond_ms = left_ms
-    if left_ms > unnoticed_ms:  # then subtract the wait for an idle device
+    if left_ms > unnoticed_ms:  # subtract the wait for an idle device
         beyond_ms -= min(_waits(lambda: None, device, ahead_ms).left_ms for _ in range(TRIES))
     return InARow(
         beyond_ms / number if beyond_ms > unnoticed_ms else 0.0,
@@ -93,11 +93,11 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
 
 class _Waits(NamedTuple):
     stream_ms: float
-    """Longest time from the mark before the calls to the mark after them."""
+    """Upper limit of the time between the marks before and after the calls."""
     left_ms: float
     """Further time until the device was done."""
     host_was_ahead: bool
-    """True if everything was enqueued before the first mark."""
+    """True if all calls were enqueued before the first mark was set."""
 
 
 def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
@@ -110,8 +110,7 @@ def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
     done.copy_(one, non_blocking=True)
     unset = time.perf_counter()
     was_ahead = not begun.item()
-    # A delayed host sees a mark late. So this is an upper limit of the calls' time, which another
-    # try may lower.
+    # A delayed host sees a mark late, so this time is an upper limit. Another try may lower it.
     began = _watched(begun, device, unset).unset
     ended = _watched(done, device, began).seen
     torch.cuda.synchronize(device)
@@ -121,13 +120,13 @@ def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
 
 class _Watched(NamedTuple):
     unset: float
-    """Time of the last look without the mark."""
+    """Time of the last check at which the mark was not set."""
     seen: float
-    """Time of the first look with the mark."""
+    """Time of the first check at which the mark was set."""
 
 
 def _watched(mark: Tensor, device: torch.device, unset: float) -> _Watched:
-    """Wait for a mark; raise if the GPU refuses all work, because no mark would come."""
+    """Wait for a mark; raise if the GPU refuses all work, because the mark would never be set."""
     stream = torch.cuda.current_stream(device)
     while True:
         looked = time.perf_counter()

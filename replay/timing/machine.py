@@ -17,7 +17,7 @@ from replay.timing.cores import physical_cores, usable_cpus
 
 
 def usual_device() -> str:
-    """Return the default device: the GPU if there is one."""
+    """Return the default device: the GPU if there is one, otherwise the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -64,15 +64,15 @@ def available_bytes(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
-    # macOS tells only the total.
+    # macOS reports only the total.
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def cpu_flops_per_second() -> float:
-    """Measure float32 matrix products on this processor: one thread's rate times the threads.
+    """Estimate the rate of float32 matrix products: one thread's rate times the number of threads.
 
-    Several threads would wait for each other: while another program uses one of two processors, a
-    product of two threads takes ten times as long as that of one.
+    Several threads would wait for each other. While another program uses one of two processors, a
+    product with two threads takes ten times as long as with one.
     """
     return torch.get_num_threads() * _flops_per_second_of_a_thread()
 

@@ -1,8 +1,8 @@
 """The measured peaks of a machine: the two limits of a roofline (Williams et al. 2009).
 
-They are the fastest of several large matrix products, and of several copies between buffers that no
-cache can hold. A kernel that computes in fewer bits than its inputs have may exceed the first
-limit, and a kernel whose tensors are in a cache the second.
+The compute peak is the fastest of several large matrix products. The memory peak is the fastest of
+several copies between buffers that no cache can hold. A kernel that computes in fewer bits than its
+inputs may exceed the compute peak. A kernel with its tensors in a cache may exceed the memory peak.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from replay.rows.row import Roof
 
 SECONDS = 0.1
-"""Duration of each measurement, after a call to warm up."""
+"""Duration of each measurement, after a warm-up call."""
 SIDES = {"cuda": (8192,), "cpu": (256, 1024)}
 """Sides of square matrices. A CPU without instructions for a dtype stops at the first."""
 SLOW = 0.025
@@ -28,7 +28,7 @@ def measure_roof(dtype: torch.dtype, device: torch.device) -> Roof | None:
     """Measure matrix products in `dtype`, and copies, on an idle device.
 
     Returns:
-        None if PyTorch has no matrix product of that dtype, or no memory is left for it.
+        The peaks; None if PyTorch has no matrix product in `dtype`, or too little memory is free.
     """
     try:
         return Roof(_tflops(dtype, device), _gb_per_s(device))

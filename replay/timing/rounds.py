@@ -1,4 +1,4 @@
-"""The times of kernels, interleaved in shuffled rounds, so that samples are paired."""
+"""The timing of kernels in shuffled rounds, so that samples are paired."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ K = TypeVar("K", bound=Hashable)
 """Key of a candidate."""
 
 MORE_ROUNDS = 1.5
-"""Factor from one check of the noise to the next."""
+"""Ratio of the numbers of rounds at consecutive checks of the noise."""
 MINIMUM_WARM_UP_MS = 20.0
 MAXIMUM_WARM_UP_MS = 2000.0
-"""Limits of the warm-up without the first call, which may compile for minutes. Even with short
-calls a GPU's clock needs some time of work to rise."""
+"""Limits of the warm-up without the first call, which may compile for minutes. A GPU's clock takes
+some time to rise, however short the calls are."""
 MAXIMUM_WARM_UP_CALLS = 1000
 STEADY_CALLS = 3
 STEADY_GAIN = 0.02
@@ -45,7 +45,7 @@ class SampleObserver(Protocol[C]):
         """Receive the output of each timed call on a GPU, as soon as the call is enqueued."""
 
     def keep(self, key: C, result: object) -> None:
-        """Receive outputs of some timed calls of each sample; the last one counts."""
+        """Receive outputs of some timed calls of each sample; the last output counts."""
 
     def after(self, key: C) -> None:
         """Clean up after the warm-up and after each sample."""
@@ -56,21 +56,21 @@ class Samples:
     """Samples of one candidate."""
 
     ms: tuple[float, ...]
-    """Milliseconds of rounds 0…n-1: sample i of every candidate is from the same round."""
+    """Milliseconds of rounds 0…n-1; sample i of every candidate comes from the same round."""
     host_ms: float | None
-    """Median wall time in which the host enqueues one call; None on a CPU, where it is the call."""
+    """Median wall time in which the host enqueues one call; None on a CPU, which runs the call."""
     layer_host_ms: tuple[float, ...]
-    """Host time by round for one call and the rest of a model's layer
+    """Host time by round for one call and the other operations of a model's layer
     (`replay.timing.host_load`); empty on a CPU."""
     warm_up_calls: int
     is_over_time: bool
-    """True if its few rounds took longer than `max_seconds`."""
+    """True if even the minimum number of rounds took longer than `max_seconds`."""
     error: BaseException | None
-    """Error that dropped the candidate, if any; `ms` then has the rounds before it."""
+    """Error that dropped the candidate, if any; `ms` has the rounds before the error."""
     gpu_before: GpuState | None
-    """State before the first round, the same for all candidates."""
+    """GPU state before the first round, the same for all candidates."""
     gpu_during: GpuState | None
-    """State during the last round."""
+    """GPU state during the last round."""
 
 
 def measure(
@@ -89,21 +89,23 @@ def measure(
 ) -> dict[K, Samples]:
     """Time every candidate on `device`, once in each of `rounds` rounds.
 
-    The order within a round is shuffled. A candidate that raises, or that changes times that were
-    taken, is dropped, and the others go on. A CUDA error that makes the process unusable is raised.
+    The order within a round is shuffled. A candidate that raises, or that changes recorded times,
+    is dropped, and the other candidates go on. A CUDA error that breaks the process is raised.
 
     Args:
         calls_before: untimed calls of the same candidate before each sample.
         seed: seed of the order within rounds.
-        max_seconds: time for the samples of a candidate; a slower one gets fewer rounds, but at
-            least `MINIMUM_ROUNDS` if `rounds` allows.
-        max_noise: end the rounds once every candidate's median time is this certain (`Enough`).
+        max_seconds: time limit for the samples of a candidate; a slow candidate gets fewer rounds,
+            but at least `MINIMUM_ROUNDS` if `rounds` allows.
+        max_noise: noise at which the rounds end, once every candidate has reached it (`Enough`).
         on_sample: called with the candidate's key before every warm-up and sample.
-        synchronous: end each sample before the next begins, so that the last key names the culprit.
-        observer: prepares each timed call and receives outputs, untimed.
+        synchronous: end each sample before the next begins, so that after a crash the last key
+            names its cause.
+        observer: prepares each timed call and receives outputs, outside the timed interval.
 
     Raises:
-        ValueError: `cache="cold"` on the CPU, a device that is neither CPU nor CUDA, no rounds.
+        ValueError: the cache is cold on a CPU, the device is neither CPU nor CUDA, or there are no
+            rounds.
     """
     device = torch.device(device)
     if rounds < 1:
@@ -139,7 +141,7 @@ def measure(
 
 
 def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float) -> None:
-    """Call until calls no longer get faster, then decide the number of rounds."""
+    """Call a candidate until calls no longer get faster, then set the number of rounds."""
     times = candidate.warm_up_ms
     try:
         while not _is_warm(times):
@@ -158,12 +160,12 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
 
 
 class Enough:
-    """Decision, during the rounds, whether the noise is low enough to stop.
+    """Decision during the rounds whether the noise is low enough to stop.
 
-    The noise of a candidate is half the relative width of the interval of its median time. An
-    interval that is narrow by chance would end the rounds when it is likely to be wrong. So it is
-    checked seldom, each time after half as many rounds again, and must be narrow twice in a row. In
-    simulations speed-ups then keep their 95 % (`tests/replay/timing/test_coverage.py`).
+    The noise of a candidate is half the relative width of its median time's interval. An interval
+    that is narrow by chance is likely to be wrong and must not end the rounds. So checks are rare,
+    each after 1.5 times as many rounds, and intervals must be narrow at two checks in a row. In
+    simulations the intervals of speed-ups keep their 95 % (`tests/replay/timing/test_coverage.py`).
     """
 
     def __init__(self, max_noise: float) -> None:
@@ -172,7 +174,7 @@ class Enough:
         self.was_narrow = False
 
     def after(self, rounds: int, times: Iterable[Sequence[float]]) -> bool:
-        """Return whether no more rounds are needed, given the times of remaining candidates."""
+        """Return whether the rounds can stop, given the times of the remaining candidates."""
         if rounds < self.next_look:
             return False
         self.next_look = math.ceil(rounds * MORE_ROUNDS)
@@ -193,12 +195,12 @@ class TakenTimes:
         }
 
     def note(self) -> None:
-        """Copy the current times as the right ones."""
+        """Copy the current times, which are then taken as right."""
         for candidate, taken in self._taken.items():
             taken[:] = (array("d", times).tobytes() for times in candidate.times())
 
     def restore(self, sampled: Candidate) -> bool:
-        """Restore times, apart from one new time of `sampled`; return whether any had changed."""
+        """Restore all times except a new time of `sampled`; return whether any had changed."""
         differed = False
         for candidate, taken in self._taken.items():
             for times, before in zip(candidate.times(), taken, strict=True):
@@ -219,9 +221,10 @@ def run_rounds(
     enough: Enough | None = None,
     synchronous: bool = False,
 ) -> GpuState | None:
-    """Sample every candidate once a round, in shuffled order, until its rounds are used up.
+    """Sample every candidate once per round, in shuffled order, until its rounds are used up.
 
-    Returns the GPU's state during the last round.
+    Returns:
+        The GPU's state during the last round.
     """
     gpu_during = None
     shuffle, taken = random.Random(seed).shuffle, TakenTimes(candidates.values())
@@ -260,7 +263,7 @@ def run_rounds(
 
 
 def _is_warm(times: list[float]) -> bool:
-    """Return whether the last calls were not faster than earlier ones, or the warm-up is long."""
+    """Return whether calls have stopped getting faster, or the warm-up has taken long enough."""
     if len(times) >= MAXIMUM_WARM_UP_CALLS or sum(times[1:]) >= MAXIMUM_WARM_UP_MS:
         return True
     if len(times) <= STEADY_CALLS or sum(times[1:]) < MINIMUM_WARM_UP_MS:

@@ -1,23 +1,22 @@
-"""Statistics of repeated timings: percentiles of one kernel, paired comparison of two.
+"""The statistics of repeated timings: percentiles of one kernel, paired comparison of two.
 
-Percentiles and not means, because a timing has a floor and a long tail. Raw samples are kept, so
-that every figure can be computed again.
+Times are summarised by percentiles, not means, because times have a minimum and a long tail. Raw
+samples are kept, so that every figure can be computed again.
 
-The interval of a speed-up is an exact one of order statistics. With X ~ Binomial(n, 1/2), the k-th
-smallest and k-th largest of n independent samples enclose their median with probability
+The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
+k-th smallest and k-th largest of n independent samples enclose their median with probability
 1 - 2·P(X < k), whatever their distribution (Conover, Practical Nonparametric Statistics, 3rd ed.,
 1999, section 3.2). We print 95 % and choose the largest k that has 97.5 %. Below six samples even
 the smallest and the largest do not reach 95 % (five: 93.8 %), so there is no interval; six have
 96.9 %.
 
-Two things make consecutive rounds dependent. What disturbs the whole machine (drift, bursts, other
-processes) hits the two kernels of a round in an order that is shuffled, so it makes the ratio
-larger or smaller with equal chance in each round, whatever came before: the interval stays exact.
-What disturbs one kernel alone for several rounds does not average out that way. There the ranks
-that the interval spans are multiplied by √((1 + r) / (1 - r)), the factor for a first-order
-autoregressive process (Bartlett 1946), with r from the ratios themselves (`_autocorrelation`).
-Simulated at r = 0.6 the interval then covers at least 95 % from six rounds on
-(`tests/replay/timing/test_coverage.py`).
+Two kinds of disturbance make consecutive rounds dependent. The first affects the whole machine
+(drift, bursts, other processes). It makes a round's ratio larger or smaller with equal chance,
+because the order of the kernels in each round is shuffled. So the interval stays exact. The second
+affects one kernel alone for several rounds and does not average out. So the range of ranks in the
+interval is multiplied by √((1 + r) / (1 - r)), the factor for a first-order autoregressive process
+(Bartlett 1946), with r estimated from the ratios (`_autocorrelation`). In simulations at r = 0.6
+the interval covers at least 95 % from six rounds on (`tests/replay/timing/test_coverage.py`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ from replay.rows.row import SpeedReason, Speedup, SpeedVerdict, TimeSummary
 from replay.timing.defaults import MINIMUM_ROUNDS
 
 ONE_IN = 80
-"""The interval may lie above the median in one of 80 cases, and below it in as many, which makes
-97.5 %."""
+"""The interval may lie above the median in one case of this many, and below the median in one case
+of this many, which makes 97.5 %."""
 
 RELEVANT = 1.03
 """Smallest ratio of times that matters for the choice of a kernel."""
 
 MAXIMUM_AUTOCORRELATION = 0.75
-"""Largest correlation allowed for; few rounds cannot tell more from noise."""
+"""Largest correlation that is assumed; few rounds cannot distinguish more from noise."""
 
 
 class MedianInterval(NamedTuple):
@@ -50,7 +49,7 @@ class MedianInterval(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """Half the width, relative to the middle."""
+        """Half the interval's width, relative to its middle."""
         return (self.high - self.low) / (self.high + self.low)
 
 
@@ -86,15 +85,15 @@ def summarize(samples: Sequence[float]) -> TimeSummary:
 
 
 def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list[float]:
-    """Return baseline time / candidate time of every round that both have.
+    """Return baseline time / candidate time for every round that both kernels have.
 
-    A clock that drifts from round to round changes both times but not their ratio.
+    If the clock drifts from round to round, both times change but not their ratio.
     """
     return [before / after for before, after in zip(baseline, candidate, strict=False)]
 
 
 def speedup_of(*calls: Sequence[float]) -> Speedup:
-    """Return the speed-up of one or more calls, from paired ratios in order of rounds."""
+    """Return the speed-up over one or more calls, each given as paired ratios in round order."""
     ratio = percentile([ratio for ratios in calls for ratio in ratios], 50)
     interval = median_interval(*calls)
     if interval is None:
@@ -108,7 +107,7 @@ def paired_speedup(baseline: Sequence[float], candidate: Sequence[float]) -> Spe
 
 
 def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
-    """Return the verdict of a ratio's interval, and its reason. The first matching line counts:
+    """Return the verdict on a ratio's interval, and the reason. The first matching line counts:
 
         low, high                      verdict    reason
         both between 1/1.03 and 1.03   same       within-3-percent       1.01-1.02
@@ -117,7 +116,7 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
         low ≤ 1/1.03, high ≥ 1.03      ambiguous  noisy                  0.90-1.10
         otherwise                      ambiguous  interval-includes-1    0.98-1.05
 
-    So an interval that contains the true ratio never calls a difference of 3 % or more the same.
+    So the verdict is never `same` for a true difference above 3 % that the interval contains.
     """
     if low > 1 / RELEVANT and high < RELEVANT:
         return "same", "within-3-percent"
@@ -130,10 +129,10 @@ def speed_verdict(low: float, high: float) -> tuple[SpeedVerdict, SpeedReason]:
 
 
 def median_interval(*series: Sequence[float]) -> MedianInterval | None:
-    """Return the median's interval (module docstring) of positive samples of one or more series.
+    """Return the median's interval (module docstring) for positive samples of one or more series.
 
-    Ranks beyond the smallest and largest sample are extrapolated by the mean distance of their
-    logarithms. None for fewer than `MINIMUM_ROUNDS` samples.
+    Ranks beyond the smallest and largest sample are extrapolated by the mean distance between the
+    samples' logarithms. The result is None for fewer than `MINIMUM_ROUNDS` samples.
     """
     samples = [sample for samples in series for sample in samples]
     if len(samples) < MINIMUM_ROUNDS:
@@ -142,7 +141,7 @@ def median_interval(*series: Sequence[float]) -> MedianInterval | None:
 
 
 def independent_interval(samples: Sequence[float]) -> MedianInterval | None:
-    """Return the median's interval of independent positive samples."""
+    """Return the median's interval for independent positive samples."""
     return None if len(samples) < MINIMUM_ROUNDS else _order_interval(samples, 0.0)
 
 
@@ -163,10 +162,10 @@ def ratio_interval(
 ) -> MedianInterval:
     """Return the interval of `above / below`, two independent positive figures with intervals.
 
-    The distances from figure to end, of the logarithms, are added as squares (Zou and Donner 2008,
-    method of variance estimates recovery). In simulations the result covers its 95 %
-    (`tests/replay/timing/test_coverage.py`). A plain sum of the distances would make it half as
-    wide again.
+    On a logarithmic scale, the squared distances from each figure to the end of its interval are
+    added (Zou and Donner 2008, method of variance estimates recovery). In simulations the result
+    covers 95 % (`tests/replay/timing/test_coverage.py`). A plain sum of the distances would make
+    the interval 1.5 times as wide.
     """
     ratio = above / below
     down = math.hypot(math.log(above / above_within.low), math.log(below_within.high / below))
@@ -175,7 +174,7 @@ def ratio_interval(
 
 
 def _rank(count: int) -> int:
-    """Return the largest k for an interval of 97.5 %, from k-th smallest to k-th largest sample.
+    """Return the largest k so that the k-th smallest to k-th largest samples have 97.5 %.
 
     The result is at least 1.
     """
@@ -191,8 +190,9 @@ def _rank(count: int) -> int:
 def _autocorrelation(series: Sequence[Sequence[float]]) -> float:
     """Estimate the correlation of consecutive rounds, from 0 to `MAXIMUM_AUTOCORRELATION`.
 
-    It is the correlation of ranks, which outliers do not affect; plus (1 + 3r) / n, by which the
-    estimate of n rounds is too small (Kendall 1954); plus 30 / n² for its scatter (simulated).
+    The estimate is the correlation r of ranks, which outliers do not affect, plus two corrections:
+    (1 + 3r) / n, by which the estimate from n rounds is too small (Kendall 1954), and 30 / n² for
+    its scatter (from simulations).
     """
     product = square = 0.0
     for samples in series:

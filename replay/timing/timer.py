@@ -1,19 +1,25 @@
-"""One sample of a kernel's time.
+"""The measurement of one sample of a kernel's time.
 
-- On CUDA: GPU time between two events on the stream, from the moment it reaches the kernel until
-  the kernel ends. A wait, and the reads of a cold cache, keep the GPU busy while the host enqueues,
-  so launch cost is excluded unless the host needs longer than that. `host_ms` reports launch cost
-  separately, after other work as in a model (`replay.timing.host_load`). `layer_host_ms` includes
-  the work after the call, to which a launcher written in Python leaves cold processor caches.
-  `cold` reads a buffer of at least twice the L2 cache before each sample, so that neither inputs
-  nor output are cached. Writing it would leave dirty lines that go to memory while the kernel runs,
-  which takes up to 9 µs (H100). A model's layer reads its weights and leaves almost nothing to
-  write (`benchmarks.cold_cache`). `warm` runs the kernel once, untimed, before.
-- On CPU: wall time, the mean of enough calls to last a millisecond. The cache is always warm.
+On CUDA, a sample is the GPU time between two events on the stream, from the moment when the stream
+reaches the kernel until the kernel ends. A wait, and the reads for a cold cache, keep the GPU busy
+while the host enqueues the call. So launch cost is excluded unless the host takes longer than that.
+`host_ms` reports launch cost separately, after other work as in a model
+(`replay.timing.host_load`). `layer_host_ms` includes the work after the call, which is slower after
+a launcher written in Python, because processor caches are cold.
+
+- `cold` reads a buffer of at least twice the L2 cache before each sample, so that neither inputs
+  nor output are cached. Writes to the buffer would leave dirty lines, which go to memory while the
+  kernel runs and take up to 9 µs (H100). A model's layer reads its weights and leaves almost no
+  dirty lines (`benchmarks.cold_cache`).
+- `warm` runs the kernel once, untimed, before each sample.
+
+On a CPU, a sample is the mean wall time of enough calls to last a millisecond. The cache is always
+warm.
 
 In a model the previous layer ran the same kernel; in a replay another kernel ran before.
-`calls_before` puts calls of the same kernel before each sample. That matters for launches, and on a
-GPU at its power limit, whose clock needs about 40 ms to adapt to a kernel (`docs/whole-model.md`).
+`calls_before` puts calls of the same kernel before each sample. This matters for launches. It also
+matters on a GPU at its power limit, because the clock takes about 40 ms to adapt to a kernel
+(`docs/whole-model.md`).
 """
 
 from __future__ import annotations
@@ -42,18 +48,18 @@ TIMERS = {
     ("cuda", "warm"): "cuda-events",
     ("cpu", "warm"): "perf_counter",
 }
-"""Name of the timer by type of device and cache. Earlier versions used `cuda-events` with a cold
-cache that they overwrote."""
+"""Names of timers by type of device and cache. Earlier versions used `cuda-events` and made the
+cache cold by writes."""
 
 LEAST_UNRELATED_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
-"""About a millisecond at a GPU's usual 1–2 GHz; a wait only has to be long enough."""
+"""GPU cycles in at least a millisecond at the usual 1–2 GHz."""
 MAXIMUM_WAIT_MS = 5.0
-"""Longest wait of the GPU for the host. A kernel that synchronises cannot be hidden anyway."""
+"""Longest wait of the GPU for the host. A longer wait would not hide a kernel that synchronises."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
-"""Time after which a sample ends, because calls became much slower than in the warm-up."""
+"""Time after which a sample ends early, if calls became much slower than in the warm-up."""
 MAXIMUM_CPU_CALLS = 1000
 
 
@@ -63,14 +69,14 @@ class Candidate:
 
     function: Function
     before: Function = lambda: None
-    """Called, untimed, right before each timed call."""
+    """Function that is called, untimed, right before each timed call."""
     fingerprint: Callable[[object], None] = lambda result: None
-    """Receives the output of each timed call on a GPU, as soon as the call is enqueued."""
+    """Function that receives the output of each timed call on a GPU, once the call is enqueued."""
     keep: Callable[[object], None] = lambda result: None
-    """Receives outputs of some timed calls of each sample. The last one counts; it is any call of
-    the sample with the same probability, so that no call can know."""
+    """Function that receives outputs of some timed calls of each sample. The last output counts. It
+    comes from any call with equal probability, so that no call can predict it."""
     after: Function = lambda: None
-    """Called, untimed, after the warm-up and after each sample."""
+    """Function that is called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
     is_over_time: bool = False
     warm_up_ms: list[float] = field(default_factory=list)
@@ -80,11 +86,11 @@ class Candidate:
     error: BaseException | None = None
 
     def times(self) -> tuple[list[float], list[float], list[float]]:
-        """Return milliseconds by round: of the call, of the host, and of the host with a layer."""
+        """Return milliseconds by round for the call, the host, and the host with a layer."""
         return self.ms, self.host_ms, self.layer_host_ms
 
     def drop(self, error: BaseException) -> None:
-        # The frames of the traceback hold the candidate's tensors, on a GPU gigabytes of them.
+        # The frames of the traceback hold the candidate's tensors, which may be gigabytes.
         traceback.clear_frames(error.__traceback__)
         self.error = error
 
@@ -93,10 +99,10 @@ class Timer(Protocol):
     """Timer of one type of device."""
 
     def warm_up_ms(self, function: Function) -> float:
-        """Return the wall time of one call on an idle device, until its result exists."""
+        """Return the wall time of one call on an idle device, in milliseconds."""
 
     def calibrate(self, candidate: Candidate) -> float:
-        """Decide how a warmed-up candidate is sampled; return the milliseconds of a sample."""
+        """Choose how to sample a warmed-up candidate; return the milliseconds of a sample."""
 
     def sample(self, candidate: Candidate) -> None:
         """Run one sample, or enqueue it."""
@@ -105,7 +111,7 @@ class Timer(Protocol):
         """Wait for enqueued samples, and add them to their candidates."""
 
     def state(self) -> GpuState | None:
-        """Return the GPU's clocks and power now."""
+        """Return the current clocks and power of the GPU; None on a CPU."""
 
     def is_lost(self) -> bool:
         """Return whether the device refuses all further work."""
@@ -138,7 +144,7 @@ class CudaTimer:
         self.cache = cache
         self.calls_before = max(calls_before, 1) if cache == "warm" else calls_before
         self.rest_of_layer = RestOfLayer(device)
-        self.rest_of_layer()  # libraries set themselves up at their first call
+        self.rest_of_layer()  # the first call initialises libraries
         self.wait_cycles: dict[Candidate, int] = {}
         self.pending: list[_Enqueued] = []
         if cache == "cold":
@@ -153,7 +159,7 @@ class CudaTimer:
         self.rest_of_layer()
         host_ms = _wall_ms(candidate.function)
         torch.cuda.synchronize(self.device)
-        # Twice, because the host enqueues more slowly on a busy GPU and with cold caches.
+        # Double the time, because the host enqueues more slowly on a busy GPU and with cold caches.
         wait_ms = min(2 * host_ms, MAXIMUM_WAIT_MS)
         self.wait_cycles[candidate] = int(wait_ms * CYCLES_PER_MS)
         return (self.calls_before + 1) * min(candidate.warm_up_ms) + wait_ms
@@ -201,12 +207,12 @@ class CudaTimer:
 
 
 def calls_of_cpu_sample(call_ms: float) -> int:
-    """Return the number of calls in a sample on a CPU, from the milliseconds of one."""
+    """Return the number of calls in a sample on a CPU, from the milliseconds of one call."""
     return min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
 
 
 class CpuTimer:
-    """Timer with wall time, with all of torch's threads."""
+    """Timer with wall time, for calls that use all of torch's threads."""
 
     def __init__(self, calls_before: int) -> None:
         self.calls_before = calls_before
@@ -241,10 +247,10 @@ class CpuTimer:
         candidate.ms.append(seconds / (call + 1) * 1000)
 
     def collect(self) -> None:
-        """Do nothing: no sample is under way on a CPU."""
+        """Do nothing, because `sample` waits for its calls on a CPU."""
 
     def state(self) -> GpuState | None:
-        """Return None, as there is no GPU."""
+        """Return None, because there is no GPU."""
         return None
 
     def is_lost(self) -> bool:
@@ -253,7 +259,7 @@ class CpuTimer:
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
-    """Return the result of `function`, and the milliseconds until it existed."""
+    """Return the result of `function`, and the milliseconds until the result existed."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
