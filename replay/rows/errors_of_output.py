@@ -1,4 +1,4 @@
-"""Errors of an output, as they are in a row."""
+"""The errors of an output, as a row stores them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ AccuracyClass = Literal["exact", "quantised", "sparse"]
 class Errors:
     """Errors of an output against a reference, both (B, H, S, Dv).
 
-    The cosine of two zero rows is 1, of one zero row 0. `relative_l1` is 0 if both are zero, and
-    infinite if only the reference is. A NaN row counts as the worst row and makes the three row
-    cosines NaN.
+    The cosine of two zero rows is 1; if only one row is zero, the cosine is 0. `relative_l1` is 0
+    if output and reference are zero, and infinite if only the reference is zero. A NaN row counts
+    as the worst row and makes the three row cosines NaN.
     """
 
     cosine: Annotated[float, "cosine similarity of the flattened outputs"]
@@ -42,14 +42,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Where:
-    """Places of errors: relative L1 of every head in up to 64 ranges of queries."""
+    """Locations of errors: relative L1 of every head in up to 64 ranges of queries."""
 
     worst: Annotated[float, "the largest relative L1 of a head in one of 64 ranges of queries"]
     typical: Annotated[float, "median of the same over heads and ranges"]
     head: Annotated[tuple[int, int], "batch and head of the largest"]
     queries: Annotated[tuple[int, int], "first and last query of the largest"]
     relative_l1: tuple[tuple[float, ...], ...]
-    """Values for each head of each batch, by range, with three digits; only in JSON."""
+    """Values by head of each batch and by range of queries, with three digits; only in JSON."""
 
     def __post_init__(self) -> None:
         if len({len(line) for line in self.relative_l1}) > 1:
@@ -90,7 +90,7 @@ class Accuracy:
     ] = None
 
     def against(self, which: str) -> Errors | None:
-        """Return the errors against `reference`, `captured`, or the kernel of another name."""
+        """Return the errors against `reference`, `captured`, or the named kernel."""
         if which == "reference":
             return self.reference
         return self.captured if which == "captured" else self.kernel
@@ -98,7 +98,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Summary:
-    """Range, mean and population standard deviation of one tensor; a NaN element makes all NaN."""
+    """Range, mean and population standard deviation of a tensor; all NaN if an element is NaN."""
 
     min: Annotated[float, "minimum"]
     max: Annotated[float, "maximum"]

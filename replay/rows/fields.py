@@ -1,8 +1,8 @@
 """The list of a row's fields, made from the type `replay.rows.row.Row`.
 
-A row as JSON is a tree (`replay.rows.row_files.row_to_json`). `FIELDS` names its leaves by dotted
-path, with unit and meaning; `COLUMNS` has the columns of tables. Imports no torch, because
-`--help` lists `METRICS`.
+A row as JSON is a tree (`replay.rows.row_files.row_to_json`). `FIELDS` lists the leaves of the tree
+by dotted path, with unit and meaning. `COLUMNS` lists the columns of tables. This module imports no
+torch, because `--help` shows `METRICS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from replay.rows.meaning import Column, Meaning
 from replay.rows.row import Row
 
 SCHEMA = 2
-"""Version of a row's fields, in every row."""
+"""Version of the fields, stored in every row."""
 
 
 class Field(NamedTuple):
@@ -74,7 +74,7 @@ range of queries (`accuracy.where.relative_l1`)."""
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")
 )
-"""Columns of the tables by the path of their field; verdicts come last."""
+"""Columns of tables, by the path of the field; verdicts come last."""
 
 METRICS = (*dict.fromkeys(column.metric for column in COLUMNS.values()), "all")
 """Values of `--metric`."""

@@ -1,4 +1,4 @@
-"""Text that spreadsheets do not evaluate."""
+"""The quoting of text that spreadsheets would evaluate."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def no_formula(text: str) -> str:
-    """Quote text that a spreadsheet would evaluate, as spreadsheets do: with an apostrophe."""
+    """Quote text that a spreadsheet would evaluate, with an apostrophe as in spreadsheets."""
     return f"'{text}" if text.startswith(FORMULA_STARTS) else text

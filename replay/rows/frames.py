@@ -1,4 +1,4 @@
-"""Rows as a data frame of pandas or polars; both are optional."""
+"""The conversion of rows to a data frame; pandas and polars are optional."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
     """Make a data frame with a line per row and a column per field, named by its dotted path.
 
     The columns are those of CSV (docs/fields.md): `kernel`, `call.shape.head_dim`, `time_ms.p50`,
-    `speedup.ratio`, `accuracy.reference.cosine` … A field that is in no row is an empty column.
+    `speedup.ratio`, `accuracy.reference.cosine` … A field without values gives an empty column.
 
     Args:
         library: `pandas` or `polars`; by default pandas if it is installed, else polars.
@@ -38,7 +38,7 @@ def to_dataframe(rows: Iterable[Row], *, library: Library | None = None) -> Any:
 
     Raises:
         MissingPackage: the library is not installed.
-        UnknownLibrary: the library has another name.
+        UnknownLibrary: the library is neither pandas nor polars.
     """
     if library is not None and library not in LIBRARIES:
         raise UnknownLibrary(f"unknown library {library!r}: choose from {', '.join(LIBRARIES)}")

@@ -1,6 +1,7 @@
-"""The meanings of a row's fields, written with each field as `Annotated[type, Meaning(...)]`.
+"""The meanings of a row's fields, which each field declares as `Annotated[type, Meaning(...)]`.
 
-CSV columns, tables, `--metric` and the lists in the docs are made from them (`replay.rows.fields`).
+`replay.rows.fields` makes CSV columns, tables, `--metric` and the lists in the docs from the
+meanings.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ COSINE_NOISE = 1e-12
 """Uncertainty of a cosine against a float32 or float64 reference."""
 
 FEW_ROUNDS = 10
-"""Number of rounds from which tables do not show it."""
+"""Number of rounds from which tables omit the number."""
 
 OverCalls = Literal["median", "range", "lowest", "highest", "pooled", "counts", "same"]
 """Rule by which one cell of a table combines several calls."""
@@ -27,7 +28,7 @@ OVER_CALLS: dict[OverCalls, str] = {
     "counts": "of every call",
     "same": "the same for every call",
 }
-"""Descriptions of these rules for readers."""
+"""Description of each rule for readers of tables."""
 
 
 class Column(NamedTuple):
@@ -35,30 +36,30 @@ class Column(NamedTuple):
 
     table: Literal["speed", "accuracy", "work", "machine"]
     metric: str
-    """Value of `--metric` that shows it."""
+    """Value of `--metric` that shows the column."""
     heading: str
     form: Callable[[float], str] = str
     over_calls: OverCalls = "median"
     of: str = ""
-    """Name of a leaf, for a field that has several."""
+    """Name of the leaf to show, if the field has several leaves."""
 
 
 class Meaning(NamedTuple):
     """Meaning of a field."""
 
     text: str
-    """Text in one line. In a field with fields of its own, `{}` stands for their texts."""
+    """Text in one line. If the field has subfields, `{}` stands for the texts of the subfields."""
     unit: str = ""
     columns: tuple[Column, ...] = ()
 
 
 def digits(spec: str, factor: float = 1.0) -> Callable[[float], str]:
-    """Return a column's form: `format(value * factor, spec)`."""
+    """Return a function that formats a column's values: `format(value * factor, spec)`."""
     return lambda value: format(value * factor, spec)
 
 
 def floored(places: int) -> Callable[[float], str]:
-    """Return a cosine's form: only 1, within float64's noise, is shown as 1.000000."""
+    """Return a function that formats cosines; only 1, within float64's noise, gives 1.000000."""
 
     def form(value: float) -> str:
         if not math.isfinite(value):
@@ -74,5 +75,5 @@ def nonzero(value: float) -> str:
 
 
 def few(value: float) -> str:
-    """Format a number of rounds, with a dash if it is large enough."""
+    """Format a number of rounds, with a dash if there are enough rounds."""
     return str(value) if value < FEW_ROUNDS else "-"

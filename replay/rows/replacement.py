@@ -16,8 +16,8 @@ from typing import TextIO
 def replacing(path: Path) -> Iterator[TextIO]:
     """Yield a file that replaces the one at `path` when the `with` block ends.
 
-    If the block raises, the old file stays. Links are followed and permissions are kept. Pipes,
-    devices and `-` (stdout) are written directly.
+    If the block raises, the old file stays. Links are followed, and permissions are preserved.
+    Pipes, devices and `-` (stdout) are written directly.
 
     Raises:
         OSError: the file cannot be written.
@@ -30,11 +30,11 @@ def replacing(path: Path) -> Iterator[TextIO]:
             yield file
         return
     path = path.resolve()
-    # A name may be as long as the file system allows, and leave no room for a suffix.
+    # The name may have the maximum length of the file system, with no room for a suffix.
     written = path.with_name(f".{path.name[:25]}.{os.getpid()}.tmp")
     try:
         with written.open("w", encoding="utf-8") as file:
-            with contextlib.suppress(OSError):  # there is no old file, or no permissions to keep
+            with contextlib.suppress(OSError):  # no old file, or no permissions to preserve
                 os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             yield file
         os.replace(written, path)
@@ -45,6 +45,6 @@ def replacing(path: Path) -> Iterator[TextIO]:
 
 
 def why_not_written(error: OSError) -> str:
-    """Return why a file cannot be written, with the remedy for a full disk."""
+    """Return the reason why a file cannot be written, with the remedy for a full disk."""
     reason = error.strerror or str(error)
     return f"{reason}: make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else reason

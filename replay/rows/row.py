@@ -1,4 +1,4 @@
-"""The row of one kernel on one call, as types that import nothing else of `replay`."""
+"""The row of one kernel on one call, as plain types without other parts of `replay`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HERE = "this"
 """Name of the Python environment of the parent process."""
 
 CACHING = ("prefill", "decode")
-"""Phases of a language model, in which key and value are in a cache."""
+"""Phases of a language model, which keeps key and value in a cache."""
 
 Status = Literal[
     "ok",
@@ -43,7 +43,7 @@ UNKNOWN_SHAPE = Shape(0, 0, 0, 0, 0, 0, 0)
 
 
 class KernelId(NamedTuple):
-    """Kernel in a Python environment, the subject of one line of a table."""
+    """Kernel in a Python environment; each table line is about one."""
 
     name: str
     environment: str = HERE
@@ -103,7 +103,7 @@ class TimeSummary:
     iqr: Annotated[float, "interquartile range (p75 - p25) of"]
     n: Annotated[int, Meaning("number of samples of", "samples")]
     samples: tuple[float, ...]
-    """Samples by round; only in JSON."""
+    """Times by round; only in JSON."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Speedup:
         return self.verdict in ("same", "ambiguous")
 
     def holds(self, ratio: float) -> bool:
-        """Return whether a ratio is in the interval; False without an interval."""
+        """Return whether a ratio is in the interval; False if there is no interval."""
         return self.low is not None and self.high is not None and self.low <= ratio <= self.high
 
 
@@ -148,7 +148,7 @@ class SpeedupOver(Speedup):
 
 @dataclass(frozen=True)
 class GpuState:
-    """Reading of a GPU's state; a figure that it does not give is None."""
+    """Reading of a GPU's state; figures that the GPU does not report are None."""
 
     sm_clock_mhz: Annotated[int | None, Meaning("SM clock", "MHz")]
     power_w: Annotated[float | None, Meaning("power draw", "W")]
@@ -161,7 +161,7 @@ class GpuState:
 
 @dataclass(frozen=True)
 class Energy:
-    """Energy of calls of one kernel back to back."""
+    """Energy of one kernel's calls without gaps."""
 
     mj: Annotated[float, Meaning("energy of a call, what an idle GPU draws included,", "mJ")]
     tflops_per_w: Annotated[float, Meaning("TFLOPS / mean power draw", "TFLOPS/W")]
@@ -177,7 +177,7 @@ class Roof:
     gb_per_s: Annotated[float, Meaning("of a large copy in memory", "GB/s")]
 
     def at(self, flop_per_byte: float) -> float:
-        """Return the most TFLOPS that a call of this arithmetic intensity can reach."""
+        """Return the maximum TFLOPS of a call with this arithmetic intensity."""
         return min(self.tflops, self.gb_per_s * flop_per_byte / 1e3)
 
 
@@ -189,7 +189,7 @@ class Program:
     registers: int
     """Registers per thread."""
     spills: int
-    """Registers per thread that are spilled to local memory."""
+    """Spilled registers per thread."""
     shared_bytes: int
     """Shared memory per block."""
     warps: int
@@ -198,7 +198,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine that a row was measured on; fields that do not apply are empty."""
+    """Machine that measured a row; fields that do not apply are empty."""
 
     device: Annotated[str, "name of the GPU or processor"] = ""
     python: Annotated[str, "Python's version"] = ""
@@ -434,8 +434,8 @@ class Row:
     def overwrites(self) -> list[str]:
         """Inputs that the kernel changes and that later calls probably read again.
 
-        Such a kernel must not run in a model, even if its outputs are right. Most models make a
-        mask once for all layers, and a language model's key and value are its cache.
+        A kernel that overwrites inputs must not run in a model, even if its outputs are right. Most
+        models make a mask once for all layers, and a language model's cache holds key and value.
         """
         kept = {"attn_mask", "key", "value"} if self.call.phase in CACHING else {"attn_mask"}
         return sorted(kept.intersection(self.changed_inputs))
@@ -445,7 +445,7 @@ class Row:
         return self.status in ("ok", "not-timed")
 
     def shares_rounds(self, other: Row) -> bool:
-        """Return whether sample i of both rows is from the same round."""
+        """Return whether sample i of both rows comes from the same round."""
         return (self.call.name, self.environment, self.process) == (
             other.call.name,
             other.environment,

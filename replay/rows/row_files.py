@@ -1,4 +1,4 @@
-"""Rows as JSON Lines and CSV, and back."""
+"""The files of rows: JSON Lines for reading and writing, CSV for writing."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ BEGINNING = '{"schema": '
 
 
 class RowsError(Error):
-    """File of rows that cannot be used; the message names the remedy."""
+    """Unusable file of rows; the message names the remedy."""
 
 
 class Writable(Protocol):
-    """Output for text."""
+    """Object that text can be written to."""
 
     def write(self, text: str, /) -> int: ...
     def flush(self) -> None: ...
@@ -65,10 +65,10 @@ def row_to_json(row: Row) -> dict[str, Any]:
 
 
 def row_from_json(data: dict[str, Any]) -> Row:
-    """Return the row that `row_to_json` was given, with NaN in place of null.
+    """Return the row from the tree that `row_to_json` made, with NaN in place of null.
 
     Raises:
-        OtherSchema: the row has another version.
+        OtherSchema: the row has another version of the fields.
         ValueError, KeyError, TypeError, AttributeError: the data is not a row.
     """
     schema = data.get("schema", 1)
@@ -82,11 +82,11 @@ def row_from_json(data: dict[str, Any]) -> Row:
 
 
 class OtherSchema(Exception):
-    """Rows of another version of the fields."""
+    """Row with another version of the fields."""
 
 
 def rebuilt(kind: type[T], data: dict[str, Any]) -> T:
-    """Make a dataclass or named tuple from the tree that `dataclasses.asdict` made of it.
+    """Make a dataclass or named tuple from a tree made by `dataclasses.asdict`.
 
     Raises:
         KeyError: a field is unknown.
@@ -103,7 +103,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def _value(hint: Any, value: Any, name: str) -> Any:
     if hint is float:
-        if value is None or type(value) is float:  # workers also send values that are not finite
+        if value is None or type(value) is float:  # workers send non-finite values too
             return math.nan if value is None else value
         return float(typed(int, value, name))
     if hint in (str, int, bool):
@@ -145,7 +145,7 @@ def write_jsonl(rows: Iterable[Row], file: Writable) -> None:
 
 
 def save_jsonl(rows: Iterable[Row], path: Path) -> None:
-    """Replace a file by these rows, in one step.
+    """Replace the content of a file with these rows, in one step.
 
     Raises:
         RowsError: the file cannot be written.
@@ -162,7 +162,7 @@ def read_jsonl(path: Path) -> StoredRows:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        RowsError: the file cannot be read, or has other content than rows of this version.
+        RowsError: the file cannot be read, or does not contain rows of this version.
     """
     try:
         # `splitlines` would also split at characters that JSON may contain.
@@ -193,7 +193,7 @@ def read_jsonl(path: Path) -> StoredRows:
 
 
 def write_csv(rows: Iterable[Row], file: Writable) -> None:
-    """Write a column per field of `FIELDS`; lists are joined with spaces, formulas quoted."""
+    """Write a column per field of `FIELDS`, with lists joined by spaces and formulas quoted."""
     writer = csv.writer(file)
     writer.writerow(item.path for item in FIELDS)
     for row in rows:
@@ -211,7 +211,7 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
 
 
 def plain(value: Any) -> Any:
-    """Return a tree for `json.dump`: named tuples as objects, null for non-finite numbers."""
+    """Return a tree for `json.dump`: named tuples become objects, non-finite numbers null."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items()}
     if hasattr(value, "_asdict"):

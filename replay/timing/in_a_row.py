@@ -25,7 +25,7 @@ ENOUGH_MS = 5.0
 """Minimum duration of calls in a row: a hundred times `UNNOTICED_MS`."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
-"""Share of the calls' time up to which remaining work is ignored; the measurement varies as much."""
+"""Remaining work that is ignored, as a share of the calls' time; measurements vary as much."""
 
 
 class InARow(NamedTuple):

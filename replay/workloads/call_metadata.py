@@ -1,4 +1,4 @@
-"""Facts about a call that are known before its tensors are read."""
+"""The facts about a call that are known before its tensors are read."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import NamedTuple
 from capture.call.shape import Shape
 
 ALIGNMENT = 16
-"""Length that compilers specialise on: its multiples compile apart from other lengths."""
+"""Length whose multiples compilers compile separately from other lengths."""
 
 
 class CallMetadata(NamedTuple):
     """Sizes of a call, and the place in a model that made it."""
 
     form: tuple[object, ...]
-    """Equal for calls that most kernels compile once for (see `length_classes`)."""
+    """Values that are equal for two calls if most kernels compile only once for both calls (see
+    `length_classes`)."""
     shape: Shape | None = None
-    """None where the shape is unknown until the tensors are loaded."""
+    """Shape of the call; None if it is unknown until the tensors are loaded."""
     is_causal: bool = False
     model: str = ""
     phase: str = ""
@@ -24,9 +25,9 @@ class CallMetadata(NamedTuple):
 
 
 def length_classes(shape: Shape) -> tuple[object, ...]:
-    """Return the part of a call's form that its shape decides.
+    """Return the part of a call's form that its shape determines.
 
-    A length counts by its binary order of magnitude and by its alignment.
+    The form depends on the binary order of magnitude of each length, and on its alignment.
     """
     lengths = shape.q_len, shape.kv_len
     classes = [(length.bit_length(), length % ALIGNMENT == 0) for length in lengths]

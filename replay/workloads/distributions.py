@@ -1,6 +1,6 @@
-"""Values of synthetic calls that strain kernels as real values do and normal values do not.
+"""The values of synthetic calls, which strain kernels like real values and unlike normal values.
 
-Each distribution starts from standard normal values, so a seed decides all of them.
+Each distribution starts from standard normal values, so a seed determines all values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Values(NamedTuple):
 
     @property
     def groups(self) -> int:
-        """Query heads per key/value head."""
+        """Number of query heads per key/value head."""
         return self.query.shape[1] // self.key.shape[1]
 
     def directed(self, scores: Tensor, scale: float) -> Values:
         """Add `scores` (Sk,), in expectation, to the scores of every query.
 
-        Queries get a common part, keys a multiple of its direction. Both have the length
-        √(most / scale), so that neither stands out more than the other.
+        Each query gets a common vector, and each key a multiple of its direction. The query part
+        and the largest key part have the same length, √(most / scale), to balance them.
         """
         most = scores.abs().max()
         length = (most / scale).sqrt()
@@ -41,12 +41,12 @@ class Values(NamedTuple):
 
 
 class Distribution(NamedTuple):
-    """Kind of values, with the reason to test it."""
+    """Kind of values, with the reason to test kernels on it."""
 
     apply: Callable[[Values, float], Values]
-    """Function of standard normal values and the softmax's scale."""
+    """Function of standard normal values and the softmax scale, which returns new values."""
     provokes: str
-    """Effect on kernels, and where it was seen."""
+    """Effect on kernels, and the place where the effect was observed."""
 
 
 OUTLIERS = 4
@@ -104,7 +104,7 @@ def _staircase(values: Values, scale: float) -> Values:
 
 
 def _underflow(values: Values, scale: float) -> Values:
-    """Raise the score of key 0 by ln(Sk - 1), so that it weighs as much as all other keys."""
+    """Raise the score of key 0 by ln(Sk - 1), so that key 0 weighs as much as all other keys."""
     count = values.key.shape[2]
     small = values._replace(query=values.query / 4, key=values.key / 4)
     scores = torch.zeros(count, device=values.key.device)
@@ -125,9 +125,9 @@ def _model_like(values: Values, scale: float) -> Values:
 
 
 def _smooth(values: Tensor) -> Tensor:
-    """Return an autoregressive sequence of order 1 over tokens, of variance 1.
+    """Return an autoregressive sequence of order 1 over tokens, with variance 1.
 
-    The sum doubles its reach at each step: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is Σ (az)ⁿ.
+    Each step doubles the reach of the sum: (1 + az)(1 + a²z²)(1 + a⁴z⁴)… is Σ (az)ⁿ.
     """
     found = values * math.sqrt(1 - SMOOTHNESS**2)
     found[:, :, 0] = values[:, :, 0]
@@ -180,4 +180,4 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         "structure that trained models have and normal values lack (docs/method.md)",
     ),
 }
-"""Distributions by the name that `--distribution` takes."""
+"""Distributions by their `--distribution` name."""

@@ -1,4 +1,4 @@
-"""Calls with random values: any shape, and the suites of shapes in published comparisons."""
+"""The calls with random values: any shape, or the suites of shapes in published comparisons."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from replay.workloads.random_masks import MASKS
 
 
 def random_weights(distribution: str) -> str:
-    """Return the weights that rows name for values of a distribution."""
+    """Return the entry for weights in rows of calls with this distribution."""
     drawn = "standard normal" if distribution == "normal" else distribution
     return f"none: random values, {drawn}"
 
 
 class ShapeError(Error):
-    """Sizes that no attention call can have; the message names the remedy."""
+    """Invalid sizes of an attention call; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Spec:
     is_causal: bool = False
     dtype: torch.dtype = torch.bfloat16
     distribution: str = "normal"
-    """One of `replay.workloads.distributions.DISTRIBUTIONS`."""
+    """Name of one of `replay.workloads.distributions.DISTRIBUTIONS`."""
     mask: str = "none"
-    """One of `replay.workloads.random_masks.MASKS`; combines with `is_causal`."""
+    """Name of one of `replay.workloads.random_masks.MASKS`, which combines with `is_causal`."""
     scale: float | None = None
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class Spec:
 
         def normal(heads: int, length: int, dim: int) -> torch.Tensor:
             size = (self.batch, heads, length, dim)
-            # Drawn in float32 on the device: bfloat16 randn differs between devices and versions.
+            # Draw in float32 on the device: bfloat16 `randn` differs between devices and versions.
             return torch.randn(size, generator=generator, device=device, dtype=torch.float32)
 
         values = Values(
@@ -98,8 +98,8 @@ class Spec:
     def without_values(self) -> AttentionCall:
         """Make a call of these sizes on the `meta` device, without its mask.
 
-        Its values are not drawn: random numbers on `meta` first import much of PyTorch's compiler,
-        which takes a second and a half.
+        Its values are not drawn, because random numbers on `meta` import much of PyTorch's compiler
+        first, which takes a second and a half.
         """
 
         def empty(heads: int, length: int, dim: int) -> torch.Tensor:
@@ -182,10 +182,10 @@ SUITES: dict[str, tuple[str, list[Spec]]] = {
 
 
 def suite(name: str, dtype_: str = "bfloat16", longest: int | None = None) -> list[Spec]:
-    """Return a suite's shapes in a dtype, without those longer than `longest`.
+    """Return a suite's shapes in a dtype, without shapes longer than `longest`.
 
     Raises:
-        ShapeError: no shape is left.
+        ShapeError: no shape remains.
     """
     specs = [replace(spec, dtype=dtype(dtype_)) for spec in SUITES[name][1]]
     kept = [spec for spec in specs if longest is None or spec.longest <= longest]

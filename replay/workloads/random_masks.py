@@ -1,4 +1,4 @@
-"""Boolean masks of synthetic calls; True means attend, and every query attends to a key."""
+"""The bool masks of synthetic calls. True means attend, and every query attends to some key."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 Mask = Callable[[int, int, int, torch.device, "torch.Generator | None"], Tensor]
-"""Function of batch size, query and key length, device and generator; the mask broadcasts over
-heads."""
+"""Function of batch size, query length, key length, device and generator. It returns a mask that
+broadcasts over heads."""
 
 WINDOW = 1 / 8
 """Share of the keys that a query sees to each side."""
@@ -27,7 +27,7 @@ def _padding(
 def _window(
     batch: int, q_len: int, kv_len: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Show each query the keys around it; the last query is beside the last key: (1, 1, Sq, Sk)."""
+    """Let queries see the keys around them: (1, 1, Sq, Sk), with the last query at the last key."""
     query = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     distance = (query - torch.arange(kv_len, device=device)).abs()
     nearest = distance == distance.amin(dim=1, keepdim=True)  # for queries before the first key
@@ -37,7 +37,7 @@ def _window(
 def _random(
     batch: int, q_len: int, kv_len: int, device: torch.device, generator: torch.Generator | None
 ) -> Tensor:
-    """Draw half of all pairs, without structure: (1, 1, Sq, Sk)."""
+    """Draw half of all (query, key) pairs, without structure: (1, 1, Sq, Sk)."""
     kept = torch.rand(1, 1, q_len, kv_len, generator=generator, device=device) < 0.5
     kept[..., 0] = True
     return kept
@@ -49,4 +49,4 @@ MASKS: dict[str, Mask | None] = {
     "window": _window,
     "random": _random,
 }
-"""Masks by the name that `--mask` takes; `causal` sets `is_causal` instead."""
+"""Masks by their `--mask` name; `causal` sets `is_causal` instead."""

@@ -1,4 +1,4 @@
-"""Workloads of a recorded dataset."""
+"""The workloads of a recorded dataset."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RecordedWorkloads(NamedTuple):
 
     workloads: list[Workload]
     note: str
-    """Usually empty."""
+    """Remark for the user; usually empty."""
 
 
 def from_directory(
@@ -33,17 +33,17 @@ def from_directory(
 ) -> RecordedWorkloads:
     """Return the recorded calls of a dataset.
 
-    A damaged file is a workload too; loading it raises an error that names the damage.
+    A damaged file becomes a workload that raises an error about the damage when it is loaded.
 
     Args:
-        where: a directory, an archive of one, or an address (see `capture.load`).
-        patterns: choose the calls that these match (see `chosen`).
+        where: a directory, an archive of a directory, or an address (see `capture.load`).
+        patterns: names and globs of the calls to return (see `chosen`).
         join_ranks: return whole calls in place of the parts that several ranks recorded.
-        report: called with the progress of copies from elsewhere.
+        report: called with the progress of copies from another machine.
 
     Raises:
-        DatasetError: the dataset is missing, cannot be reached, or contains no such call, or none
-            to join.
+        DatasetError: the dataset is missing or cannot be reached, or contains no matching call or
+            no call to join.
     """
     dataset = Dataset.open(where, report=report)
     return from_dataset(dataset, patterns, join_ranks=join_ranks, report=report)
@@ -58,7 +58,7 @@ def from_dataset(
 ) -> RecordedWorkloads:
     """Return the recorded calls of an open dataset, like `from_directory`.
 
-    Files that are elsewhere are copied to this machine first, because worker processes read them.
+    Remote files are copied to this machine first, because worker processes read them.
     """
     calls, note = _whole_calls(dataset) if join_ranks else _calls_as_recorded(dataset)
     workloads = [*(workload for workload, _ in calls), *map(damaged_file, dataset.damaged)]
@@ -66,7 +66,7 @@ def from_dataset(
         workloads = chosen(workloads, patterns)
     names = {workload.name for workload in workloads}
     wanted = [entry for call, entries in calls if call.name in names for entry in entries]
-    # A call with a file that could not be copied becomes a damaged one.
+    # A call becomes a damaged workload if its file could not be copied.
     damaged = {file.path: damaged_file(file) for file in dataset.fetch(wanted, report)}
     replaced = {
         call.name: damaged[entry.path]
@@ -79,7 +79,7 @@ def from_dataset(
 
 
 def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
-    """Return the calls that any of the comma-separated names or globs matches, in their order."""
+    """Return the calls that match any of the comma-separated names or globs, in the given order."""
     found = chosen_names([workload.name for workload in workloads], patterns)
     return [workload for workload in workloads if workload.name in found]
 

@@ -1,4 +1,4 @@
-"""The order in which one or several takers replay calls."""
+"""The order in which one or more takers replay calls."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Form = tuple[object, ...]
 
 
 class Schedule:
-    """Gives out calls one at a time.
+    """Schedule that gives out calls one at a time.
 
-    A taker that has had a call of some form gets the other calls of that form first, because its
-    kernels are compiled for it. Then it gets a call of a form that no taker has had, or of the form
-    with the most work left. Long calls come before short ones, so that all takers end at about the
-    same time. For the same reason, a taker with less work left than another gets a call of any
-    form that is longer than its own.
+    A taker that has had a call of some form gets the other calls of that form first, because the
+    taker's kernels are compiled for this form. After that, the taker gets a call of a form that no
+    taker has had, or of the form with the most remaining work. Long calls come before short calls,
+    so that all takers end at about the same time. For the same reason, a taker with less remaining
+    work than another taker gets a call of any form, if that call is longer than its own calls.
 
     Args:
-        calls: the calls; earlier ones come first where all else is equal.
+        calls: the calls; earlier calls come first if all else is equal.
         tiers: a tier for each call; lower tiers come first.
-        is_in_time: returns whether a call may still begin; otherwise it is left out.
+        is_in_time: returns whether a call may still begin; other calls are left out.
         seconds: expected duration of each call; equal by default.
     """
 
@@ -43,7 +43,7 @@ class Schedule:
         self._tiers = [0] * len(calls) if tiers is None else list(tiers)
         self._seconds = [1.0] * len(calls) if seconds is None else list(seconds)
         self._waiting: dict[int, dict[Form, list[int]]] = {}
-        """Places among the calls, by tier and form; without empty entries."""
+        """Indices of waiting calls, by tier and form; there are no empty entries."""
         self._left: dict[tuple[int, Form], float] = defaultdict(float)
         """Seconds of waiting work, by tier and form."""
         for place in range(len(calls)):
@@ -52,10 +52,10 @@ class Schedule:
         """Forms of the calls that each taker has had."""
         self._begun: set[Form] = set()
         self._refused: dict[int, set[Hashable]] = {}
-        """Takers that failed at a call, by its place."""
+        """Takers that failed at a call, by the index of the call."""
 
     def __iter__(self) -> Iterator[Workload]:
-        """Give out all calls to one taker, by tier and then in their own order."""
+        """Give out all calls to one taker, by tier and in the given order within a tier."""
         for place in sorted(range(len(self.calls)), key=self._tiers.__getitem__):
             self._remove(place)
             if self._may_begin(place):
@@ -66,11 +66,11 @@ class Schedule:
 
     @property
     def waiting(self) -> int:
-        """Number of calls that were neither taken nor left out."""
+        """Number of calls that have been neither taken nor left out."""
         return sum(len(places) for forms in self._waiting.values() for places in forms.values())
 
     def take(self, taker: Hashable, kind: str = "") -> Workload | None:
-        """Take the next call for one of several takers; None if it may have no other.
+        """Take the next call for one of several takers; None if there is no call for this taker.
 
         Args:
             kind: type of the taker's device.
@@ -83,11 +83,11 @@ class Schedule:
         return None
 
     def prefer(self, call: Workload, taker: Hashable) -> None:
-        """Note that a taker is ready for calls of this form, as if it had had one."""
+        """Treat a taker as if it had already had a call of this form."""
         self._note(_form(call), taker)
 
     def give_back(self, call: Workload, taker: Hashable) -> None:
-        """Put a call back for other takers, because this one failed at it."""
+        """Put a call back for other takers, because this taker failed at it."""
         place = next(place for place, member in enumerate(self.calls) if member is call)
         self._refused.setdefault(place, set()).add(taker)
         self._add(place)
@@ -102,7 +102,7 @@ class Schedule:
             return next(able, None)
 
         def longest(forms: Iterable[Form]) -> int | None:
-            """Return the longest of the calls that come first in their forms."""
+            """Return the longest call among the first calls of these forms."""
             able = (place for form in forms if (place := first(form)) is not None)
             return min(able, key=lambda place: (-self._seconds[place], place), default=None)
 
@@ -114,7 +114,7 @@ class Schedule:
         for tier, forms in sorted(self._waiting.items()):
             place, other = longest(own & forms.keys()), longest(forms.keys() - own)
             if place is not None and other is not None:
-                # Another taker has more left: help it with a long call while there is time.
+                # Another taker has more work left: take a long call from it while there is time.
                 is_longer = self._seconds[other] > self._seconds[place]
                 if is_longer and left(own) < max(map(left, self._had.values())):
                     return other
@@ -122,7 +122,7 @@ class Schedule:
                 place = longest(forms.keys() - self._begun)
             if place is not None:
                 return place
-            # Every form has a taker: help with the one that would take longest.
+            # Every form has a taker: help with the form that has the most work left.
             for form in sorted(forms, key=lambda form: self._left[tier, form], reverse=True):
                 if (place := first(form)) is not None:
                     return place

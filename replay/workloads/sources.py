@@ -1,6 +1,6 @@
-"""Sources of calls: a recorded file, joined parts, random values, or a damaged file.
+"""The sources of calls: a recorded file, joined parts, random values, or a damaged file.
 
-A source describes itself in JSON, so that a worker process can load the same call.
+A source has a description in JSON, so that a worker process can load the same call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replay.workloads.synthetic_counterparts import counterpart
 
 
 class Source(ABC):
-    """Source of one call. Its paths are absolute, because kernels may change the directory."""
+    """Source of one call. Paths are absolute, because kernels may change the working directory."""
 
     is_counterpart = False
     """True if the call has random values in place of the recorded ones."""
@@ -33,11 +33,11 @@ class Source(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Name of the call in the rows."""
+        """Name of the call in rows."""
 
     @abstractmethod
     def load(self, device: torch.device) -> AttentionCall:
-        """Load the call to a device, into memory that the caller owns.
+        """Load the call to a device, into memory that only the caller uses.
 
         Raises:
             DatasetError: the call cannot be read.
@@ -45,28 +45,28 @@ class Source(ABC):
 
     @abstractmethod
     def to_json(self) -> dict[str, Any]:
-        """Return what `source_from_json` needs to make this source in another process."""
+        """Return data from which `source_from_json` makes this source in another process."""
 
     def metadata(self) -> CallMetadata:
-        """Return what is known of the call before it is loaded."""
+        """Return the facts that are known before the call is loaded."""
         return CallMetadata((self.name,))
 
     def files(self) -> tuple[Path, ...]:
-        """Return the files that loading reads; all are in one directory."""
+        """Return the files to load, which are all in one directory."""
         return ()
 
     def moved_to(self, directory: Path) -> Source:
-        """Return the same source with its files in another directory."""
+        """Return the same source for files in another directory."""
         return self
 
     def is_about(self, facts: CallFacts) -> bool:
-        """Return whether a row's call is this one and not another of the same name."""
+        """Return whether a row's call comes from this source, not from another with its name."""
         return True
 
 
 @dataclass(frozen=True)
 class RecordedSource(Source):
-    """File of one recorded call; loading it verifies its checksum."""
+    """File of one recorded call; the checksum is verified when the file is loaded."""
 
     entry: FileEntry
 
@@ -112,7 +112,7 @@ class RecordedSource(Source):
 
 @dataclass(frozen=True)
 class JoinedSource(Source):
-    """Files of the parts that ranks recorded of one call, joined when they are loaded."""
+    """Files with the parts of one call from several ranks, joined when they are loaded."""
 
     call: JoinedCall
 
@@ -136,7 +136,7 @@ class JoinedSource(Source):
     def metadata(self) -> CallMetadata:
         part, count = RecordedSource(self.call.entries[0]).metadata(), len(self.call.entries)
         assert part.shape is not None
-        # The parts are alike: the whole is that many times the work of one, however it was split.
+        # The parts are alike, so the whole call has `count` times the work of one part.
         shape = part.shape._replace(q_heads=part.shape.q_heads * count)
         return part._replace(form=(*part.form, count), shape=shape)
 
@@ -152,7 +152,7 @@ class JoinedSource(Source):
 
 @dataclass(frozen=True)
 class DamagedSource(Source):
-    """File that is not a readable call, so that it has its row."""
+    """File that is not a readable call; as a source, it gets an error row."""
 
     path: Path
     reason: str
@@ -170,11 +170,11 @@ class DamagedSource(Source):
 
 @dataclass(frozen=True)
 class RandomSource(Source):
-    """Synthetic call; a seed always gives the same values on the same device."""
+    """Synthetic call; a seed always gives the same values on one device."""
 
     given_name: str
     model: str
-    """The suite, or `random`."""
+    """Name of the suite, or `random`."""
     spec: Spec
     seed: int
 
@@ -256,7 +256,7 @@ def source_from_json(data: Mapping[str, Any]) -> Source:
 
 
 def _resolved(entry: FileEntry) -> FileEntry:
-    """Return an entry with an absolute directory; a link in the last place stays a link."""
+    """Return an entry with an absolute directory; if the file itself is a link, it stays a link."""
     return _moved(entry, entry.path.parent.resolve())
 
 

@@ -1,4 +1,4 @@
-"""Recorded calls with random values, to see how far random inputs mislead.
+"""The synthetic counterparts of recorded calls, which show how far random inputs mislead.
 
 Shapes, strides, dtype, mask and scale stay the same, so any difference in speed, power or error is
 due to the values.
@@ -17,7 +17,7 @@ from capture.call.strides import copy_with_strides, narrow_expanded
 
 RANDOM = "none: random values, standard normal"
 MATCHED = "none: random values, moments of the recorded ones"
-"""Weights that rows name for a synthetic counterpart."""
+"""Entry for weights in rows of a synthetic counterpart."""
 
 
 def _as_drawn(drawn: Tensor, recorded: Tensor) -> Tensor:
@@ -25,8 +25,8 @@ def _as_drawn(drawn: Tensor, recorded: Tensor) -> Tensor:
 
 
 def _matched(drawn: Tensor, recorded: Tensor) -> Tensor:
-    """Return drawn values with the recorded mean and deviation of each head's channels."""
-    if not recorded.numel():  # PyTorch warns of moments without values
+    """Scale drawn values to the recorded mean and standard deviation of each head's channels."""
+    if not recorded.numel():  # PyTorch warns about moments of an empty tensor
         return drawn
     deviation, mean = torch.std_mean(recorded.float(), dim=(0, 2), correction=0, keepdim=True)
     return drawn * deviation.nan_to_num(1.0) + mean.nan_to_num(0.0)
@@ -36,12 +36,12 @@ KINDS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "random": (RANDOM, _as_drawn),
     "matched": (MATCHED, _matched),
 }
-"""Kinds of counterparts by the ending of their names: the weights that rows name, and a function
-from standard normal and recorded values to the counterpart's values."""
+"""Kinds of counterparts by the ending of their names. Each has the entry for weights in rows, and a
+function of standard normal and recorded values that returns the counterpart's values."""
 
 
 def counterpart(call: AttentionCall, kind: str, seed: int) -> AttentionCall:
-    """Replace a call's query, key and value by random ones of one of `KINDS`."""
+    """Replace a call's query, key and value with random values of one of `KINDS`."""
     weights, shaped = KINDS[kind]
     device = call.query.device
     generator = torch.Generator(device).manual_seed(seed)

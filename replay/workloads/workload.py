@@ -1,4 +1,4 @@
-"""Workloads: named calls that are loaded one at a time."""
+"""The workloads of a replay: named calls that are loaded one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Workload:
     name: str
     source: Source
     on: str = ""
-    """Type of device to replay the call on, where calls are replayed on several."""
+    """Type of device to replay the call on; empty unless calls are replayed on several types."""
 
     @classmethod
     def of(cls, source: Source) -> Workload:
@@ -30,7 +30,7 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Name that no other workload of a replay has."""
+        """Unique name among the workloads of a replay."""
         return f"{self.name} on {self.on}" if self.on else self.name
 
     def load(self, device: torch.device) -> AttentionCall:
@@ -55,7 +55,7 @@ class Workload:
 
 
 def random_workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
-    """Make the workload of one synthetic call; `model` is the suite, or `random`."""
+    """Make the workload of one synthetic call; `model` is the name of the suite, or `random`."""
     return Workload.of(RandomSource(name, model, spec, seed))
 
 
