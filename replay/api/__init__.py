@@ -1,1 +1,1 @@
-"""The public functions: one procedure a file, which the command line calls too."""
+"""Public functions, one procedure per file; the command line uses them too."""

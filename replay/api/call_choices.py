@@ -1,4 +1,4 @@
-"""Calls of a replay: recorded, of this program, random, or of a suite. Imports no torch."""
+"""Choices of calls for a replay: recorded, in memory, random, or from a suite. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class ChosenCalls:
 
     workloads: list[Workload]
     note: str = ""
-    """A warning about how a recording was read; usually empty."""
+    """Warning about how a recording was read; usually empty."""
     specs: list[Spec] = field(default_factory=list)
-    """Sizes of calls that are drawn, which may be too large for a machine."""
+    """Sizes of random calls, which may be too large for a machine."""
 
 
 class CallChoice(Protocol):
-    """A choice of calls."""
+    """Interface of every choice of calls."""
 
     def check(self) -> None:
         """Raise Error for a mistake that can be found in a fraction of a second."""
@@ -48,25 +48,26 @@ class RecordedCalls:
     """Calls of a recording."""
 
     where: str
-    """A directory that `capture` wrote, an archive of one, or an address."""
+    """Directory written by `capture`, an archive of one, or an address."""
     names: str | None = None
-    """Only the calls of these names and globs, with commas between them."""
+    """Comma-separated names and globs of the calls to use; None for all calls."""
     join_ranks: bool = False
-    """Replay the calls that ranks of a distributed model share, each as a whole."""
+    """True to replay calls that ranks of a distributed model share, each as a whole."""
     versus_random: bool = False
-    """Replay each call beside random and moment-matched values."""
+    """True to replay each call with random and moment-matched values too."""
     dataset: Dataset | None = None
-    """The recording, if it is open already."""
+    """The recording, if it is already open."""
 
     def check(self) -> None:
-        """Raise Error if there is no such recording, or no call of these names."""
+        """Raise Error if the recording does not exist, or if no call has one of the names."""
         if self.dataset is not None:
             return
         directory = directory_of(self.where)
         if directory is None or self.names is None or self.join_ranks:
             return
         if files := listed_files(directory):
-            # A damaged entry goes by its whole file name, which only its header could shorten.
+            # A damaged entry is matched by its whole file name, which only its header could
+            # shorten.
             chosen_names([Path(file).stem for file in files], self.names, files)
 
     def opened(self, *, quiet: bool) -> Dataset | None:
@@ -79,7 +80,7 @@ class RecordedCalls:
             return Dataset.open(self.where, report=report)
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the recorded calls, with their random counterparts if these are wanted."""
+        """Return the recorded calls, with their random counterparts if requested."""
         from replay.workloads.recorded import from_dataset
         from replay.workloads.workload import with_counterparts
 
@@ -97,15 +98,15 @@ class CallsInMemory:
 
     calls: tuple[AttentionCall, ...]
     directory: Path
-    """An empty directory, which stays until the replay has ended."""
+    """Empty directory that must exist until the replay has ended."""
 
     def check(self) -> None:
-        """Raise ChoiceError if there is no call."""
+        """Raise ChoiceError if there are no calls."""
         if not self.calls:
             raise ChoiceError("there is no call to replay: give at least one")
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Write the calls, and open what was written."""
+        """Write the calls to files, and open these as a dataset."""
         from capture.storage.call_file import PackedCall
         from capture.storage.dataset import Dataset
 
@@ -123,7 +124,7 @@ class CallsInMemory:
 
 @dataclass(frozen=True)
 class RandomValues:
-    """The values of calls that are drawn."""
+    """Values of random calls."""
 
     is_causal: bool = False
     mask: str = "none"
@@ -134,7 +135,7 @@ class RandomValues:
     seed: int = 0
 
     def of(self, spec: Spec) -> Spec:
-        """Return a shape with these values."""
+        """Return the spec of a shape with these values."""
         return replace(
             spec,
             is_causal=spec.is_causal or self.is_causal or self.mask == "causal",
@@ -146,25 +147,25 @@ class RandomValues:
 
 @dataclass(frozen=True)
 class RandomCall:
-    """One call of any shape; sizes as in `replay.workloads.random_calls.Spec`."""
+    """One random call of any shape; the sizes are those of `replay.workloads.random_calls.Spec`."""
 
     batch: int
     q_heads: int
     kv_heads: int | None
-    """None for as many as query heads."""
+    """Number of key heads; None for the number of query heads."""
     q_len: int
     kv_len: int | None
-    """None for the query length."""
+    """Key length; None for the query length."""
     head_dim: int
     v_head_dim: int | None
-    """None for `head_dim`."""
+    """Head dimension of the value; None for `head_dim`."""
     values: RandomValues = RandomValues()
 
     def check(self) -> None:
-        """Check nothing: the sizes are checked when the call is drawn."""
+        """Check nothing: the sizes are checked when the call is created."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Return None: nothing is recorded."""
+        """Return None, because nothing is recorded."""
         return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
@@ -192,14 +193,14 @@ class SuiteCalls:
 
     name: str
     longest: int | None = None
-    """Leave out longer shapes."""
+    """Maximum length; longer shapes are left out."""
     values: RandomValues = RandomValues()
 
     def check(self) -> None:
-        """Check nothing: the list is read when its calls are drawn."""
+        """Check nothing: the list is read when its calls are created."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Return None: nothing is recorded."""
+        """Return None, because nothing is recorded."""
         return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:

@@ -1,6 +1,6 @@
-"""Choices that make up a replay: calls, kernels, measuring and place. Imports no torch.
+"""Choices that make up a replay: calls, kernels, settings and place. Imports no torch.
 
-The choices are made before PyTorch is imported, because worker processes start before that.
+The choices are made before PyTorch is imported, because worker processes start earlier.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class MeasureChoice:
-    """Settings of timing and judging, before the device is known."""
+    """Settings of timing and judging, chosen before the device is known."""
 
     cache: Cache | None = None
-    """None for cold on a GPU, warm on a CPU."""
+    """State of the cache; None for cold on a GPU, warm on a CPU."""
     rounds: int = ROUNDS
     calls_before: int | None = None
-    """None for 0, or in models on a GPU for `CALLS_BEFORE_IN_MODELS`."""
+    """Untimed calls before each sample; None for 0, or for `CALLS_BEFORE_IN_MODELS` in models on a
+    GPU."""
     max_seconds: float | None = None
-    """None for `SECONDS`, on a CPU for `CPU_SECONDS`."""
+    """Time limit per kernel and call; None for `SECONDS`, or for `CPU_SECONDS` on a CPU."""
     max_noise: float | None = None
     baseline: str | None = None
     errors_against: str = "reference"
     metrics: tuple[str, ...] = ()
-    """Figures that are measured only on request: `energy`, `roofline`, `stats`, `resources`."""
+    """Figures measured only on request: `energy`, `roofline`, `stats`, `resources`."""
     save_output: Path | None = None
     tolerances: Path | Thresholds | None = None
     for_model: bool = False
-    """Measure as in a model, for a plan or a check of the model."""
+    """True to measure as in a model, for a plan or a check of the model."""
     seed: int = 0
 
     @property
     def special_kernels(self) -> list[str]:
-        """Return the kernels that serve as baseline, or whose output others are compared with."""
+        """Return the kernels that serve as baseline or as the output to compare with."""
         names = (self.baseline, self.errors_against)
         return [name for name in names if name not in (None, "reference", "captured")]
 
@@ -96,17 +97,17 @@ class RunPlace:
     """Device, environments and processes that kernels run in."""
 
     device: str | None = None
-    """None for a GPU if there is one."""
+    """Name of the device; None for a GPU if present."""
     gpus: str | None = None
-    """`all`, or indices with commas between them: spread the calls over these GPUs."""
+    """GPUs that share the calls: `all`, or comma-separated indices."""
     ray: str | None = None
-    """Address of a Ray cluster: spread the calls over its devices."""
+    """Address of a Ray cluster whose devices share the calls."""
     environments: tuple[str, ...] = ()
     """Other Python environments: `NAME=PYTHON`, or a TOML file with a table `[environments]`."""
     timeout: float = 300.0
-    """Seconds without a sign of life after which a worker is ended."""
+    """Seconds without a sign of life after which a worker is killed."""
     in_process: bool = False
-    """Run kernels in this process, without workers."""
+    """True to run kernels in this process, without workers."""
 
     def __post_init__(self) -> None:
         several = "--gpus" if self.gpus is not None else "--ray" if self.ray is not None else ""
@@ -128,17 +129,17 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Calls to replay, and all choices about how."""
+    """Calls to replay, and all choices about the replay."""
 
     calls: CallChoice
     kernels: str | None = None
-    """Names and globs with commas between them; None for the default ones, `all` for all."""
+    """Comma-separated names and globs; None for the default kernels, `all` for every kernel."""
     measure: MeasureChoice = MeasureChoice()
     place: RunPlace = RunPlace()
     max_time: float | None = None
     """Seconds after which the replay ends."""
     resume: Path | None = None
-    """File of rows to complete."""
+    """File of rows to continue."""
 
     def __post_init__(self) -> None:
         if self.max_time is not None and self.place.in_process:
@@ -149,7 +150,7 @@ class ReplayRequest:
     def check(self) -> None:
         """Raise the errors of a replay that can be found in a fraction of a second.
 
-        PyTorch is imported only if a name of a device or a kernel looks wrong.
+        PyTorch is imported only if the name of a device or kernel looks wrong.
 
         Raises:
             Error: a choice cannot be used.
@@ -165,7 +166,7 @@ class ReplayRequest:
 
 
 def thresholds(given: str | os.PathLike[str] | Thresholds | None) -> Thresholds:
-    """Return the constants that accuracy is judged by; without a file, the project's own.
+    """Return the constants for judging accuracy; without a file, the project's own constants.
 
     Raises:
         Error: the file cannot be read.
@@ -178,7 +179,7 @@ def thresholds(given: str | os.PathLike[str] | Thresholds | None) -> Thresholds:
 
 
 def _made(directory: Path) -> Path:
-    """Make a directory and return its absolute path: kernels may change the current one."""
+    """Create a directory and return its absolute path: kernels may change the current directory."""
     directory = directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -190,7 +191,7 @@ def _made(directory: Path) -> Path:
 
 
 def joined_names(names: str | Sequence[Any] | None) -> str | None:
-    """Return names of kernels or calls as one text with commas between them."""
+    """Return names of kernels or calls as one comma-separated text."""
     if names is None or isinstance(names, str):
         return names
     return ",".join(str(getattr(name, "name", name)) for name in names)

@@ -1,4 +1,4 @@
-"""The device that a user names, or the one that is present."""
+"""Choice of the device: the one that a user names, or the one that is present."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class ChoiceError(Error):
-    """A choice cannot be used; the message names the remedy."""
+    """Reason why a choice cannot be used; the message gives the remedy."""
 
 
 def check_name(name: str | None) -> None:
-    """Raise ChoiceError if a name is not that of a device; torch is imported only in doubt."""
+    """Raise ChoiceError if a name is not a device's; import torch only if the name looks wrong."""
     if name and not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
         device_of(name)
 

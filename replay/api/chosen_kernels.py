@@ -1,4 +1,4 @@
-"""The kernels of a replay: checked by name before PyTorch is imported, and selected after it."""
+"""Choice of the kernels: names are checked before PyTorch is imported, kernels selected after."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
     """Raise Error if a kernel looks unknown, or the file of a user's kernel cannot be parsed.
 
-    PyTorch is imported only in doubt.
+    PyTorch is imported only if a name looks unknown.
 
     Args:
-        names: names and globs with commas between them; None for the default kernels.
-        special: kernels that serve as baseline, or whose output others are compared with.
-        parse_files: whether this Python runs the kernels; another one may be newer.
+        names: comma-separated names and globs; None for the default kernels.
+        special: kernels that serve as baseline or as the output to compare with.
+        parse_files: True if this Python runs the kernels; another Python may be newer.
 
     Raises:
         Error: a kernel cannot be used.
@@ -50,12 +50,12 @@ def chosen_kernels(
 ) -> list[Kernel]:
     """Return the kernels to run.
 
-    A glob matches what is available; a kernel given by name must be able to run.
+    A glob matches only available kernels; a kernel given by name must be able to run.
 
     Args:
-        names: names and globs with commas between them; None for the default kernels.
-        special: kernels that serve as baseline, or whose output others are compared with.
-        where: asked which kernels can run.
+        names: comma-separated names and globs; None for the default kernels.
+        special: kernels that serve as baseline or as the output to compare with.
+        where: place of execution, which determines the kernels that can run.
 
     Raises:
         ChoiceError: a kernel given by name cannot run in any environment.
@@ -63,7 +63,7 @@ def chosen_kernels(
     from replay.kernels.registry import find, select
 
     kernels, named = select(names)
-    # The failure of a user's own kernel is reported in its row.
+    # A failure of a user's own kernel is reported in its row instead.
     asked = [kernel for kernel in map(find, [*named, *special]) if kernel.load is None]
     found = where.probe(asked, device) if asked else {}
     for kernel in asked:
@@ -74,7 +74,7 @@ def chosen_kernels(
 
 
 def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Return the kernels that can run on a CPU; on a GPU all, lest their libraries be imported."""
+    """Return the kernels that can run on a CPU; on a GPU, all, to avoid importing libraries."""
     return [
         kernel
         for kernel in kernels
@@ -83,7 +83,7 @@ def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel
 
 
 def _require_python(name: str) -> None:
-    """Raise ChoiceError if the file of a user's kernel cannot be parsed; nothing of it is run."""
+    """Raise ChoiceError if a user's kernel file cannot be parsed; none of its code runs."""
     path, _, _ = name.rpartition(":")
     if not path.endswith(".py"):
         return

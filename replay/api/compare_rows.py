@@ -1,4 +1,4 @@
-"""`compare`: what became faster, slower or wrong between two runs."""
+"""Function `compare`: changes in speed and correctness between two runs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from replay.report.comparison.sections import sections
 from replay.rows.row_files import RowsError, read_jsonl
 
 WIDTH = 100
-"""Columns of a printed comparison."""
+"""Width of a printed comparison, in columns."""
 
 
 @dataclass(frozen=True)
 class ComparedRuns(Comparison):
-    """Two runs side by side; `print` shows what changed, and so does a notebook."""
+    """Comparison of two runs; `print` and notebooks show the changes."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the comparison as plain JSON, as `replay compare --json` writes it."""
@@ -53,13 +53,13 @@ def compare(
     """Compare two runs: speed and accuracy of the same kernel on the same call.
 
     Args:
-        before: rows of the earlier run, the file of them, or the name of a kept baseline of the
-            type of machine that `after` was measured on.
-        after: rows of the later run, or the file of them.
-        of: `speed-up` or `time`. By default speed-ups over the baseline, which do not change when
-            the whole machine drifts; times if the baseline's own version changed.
-        spread: how far two equal runs differ: a share such as 0.015 or `1.5%`, the JSON file of a
-            self-test, or a file with the rows of a second run of what `before` ran.
+        before: rows of the earlier run, their file, or the name of a baseline stored for the type
+            of machine that `after` was measured on.
+        after: rows of the later run, or their file.
+        of: `speed-up` or `time`. The default is speed-ups over the baseline, which do not change
+            when the whole machine drifts; it is times if the baseline's own version changed.
+        spread: difference between two equal runs: a share such as 0.015 or `1.5%`, the JSON file of
+            a self-test, or a file with the rows of a repetition of `before`.
 
     Returns:
         A comparison with a verdict for every row; `kernels` has one for each kernel.
@@ -81,10 +81,10 @@ def compare(
 
 
 def earlier_run(before: Rowlike | Run, after: Run) -> Run:
-    """Return a run, or the kept baseline of that name for the machine of `after`.
+    """Return a run, or the baseline stored under that name for the machine of `after`.
 
     Raises:
-        ComparisonError: there is no such baseline.
+        ComparisonError: the baseline does not exist.
         RowsError: a file cannot be read.
     """
     if isinstance(before, str) and not is_file(before) and not Path(before).exists():
@@ -93,15 +93,15 @@ def earlier_run(before: Rowlike | Run, after: Run) -> Run:
 
 
 def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
-    """Return rows, or those of a file, as a run.
+    """Return rows, or the rows of a file, as a run.
 
     Args:
-        given: rows, or the path of a file of them.
-        name: what to call rows that come from no file.
+        given: rows, or the path of their file.
+        name: name of a run whose rows do not come from a file.
 
     Raises:
         ComparisonError: there are no rows.
-        RowsError: the file cannot be read, or something else than rows is given.
+        RowsError: the file cannot be read, or the argument is not rows.
     """
     if isinstance(given, Run):
         return given
@@ -119,7 +119,7 @@ def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
 
 
 def _spread(given: str | os.PathLike[str] | float | None) -> str | None:
-    """Return a spread as the command line has it."""
+    """Return a spread as the text that the command line takes."""
     if given is None or isinstance(given, str):
         return given
     return os.fspath(given) if isinstance(given, os.PathLike) else f"{given * 100:g}%"

@@ -1,4 +1,4 @@
-"""`doctor`: why kernels are wrong on recorded calls, where, and what to use instead."""
+"""Function `doctor`: why kernels are wrong on recorded calls, where, and which to use instead."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 TIMEOUT = 300.0
-"""Seconds without a sign of life after which a kernel's process is ended."""
+"""Seconds without a sign of life after which a kernel's process is killed."""
 
 
 class Pipeline(Protocol):
-    """A diffusers pipeline."""
+    """Interface of a diffusers pipeline."""
 
     components: Any
 
 
 class ExaminationInterrupted(KeyboardInterrupt):
-    """Ctrl-C ended an examination; what was found until then is in `found`."""
+    """Interruption of an examination by Ctrl-C; `found` has the results up to that moment."""
 
     def __init__(self, found: Diagnoses, total: int) -> None:
         super().__init__()
         self.found = found
         self.total = total
-        """Pairs of a kernel and a call that were to be examined."""
+        """Number of pairs of kernel and call that were to be examined."""
 
 
 @overload
@@ -69,23 +69,24 @@ def doctor(
     timeout: float = TIMEOUT,
 ) -> AbstractContextManager[Diagnoses]: ...
 def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
-    """Find out why kernels are wrong: on which layer, step and head, and what causes it.
+    """Find out why kernels are wrong: the layer, step and head, and the cause.
 
-    With a recording, kernels are examined on its calls. With a model, use it in a `with` statement:
-    it records the calls that the block makes, and examines kernels on them when the block ends.
+    With a recording, kernels are examined on its calls. With a model, use the function in a `with`
+    statement: the calls of the block are recorded, and kernels are examined on these calls when the
+    block ends.
 
     Args:
         subject: a directory that `capture` wrote, an archive of one, an address, a dataset or
             calls; or a model: a `torch.nn.Module`, a diffusers pipeline, or a dict of modules.
-        kernels: names and globs, as a list or with commas between them; `captured` for the recorded
-            outputs. By default those of a plain replay; for a model, what the model itself called.
-            A model takes functions with SDPA's arguments too.
+        kernels: names and globs, as a list or comma-separated; `captured` for the recorded outputs.
+            By default the kernels of a plain replay, or the kernels that the model itself called.
+            With a model, functions with SDPA's arguments are also accepted.
         **options: `timeout`, seconds without a sign of life after which a kernel's process is
-            ended. For a recording also `calls`, names and globs of the calls to examine; `device`;
+            killed. For a recording also `calls`, names and globs of the calls to examine; `device`;
             `workers`, False to run kernels in this process; `tolerances`, constants to judge
-            accuracy by, or a TOML file of them; and `progress`, False for none on stderr. For a
-            model also `max`, the number of calls to record; `sample`, which ones, as for `record`;
-            and `out`, a directory to keep the recording in.
+            accuracy by, or a TOML file of constants; and `progress`, False to hide progress on
+            stderr. For a model also `max`, the number of calls to record; `sample`, the choice of
+            calls as for `record`; and `out`, a directory to keep the recording in.
 
     Returns:
         For a recording, `Diagnoses`: print it, or read `found`. For a model, a context manager that
@@ -123,7 +124,7 @@ def examine_recording(
     """Examine kernels on recorded calls; see `doctor`.
 
     Raises:
-        ChoiceError: a kernel that was named cannot run here, or none can.
+        ChoiceError: a named kernel cannot run here, or no kernel can.
         DatasetError: the recording cannot be read.
         ExaminationInterrupted: Ctrl-C was pressed.
     """
@@ -162,8 +163,8 @@ def able_kernels(
     """Return the kernels of these names and globs that can run here.
 
     Raises:
-        ChoiceError: one that was named cannot run, or none can.
-        KernelNameError: a name or glob fits no kernel.
+        ChoiceError: a named kernel cannot run, or no kernel can.
+        KernelNameError: a name or glob matches no kernel.
     """
     from replay.diagnosis import captured
     from replay.kernels.registry import find, select
@@ -175,7 +176,7 @@ def able_kernels(
     if own:
         names = ",".join(part for part in parts if part != captured.NAME)
     kernels, named = select(names)
-    # A user's kernel is not asked: its failure is a finding.
+    # A user's kernel is not probed, because its failure would be a finding.
     ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
     probed = _probed(ours, device, timeout, workers=workers) if ours else {}
     absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
@@ -191,7 +192,7 @@ def able_kernels(
 def _probed(
     kernels: list[Kernel], device: torch.device, timeout: float, *, workers: bool
 ) -> dict[str, ProbeResult]:
-    """Return by name whether each kernel can run here."""
+    """Return the probe result of each kernel here, by name."""
     from replay.rows.row import HERE
     from replay.workers.environments import Environment
     from replay.workers.execution import InProcess
@@ -206,7 +207,7 @@ def _probed(
 
 
 def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
-    """Return progress of kernels on calls, in which a task ends where the next begins."""
+    """Return a progress function for kernels on calls; a task ends where the next begins."""
     from replay.bench.runner import DONE
 
     at_work: list[Workload] = []

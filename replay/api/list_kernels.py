@@ -1,4 +1,4 @@
-"""`kernels`: the kernels that there are, and where they can run."""
+"""Function `kernels`: all kernels, and where they can run."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def kernels(pattern: str | Sequence[str] | None = None) -> list[Kernel]:
     """Return kernels by name.
 
     Args:
-        pattern: names and globs, as a list or with commas between them. `FILE.py:FUNCTION` is a
-            kernel of your own. By default all kernels except variants of others.
+        pattern: names and globs, as a list or comma-separated. `FILE.py:FUNCTION` is a kernel of
+            your own. By default all kernels except variants of others.
 
     Returns:
-        Kernels with `name`, `about`, `accuracy_class` and `install`; `unavailable(device)` says why
-        one cannot run on a device, or None.
+        Kernels with `name`, `about`, `accuracy_class` and `install`; `unavailable(device)` returns
+        the reason why a kernel cannot run on a device, or None.
 
     Raises:
-        KernelNameError: a name or glob fits no kernel.
+        KernelNameError: a name or glob matches no kernel.
 
     Example:
         >>> [kernel.name for kernel in kernels("torch-*")]
@@ -37,23 +37,23 @@ def kernels(pattern: str | Sequence[str] | None = None) -> list[Kernel]:
 
 
 class Listing(NamedTuple):
-    """Kernels, and whether each can run."""
+    """Kernels, and the findings on where each can run."""
 
     kernels: list[Kernel]
     findings: Findings
-    """By environment and name of the kernel."""
+    """Findings by environment and name of the kernel."""
 
 
 def listing(pattern: str | None, place: RunPlace) -> Listing:
-    """Return kernels and whether each can run, as worker processes find.
+    """Return kernels, and the findings of worker processes on where each can run.
 
     Args:
-        pattern: names and globs with commas between them, as for `kernels`.
+        pattern: comma-separated names and globs, as for `kernels`.
         place: the device and the environments where they would run.
 
     Raises:
         ChoiceError: the device does not exist.
-        KernelNameError: a name or glob fits no kernel.
+        KernelNameError: a name or glob matches no kernel.
         WorkerError: an environment does not work.
     """
     from replay.workers.process import Placement, first_processes
@@ -64,7 +64,7 @@ def listing(pattern: str | None, place: RunPlace) -> Listing:
         first = None
         if not place.in_process:
             first = stack.enter_context(first_processes(place.timeout, here))
-            first.prepare(place.device)  # while this process imports PyTorch
+            first.prepare(place.device)  # the worker prepares while this process imports PyTorch
         device = device_of(place.device)
         listed = kernels(pattern)
 

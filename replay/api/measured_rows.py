@@ -1,4 +1,4 @@
-"""The rows of a replay: a list with what one asks of it, and a table in notebooks."""
+"""Rows of a replay: a list with methods for common questions, shown as a table in notebooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replay.rows.row import KernelId, Row
 from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
 
 Rowlike = str | os.PathLike[str] | Iterable[Row]
-"""Rows, or the path of a file of them."""
+"""Rows, or the path of their file."""
 
 HEADINGS = (
     *("kernel", "model", "call", "B×H×S×D", "time ms", "speed-up", "TFLOPS"),
@@ -27,7 +27,7 @@ HEADINGS = (
 
 
 class Rows(list[Row]):
-    """The rows of a replay, one for each kernel and call; a notebook shows them as a table.
+    """Rows of a replay, one for each kernel and call; a notebook shows them as a table.
 
     Example:
         >>> import attention_replay as ar
@@ -37,21 +37,21 @@ class Rows(list[Row]):
     """
 
     def best(self, accuracy_class: AccuracyClass = "exact") -> Rows:
-        """Return one row per call: that of the kernel to use for it.
+        """Return one row per call: the row of the kernel to use.
 
-        Calls of equal cost are decided together, as in the tables of `replay`: by the paired
-        rounds of all of them. The kernel to use is the fastest one that is correct on all of these
-        calls, leaves inputs that later calls read as they are, and is faster than the baseline by
-        more than the 95 % interval of its speed-up. Where there is no such kernel, the baseline is
-        used if it is correct, and the call has no row otherwise. Calls that were measured without a
-        baseline get the fastest correct kernel.
+        Calls of equal cost get a joint decision, as in the tables of `replay`, from their paired
+        rounds. The kernel to use is the fastest one that is correct on all of these calls, does not
+        change inputs that later calls read, and is faster than the baseline by more than the 95 %
+        interval of its speed-up. If no kernel qualifies, the baseline is used if it is correct;
+        otherwise the call has no row. Calls that were measured without a baseline get the fastest
+        correct kernel.
 
         Args:
-            accuracy_class: `exact`, or `quantised` for the fastest of the 8-bit kernels. Speed says
-                nothing about whether a `sparse` kernel keeps enough.
+            accuracy_class: `exact`, or `quantised` for the fastest of the 8-bit kernels. For
+                `sparse` kernels, speed does not show whether they keep enough keys.
 
         Returns:
-            Rows in the order of the calls; those of several devices one device after another.
+            Rows in the order of the calls; with several devices, one device after another.
 
         Raises:
             RowsError: the accuracy class is not `exact` or `quantised`.
@@ -86,7 +86,7 @@ class Rows(list[Row]):
 
         Raises:
             MissingPackage: the library is not installed.
-            UnknownLibrary: the library is another one.
+            UnknownLibrary: the library is neither of these.
 
         Example:
             >>> rows.to_dataframe().groupby("kernel")["speedup.ratio"].median()
@@ -141,7 +141,7 @@ class Rows(list[Row]):
 
 
 def _best_of(group: Group, accuracy_class: AccuracyClass) -> Iterator[Row]:
-    """Yield a row for each call of a group, of the fastest kernel or of the baseline."""
+    """Yield a row for each call of a group, from the fastest kernel or the baseline."""
     found = fastest(group, accuracy_class)
     chosen: dict[str, Row] = {}
     if found is not None and (_is_faster(found) or not group.baseline):
@@ -158,10 +158,10 @@ def _is_faster(found: Fastest) -> bool:
 
 
 def rows_of(given: Rowlike) -> Sequence[Row]:
-    """Return rows, those of a file if its path is given.
+    """Return rows, or the rows of a file if its path is given.
 
     Raises:
-        RowsError: the file cannot be read, or something else than rows is given.
+        RowsError: the file cannot be read, or the argument is not rows.
     """
     if isinstance(given, str | os.PathLike):
         return Rows.read(given)
@@ -175,7 +175,7 @@ def _path_of_rows(path: str | os.PathLike[str]) -> Path:
     """Return a path that exists.
 
     Raises:
-        RowsError: it does not, or something else was given.
+        RowsError: the path does not exist, or the argument is not a path.
     """
     if not isinstance(path, str | os.PathLike):
         raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")

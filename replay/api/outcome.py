@@ -1,4 +1,4 @@
-"""The outcome of a replay: its rows in order, and what there was no time for. Imports no torch."""
+"""Outcome of a replay: its rows in order, and the work left undone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a session."""
+    """Result of a session."""
 
     rows: list[Row]
-    """In the order of the calls, those of a resumed file included; after an early end, only those
-    of complete calls."""
+    """Rows in the order of the calls, including those of a resumed file; after an early end, only
+    the rows of complete calls."""
     all_rows: list[Row]
-    """The same, with those of incomplete calls."""
+    """The same rows, with the rows of incomplete calls."""
     is_in_order: bool
-    """True if the rows came in this order."""
+    """True if the rows were measured in this order."""
     left_out: str
-    """Says what there was no time for; empty for nothing."""
+    """Sentence about work that the time did not suffice for; empty if nothing is missing."""
 
 
 def without_variants(assigned: Assignment) -> Assignment | None:
-    """Return the kernels without variants; None if that leaves all of them, or none."""
+    """Return the kernels without variants; None if all kernels or no kernels would remain."""
     plain = {
         name: [kernel for kernel in kernels if not kernel.variant_of]
         for name, kernels in assigned.items()
@@ -66,7 +66,7 @@ def left_out(
     machines: Sequence[Machine],
     assigned: Mapping[str, Sequence[Kernel]],
 ) -> str:
-    """Return what there was no time for; empty for nothing."""
+    """Describe the work that the time did not suffice for; empty if nothing is missing."""
     from replay.bench.resume import label_of
 
     measured: dict[tuple[str, str], set[str]] = {}

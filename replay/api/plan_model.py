@@ -1,4 +1,4 @@
-"""The function `plan`: the fastest kernel for each layer of a recorded model, within a budget."""
+"""Function `plan`: the fastest kernel for each layer of a recorded model, within a budget."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 BUDGET = "cosine=0.998"
-"""The budget of a plan if none is given."""
+"""Budget of a plan if none is specified."""
 
 
 class Choice(NamedTuple):
-    """A plan, and what it was chosen from."""
+    """Plan, with the candidates behind it."""
 
     plan: Plan
     uniform: list[Uniform]
-    """Each kernel used at every layer, the baseline first."""
+    """Results of each kernel used at every layer, the baseline first."""
     shortfall: str
-    """Says what attention the recording could not see; empty if it saw all."""
+    """Attention that the recording could not see; empty if it saw all attention."""
 
 
 def plan(
@@ -43,16 +43,16 @@ def plan(
 
     Times depend on how a model calls its kernels, so rows are measured as in a model: behind the
     model's own attention as baseline, with its masks, and on a GPU with untimed calls before each
-    sample. Rows of your own should be of `replay(…, for_model=True)`.
+    sample. If you pass your own rows, they should come from `replay(…, for_model=True)`.
 
     Args:
         dataset: all recorded calls of one model: a directory, an archive, an address or a dataset.
         rows: rows of these calls; None to measure them.
         budget: the largest error at any layer, such as "cosine=0.998".
-        **options: of `replay`, for measuring.
+        **options: options of `replay`, for measuring.
 
     Returns:
-        A plan to `save`, or to run a model with: `use_plan(plan)`.
+        A plan, to `save` or to apply with `use_plan(plan)`.
 
     Raises:
         Error: the recording or the rows allow no plan.
@@ -88,7 +88,7 @@ def choose_plan(
         try:
             if find(name).own_process:
                 exclusive.add(name)
-        except KernelNameError:  # rows of another machine may name a kernel that only it has
+        except KernelNameError:  # rows of another machine may name a kernel that exists only there
             continue
     chosen = choose(rows, capture.census, limit, OWN, exclusive)
     return Choice(chosen, uniform(rows, capture.census, limit, OWN), shortfall(capture))

@@ -1,4 +1,4 @@
-"""The recorded models that are planned or checked, and what they need. Imports no torch."""
+"""Recorded models to plan or check, and the data that they need. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,58 +19,58 @@ if TYPE_CHECKING:
 
 
 class RecordingError(Error):
-    """A recording does not have what its model is planned or checked by."""
+    """Reason why a recording's model cannot be planned or checked."""
 
 
 @dataclass(frozen=True)
 class ModelRequest:
-    """Options of running a recorded model."""
+    """Options for running a recorded model."""
 
     plan: str | None = None
-    """File of a plan to run the model with too."""
+    """File of a plan to run the model with as well."""
     text: str | None = None
-    """File of a text that a language model's perplexity is measured on."""
+    """File of a text on which a language model's perplexity is measured."""
     rounds: int | None = None
-    """Timed runs per kernel; None for as many as fit into some seconds."""
+    """Timed runs per kernel; None for as many as fit into a few seconds."""
     trust_code: bool = False
-    """Run files of code that the recording or the plan names."""
+    """True to run code files named by the recording or the plan."""
     any_device: bool = False
-    """Use a plan that was made on another type of GPU."""
+    """True to use a plan that was made on another type of GPU."""
     timeout: float = 300.0
-    """Seconds without a sign of life after which the model's process is ended."""
+    """Seconds without a sign of life after which the model's process is killed."""
 
 
 @dataclass(frozen=True)
 class RecordedModels:
-    """The models of a recording, ready to be built, and what to run in them."""
+    """Models of a recording, ready to be built, and the variants to run in them."""
 
     request: ModelRequest
     captures: list[CaptureRecord]
     builds: list[dict[str, Any]]
-    """The arguments that build the model of each capture."""
+    """Arguments that build the model of each capture."""
     text: str | None
     plan: Plan | None
 
     @property
     def plan_kernels(self) -> str | None:
-        """Return the names of the plan's kernels, which are measured if no others are named."""
+        """Return the names of the plan's kernels, which are measured if no kernels are named."""
         return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
 
 
 def recorded_models(
     request: ModelRequest, dataset: Dataset | None, where: str, device: torch.device
 ) -> RecordedModels:
-    """Read what is needed to build the models of a recording, before anything is measured.
+    """Read the data needed to build a recording's models, before anything is measured.
 
     Args:
         dataset: the recording; None if an older version wrote it.
-        where: what the user calls it.
+        where: name of the recording, as the user wrote it.
         device: where the models will be built.
 
     Raises:
         RecordingError: the text, the plan or the recording cannot be used.
         PlanError: the plan cannot be read.
-        NotRebuildable: the recording does not say how to build its model.
+        NotRebuildable: the recording does not specify how to build its model.
         NotTrusted: the recording names code to run.
     """
     from replay.end_to_end.rebuild import load_arguments
@@ -87,10 +87,10 @@ def recorded_models(
 
 
 def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
-    """Return the captures of whole calls that a model is planned or checked by.
+    """Return the captures of whole calls, from which a model is planned or checked.
 
     Raises:
-        RecordingError: the recording lacks something; the message says what to do.
+        RecordingError: the recording is incomplete; the message gives the remedy.
     """
     from capture.storage.joined_calls import is_part, model_of
 
@@ -120,7 +120,7 @@ def one_capture(dataset: Dataset | None, where: str) -> CaptureRecord:
     """Return the capture that a plan is made for.
 
     Raises:
-        RecordingError: the recording is of several models, or lacks something.
+        RecordingError: the recording contains several models, or is incomplete.
     """
     captures = whole_captures(dataset, where)
     if len(captures) > 1:
@@ -139,7 +139,7 @@ def _check_plan(
     where: str,
     device: torch.device,
 ) -> None:
-    """Raise RecordingError if a plan is not for this recording, device or user."""
+    """Raise RecordingError if a plan does not suit this recording, device or user."""
     from replay.plan.plan_device import mismatch, type_of
 
     if plan.model not in [capture.model for capture in captures]:

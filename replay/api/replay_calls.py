@@ -1,4 +1,4 @@
-"""The function `replay`: every kernel on every call, as the command does it."""
+"""Function `replay`: run every kernel on every call, as the command does."""
 
 from __future__ import annotations
 
@@ -57,30 +57,30 @@ def replay(
     Args:
         dataset: a directory that `capture` wrote, an archive of one, an address, an open dataset,
             or calls.
-        kernels: names and globs, as a list or with commas between them; None for the default ones,
-            "all" for all. `FILE.py:FUNCTION` is a kernel of your own.
-        calls: only the calls of these names and globs.
-        join_ranks: replay the calls that ranks of a distributed model share, each as a whole.
-        versus_random: replay each call beside random and moment-matched values.
-        device: "cpu", "cuda" or "cuda:1"; None for a GPU if there is one.
+        kernels: names and globs, as a list or comma-separated; None for the default kernels, "all"
+            for every kernel. `FILE.py:FUNCTION` is a kernel of your own.
+        calls: names and globs of the calls to replay; None for all calls.
+        join_ranks: replay calls that ranks of a distributed model share, each as a whole.
+        versus_random: replay each call with random and moment-matched values too.
+        device: "cpu", "cuda" or "cuda:1"; None for a GPU if present.
         cache: "cold" or "warm"; None for cold on a GPU.
         rounds: samples per kernel and call.
         calls_before: untimed calls of the same kernel before each sample.
         max_seconds: time limit per kernel and call, which may reduce the rounds.
-        max_noise: end the rounds once every median is known within this share of it.
-        max_time: seconds after which the replay ends, with the most representative calls first.
-        baseline: kernel that speed-ups are relative to; None for what the model called.
+        max_noise: end the rounds once every median is known to within this share.
+        max_time: seconds after which the replay ends; the most representative calls run first.
+        baseline: kernel that speed-ups are relative to; None for the kernel that the model called.
         errors_against: "reference", "captured" or a kernel.
-        metrics: what is measured only on request: "energy", "roofline", "resources".
-        tolerances: constants to judge accuracy by, or a TOML file of them.
+        metrics: figures measured only on request: "energy", "roofline", "resources".
+        tolerances: constants for judging accuracy, or a TOML file of constants.
         save_output: directory for every kernel's outputs.
         gpus: "all", or indices of GPUs to spread the calls over.
         ray: address of a Ray cluster to spread the calls over.
         env: interpreters of other Python environments, by name.
         workers: False to run kernels in this process, where a crash ends it.
-        timeout: seconds after which a kernel that hangs is ended.
-        progress: False for no progress and no hints on stderr.
-        for_model: measure what a model gains, for `plan` and `verify`.
+        timeout: seconds after which a hanging kernel is killed.
+        progress: False to hide progress and hints on stderr.
+        for_model: measure as in a model, for `plan` and `verify`.
 
     Returns:
         Rows in the order of the calls; `best()` has the kernel to use for each call.
@@ -144,10 +144,10 @@ def call_choice(
     join_ranks: bool = False,
     versus_random: bool = False,
 ) -> Iterator[CallChoice]:
-    """Yield the choice of a dataset's calls; calls of this program are on disk meanwhile.
+    """Yield the choice of a dataset's calls; calls in memory are on disk in the meantime.
 
     Raises:
-        ChoiceError: it is neither a dataset nor calls.
+        ChoiceError: the argument is neither a dataset nor calls.
     """
     from capture.storage.dataset import Dataset
 
@@ -167,7 +167,7 @@ def call_choice(
 
 
 def environments(env: Mapping[str, str] | Sequence[str] | None) -> tuple[str, ...]:
-    """Return environments as `NAME=PYTHON`, or the TOML files that name them."""
+    """Return environments as `NAME=PYTHON`, or as the TOML files that name them."""
     if env is None:
         return ()
     if isinstance(env, Mapping):

@@ -1,4 +1,4 @@
-"""`reproduce`: the smallest dataset, and a script, that show a kernel's failure."""
+"""Function `reproduce`: the smallest dataset, and a script, that show a kernel's failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 SECONDS = 120.0
-"""Time limit of the search for the smallest part."""
+"""Time limit of the search for the smallest part, in seconds."""
 
 
 def reproduce(
@@ -41,9 +41,9 @@ def reproduce(
     tolerances: str | os.PathLike[str] | Thresholds | None = None,
     progress: bool | None = None,
 ) -> Reproduced:
-    """Write the smallest part of a call that a kernel fails on, and a script that shows it.
+    """Write the smallest failing part of a call for a kernel, and a script that shows the failure.
 
-    The script needs PyTorch and the kernel's library alone.
+    The script needs only PyTorch and the kernel's library.
 
     Args:
         dataset: a directory that `capture` wrote, an archive of one, an address, or a dataset.
@@ -53,16 +53,16 @@ def reproduce(
         device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
         python: interpreter of the environment that the kernel runs in.
         max_seconds: time limit of the search for the smallest part.
-        timeout: seconds after which a kernel that hangs is ended.
-        tolerances: constants to judge accuracy by, or a TOML file of them.
-        progress: False for no progress on stderr.
+        timeout: seconds after which a hanging kernel is killed.
+        tolerances: constants for judging accuracy, or a TOML file of constants.
+        progress: False to hide progress on stderr.
 
     Returns:
-        How the kernel fails on the whole call and on the smallest part. `smallest` is None, and
+        The kernel's failure on the whole call and on the smallest part. `smallest` is None, and
         nothing is written, if the kernel does not fail.
 
     Raises:
-        Error: an argument cannot be used, the failure comes and goes, or `out` cannot be written.
+        Error: an argument cannot be used, the failure is intermittent, or `out` cannot be written.
 
     Example:
         >>> reproduce("captured_inputs", "llama-000007", "sage1", "bug")
@@ -107,7 +107,7 @@ def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bo
 
 @contextmanager
 def _shown(seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the step at work on a terminal; yield the function that takes it."""
+    """Show the current step on a terminal; yield the function that sets it."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`selftest`: whether this machine measures right."""
+"""Function `selftest`: check that this machine measures correctly."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 def selftest(
     device: str | torch.device | None = None, *, progress: bool | None = None
 ) -> SelftestReport:
-    """Measure things whose answers are known, and say how far this machine can be relied on.
+    """Measure things with known answers, and report how reliable this machine is.
 
     Args:
         device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
-        progress: False for no progress on stderr.
+        progress: False to hide progress on stderr.
 
     Returns:
         A verdict with `passed`, a `sentence` about the machine, and the `results` of all checks.

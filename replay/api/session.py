@@ -1,7 +1,7 @@
-"""A replay from a request to its rows: where kernels run, what comes first, what was left out.
+"""Session of a replay, from a request to its rows: places, order of work, and work left undone.
 
-Imports no torch until the session begins: its worker processes start before, and import torch
-meanwhile.
+The module does not import torch until the session begins: the worker processes start earlier, and
+import torch in the meantime.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 30.0
-"""Shorter replays are not announced: they end before a user decides to wait."""
+"""Minimum length of a replay that is announced; shorter ones end before a user decides to wait."""
 
 NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--metric resources")
-"""Options that rows do not name, so that `--resume` cannot see them change."""
+"""Options that rows do not contain, so that `--resume` cannot detect their change."""
 
 
 def say_on_stderr(sentence: str) -> None:
@@ -57,14 +57,15 @@ class _Part:
     assigned: Assignment
     calls: list[Workload]
     tiers: list[int]
-    """Tier of each call (`replay.workloads.representative`); all equal without a time limit."""
+    """Tier of each call (`replay.workloads.representative`); all tiers are equal without a time
+    limit."""
     pace: Pace
     kernels: int
     """Number of kernels."""
 
     @property
     def seconds(self) -> float:
-        """Return how long it may take, apart from compiling."""
+        """Return the expected duration in seconds, without compilation."""
         from replay.distribution.estimate import together
 
         expected = [self.pace.expected[call.label] for call in self.calls]
@@ -72,18 +73,18 @@ class _Part:
 
 
 class Session:
-    """A replay at work, for the length of a `with` block.
+    """Running replay, active during a `with` block.
 
     Args:
-        early: worker processes that were started before; None to start them in the block.
-        quiet: whether to say and show nothing but warnings.
-        say: takes each sentence for the user.
+        early: worker processes that are already started; None to start them in the block.
+        quiet: True to show only warnings.
+        say: function that shows a sentence to the user.
 
     Attributes:
         dataset: the open recording; None if the calls are not recorded.
-        device: where kernels run; with several devices, their type.
-        machines: one for each type of device.
-        settings: how kernels are timed and judged.
+        device: device that kernels run on; with several devices, their type.
+        machines: one machine for each type of device.
+        settings: settings for timing and judging.
         kernels: the kernels to run.
         assigned: the kernels by environment.
         pythons: the interpreters of the other environments.
@@ -172,7 +173,7 @@ class Session:
 
     @contextlib.contextmanager
     def _one_device(self, first: First | None) -> Iterator[Execution]:
-        """Run kernels on one device, and say so if another replay measures on it too."""
+        """Run kernels on one device, and warn if another replay is measuring on it."""
         from replay.distribution.device_slots import held_if_free
         from replay.workers.execution import execution
         from replay.workers.process import Placement
@@ -187,24 +188,24 @@ class Session:
             yield where
 
     def _check_size(self, found: ChosenCalls) -> None:
-        """Raise ShapeError if calls that are drawn are too large for this machine."""
+        """Raise ShapeError if random calls are too large for this machine."""
         if found.specs:
             from replay.bench.feasibility import check_size
 
             check_size(found.specs, self.device, len(able_kernels(self.kernels, self.device)))
 
     def _no_readings(self) -> str:
-        """Return what no row will say of the machine, and why."""
+        """Return a sentence about machine readings that the rows will lack, with the reason."""
         from replay.timing.gpu_state import why_no_state
 
         if self.request.place.ray is not None:
-            return ""  # this machine says nothing about the nodes
+            return ""  # this machine's readings do not describe the nodes
         if self.device.type == "cpu" and "energy" in self.request.measure.metrics:
             return "energy needs an NVIDIA GPU"
         return why_no_state(self.device)
 
     def rows(self) -> Generator[Row, None, None]:
-        """Yield rows as calls are finished, without the rows of a resumed file."""
+        """Yield rows as calls are finished, excluding the rows of a resumed file."""
         from replay.distribution.estimate import History
 
         history = History()
@@ -222,16 +223,16 @@ class Session:
                 yield row
 
     def outcome(self, *, is_early_end: bool = False) -> Outcome:
-        """Return what the session has measured so far.
+        """Return the results that the session has measured so far.
 
         Args:
-            is_early_end: whether an error or Ctrl-C ended it: of rows of a call, some may be
-                missing.
+            is_early_end: True if an error or Ctrl-C ended the session, so that a call may lack some
+                rows.
         """
         from replay.bench.resume import label_of, latest
         from replay.distribution.estimate import History
 
-        # Calls whose kernels hung took as long as the time-out let them.
+        # The time of a call whose kernel hung reflects only the time-out.
         if not any(row.status == "timeout" for row in self._rows):
             for part in self._parts:
                 if part.pace.is_reliable and part.pace.scale is not None:
@@ -256,12 +257,12 @@ class Session:
         ]
 
     def _stages(self) -> list[Assignment]:
-        """Return the kernels of each round of all calls: variants come in a second round."""
+        """Return the kernels of each pass over all calls; variants come in a second pass."""
         first = without_variants(self.assigned)
         return [self.assigned] if first is None else [first, self.assigned]
 
     def _planned(self, scale: float | None) -> list[_Part]:
-        """Return what there is to measure, after what a resumed file has."""
+        """Return the parts to measure, without the rows that a resumed file already has."""
         from replay.distribution.estimate import Rates, expected_seconds
         from replay.workloads.representative import tiers
 
@@ -270,7 +271,7 @@ class Session:
         if self.request.resume is not None:
             self._rows, left = self._resumed(self.request.resume, stages)
         tier_of: dict[str, int] = {}
-        if self.limit.seconds is None:  # every call gets its turn, so none must come first
+        if self.limit.seconds is None:  # every call runs, so their order does not matter
             stages, left = stages[-1:], left[-1:]
         else:
             names = (call.name for call in self.workloads)
@@ -289,7 +290,7 @@ class Session:
     def _resumed(
         self, path: Path, stages: Sequence[Assignment]
     ) -> tuple[list[Row], list[list[Workload]]]:
-        """Return the complete rows of a file, and the calls that are left at every stage."""
+        """Return the complete rows of a file, and the remaining calls of every stage."""
         from replay.bench.resume import finished_rows, label_of
         from replay.rows.row_files import save_jsonl
 
@@ -315,7 +316,7 @@ class Session:
         return kept, left
 
     def _measured(self) -> Generator[Row, None, None]:
-        """Yield the rows of all parts, as far as there is time."""
+        """Yield the rows of all parts until the time is over."""
         from replay.report.progress import shown_progress
         from replay.workers.process import Stopped
         from replay.workloads.schedule import Schedule
@@ -339,7 +340,7 @@ class Session:
                         return
 
     def _announced(self, scale: float | None) -> str:
-        """Return what will be replayed where, and how long that may take."""
+        """Return the announcement: the work, its place, and the expected duration."""
         parts = self._parts
         calls = len({call.name for part in parts for call in part.calls})
         devices = parts[0].pace.at_a_time
@@ -359,7 +360,7 @@ class Session:
 
 @contextlib.contextmanager
 def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[First]]:
-    """Start the processes of the device, or of each GPU, which import PyTorch meanwhile."""
+    """Start the processes of the device, or of each GPU; they import PyTorch in the meantime."""
     from replay.distribution.device_slots import probable_gpus
     from replay.workers.process import Placement, first_processes
 
@@ -371,7 +372,7 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[
             prepared(first, place, request.kernels)
             yield [first]
             return
-        # They use no device before it is known that no other replay does.
+        # The processes use no device until it is known that no other replay uses it.
         places = [
             Placement(device.variables, device.cpus, limit.stopped)
             for device in probable_gpus(place.gpus)
@@ -383,6 +384,6 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[
 
 
 def prepared(first: First, place: RunPlace, kernels: str | None) -> None:
-    """Let processes start their device and import compilers, without waiting for them."""
+    """Let processes start their device and import compilers, without waiting for completion."""
     first.prepare(place.device)
     first.warm_up(kernels)

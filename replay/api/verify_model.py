@@ -1,4 +1,4 @@
-"""The function `verify`: the recorded model with each kernel, beside the prediction."""
+"""Function `verify`: run the recorded model with each kernel and compare with the prediction."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 
 class ModelChecks(NamedTuple):
-    """The checks of one model; the first is its own attention."""
+    """Checks of one model; the first check is that of its own attention."""
 
     model: str
     checks: list[ModelResult]
     trouble: str = ""
-    """Sentence about why there are no checks; empty if there are some."""
+    """Reason why there are no checks; empty if there are some."""
 
 
 def verify(
@@ -62,23 +62,23 @@ def verify(
 
     Args:
         dataset: the recording: a directory, an archive, an address or a dataset.
-        rows: rows of its calls, which predictions are made from; None to measure them.
-        kernels: names and globs of kernels to run; None for those of the rows or the plan, or the
-            default ones.
-        plan: file of a plan to run the model with too.
-        text: file of a text to measure a language model's perplexity on.
-        model_rounds: timed runs of the model per kernel; None for as many as fit into 6 s.
-        trust_code: run files of code that the recording or the plan names.
+        rows: rows of its calls, used for predictions; None to measure them.
+        kernels: names and globs of kernels to run; None for the kernels of the rows or the plan, or
+            the default kernels.
+        plan: file of a plan to run the model with as well.
+        text: file of a text on which a language model's perplexity is measured.
+        model_rounds: timed runs of the model per kernel; None for as many runs as fit into 6 s.
+        trust_code: run code files named by the recording or the plan.
         any_device: use a plan that was made on another type of GPU.
-        device: where to build the model; None for a GPU if there is one.
+        device: device to build the model on; None for a GPU if present.
         env: interpreters of other Python environments, by name.
-        timeout: seconds without a sign of life after which a process is ended.
-        save_output: directory for outputs, of the kernels and of the model.
-        progress: False for no progress and no hints on stderr.
-        **options: of `replay`, for measuring.
+        timeout: seconds without a sign of life after which a process is killed.
+        save_output: directory for the outputs of kernels and model.
+        progress: False to hide progress and hints on stderr.
+        **options: options of `replay`, for measuring.
 
     Returns:
-        A check per kernel and model; the first of a model is its own attention.
+        A check per kernel and model; a model's first check is that of its own attention.
 
     Raises:
         Error: an argument cannot be used, or no model can run.
@@ -145,7 +145,7 @@ def check_models(
     Args:
         assigned: the kernels to run, by environment.
         pythons: the interpreters of the other environments.
-        report: takes each stage.
+        report: called with each stage.
     """
     for capture, build in zip(models.captures, models.builds, strict=True):
         model_rows = [row for row in rows if row.call.model == capture.model]
@@ -163,10 +163,10 @@ def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
     """Return the kernels of rows, by environment.
 
     Args:
-        names: only the kernels of these names and globs.
+        names: names and globs of the kernels to keep; None for all.
 
     Raises:
-        KernelNameError: a name fits no kernel that is known here.
+        KernelNameError: a name matches no kernel that exists here.
     """
     from replay.kernels.registry import find, select
     from replay.rows.row import HERE
@@ -202,8 +202,8 @@ def _checks(
     """Check a recorded model; the first result is its own attention.
 
     Raises:
-        ModelRefused: it cannot be built.
-        RunFailed: it fails even with its own attention.
+        ModelRefused: the model cannot be built.
+        RunFailed: the model fails even with its own attention.
     """
     from replay.end_to_end.model_check import check
     from replay.end_to_end.model_process import ModelProcess, Variant
@@ -231,7 +231,7 @@ def _checks(
             kernel_at=kernel_at,
             save_output=save_output,
         )
-        # Each process has its own baseline run; only the first is shown.
+        # Each process has its own baseline run; only the first baseline is shown.
         found += checks[1:] if found else checks
     return [*found, *failed]
 
@@ -255,7 +255,7 @@ def _variants(
     """Group the kernels to run in a model by process, and list the kernels that already failed.
 
     Different environments never share a process, nor do kernels that require their own. A kernel
-    that supports no call of the model is left out: the replay reports why.
+    that supports no call of the model is left out; the replay reports the reason.
     """
     from replay.end_to_end.model_check import ModelResult
     from replay.end_to_end.model_process import OWN, ModelRefused, Variant, import_path

@@ -1,4 +1,4 @@
-"""`report`: one HTML page, and charts for papers, from the rows of a replay."""
+"""Function `report`: an HTML page, and charts for papers, from the rows of a replay."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHECK_FIELDS = {"kernel", "model", "status", "measured", "prediction", "drift"}
 
 Checks = str | os.PathLike[str] | Iterable["ModelResult | Mapping[str, Any]"]
-"""Checks of models, as such or as JSON objects, or the file of them."""
+"""Checks of models, as results or JSON objects, or the path of their file."""
 
 
 def report(
@@ -37,19 +37,19 @@ def report(
     outputs: str | os.PathLike[str] | None = None,
     budget: str | Budget | None = None,
 ) -> list[Path]:
-    """Write one HTML page, which needs no network, or charts for papers.
+    """Write an HTML page, which needs no network, or charts for papers.
 
     Args:
-        rows: rows of one type of device, or the file of them.
+        rows: rows of one type of device, or their file.
         out: the page to write.
         charts: a directory for charts, as SVG, PNG and Vega-Lite.
-        benchmark_json: a file for each kernel's time, as github-action-benchmark reads it.
-        checks: checks that `verify` made, which the page shows too, or the file of them.
+        benchmark_json: a file for each kernel's time, in the format of github-action-benchmark.
+        checks: checks from `verify`, which the page also shows, or their file.
         outputs: directory of the outputs that these checks saved.
         budget: limit of errors to draw on the page, such as `cosine=0.998`.
 
     Returns:
-        The files that were written; no charts where the rows have no figures to draw.
+        The files that were written; without charts if the rows have no figures to draw.
 
     Raises:
         ReportError: there is nothing to report, or the page cannot be written.
@@ -102,10 +102,10 @@ def _write_benchmark(rows: Sequence[Row], path: Path) -> None:
 
 
 def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
-    """Return checks of models, those of a file if its path is given.
+    """Return checks of models, or the checks of a file if its path is given.
 
     Raises:
-        RowsError: the file cannot be read, or something else wrote it.
+        RowsError: the file cannot be read, or does not contain checks.
     """
     if not isinstance(checks, str | os.PathLike):
         return [dict(check) if isinstance(check, Mapping) else as_json(check) for check in checks]

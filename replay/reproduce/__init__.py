@@ -1,1 +1,1 @@
-"""A kernel's failure on a recorded call, reduced and shown without this project."""
+"""Reproductions: a kernel's failure on a recorded call, reduced and shown without this project."""

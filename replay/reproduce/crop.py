@@ -1,10 +1,10 @@
 """Parts of a call: some of its sequences, heads, queries or keys.
 
 Leaving out sequences, whole groups of heads or queries does not change the output of the others, so
-the recorded output is cropped with them. Leaving out keys that some query sees changes it: such a
-call is derived from the recorded one, and its output has to be computed anew.
+the recorded output is cropped with them. Leaving out keys that some query sees changes the output:
+such a call is derived from the recorded call, and its output must be recomputed.
 
-Parts are views, so that the strides stay those of the model.
+Parts are views, so that they keep the model's strides.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ class Axis:
     """Dimension along which parts of a call can be left out."""
 
     name: str
-    """Name in the plural, as in `queries 5-7`."""
+    """Plural name, as in `queries 5-7`."""
     length: Callable[[AttentionCall], int]
     take: Callable[[AttentionCall, int, int], AttentionCall | None]
-    """Function that returns the part from the first up to, but excluding, the end.
+    """Function from a call, a first index and an end index to the part; the end is excluded.
 
-    It returns None if the call's options cannot express the part, or its output would differ."""
+    It returns None if the call's options cannot express the part, or if the part's output would
+    differ.
+    """
     is_exact: bool = True
-    """True if the remaining outputs are the recorded ones; otherwise the part has no output."""
+    """True if the remaining outputs equal the recorded ones; otherwise the part has no output."""
 
 
 def _sequences(call: AttentionCall) -> int:
@@ -79,15 +81,16 @@ def _take_groups(call: AttentionCall, first: int, end: int) -> AttentionCall:
 
 
 def _queries(call: AttentionCall) -> int:
-    """Return the number of queries that can be cropped; packed sequences keep all of theirs."""
+    """Return the number of queries that can be cropped; packed sequences keep all queries."""
     return 1 if call.cu_seqlens_q is not None else call.shape.q_len
 
 
 def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | None:
     """Return some queries, without the keys that none of them sees.
 
-    If a diagonal limits what a query sees, later positions need one that is aligned bottom right:
-    the last remaining query is beside the last remaining key. A single query needs no diagonal.
+    If a diagonal limits the visible keys, queries at later positions need a bottom-right diagonal,
+    which pairs the last remaining query with the last remaining key. A single query needs no
+    diagonal.
     """
     if call.cu_seqlens_q is not None:
         return call
@@ -110,7 +113,7 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
         plain = replace(part.variant, window=(None, None), bottom_right=False)
         part = replace(part, is_causal=False, variant=plain)
     elif first + offset:
-        if keys[1] != end + offset:  # the last query is not beside the last key
+        if keys[1] != end + offset:  # the last query is not paired with the last key
             return None
         part = replace(part, variant=replace(part.variant, bottom_right=True))
     else:
@@ -123,7 +126,7 @@ def _take_queries(call: AttentionCall, first: int, end: int) -> AttentionCall | 
 
 
 def _keys(call: AttentionCall) -> int:
-    """Return the number of keys that can be cropped; packed and paged ones are all kept."""
+    """Return the number of keys that can be cropped; packed and paged keys are all kept."""
     is_apart = call.cu_seqlens_q is not None or call.page_table is not None
     return 1 if is_apart else call.shape.kv_len
 
@@ -151,11 +154,11 @@ DERIVED = (
     Axis("keys", _keys, _take_keys, is_exact=False),
     Axis("queries", _queries, _take_any_queries, is_exact=False),
 )
-"""Dimensions along which parts can be left out if the output is computed anew."""
+"""Dimensions along which parts can be left out if the output is recomputed."""
 
 
 def left_alone(call: AttentionCall) -> str:
-    """Describe what is never cropped, and why; empty if everything may be."""
+    """Describe the parts that are never cropped, and why; empty if everything may be cropped."""
     if call.cu_seqlens_q is not None:
         return "queries and keys are left as they are within each packed sequence"
     if call.page_table is not None:
@@ -178,7 +181,7 @@ def _mask_columns(call: AttentionCall, first: int, end: int) -> AttentionCall:
 
 
 def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
-    """Return a view of part of a dimension, or all of a dimension that a mask broadcasts."""
+    """Return a view of part of a dimension; a dimension that a mask broadcasts is kept whole."""
     dim -= 4 - tensor.ndim
     if dim < 0 or tensor.shape[dim] == 1:
         return tensor
@@ -186,10 +189,10 @@ def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
 
 
 def storable(call: AttentionCall) -> AttentionCall:
-    """Return the call, without gaps between its rows if these are out of proportion to its file.
+    """Return the call, without gaps between rows if they are out of proportion to its file.
 
-    One head of a large model has the gaps of all others, and readers refuse files that claim so
-    much memory (`capture.storage.header`).
+    A single head of a large model keeps the gaps of all other heads, and readers refuse files that
+    claim this much memory (`capture.storage.header`).
     """
     header = CallHeader.of(call)
     nbytes = sum(narrow_expanded(each).nbytes for each in stored_tensors(call).values())

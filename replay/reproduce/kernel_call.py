@@ -1,9 +1,9 @@
-"""Source that calls one kernel on the tensors of one recorded call.
+"""Source code that calls one kernel on the tensors of one recorded call.
 
-A user's function, an installed package's and PyTorch's own SDPA are called directly. For every
-other kernel the source calls our adapter, whose files the reproducer copies beside the script.
+Functions of users and installed packages, and PyTorch's own SDPA, are called directly. For every
+other kernel the source calls our adapter, whose files the reproducer copies next to the script.
 
-A child process finds the source (`replay.workers.process`), in the kernel's own environment.
+A child process generates the source (`replay.workers.process`), in the kernel's own environment.
 """
 
 from __future__ import annotations
@@ -31,27 +31,28 @@ ADAPTERS = "replay.kernels.adapters"
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Source of one call of a kernel, as JSON."""
+    """Source code of one call of a kernel, as JSON."""
 
     lines: list[str]
-    """Body of a function of the call's tensors and of `stored`, which has further ones by name."""
+    """Body of a function whose arguments are the call's tensors and `stored`, a mapping of further
+    tensors by name."""
     imports: list[str] = field(default_factory=list)
     library: str = ""
-    """Package that has the kernel, other than torch and triton."""
+    """Package that contains the kernel, other than torch and triton."""
     adapter: str = ""
-    """Module of our adapter, if the source calls it."""
+    """Module of our adapter, if the source calls the adapter."""
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
-    """Answer `{"kernel": …, "workload": …, "device": …, "stored": …}` with a `KernelCall`.
+    """Reply to `{"kernel": …, "workload": …, "device": …, "stored": …}` with a `KernelCall`.
 
-    The file `stored` gets the arguments that are not tensors of the call, and the keys that a
-    sparse kernel chose.
+    The file `stored` receives the other tensors: further arguments, and the keys that a sparse
+    kernel chose.
     """
     name, device = request["kernel"], torch.device(request["device"])
     say(at=name)
     function = _function_of(name)
-    # The first adapter to register the name tells where it comes from: none was imported before.
+    # No adapter was imported before, so the first one to register the name contains the kernel.
     adapter = "" if function else _adapter_of(name)
     kernel = find(name).loaded()
     call = source_from_json(request["workload"]).load(device)
@@ -95,7 +96,7 @@ def _source(kernel: Kernel, function: str, adapter: str, arguments: list[str]) -
 
 
 def _function_of(kernel: str) -> str:
-    """Return `module:function` of a user's or an installed package's kernel, else nothing."""
+    """Return `module:function` of a user's or an installed package's kernel; empty for others."""
     path, _, function = kernel.rpartition(":")
     if path.endswith(".py"):
         return f"{Path(path).stem}:{function}"
@@ -106,7 +107,7 @@ def _function_of(kernel: str) -> str:
 
 
 def _adapter_of(name: str) -> str:
-    """Return the module that registers a kernel, or nothing where none of ours does."""
+    """Return the module that registers a kernel; empty if no adapter of ours does."""
     package = importlib.import_module(ADAPTERS)
     for module in pkgutil.iter_modules(package.__path__, f"{ADAPTERS}."):
         importlib.import_module(module.name)

@@ -1,8 +1,9 @@
 """Search for the smallest part of a call on which a kernel still fails in the same way.
 
-As in delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating failure-inducing
-input"), but on ranges: along each axis in turn, all but one, halves, quarters … are left out at
-either end as long as the failure stays. The places with the largest errors are tried first.
+The method is delta debugging (Zeller and Hildebrandt 2002, "Simplifying and isolating
+failure-inducing input") on ranges: along each axis in turn, all but one, halves, quarters … are
+left out at either end as long as the failure remains. The places with the largest errors are tried
+first.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from replay.reproduce.crop import DERIVED, EXACT, Axis
 from replay.reproduce.trials import TrialOutcome
 
 Range = tuple[int, int]
-"""First index, and the index after the last."""
+"""First index and end index; the end is excluded."""
 
 
 @dataclass
 class Smallest:
-    """Remaining part of a call."""
+    """Smallest part of a call found so far."""
 
     call: AttentionCall
     outcome: TrialOutcome
     kept: dict[str, Range] = field(default_factory=dict)
     """Remaining ranges of the recorded call, by axis."""
     is_derived: bool = False
-    """True if the search left out keys that a query sees, so that the call has no output yet."""
+    """True if the search left out visible keys, so that the call has no output yet."""
     trials: int = 0
     is_complete: bool = True
     """False if the time limit ended the search early."""
@@ -42,7 +43,7 @@ def minimise(
     report: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Smallest:
-    """Leave out everything that a kernel's failure does not depend on.
+    """Leave out every part of a call that a kernel's failure does not depend on.
 
     Args:
         outcome: the kernel's failure on the whole call.
@@ -57,7 +58,7 @@ def minimise(
 
 
 class _TimeIsOver(Exception):
-    """Ends the search."""
+    """Signal that ends the search."""
 
 
 class _Search:
@@ -76,7 +77,7 @@ class _Search:
         self._clock = clock
 
     def along(self, axes: tuple[Axis, ...]) -> None:
-        """Shorten each axis, until no axis becomes shorter."""
+        """Shorten every axis until no axis can be shortened further."""
         try:
             while sum(self._shorten(axis) for axis in axes):
                 continue
@@ -88,7 +89,7 @@ class _Search:
         for first, end in _guesses(axis, self.found):
             if end - first < axis.length(self.found.call) and self._fails(axis, first, end):
                 break
-        step = max(axis.length(self.found.call) - 1, 0)  # there may be no keys
+        step = max(axis.length(self.found.call) - 1, 0)  # the call may have no keys
         while step:
             length = axis.length(self.found.call)
             if self._fails(axis, step, length) or self._fails(axis, 0, length - step):
@@ -98,7 +99,7 @@ class _Search:
         return axis.length(self.found.call) < before
 
     def _fails(self, axis: Axis, first: int, end: int) -> bool:
-        """Try a part, and continue from it if the failure is still there."""
+        """Try a part, and continue from it if the failure remains."""
         found = self.found
         part = axis.take(found.call, first, end)
         if part is None:

@@ -1,4 +1,4 @@
-"""From a recorded call that a kernel fails on to a directory that shows the failure."""
+"""Reproduction of a kernel's failure: turns a recorded call into a directory that shows it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class ReproduceError(Error):
 
 @dataclass(frozen=True)
 class Reproduction:
-    """Failure to reproduce."""
+    """Request to reproduce a failure."""
 
     workload: Workload
     kernel: str
@@ -55,7 +55,7 @@ class Reproduction:
     timeout: float
     """Seconds after which a kernel counts as hanging."""
     python: str = sys.executable
-    """Interpreter that the kernel runs in."""
+    """Interpreter of the environment that the kernel runs in."""
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Reproduced:
     """Result of a reproduction."""
 
     whole: TrialOutcome
-    """Outcome on the recorded call; no failure means there is nothing to show."""
+    """Outcome on the recorded call; without a failure, there is nothing to show."""
     smallest: Smallest | None = None
     """Smallest failing part, if there is a failure."""
     no_script: str = ""
-    """Reason why there is no script; empty if there is one."""
+    """Reason why there is no script; empty if the script exists."""
 
 
 def reproduce(
     request: Reproduction, out: Path, report: Callable[[str], None] = lambda line: None
 ) -> Reproduced:
-    """Write the smallest part of a call that shows a kernel's failure, and a script that shows it.
+    """Write the smallest part of a call with a kernel's failure, and a script that shows it.
 
     Args:
         out: a directory that does not exist yet, or is empty.
         report: called with the name of each step.
 
     Raises:
-        ReproduceError: the directory cannot be written, or the failure comes and goes.
-        TrialError: the kernel cannot be tried at all.
+        ReproduceError: the directory cannot be written, or the failure is intermittent.
+        TrialError: the kernel cannot be run at all.
         DatasetError: the call cannot be read.
     """
     _check_place(out)
@@ -114,7 +114,7 @@ def _write(
     report: Callable[[str], None],
 ) -> Reproduced:
     entry = _write_dataset(smallest.call, request.workload.name, out)
-    # A failure that depends on earlier trials would not help a kernel's author.
+    # A failure that depends on earlier trials would be useless to a kernel's author.
     report("once more, in a new worker")
     with _trials(request, scratch) as tried:
         again = tried.of(recorded_call(entry))
@@ -129,7 +129,7 @@ def _write(
         report("writing the script")
         _write_script(request, entry, smallest, out, scratch)
         report("running the script")
-        # A script that does not show the failure is worse than none.
+        # A script that does not show the failure would be worse than no script.
         _check_script(request, out)
     except ScriptError as error:
         no_script = str(error)
@@ -148,7 +148,7 @@ _ONE = {"sequences": "sequence", "key heads": "key head", "queries": "query"}
 
 
 def _finished(smallest: Smallest, whole: AttentionCall, name: str) -> AttentionCall:
-    """Return the part with an output, and with its place in the recorded call."""
+    """Return the part with an output and its place in the recorded call."""
     call, origin, parts = storable(smallest.call), whole.origin, []
     for axis, (first, end) in smallest.kept.items():
         if axis == "key heads":
@@ -202,7 +202,7 @@ def _write_script(
 
 
 def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> KernelCall:
-    """Ask a process of the kernel's environment for source that calls the kernel."""
+    """Request source code that calls the kernel, from a process in the kernel's environment."""
     found: dict[str, Any] = {}
     process = Process(request.python, request.timeout, "replay.reproduce.kernel_call")
     try:
@@ -223,7 +223,7 @@ def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> Kerne
 
 
 def _check_script(request: Reproduction, out: Path) -> None:
-    """Run the script, which must fail."""
+    """Run the script, and check that it fails."""
     command = [request.python, "-B", str(out.resolve() / SCRIPT)]
     try:
         done = subprocess.run(
@@ -242,7 +242,8 @@ def _check_script(request: Reproduction, out: Path) -> None:
 
 
 _SHOWN = re.compile(r"^FAILS|^Timeout \(", re.MULTILINE)
-"""A script that breaks for another reason exits with 1 too."""
+"""Output of a script that shows the failure; a script that breaks for another reason also exits
+with 1."""
 
 
 def _readme(request: Reproduction, found: Reproduced) -> str:
@@ -277,7 +278,7 @@ def _readme(request: Reproduction, found: Reproduced) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text of a recording, which must not be Markdown; names are mostly plain."""
+    """Quote text of a recording, so that it cannot become Markdown; most names are plain."""
     text = printable(text)
     if re.fullmatch(r"[\w ,;:×/.-]*", text) and not re.search(r"\b_|_\b|://", text):
         return text
@@ -285,7 +286,7 @@ def _quoted(text: str) -> str:
 
 
 def _check_place(out: Path) -> None:
-    """Raise ReproduceError where the directory cannot be written, or has something in it."""
+    """Raise ReproduceError if the directory cannot be written or is not empty."""
     if out.exists() and not out.is_dir():
         raise ReproduceError(f"--out {out} is a file: name a directory")
     if out.is_dir() and any(out.iterdir()):

@@ -1,7 +1,8 @@
-"""`reproduce.py`: a kernel's failure, shown with PyTorch, safetensors and its library alone.
+"""`reproduce.py`: a kernel's failure, shown with only PyTorch, safetensors and the kernel's
+library.
 
-Beside it lie the call, the expected output with its tolerances (`EXPECTED`), and the files of a
-kernel that belongs to no library (`kernel/`).
+The same directory contains the call, the expected output with its tolerances (`EXPECTED`), and the
+files of a kernel that belongs to no library (`kernel/`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from replay.reproduce.trials import TrialOutcome
 SCRIPT = "reproduce.py"
 EXPECTED = "expected.safetensors"
 KERNEL = "kernel"
-"""Folder of a kernel's own files."""
+"""Folder for a kernel's own files."""
 
 
 class ScriptError(Error):
-    """Reason why no script shows the failure."""
+    """Reason why no script can show the failure."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Shown:
     source: KernelCall
     call: AttentionCall
     file: str
-    """Name of the call's file, beside the script."""
+    """Name of the call's file, in the script's directory."""
     outcome: TrialOutcome
     device: torch.device
     timeout: float
@@ -49,7 +50,7 @@ class Shown:
 
 
 def write_script(shown: Shown, directory: Path, stored: Path, thresholds: Thresholds) -> None:
-    """Write the script and what it needs beside the call.
+    """Write the script and the files that it needs into the call's directory.
 
     Args:
         stored: file that `replay.reproduce.kernel_call` wrote.
@@ -62,7 +63,7 @@ def write_script(shown: Shown, directory: Path, stored: Path, thresholds: Thresh
 def _write_expected(
     shown: Shown, path: Path, stored: Path, thresholds: Thresholds
 ) -> dict[str, float]:
-    """Write the expected output and the limits by row, and return the limits of one number."""
+    """Write the expected output and the limits by row; return the limits that are numbers."""
     outcome, tensors = shown.outcome, load_file(stored)
     chosen = tensors.pop("chosen", None)
     if chosen is not None:
@@ -88,7 +89,7 @@ def _write_expected(
 
 
 def _copy_kernel(shown: Shown, folder: Path) -> bool:
-    """Copy the files of a kernel that no library has, and tell whether there were any."""
+    """Copy the files of a kernel that belongs to no library; return True if there were any."""
     user, _, function = shown.kernel.rpartition(":")
     if function and user.endswith(".py"):
         path = Path(user).resolve()
@@ -96,7 +97,7 @@ def _copy_kernel(shown: Shown, folder: Path) -> bool:
     elif adapter := shown.source.adapter:
         root = Path(__file__).resolve().parents[2]
         files = dict(own_files(root / f"{adapter.replace('.', '/')}.py", root))
-        # Packages become empty files, so that nothing else of this project is imported.
+        # `__init__.py` files are left empty, so that nothing else of this project is imported.
         for name in list(files):
             files.update((str(parent / "__init__.py"), None) for parent in Path(name).parents[:-1])
     else:

@@ -1,4 +1,4 @@
-"""Trials of a kernel on a call: it runs in a worker and is judged outside of it."""
+"""Trials of a kernel on a call: the kernel runs in a worker and is judged outside of it."""
 
 from __future__ import annotations
 
@@ -26,27 +26,28 @@ FAILURES = ("inaccurate", "error", "crash", "timeout")
 
 
 class TrialError(Error):
-    """Reason why a kernel could not be tried."""
+    """Reason why a kernel could not be run."""
 
 
 @dataclass(frozen=True)
 class TrialOutcome:
-    """Result of a kernel on a call."""
+    """Outcome of running a kernel on a call."""
 
     status: Status
     reason: str
     accuracy_class: AccuracyClass = "exact"
     where: Where | None = None
-    """Place of its largest errors, if it returned something."""
+    """Place of the largest errors, if the kernel returned an output."""
     worst_row: tuple[int, int, int] | None = None
-    """Batch element, head and query."""
+    """Indices of the worst row: batch element, head and query."""
 
     @property
     def fails(self) -> bool:
         return self.status in FAILURES
 
     def is_like(self, other: TrialOutcome) -> bool:
-        """Tell whether both failures have the same status, and the same exception if they raise."""
+        """Return True if both failures have the same status and, if they raise, the same
+        exception."""
         return self.status == other.status and self._exception == other._exception
 
     @property
@@ -59,8 +60,8 @@ class Trials:
     """Trials of one kernel, on calls in memory.
 
     Args:
-        settings: settings of the replay, in which only this kernel runs.
-        scratch: a directory for the calls.
+        settings: settings of the replay that runs only this kernel.
+        scratch: directory for the files of calls.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Trials:
         for row in rows:
             if row.kernel == self._kernel:
                 return _outcome(row, evidence.why_rejected(row))
-            if not row.kernel:  # of the call itself, which it names
+            if not row.kernel:  # the row is about the call itself, which the message names
                 raise TrialError(row.reason)
         raise TrialError(f"{workload.name}: no row came back")
 
@@ -136,12 +137,12 @@ def _outcome(row: Row, why_rejected: str) -> TrialOutcome:
 def trials(
     kernel: str, settings: Settings, timeout: float, scratch: Path, python: str = sys.executable
 ) -> Iterator[Trials]:
-    """Yield trials in a worker and beside a judge of their own, until the `with` block ends."""
+    """Yield trials that use a worker and a judge of their own, until the `with` block ends."""
     judge, worker = JudgeProcess(judge_process(timeout)), Process(python, timeout)
     try:
         worker.start()
         yield Trials(kernel, settings, worker, judge, scratch)
-    except Died as death:  # the judge itself
+    except Died as death:  # the judge itself died
         raise TrialError(f"the process that judges: {death}") from death
     finally:
         worker.close()

@@ -1,1 +1,1 @@
-"""Self-test: does this machine measure things with known answers correctly right now?"""
+"""Self-test: checks that this machine measures things with known answers correctly right now."""

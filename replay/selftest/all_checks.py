@@ -18,12 +18,12 @@ from replay.timing.machine import describe
 
 @dataclass(frozen=True)
 class SelftestReport:
-    """SelftestReport of the self-test on a machine."""
+    """Joint result of the self-test on a machine."""
 
     machine: Machine
     results: tuple[Result, ...]
     resolution: float | None
-    """Share by which two kernels must differ to be told apart; None if it is unknown."""
+    """Share by which two kernels must differ to be distinguished; None if unknown."""
 
     @property
     def passed(self) -> bool:
@@ -31,14 +31,14 @@ class SelftestReport:
 
     @property
     def sentence(self) -> str:
-        """Sentence about the machine's resolution, or about the first thing to repair."""
+        """Sentence about the machine's resolution, or about the most important thing to repair."""
         failed = [result for result in self.results if result.passed is False]
         if failed:
             names = ", ".join(result.name for result in failed)
             return f"do not rely on times of this machine ({names}): {failed[0].remedy}"
         if self.resolution is None:
             return "this machine passed every check"
-        # Rounded up, so that no smaller difference is promised.
+        # The percentage is rounded up, so that no smaller difference is promised.
         percent = max(math.ceil(self.resolution * 1000) / 10, 0.1)
         return f"this machine can tell kernels apart that differ by more than {percent:g} %"
 
@@ -57,9 +57,9 @@ class SelftestReport:
 def selftest(
     device: torch.device, report: Callable[[str], None] = lambda name: None
 ) -> SelftestReport:
-    """Make every check on a device; `report` gets the name of the next one.
+    """Run every check on a device; `report` gets the name of the next check.
 
-    A check that cannot run counts as failed, and the others are made anyway.
+    A check that cannot run counts as failed, and the other checks still run.
     """
     results: list[Result] = []
     resolution: float | None = None
@@ -73,7 +73,7 @@ def selftest(
             results.append(Result(name, False, sentence, "check that PyTorch works on this device"))
 
     def same_kernel() -> Result:
-        # One measurement serves two checks and the resolution.
+        # One measurement is used by two checks and by the resolution.
         nonlocal resolution
         apart, spread, resolution = clock.same_kernel(device)
         results.append(apart)

@@ -1,4 +1,4 @@
-"""Kernels that cheat, and the check that every cheat is found."""
+"""Kernels that cheat, and the check that all of them are caught."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROUNDS = 10
 SECONDS = 0.1
 LATE_SECONDS = 0.001
 HONEST_CALLS = 12
-"""Calls before a cheat begins, more than there are before anything is timed."""
+"""Number of honest calls before a cheat begins; more than the calls before timing starts."""
 
 
 def cached_by_pointer() -> Attention:
@@ -43,7 +43,7 @@ def cached_by_pointer() -> Attention:
 
 
 def cached_by_shape() -> Attention:
-    """Keep the first result for ever."""
+    """Keep the first result forever."""
     kept: list[Tensor] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -80,7 +80,7 @@ def _honest_at_first(cheat: Attention) -> Attention:
 
 
 def skips_keys() -> Attention:
-    """Attend to half of the keys, after a few honest calls."""
+    """Attend to only half of the keys, after a few honest calls."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         half = key.shape[2] // 2
@@ -118,7 +118,7 @@ def lower_precision() -> Attention:
 
 
 def lower_precision_later() -> Attention:
-    """Compute float32 in 16 bits, after a few honest calls."""
+    """Compute float32 in 16 bits, but only after a few honest calls."""
     return _honest_at_first(lower_precision())
 
 
@@ -132,7 +132,7 @@ def another_dtype() -> Attention:
 
 
 class _Later(Tensor):
-    """Tensor that is computed when it is read."""
+    """Tensor that is computed only when it is read."""
 
     inputs: tuple[Tensor, Tensor, Tensor]
     options: dict[str, Any]
@@ -148,7 +148,7 @@ class _Later(Tensor):
 
 
 def lazy() -> Attention:
-    """Return a tensor that is computed when it is read."""
+    """Return a tensor that is computed only when it is read."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = torch.empty_like(query).as_subclass(_Later)
@@ -159,7 +159,7 @@ def lazy() -> Attention:
 
 
 def in_the_background() -> Attention:
-    """Return at once, and compute in a thread."""
+    """Return immediately, and compute in a thread."""
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         output = torch.empty_like(query)
@@ -176,7 +176,7 @@ def in_the_background() -> Attention:
 
 
 def on_another_stream() -> Attention:
-    """Return at once, and compute on a stream that no event waits for."""
+    """Return immediately, and compute on a stream that no event waits for."""
     streams: list[torch.cuda.Stream] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -203,13 +203,13 @@ CHEATS: dict[str, Callable[[], Attention]] = {
     "background thread": in_the_background,
 }
 GPU_CHEATS: dict[str, Callable[[], Attention]] = {"another stream": on_another_stream}
-"""Cheats that only a GPU makes possible."""
+"""Cheats that are possible only on a GPU."""
 
 HONEST = "honest"
 
 
 def planted_cheats(device: torch.device) -> Result:
-    """Replay every cheat, and one honest kernel."""
+    """Replay every cheat and one honest kernel, and check the verdicts."""
     cheats = {**CHEATS, **(GPU_CHEATS if device.type == "cuda" else {})}
     rows = {name: outcome(name, make(), device) for name, make in cheats.items()}
     missed = [name for name, row in rows.items() if row.status == "ok"]

@@ -1,4 +1,4 @@
-"""Checks of the clock: measured times against known ones."""
+"""Checks of the clock: measured times are compared with known times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replay.timing.timer import Candidate, CpuTimer, Function
 BLOCKS = 3
 ROUNDS = 30
 SECONDS = 1.0
-"""Most seconds for each function in a block."""
+"""Maximum seconds for each function in a block."""
 
 RESOLUTION = {"cpu": 0.10, "cuda": 0.03}
 RATIO_ERROR = {"cpu": 0.05, "cuda": 0.02}
@@ -60,7 +60,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
 
     Returns:
         The check that the names tie, the check that the blocks agree, and the share by which two
-        kernels must differ to be told apart.
+        kernels must differ to be distinguished.
     """
     run = work.attention(work.SHAPES[device.type], device)
     found: list[Speedup] = []
@@ -78,7 +78,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
     return (
         Result(
             "same kernel",
-            # A 95 % interval is wrong now and then.
+            # A 95 % interval is occasionally wrong.
             apart <= BLOCKS // 2 and resolution <= RESOLUTION[device.type],
             f"told apart in {apart} of {BLOCKS} blocks; intervals {low:.3f}× to {high:.3f}×, "
             f"{RESOLUTION[device.type]:.0%} allowed",
@@ -154,7 +154,7 @@ def other_clock(device: torch.device) -> Result:
 
 
 def _against_profiler(device: torch.device) -> Result:
-    """Compare events around a call with the profiler's times of its kernels."""
+    """Compare events around a call with the profiler's times for the kernels of the call."""
     run = work.attention(work.SHAPES[device.type], device)
     ours = statistics.median(samples_of({"run": run}, device)["run"])
     kernels = {name: len(times) for name, times in _kernel_times(run).items()}
@@ -176,7 +176,7 @@ def _against_profiler(device: torch.device) -> Result:
 
 
 def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
-    """Return the milliseconds of each GPU kernel while `run` runs, by name and in order."""
+    """Return the milliseconds of each GPU kernel during `run`, by name and in order."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
@@ -189,7 +189,7 @@ def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
 
 
 def _against_long_block(device: torch.device) -> Result:
-    """Compare a sample's single calls with blocks of as many calls, in turns."""
+    """Compare single calls of a sample with blocks of equally many calls, taking turns."""
     timer, candidate = CpuTimer(0), Candidate(work.attention(work.SHAPES[device.type], device))
     warm_up(candidate, timer, ROUNDS, SECONDS)
     calls = max(int(20 / min(candidate.warm_up_ms)), 1)

@@ -1,4 +1,4 @@
-"""Checks of the conditions of a measurement: the GPU's clocks, and the processor's time."""
+"""Checks of the measuring conditions: the GPU's clocks, and the processor's time."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ SLOWDOWNS = (
     "hardware thermal slowdown",
     "hardware power brake",
 )
-"""Reasons for a lower clock that no kernel causes."""
+"""Reasons for a lower clock that are not caused by a kernel."""
 
 WORKING_SECONDS = 0.5
 QUEUED_CALLS = 32
-"""Calls in the queue, enough for the GPU to be at work when its state is read."""
+"""Number of queued calls that keep the GPU busy while its state is read."""
 LEAST_SHARE = 0.95
-"""Smallest share of a processor that a busy thread must get."""
+"""Minimum share of a processor that a busy thread must get."""
 
 
 def clocks(device: torch.device) -> Result:
-    """Check that a GPU at work holds its clocks."""
+    """Check that a busy GPU keeps its clocks."""
     if missing := why_no_state(device):
         return Result("clocks", None, missing)
     run = work.attention(work.SHAPES["cuda"], device)
@@ -35,7 +35,7 @@ def clocks(device: torch.device) -> Result:
     while time.perf_counter() < until:
         for _ in range(QUEUED_CALLS):
             run()
-        # Read while the queue is not empty, since an idle GPU lowers its clocks.
+        # The state is read while the queue is not empty, because an idle GPU lowers its clocks.
         state = read_gpu_state(device)
         torch.cuda.synchronize(device)
     if state is None:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Result:
-    """Name and verdict of a check, and the numbers behind it."""
+    """Name and verdict of a check, with the underlying numbers."""
 
     name: str
     passed: bool | None
-    """None if the check could not be made."""
+    """True if the check passed; None if the check could not run."""
     finding: str
-    """Numbers in a few words."""
+    """Short text with the measured numbers."""
     remedy: str = ""
     """Advice for a failed check."""
     figures: Mapping[str, float | int | str | list[str] | list[float]] = field(default_factory=dict)
-    """Numbers by a name that ends with their unit."""
+    """Numbers by name; each name ends with the unit."""

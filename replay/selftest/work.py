@@ -1,4 +1,4 @@
-"""Work whose time, or ratio of times, is known in advance."""
+"""Work whose time, or whose ratio of times, is known in advance."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHAPES = {
     "cpu": Spec(1, 2, 2, 512, 512, 64, 64, dtype=torch.float32),
     "cuda": Spec(4, 16, 16, 4096, 4096, 128, 128, dtype=torch.float16),
 }
-"""Calls that take milliseconds on two processor cores, and about one on a large GPU."""
+"""Calls that take milliseconds on two processor cores, and about one millisecond on a large GPU."""
 
 SMALL = {
     "cpu": Spec(1, 2, 2, 64, 64, 64, 64, dtype=torch.float32),
     "cuda": Spec(1, 16, 16, 512, 512, 128, 128, dtype=torch.float16),
 }
-"""Calls that take little time beside a delay of a millisecond."""
+"""Calls that are short compared with a delay of one millisecond."""
 
 CALIBRATION_CYCLES = 100_000_000
 
@@ -31,13 +31,13 @@ RAW_CLOCK = getattr(time, "CLOCK_MONOTONIC_RAW", None)
 
 
 def attention(spec: Spec, device: torch.device, seed: int = 0) -> Function:
-    """Return PyTorch's own attention on its own random values."""
+    """Return PyTorch's own attention on random values of its own."""
     generator = torch.Generator(device).manual_seed(seed)
     return drop_in(scaled_dot_product_attention, spec.call(device, generator))
 
 
 def twice(spec: Spec, device: torch.device) -> Function:
-    """Return the same work on two sets of values, so that no cache helps the second time."""
+    """Return the same work on two sets of values, so that no cache can speed up the second half."""
     first, second = attention(spec, device), attention(spec, device, seed=1)
 
     def run() -> object:
@@ -48,7 +48,7 @@ def twice(spec: Spec, device: torch.device) -> Function:
 
 
 def delay(device: torch.device) -> Callable[[float], Function]:
-    """Return a function of milliseconds that returns a function which only waits that long."""
+    """Return a factory: it takes milliseconds and returns a function that only waits that long."""
     return _gpu_delay(device) if device.type == "cuda" else _cpu_delay
 
 
@@ -66,9 +66,9 @@ def _now() -> float:
 
 
 def _gpu_delay(device: torch.device) -> Callable[[float], Function]:
-    """Wait in cycles of the SM clock, calibrated by the host's clock instead of events."""
+    """Wait in cycles of the SM clock, calibrated with the host's clock instead of events."""
     with torch.cuda.device(device):
-        for _ in range(2):  # the clock rises during the first wait
+        for _ in range(2):  # the clock rate rises during the first wait
             torch.cuda.synchronize(device)
             began = time.perf_counter()
             torch.cuda._sleep(CALIBRATION_CYCLES)
