@@ -1,1 +1,1 @@
-"""Child processes that run kernels, in this Python environment and in others."""
+"""The child processes that run kernels, in this Python environment and in others."""

@@ -1,4 +1,4 @@
-"""The interpreters of other Python environments, named by options and a file.
+"""The interpreters of other Python environments, given by options or a file.
 
 Imports no torch.
 """
@@ -18,7 +18,7 @@ from replay.rows.row import HERE
 
 
 class WorkerError(Error):
-    """An environment that cannot be used as given; the message names the remedy."""
+    """Unusable environment; the message names the remedy."""
 
 
 def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, str]:
@@ -26,11 +26,11 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
 
     Args:
         options: `NAME=PYTHON`, or a TOML file that has a table `[environments]` with lines
-            `name = "path/to/python"`; a name that is given directly replaces a file's.
+            `name = "path/to/python"`. `NAME=PYTHON` takes precedence over a file.
         are_here: whether the interpreters are on this machine.
 
     Raises:
-        WorkerError: an option or a file has another form, or a Python is missing.
+        WorkerError: an option or a file has a wrong form, or an interpreter is missing.
     """
     found: dict[str, str] = {}
     given: dict[str, str] = {}
@@ -44,7 +44,7 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
             raise WorkerError(f"--env names two Pythons {name}: give each a name of its own")
     found.update(given)
     for name, python in found.items():
-        found[name] = python = os.path.expanduser(python)  # no shell does it here
+        found[name] = python = os.path.expanduser(python)  # the shell does not expand it here
         if name == HERE:
             raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
         if are_here and shutil.which(python) is None:

@@ -1,8 +1,8 @@
-"""Python environments that kernels run in, and replays spread over them.
+"""The Python environments that kernels run in, and replays spread over these environments.
 
 Kernel packages conflict: FlashAttention 4 breaks `import diffusers`, and SageAttention 1 and 2
 share a name. So every kernel runs in a worker process, which may use another interpreter. The
-environment called `this` is that of the parent.
+parent's own environment is called `this`.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from replay.workers.process import CannotStart, Died, Process
 from replay.workloads.workload import Workload
 
 COMMON_LIBRARIES = ("torch", "triton")
-"""Libraries that most environments have; their kernels run in only one environment."""
+"""Libraries that most environments have, whose kernels run in only one environment."""
 
 MAXIMUM_DEATHS = 3
-"""Workers that a kernel may end; then it is not tried again."""
+"""Maximum number of workers that a kernel may end before it is given up."""
 
 DISTURBED = 1.5
-"""Factor by which a baseline may be slower in the worker of a kernel that disturbs others."""
+"""Factor by which a baseline may be slower in the worker of a disturbing kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ProbeResult:
-    """Answer of an environment about one kernel."""
+    """Result of an environment's check of one kernel."""
 
     reason: str | None
-    """Reason why it cannot run there; None if it can."""
+    """Reason why the kernel cannot run in the environment; None if it can."""
     version: str = ""
     install: str = ""
-    """Command that installs its library."""
+    """Command that installs the kernel's library."""
 
 
 @dataclasses.dataclass
@@ -53,12 +53,12 @@ class _Reply:
 
 
 class Environment:
-    """One interpreter and its worker; further workers for kernels that need their own.
+    """An interpreter and its worker, with separate workers for kernels that need them.
 
     Args:
-        process: the only kernel of this worker, if it has just one.
-        judge: the judge of outputs; None if the worker judges them itself.
-        worker: the first worker; None to start one when it is needed.
+        process: the only kernel of this worker, if it runs just one kernel.
+        judge: the judge of outputs; None if the worker judges outputs itself.
+        worker: the first worker; None to start a worker on demand.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Environment:
         self._disturbing: set[str] = set()
         """Kernels that changed settings or functions of the worker."""
         self._apart: dict[str, Environment] = {}
-        """Environments with the same interpreter and a worker for one kernel, by kernel."""
+        """Environments with the same interpreter and a separate worker for a kernel, by kernel."""
 
     def close(self) -> None:
         self._process.close()
@@ -88,7 +88,7 @@ class Environment:
             environment.close()
 
     def probe(self, kernels: Sequence[Kernel], device: str) -> dict[str, ProbeResult]:
-        """Find out which kernels can run; a kernel that ends the worker cannot."""
+        """Find out which kernels can run; a kernel that ends the worker counts as unable."""
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
@@ -115,16 +115,16 @@ class Environment:
         settings: Settings,
         report: Callable[[str], None],
     ) -> list[Row]:
-        """Return rows of the kernels on one call. A crash costs the row of the kernel at work.
+        """Return rows of the kernels on one call; a crash affects only the running kernel's row.
 
-        A kernel that changed the process gets a worker of its own from then on, and the others are
-        replayed again in a new one.
+        A kernel that changed the process runs in a separate worker from then on. The other kernels
+        are replayed again in a new worker.
 
-        Every worker runs the baseline, so that speed-ups are paired within one process. The row of
-        the baseline is that of the first worker.
+        Every worker runs the baseline, so that speed-ups are paired within one process. The
+        baseline's row comes from the first worker.
 
         Raises:
-            WorkerError: a worker cannot start, or failed apart from kernels.
+            WorkerError: a worker cannot start, or failed for a reason other than a kernel.
         """
         rows: list[Row] = []
         while True:
@@ -160,8 +160,8 @@ class Environment:
     ) -> dict[str, float]:
         """Call each kernel once, in the worker that will time it; return the milliseconds.
 
-        This compiles the kernels; nothing is judged. A kernel that ends its worker is left out, and
-        `replay` will report it.
+        These calls compile the kernels, and nothing is judged. A kernel that ends its worker is
+        left out; `replay` will report it.
         """
         apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
         together = [kernel for kernel in kernels if kernel not in apart]
@@ -213,7 +213,7 @@ class Environment:
         """Have the worker compute something.
 
         Raises:
-            WorkerError: it cannot.
+            WorkerError: the worker cannot compute.
         """
         try:
             found = self._process.answer(do="touch", device=str(device))
@@ -232,10 +232,11 @@ class Environment:
         return True
 
     def _wants_its_own(self, kernel: Kernel, settings: Settings) -> bool:
-        """Return whether a kernel needs a worker of its own.
+        """Return whether a kernel needs a separate worker.
 
-        Baselines do not, as they run in every worker. PyTorch's kernels and ours do not either:
-        what their compilers change is restored. A kernel that cannot run gets no worker.
+        Baselines need none, because they run in every worker. PyTorch's kernels and ours need none
+        either, because changes by their compilers are undone. A kernel that cannot run gets no
+        worker.
         """
         if kernel.name in _in_every_worker(settings):
             return False
@@ -281,10 +282,11 @@ class Environment:
             except Died as death:
                 loaded = reply.loaded
                 if settings.device.type == "cuda" and reply.timing and not synchronous:
-                    # Samples are only enqueued: any earlier kernel may be to blame. Try one by one.
+                    # Samples are only enqueued, so any earlier kernel may be to blame. Retry one at
+                    # a time.
                     synchronous = True
                 elif death.kernel in (*lost, *STAGES, ""):
-                    # There is no kernel to leave out: the call itself ends the worker.
+                    # No kernel can be left out: the call itself ends the worker.
                     reason = f"{workload.name}: {death.reason} while {death.kernel or 'starting'}"
                     return [self._row("", loaded, death.status, reason, death.log)]
                 else:
@@ -314,7 +316,7 @@ class Environment:
         }
         evidence, rejected = None, set()
         if self._judge is not None:
-            # Ask first: the judge computes the reference while the worker may still import.
+            # Ask the judge first: it computes the reference while the worker still imports.
             self._judge.expect(workload, settings)
             evidence = CallEvidence(self._judge, workload, settings)
         for message in self._process.ask(do="replay", **request):
@@ -344,7 +346,7 @@ class Environment:
         reply.rows = [_without_rejected_baseline(row, rejected) for row in reply.rows]
 
     def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
-        if self._own_kernel:  # no other kernel with a worker of its own runs here
+        if self._own_kernel:  # other kernels with separate workers are excluded
             others = {each.name for each in catalogue().values() if each.own_process}
             excluded = excluded | (others - {self._own_kernel})
         return WorkerOptions(
@@ -357,7 +359,7 @@ class Environment:
         )
 
     def _received(self, data: Any, loaded: Loaded) -> Row:
-        """Read the row that a worker sent; an unreadable one becomes an error row."""
+        """Read a row that a worker sent; an unreadable row becomes an error row."""
         try:
             return rebuilt(Row, data)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
@@ -407,8 +409,8 @@ def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:
     """Remove a speed-up over a baseline that the kernel slows down.
 
     Args:
-        beside: rows of the kernel's worker.
-        clean: rows of a worker without the kernel.
+        beside: rows from the kernel's worker.
+        clean: rows from a worker without the kernel.
     """
     if row.speedup is None:
         return row
@@ -432,7 +434,7 @@ def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:
 
 
 def _is_unreadable(rows: list[Row]) -> bool:
-    """Return whether the call could not be read, which is the same in every worker."""
+    """Return whether the call could not be read, which holds for every worker."""
     return any(not row.kernel and row.status == "error" for row in rows)
 
 
@@ -443,7 +445,7 @@ def replay_in_workers(
     environments: dict[str, Environment],
     on_progress: Callable[[Workload, str], None] | None = None,
 ) -> Iterator[Row]:
-    """Yield rows like `replay.bench.runner.replay_here`, with a worker for each environment.
+    """Yield the rows of `replay.bench.runner.replay_here`, with a worker for each environment.
 
     Every environment runs the baseline too, so that speed-ups are paired within one process.
     """
@@ -469,9 +471,9 @@ def assign(
 ) -> dict[str, list[Kernel]]:
     """Assign kernels to environments.
 
-    A kernel runs in every environment that has its library; PyTorch's kernels and ours, which most
-    environments could run, only in the first. A kernel that runs nowhere gets its row, with the
-    reason, in the first environment.
+    A kernel runs in every environment that has its library. PyTorch's kernels and ours run only in
+    the first environment that can run them, because most environments could. A kernel that cannot
+    run in any environment gets a row with the reason in the first environment.
 
     Args:
         found: results of `Environment.probe`, by environment.

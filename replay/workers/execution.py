@@ -34,7 +34,7 @@ Progress = Callable[[Workload, str], None]
 
 
 class InProcessError(Error):
-    """A kernel made the process that everything runs in unusable."""
+    """Damage by a kernel to the process that everything runs in."""
 
 
 class Execution(Protocol):
@@ -45,7 +45,7 @@ class Execution(Protocol):
         """Number of calls that run at the same time."""
 
     def machines(self, device: torch.device) -> list[Machine]:
-        """Return the machines that every call is replayed on, one for each type of device."""
+        """Return the machines that replay every call, one for each type of device."""
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """Find out which kernels can run, by environment."""
@@ -60,7 +60,7 @@ class Execution(Protocol):
 
 
 class InProcess:
-    """Execution in this process: for debugging, and for kernels that exist only in it."""
+    """Execution in this process, for debugging and for kernels that exist only in this process."""
 
     at_a_time = 1
 
@@ -93,7 +93,7 @@ class InProcess:
 
 
 class Workers:
-    """Execution in a process per environment, which contains what a kernel breaks."""
+    """Execution in a process per environment, which limits the damage from kernels."""
 
     at_a_time = 1
 
@@ -109,7 +109,7 @@ class Workers:
         timeout: float,
         place: Placement | None = None,
     ) -> Workers:
-        """Make the workers of this Python and of others, with one judge for all."""
+        """Make the workers of this interpreter and of other ones, with one judge for all."""
         judge = JudgeProcess(first.judge)
         environments = {
             HERE: Environment(HERE, sys.executable, timeout, judge=judge, worker=first.worker)
@@ -121,7 +121,7 @@ class Workers:
 
     def close(self) -> None:
         """End all processes."""
-        self._judge.end()  # its GPU memory is freed while the workers end
+        self._judge.end()  # the system frees its GPU memory while workers end
         for environment in self._environments.values():
             environment.close()
         self._judge.close()
@@ -130,7 +130,7 @@ class Workers:
         return [describe(device)]
 
     def check(self, device: torch.device) -> None:
-        """Start the workers of all environments, and have each compute something.
+        """Start the workers of all environments, and have each worker compute something.
 
         Raises:
             WorkerError: an environment does not work.
@@ -159,7 +159,7 @@ class Workers:
     def first_calls(
         self, workload: Workload, assigned: Assignment, settings: Settings, report: Progress
     ) -> dict[KernelId, float]:
-        """Call each kernel once, which compiles it; return the milliseconds."""
+        """Call each kernel once, which compiles the kernel; return the milliseconds."""
         found: dict[KernelId, float] = {}
         for name, kernels in assigned.items():
             environment = self._environments[name]

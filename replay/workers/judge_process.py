@@ -21,22 +21,22 @@ from replay.workloads.workload import Workload
 
 
 class JudgeProcess:
-    """Process that judges and runs no kernel; it is started at its first request.
+    """Process that judges outputs and runs no kernel; it starts at its first request.
 
     Args:
-        process: from `replay.workers.process.judge_process`.
+        process: the result of `replay.workers.process.judge_process`.
     """
 
     def __init__(self, process: Process) -> None:
         self._shared = SharedFile()
         self.shared_file = self._shared.path
-        """Path of the memory through which workers pass outputs."""
+        """Path of the file in memory through which workers pass outputs."""
         self._process = process
         self._expecting: Iterator[dict[str, Any]] = iter(())
-        """Replies to `expect` that were not read yet."""
+        """Replies to `expect` that are still unread."""
 
     def expect(self, workload: Workload, settings: Settings) -> None:
-        """Let it load a call while a worker does, without waiting."""
+        """Let the process load a call while a worker loads it too, without waiting."""
         self._finish_expecting()
         self._expecting = self._process.ask(
             do="expect", workload=workload.source.to_json(), settings=settings.to_json()
@@ -57,7 +57,7 @@ class JudgeProcess:
             pass
 
     def end(self) -> None:
-        """Start to end the process; `close` waits for its end."""
+        """Request the end of the process; `close` waits for the end."""
         self._process.end()
 
     def close(self) -> None:
@@ -69,29 +69,29 @@ class JudgeProcess:
 def _class_of(kernel: str, declared: AccuracyClass) -> AccuracyClass:
     """Return the accuracy class of a kernel, from this process's registry.
 
-    A user's code is not imported by this process: its kernel has the class declared at first.
+    This process does not import a user's code, so a user's kernel keeps the first declared class.
     """
     try:
         found = find(kernel)
-    except KernelNameError:  # a kernel of another environment
+    except KernelNameError:  # a kernel from another environment
         return declared
     return declared if found.load is not None else found.accuracy_class
 
 
 OTHER_CLOCK = 2.0
-"""Largest ratio of a block's time by the parent's clock to that by the worker's."""
+"""Largest ratio of a block's time by the parent's clock to its time by the worker's clock."""
 LATENCY_MS = 5.0
-"""Time allowed for messages between the processes. On a busy machine they take longer, and the
-worker then tries longer blocks."""
+"""Time allowed for messages between the processes. On a busy machine messages may take longer, and
+the worker tries longer blocks."""
 
 BESIDE_SAMPLE_MS = 50.0
 BESIDE_CALL_MS = 2.0
-"""Time allowed for other work of a sample, and of each of its calls, on a busy machine."""
+"""Time allowed on a busy machine for other work in a sample, and in each of its calls."""
 
 
 @dataclass
 class CallEvidence:
-    """The parent's own observations of the kernels of one call, to compare with their rows."""
+    """The parent's own observations of kernels on one call, to compare with the kernels' rows."""
 
     judge: JudgeProcess
     workload: Workload
@@ -100,15 +100,16 @@ class CallEvidence:
     _verdicts: dict[str, list[bool]] = field(default_factory=dict)
     _samples: dict[str, int] = field(default_factory=dict)
     _announced: tuple[str, float] | None = None
-    """Kernel whose warm-up or sample is under way, and the time when it began."""
+    """Kernel in a warm-up or sample at the moment, and the time when that began."""
     _taken_ms: dict[str, list[float]] = field(default_factory=dict)
     """Milliseconds from each announcement to the next message, by kernel."""
     _began: float = 0.0
     _blocks: dict[str, tuple[float, float, int]] = field(default_factory=dict)
-    """Block of each kernel: milliseconds by this clock and by the worker's, and its calls."""
+    """Block of calls of each kernel: milliseconds by this process's clock, milliseconds by the
+    worker's clock, and number of calls."""
 
     def hear(self, at: str) -> None:
-        """Note the time of a message; kernels are announced before their warm-up and each sample.
+        """Note the time of a message; each warm-up and sample of a kernel is announced.
 
         Args:
             at: the announced kernel or stage; empty in other messages.
@@ -122,7 +123,7 @@ class CallEvidence:
         self._announced = (at, now) if at else None
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a worker's question to the judge or to the clock."""
+        """Return the answer to a worker's request to the judge or to the clock."""
         kernel = question.get("kernel", "")
         if question["do"] == "start clock":
             self._began = time.perf_counter()
@@ -146,7 +147,7 @@ class CallEvidence:
         return found
 
     def why_rejected(self, row: Row) -> str:
-        """Return why a row contradicts the observations; empty if it does not."""
+        """Return why a row contradicts the observations; empty if the row agrees with them."""
         if not row.is_correct:
             return ""
         verdicts = self._verdicts.get(row.kernel, [])
@@ -179,10 +180,10 @@ class CallEvidence:
         return ""
 
     def _wrong_time(self, row: Row) -> str:
-        """Return why samples on a CPU cannot have been as short as their row says, or nothing.
+        """Return why CPU samples must have taken longer than in their row; empty if they fit.
 
-        A busy machine delays the work between calls too, which a row's times do not include. So a
-        quarter of the samples without delay is enough to accept the row.
+        A busy machine also delays the work between calls, which the row's times exclude. So a row
+        is accepted if a quarter of its samples were not delayed.
         """
         if (
             self.settings.device.type != "cpu"
@@ -191,7 +192,7 @@ class CallEvidence:
         ):
             return ""
         taken = self._taken_ms.get(row.kernel, [])[1:]  # without the warm-up
-        if len(taken) < row.time_ms.n:  # not all announcements were noted
+        if len(taken) < row.time_ms.n:  # some announcements are missing
             return ""
         call_ms, found = row.time_ms.p50, sorted(taken)[len(taken) // 4]
         calls = calls_of_cpu_sample(call_ms)
@@ -205,5 +206,5 @@ class CallEvidence:
 
 
 def _agree(here_ms: float, there_ms: float) -> bool:
-    """Return whether a block took equally long by this process's clock and the worker's."""
+    """Return whether a block's time by this process's clock fits its time by the worker's clock."""
     return here_ms - LATENCY_MS <= OTHER_CLOCK * there_ms

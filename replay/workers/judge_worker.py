@@ -1,4 +1,4 @@
-"""The process that judges outputs: kernels cannot reach it, and it runs none."""
+"""The process that judges outputs; it runs no kernels, and kernels cannot reach it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""Judge of the last or the next call by its key; a worker that starts again asks for the same."""
+"""Judge of the last or next call, by the call's key. It is kept for a worker that starts again and
+requests it."""
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def _inbox(device: torch.device) -> Inbox:
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
-    """Answer `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
+    """Handle the request `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
     `{"do": "judge", …}` or `{"do": "samples", …}`.
     """
     if request["do"] == "touch":
@@ -72,16 +73,16 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
 
 def _touch(device: str) -> None:
-    """Judge a tiny output, so that CUDA has started and loaded what it needs."""
+    """Judge a tiny output, so that CUDA starts and loads its modules."""
     query = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
     call = AttentionCall(query, query, query)
     LocalJudge(call, seed=0).judge("", "exact", query, None)
 
 
 def _expect(request: dict[str, Any], settings: Settings) -> None:
-    """Compute the reference of a call that will be opened, unless it exists already."""
+    """Compute the reference of a call that will be opened, unless the reference exists already."""
     if settings.roofline:
-        return  # the worker measures the device's peak, and nothing else may run meanwhile
+        return  # nothing else may run while the worker measures the device's peak
     key = _key(request, settings)
     if key not in _judges:
         _judges.clear()
@@ -111,7 +112,7 @@ def _judge(request: dict[str, Any], settings: Settings) -> LocalJudge:
 
 
 def _key(request: dict[str, Any], settings: Settings) -> str:
-    """Return what a judge depends on, without the seed and the compared output."""
+    """Return a key of all inputs of a judge except the seed and the compared output."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
     return json.dumps([request["workload"], *how])

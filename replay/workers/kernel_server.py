@@ -1,4 +1,4 @@
-"""The requests that a worker answers with kernels: probes, first calls and replays."""
+"""The worker's handling of requests about kernels: probes, first calls and replays."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Answer `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "warm up", …}`,
+    """Handle the request `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "warm up", …}`,
     `{"do": "call", …}` or `{"do": "replay", …}`.
     """
-    with torch.no_grad():  # as kernels run, so that a change of that setting is seen
+    with torch.no_grad():  # kernels run in this mode, so a change of it is noticed
         process_state = _process_state()
         if request["do"] == "probe":
             _probe(request, say, process_state)
@@ -42,7 +42,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
             torch.zeros(1, device=device).add_(1).item()
             say(works=True)
         elif request["do"] == "warm up":
-            with contextlib.suppress(KernelNameError):  # the command reports it
+            with contextlib.suppress(KernelNameError):  # the command reports an unknown name
                 _warm_up(select(request["kernels"])[0], process_state)
         elif request["do"] == "call":
             _call(request, say, process_state)
@@ -63,15 +63,15 @@ def _outbox(path: str, device: torch.device) -> Outbox:
 
 
 _warm: set[str] = set()
-"""Kernels that have imported everything they need."""
+"""Kernels with all imports done."""
 
 
 def _warm_up(kernels: Sequence[Kernel], process_state: ProcessState) -> None:
-    """Import what first calls would import, so that those calls show the cost of compilation."""
+    """Import modules in advance, so that the time of first calls shows the cost of compilation."""
     cold = [kernel for kernel in kernels if kernel.warm_up and kernel.name not in _warm]
     for kernel in cold:
         assert kernel.warm_up is not None
-        with contextlib.suppress(Exception):  # the first call reports it
+        with contextlib.suppress(Exception):  # the first call reports the error
             kernel.warm_up()
         process_state.restore(kernel.name)
         _warm.add(kernel.name)
@@ -140,16 +140,16 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         say(unreadable=str(error))
     except CannotJudge as error:
         say(unreadable=classify(error).reason)
-    give_back(settings.device)  # another environment's worker may need it next
+    give_back(settings.device)  # another environment's worker may need memory next
 
 
 def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], process_state: ProcessState) -> Hear:
-    """Return `hear` with a warm-up before its first answer, for which the judge takes longest."""
+    """Return `hear` with a warm-up before the first reply, for which the judge takes longest."""
     waiting = list(kernels)
 
     def hear_busily() -> dict[str, Any]:
         _warm_up(waiting, process_state)
-        waiting.clear()  # during later answers something is timed
+        waiting.clear()  # later replies come during timing
         return hear()
 
     return hear_busily
@@ -163,16 +163,16 @@ def _version(library: str) -> str:
 
 
 def _limit_memory(device: torch.device) -> None:
-    """Make too large an allocation fail, before the system ends a process for it.
+    """Make too large an allocation fail, so that the system does not end a process for it.
 
-    Not used with a GPU, because CUDA reserves address space that it never fills.
+    The limit is not used with a GPU, because CUDA reserves address space that it never fills.
     """
     try:
         import resource
     except ImportError:  # not a Unix
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    # Memory that is mapped already counts too.
+    # Memory that is already mapped counts too.
     wanted = _data_bytes() + available_bytes(device)
     if hard == resource.RLIM_INFINITY or wanted < hard:
         with contextlib.suppress(ValueError):  # macOS knows the limit and may refuse it
@@ -180,7 +180,7 @@ def _limit_memory(device: torch.device) -> None:
 
 
 def _data_bytes() -> int:
-    """Return the bytes that count against RLIMIT_DATA now; 0 if the system does not tell."""
+    """Return the bytes that count against RLIMIT_DATA; 0 if the system does not report them."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[5])
     except OSError:

@@ -1,4 +1,4 @@
-"""The parent's side of a worker: start it, send requests, and report how it ended."""
+"""The parent's side of a worker, which starts it, sends requests, and reports its end."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from replay.rows.row import Status
 logger = logging.getLogger(__name__)
 
 LOG_BYTES = 4000
-"""Bytes of a worker's output that are kept, from its end."""
+"""Number of bytes that are kept from the end of a worker's output."""
 
 ANSWERING_SECONDS = 10.0
-"""Least time that an interpreter gets to run its first line, whatever `timeout` is."""
+"""Minimum time limit for an interpreter to run its first line, whatever `timeout` is."""
 
 STARTING_SECONDS = 300.0
-"""Time that a worker gets to import torch, which takes minutes from a cold network disk."""
+"""Time limit for a worker to import torch, which takes minutes from a cold network disk."""
 
 LOOK_SECONDS = 1.0
-"""Interval between checks of a silent worker. Its end does not always show on its pipe, which a
-process that a kernel forked may keep open."""
+"""Interval between checks of a silent worker. The worker's pipe may stay open after the worker's
+end, because a kernel may have forked a process that holds the pipe."""
 
 ENDING_SECONDS = 10.0
-"""Time that a worker gets to end after it closed its pipe."""
+"""Time limit for a worker to end after it has closed its pipe."""
 
 OUR_PACKAGES = """
 import os, sys
@@ -59,16 +59,16 @@ gc.disable()  # collections during the import of PyTorch find nothing and take a
 from replay.workers.worker import main
 main(int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
 """
-"""Program of the child. It finds our packages and nothing else beside them, because another
-interpreter must see neither this one's packages nor the current directory."""
+"""Program of the child. It finds our packages but not their neighbours, because another interpreter
+must not see this interpreter's packages or the current directory."""
 
 
 class CannotStart(Exception):
-    """Interpreter that does not exist, or lacks a package that the worker imports."""
+    """Failure to start a worker: the interpreter does not exist, or lacks a required package."""
 
 
 class Died(Exception):
-    """End of a worker; `kernel` names its last work."""
+    """Unexpected end of a worker; `kernel` names its last kernel or stage."""
 
     def __init__(self, status: Status, reason: str, kernel: str, log: str) -> None:
         super().__init__(reason)
@@ -79,7 +79,7 @@ class Died(Exception):
 
 
 class Stopped(Exception):
-    """End of the processes of a place on request, without a fault."""
+    """End of a place's processes on request, without a fault."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Placement:
     """Place of child processes: one of several devices, or that of this process."""
 
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that differ from this process's."""
+    """Environment variables that differ from this process's variables."""
     cpus: frozenset[int] = frozenset()
     """Logical CPUs of the processes and their children; empty for the CPUs of this process."""
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -98,10 +98,10 @@ class Process:
     """Child Python that runs `replay.workers.worker`, started on demand and again after its end.
 
     Args:
-        python: the interpreter; it needs torch and safetensors, and uses this package's source.
+        python: the interpreter, which needs torch and safetensors and uses this package's source.
         timeout: seconds without a message after which the child is killed.
-        handler: the module that answers in the child, with `handle(request, say, hear)`.
-        place: the place where it runs.
+        handler: the module that handles requests in the child, with `handle(request, say, hear)`.
+        place: the place where the child runs.
     """
 
     def __init__(
@@ -121,27 +121,27 @@ class Process:
         self._selector: selectors.BaseSelector | None = None
         self._is_ready = False
         self._preparing = 0
-        """Number of `prepare` requests that it has not answered."""
+        """Number of `prepare` requests that the child has not answered."""
         self._unread = b""
         self._log = b""
         self._at = ""
 
     def another(self) -> Process:
-        """Return another process of the same kind at the same place, not started."""
+        """Return another process of the same kind at the same place, not yet started."""
         return Process(self.python, self.timeout, self._handler, self.place)
 
     def ask(self, **request: Any) -> Iterator[dict[str, Any]]:
-        """Send a request and yield the replies until the child says it is done.
+        """Send a request and yield the replies until the child reports that it is done.
 
         Raises:
             CannotStart: the interpreter does not run, or lacks a package.
             Died: the child crashed, hung, or lost its GPU.
-            Stopped: its place was stopped.
+            Stopped: the place of the child was stopped.
         """
         self._at, done = "", False
         try:
             if self._child is not None and self._child.poll() is not None:
-                self.close()  # it ended between requests, which is not this request's fault
+                self.close()  # the child ended before this request
             self.start()
             self._wait_until_ready()
             self._wait_until_prepared()
@@ -156,7 +156,7 @@ class Process:
                 self._at = message.get("at", self._at)
                 yield message
         finally:
-            # After an interruption, the rest must not be read as the next request's answer.
+            # After an interruption, later replies must not be read as replies to the next request.
             if not done:
                 self.close()
 
@@ -168,7 +168,7 @@ class Process:
             self._start()
 
     def prepare(self, **request: Any) -> None:
-        """Send a request that prepares the child, without waiting for its answer."""
+        """Send a request that prepares the child, without waiting for the reply."""
         self.start()
         self._preparing += 1
         with contextlib.suppress(Died):  # the next request starts another child
@@ -184,12 +184,12 @@ class Process:
         return reply
 
     def end(self) -> None:
-        """Start to end the child and everything it started; `close` waits for that."""
+        """Kill the child and everything it started; `close` waits for the end."""
         if self._child is not None:
             self._kill()
 
     def close(self) -> None:
-        """End the child, whatever it is doing, and everything it started."""
+        """End the child, even a busy one, and everything it started."""
         self.end()
         if self._child is None:
             return
@@ -217,7 +217,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(child_reads, child_writes),
-                # Output and the traceback of a crash must be written before it ends.
+                # The child must write its output and the traceback of a crash before it ends.
                 env={
                     "TRITON_CACHE_DIR": _triton_cache(),
                     **os.environ,
@@ -225,7 +225,7 @@ class Process:
                     "PYTHONFAULTHANDLER": "1",
                     **self.place.variables,
                 },
-                # Its own group: compilers that it started end with it, and Ctrl-C stays here.
+                # In a separate group, the child's compilers end with it, and Ctrl-C stays here.
                 start_new_session=True,
             )
         except OSError as error:
@@ -235,7 +235,7 @@ class Process:
         finally:
             os.close(child_reads)
             os.close(child_writes)
-        if self.place.cpus:  # now, because threads would keep the CPUs that they started with
+        if self.place.cpus:  # bind before threads start: threads keep their CPUs
             with contextlib.suppress(ProcessLookupError):
                 os.sched_setaffinity(child.pid, self.place.cpus)
         assert child.stdout is not None
@@ -263,7 +263,7 @@ class Process:
             raise CannotStart(": ".join([death.reason, *last])) from death
 
     def _wait_until_prepared(self) -> None:
-        """Skip the answers to `prepare` requests; start another child if it ends."""
+        """Skip the replies to `prepare` requests; start another child if this child ends."""
         try:
             while self._preparing:
                 self._preparing -= bool(self._receive(STARTING_SECONDS).get("done"))
@@ -280,7 +280,7 @@ class Process:
             raise self._death() from None
 
     def _receive(self, patience: float, allowed: str = "--timeout") -> dict[str, Any]:
-        """Return the next message. The child's output is read meanwhile, so that it never blocks.
+        """Return the next message. The child's output is read meanwhile, so the child never blocks.
 
         Args:
             allowed: the source of `patience`, for the error message.
@@ -331,7 +331,7 @@ class Process:
             reason = _how_it_ended(self._child.poll())
         logger.info("process %d is gone: %s", self._child.pid, reason)
         self._kill()
-        # At most what a pipe holds: a process that left the group may print for ever.
+        # Read at most a full pipe, because a process that left the group may print for ever.
         for _ in range(16):
             if not self._read_log():
                 break
@@ -341,7 +341,7 @@ class Process:
 
     def _kill(self) -> None:
         assert self._child is not None
-        # On macOS, a group with only a zombie left refuses signals.
+        # On macOS, a group that contains only a zombie refuses signals.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)
 
@@ -353,7 +353,7 @@ class First(NamedTuple):
     judge: Process
 
     def prepare(self, device: str | None) -> None:
-        """Let them start their device without waiting; None for the usual one."""
+        """Let both processes start a device, without waiting; None for the default device."""
         for process in self:
             process.prepare(do="touch", device=device)
 
@@ -372,9 +372,9 @@ class First(NamedTuple):
 
 
 def judge_process(timeout: float, place: Placement | None = None) -> Process:
-    """Make the process that judges, not started yet.
+    """Make the process that judges, not yet started.
 
-    Its threads sleep while they wait, because it runs in turn with kernels on the same CPUs.
+    Its threads sleep while they wait, because kernels use the same CPUs.
     """
     place = place or Placement()
     asleep = replace(place, variables={**place.variables, "OMP_WAIT_POLICY": "PASSIVE"})
@@ -383,7 +383,7 @@ def judge_process(timeout: float, place: Placement | None = None) -> Process:
 
 @contextlib.contextmanager
 def first_processes(timeout: float, place: Placement | None = None) -> Iterator[First]:
-    """Start a worker of this Python and the judge; both end with the `with` block.
+    """Start a worker of this interpreter and the judge; both end with the `with` block.
 
     This module imports no torch, so a command can import it while these processes start.
 
@@ -401,7 +401,7 @@ def first_processes(timeout: float, place: Placement | None = None) -> Iterator[
 
 
 def _folders_of_ours() -> list[str]:
-    """Return the folders that have our packages; the kernels may be installed elsewhere."""
+    """Return the folders of our packages; the kernels may be installed in another folder."""
     folders = [str(Path(__file__).resolve().parents[2])]
     kernels = importlib.util.find_spec("attention_kernels")
     if kernels is not None and kernels.origin is not None:
@@ -412,8 +412,8 @@ def _folders_of_ours() -> list[str]:
 def _triton_cache() -> str:
     """Return Triton's usual cache directory.
 
-    `torch.compile` sets another directory for the rest of its process. Kernels that come after it
-    would be compiled again.
+    `torch.compile` sets another directory for its process, so that later kernels would be compiled
+    again.
     """
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
     return os.path.join(home, ".triton", "cache")
@@ -428,5 +428,5 @@ def _how_it_ended(code: int | None) -> str:
         return "the worker was ended by SIGKILL, perhaps by a system out of memory"
     try:
         return f"the worker was ended by {signal.Signals(-code).name}"
-    except ValueError:  # real-time signals have numbers only
+    except ValueError:  # real-time signals have no names
         return f"the worker was ended by signal {-code}"

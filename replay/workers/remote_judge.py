@@ -1,4 +1,4 @@
-"""The worker's side of a judge in another process: it passes outputs on and waits."""
+"""The worker's side of a judge in another process, which passes outputs on and waits."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from replay.workers.shared_memory import Outbox
 from replay.workers.worker import Hear, Say
 
 MOST_BLOCKS = 5
-"""Most blocks until two clocks agree. Each is twice as long as the one before, because on a busy
-machine a message may take longer than a short block."""
+"""Maximum number of blocks until two clocks agree. Each block is twice as long as the previous one,
+because on a busy machine a message may take longer than a short block."""
 
 SHORT_MS = 5.0
-"""Shortest call on a GPU that takes the same time in a block, where its launch is not hidden."""
+"""Minimum time of a GPU call that takes as long in a block as in a sample. A block does not hide
+the launches of shorter calls."""
 
 
 class RemoteJudge:
     """Judge behind the parent process. Every method raises `CannotJudge` if the judge fails.
 
     Args:
-        outbox: memory where the judge finds tensors; it has read them when it answers.
+        outbox: memory where the judge finds tensors; the judge reads them before it replies.
     """
 
     def __init__(self, say: Say, hear: Hear, outbox: Outbox) -> None:
@@ -41,7 +42,7 @@ class RemoteJudge:
 
     @classmethod
     def factory(cls, say: Say, hear: Hear, outbox: Outbox) -> JudgeFactory:
-        """Return a function that makes the judge of a call; it may raise `CannotJudge`."""
+        """Return a function that makes the judge of a call and may raise `CannotJudge`."""
 
         def open_judge(
             call: AttentionCall, seed: int, settings: Settings, compared: Tensor | None

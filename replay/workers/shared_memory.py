@@ -1,6 +1,6 @@
-"""Tensors passed to another process in a file that both map into memory.
+"""The transfer of tensors to another process, in a file that both processes map into memory.
 
-The file is reused: each output overwrites the last one, in pages that exist already.
+The file is reused: each output overwrites the previous output, in existing pages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ CHUNK_BYTES = 2**20
 
 
 class SharedFile:
-    """Empty file that only grows, in memory where the system has such files.
+    """Initially empty file that only grows; it is in memory if the system supports that.
 
-    On Linux it disappears with the last process that has it open, however that ends.
+    On Linux the file disappears with the last process that has it open, even after a crash.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class SharedFile:
             self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
     def close(self) -> None:
-        """Free the memory, or the disk, once no process has it mapped."""
+        """Free the memory or disk space once no process has the file mapped."""
         os.close(self._descriptor)
         if self._on_disk:
             Path(self.path).unlink(missing_ok=True)
 
 
 class Outbox:
-    """Writer of tensors for another process, which reads them before the next ones are written.
+    """Writer of tensors for another process, which reads them before the next tensors are written.
 
     Args:
         path: path of a `SharedFile`, which several processes may use in turn.
@@ -56,7 +56,7 @@ class Outbox:
         self._file = _MappedFile(path, device)
 
     def put(self, tensors: dict[str, Tensor]) -> dict[str, Any]:
-        """Copy tensors of any strides to the file; return the data that `Inbox.take` needs."""
+        """Copy tensors of any strides to the file; return the message for `Inbox.take`."""
         described: dict[str, list[Any]] = {}
         end = 0
         for name, tensor in tensors.items():
@@ -93,8 +93,8 @@ class Inbox:
 class _MappedFile:
     """A `SharedFile` mapped into one process, with locked pages for a GPU.
 
-    A GPU reads and writes locked pages itself, several times as fast. If the system refuses to lock
-    them, copies are only slower.
+    A GPU reads and writes locked pages directly, several times as fast. If the system refuses to
+    lock the pages, copies are slower.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
@@ -106,7 +106,7 @@ class _MappedFile:
     def grow(self, size: int) -> None:
         """Extend the file to a size, and map it.
 
-        Zeros are written, because a process that fills a hole without room on the disk is ended.
+        Zeros are written, because the system would end a process that fills a hole on a full disk.
         """
         if self._size() >= size:
             return
@@ -142,6 +142,6 @@ class _MappedFile:
 def _locked(memory: Tensor, device: torch.device) -> bool:
     if torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0).value == 0:
         return True
-    with contextlib.suppress(RuntimeError):  # CUDA reports the failure again at the next launch
+    with contextlib.suppress(RuntimeError):  # CUDA repeats the failure at the next launch
         torch.zeros(1, device=device)
     return False

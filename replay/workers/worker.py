@@ -1,9 +1,9 @@
-"""The child process, which answers a parent's requests, one per line.
+"""The child process, which handles a parent's requests, one per line.
 
-Every line is JSON. Before anything that could end this process, a line names the current work, so
-that the parent knows which kernel to blame. Tensors are never sent: a request names a file or a
-random shape. Stdout and stderr belong to the kernels; the parent keeps their output.
-`replay.workers.process` starts this process with two pipes and the module that answers.
+Every line is JSON. Before any work that could end this process, a line names that work, so that the
+parent can name the kernel to blame. Tensors are never sent: a request names a file or a random
+shape. Stdout and stderr belong to the kernels; the parent keeps their output.
+`replay.workers.process` starts this process with two pipes and the module that handles requests.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Hear = Callable[[], dict[str, Any]]
 
 
 def main(requests_fd: int, replies_fd: int, handler: str) -> None:
-    """Serve until the parent closes its end. Garbage collection starts after the imports.
+    """Handle requests until the parent closes its end. Garbage collection starts after the imports.
 
     Args:
-        handler: a module with `handle(request, say, hear)`, which answers one request.
+        handler: a module with `handle(request, say, hear)`, which handles one request.
     """
     for descriptor in (requests_fd, replies_fd):
         os.set_inheritable(
             descriptor, False
-        )  # a compiler that outlives this process must not keep them
+        )  # a compiler that outlives this process must not keep the pipes open
     os.register_at_fork(after_in_child=functools.partial(_hang_up, requests_fd, replies_fd))
     threading.Thread(target=_end_with_parent, args=(replies_fd,), daemon=True).start()
     requests = os.fdopen(requests_fd, "r")
@@ -51,7 +51,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
     for stream in (sys.stdout, sys.stderr):
         keep_open(stream)
     handle = importlib.import_module(handler).handle
-    gc.freeze()  # keeps collections from visiting half a million objects of PyTorch
+    gc.freeze()  # exempts half a million objects of PyTorch from collections
     gc.enable()
 
     def next_line() -> str:
@@ -60,7 +60,7 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
 
     def hear() -> dict[str, Any]:
         line = next_line()
-        if not line:  # the parent ended, or a kernel forked this process
+        if not line:  # the parent has ended, or this is a fork by a kernel
             os._exit(0)
         reply: dict[str, Any] = json.loads(line)
         return reply
@@ -72,14 +72,14 @@ def main(requests_fd: int, replies_fd: int, handler: str) -> None:
         except ContextLost as error:
             say(lost=str(error), status=error.status)
             continue
-        except Exception as error:  # a full disk or a bug of ours, not a kernel's fault
+        except Exception as error:  # a full disk or our own bug, not a kernel's fault
             failed = str(error) if isinstance(error, Error) else classify(error)[1]
             say(failed=failed, traceback=traceback.format_exc())
         say(done=True)
 
 
 def _hang_up(*descriptors: int) -> None:
-    """Disconnect a copy of this process that a kernel forked from the parent."""
+    """Disconnect a forked copy of this process from the parent."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in descriptors:
         os.dup2(nowhere, descriptor, inheritable=False)
@@ -87,9 +87,9 @@ def _hang_up(*descriptors: int) -> None:
 
 
 def _end_with_parent(replies_fd: int) -> None:
-    """End this process group when the parent is gone, even if a kernel hangs."""
+    """End this process group when the parent has ended, even if a kernel hangs."""
     reader = select.poll()
-    reader.register(replies_fd, 0)  # an error, here a closed reading end, is always reported
+    reader.register(replies_fd, 0)  # errors such as a closed reading end are always reported
     reader.poll()
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
@@ -100,7 +100,7 @@ def _say(replies: TextIO, **message: Any) -> None:
 
 
 def line_of(message: dict[str, Any]) -> str:
-    """Return a message as a line of JSON, with dataclasses as objects of their fields."""
+    """Return a message as a line of JSON, with dataclasses as objects."""
     return json.dumps(message, default=_fields_of) + "\n"
 
 
