@@ -1,1 +1,1 @@
-"""The vocabulary of one attention call: its tensors, options, shape, mask structure and parts."""
+"""Model of one attention call: tensors, options, shape, mask structure and parts."""

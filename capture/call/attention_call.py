@@ -1,4 +1,4 @@
-"""The vocabulary: one attention call, and where it came from."""
+"""Defines an attention call and its origin."""
 
 from __future__ import annotations
 
@@ -25,68 +25,68 @@ from capture.text.printable import printable
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a call came from; every field is JSON-serialisable."""
+    """Origin of a call; every field is JSON-serialisable."""
 
     model: str = ""
-    """Name given at capture: `cogvideo`, a directory, or the `name` passed to `record`."""
+    """Name of the capture: `cogvideo`, a directory, or the `name` passed to `record`."""
     weights: str = ""
-    """Weights that produced the values, in a phrase: `random, seed 0`, a checkpoint id …"""
+    """Description of the model's weights: `random, seed 0`, a checkpoint id …"""
     module: str = ""
     """Dotted path of the innermost watched module: `transformer.transformer_blocks.0.attn1`."""
     call_index: int = 0
-    """Position among *all* attention calls of the recording, from 0."""
+    """Index among *all* attention calls of the recording, from 0."""
     step: int = 0
-    """Earlier forward passes of the module that decides the phase."""
+    """Number of earlier forward passes of the module that decides the phase."""
     phase: str = ""
     """`denoise`, `prefill`, `decode` or `encode` (`capture.hooks.phases`)."""
     device: str = "cpu"
-    """Device the model ran on, with the name of a GPU: `cpu`, `cuda (NVIDIA H200)`."""
+    """Device that the model ran on, with the GPU's name: `cpu`, `cuda (NVIDIA H200)`."""
     seed: int | None = None
     rank: int | None = None
-    """Rank of the process that made the call; None if it was the only one."""
+    """Rank of the process that made the call; None if there was only one process."""
     entry_point: str = "sdpa"
     """Entry point that the model called: `sdpa`, or a library's function or registry."""
     backend: str = ""
-    """The torch backend that produced the output, as a kernel name: `torch-flash` …"""
+    """Kernel name of the torch backend that produced the output: `torch-flash` …"""
     disabled_backends: list[str] = field(default_factory=list)
-    """Torch backends that were switched off when the model made the call (`sdpa_kernel`,
-    `torch.backends.cuda.enable_flash_sdp(False)` …), as kernel names; empty for plain SDPA."""
+    """Kernel names of the torch backends that were switched off when the model made the call
+    (`sdpa_kernel`, `torch.backends.cuda.enable_flash_sdp(False)` …)."""
     heads: str = ""
-    """Stored query heads of the model's call, such as `0,2-3`; empty for all. A part has the
-    numbers that its heads have in the whole call, where these are known."""
+    """Stored query heads of the model's call, such as `0,2-3`; empty for all. For a part, these are
+    the indices in the whole call; empty if they are unknown."""
     split: str = ""
-    """Dimension by which ranks divide the model's call, if this is one part of it: `heads` or
-    `queries` (`capture.call.splits`); empty for a whole call."""
+    """Dimension by which ranks divide the model's call: `heads` or `queries`
+    (`capture.call.splits`); empty if this is a whole call and not a part."""
     split_ranks: list[int] = field(default_factory=list)
-    """Ranks that share the call, or shared it before it was joined, in the order of their parts."""
+    """Ranks that share the call, or shared it before joining, in the order of their parts."""
     call_in_step: int = 0
-    """Position among the calls of this module in this step; only counted if there are ranks."""
+    """Index among the calls of this module in this step; always 0 without ranks."""
     difficulty: float | None = None
     """Relative error of INT8 attention on a sample of the tokens (`capture.recording.difficulty`);
-    None unless calls were chosen by it (`sample="hard"`)."""
+    None unless calls were chosen by difficulty (`sample="hard"`)."""
     versions: dict[str, str] = field(default_factory=dict)
     derived: str = ""
     """Changes that `replay reproduce` made to a recorded call; empty for a recorded call."""
 
     @property
     def device_type(self) -> str:
-        """`cpu` or `cuda`: the device without its name."""
+        """Type of the device, `cpu` or `cuda`."""
         return self.device.partition(" ")[0]
 
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call: the arguments the model passed, and the output it got back.
+    """One attention call: the arguments that the model passed, and the output that it received.
 
     `query` is (B, Hq, Sq, D), `key` (B, Hkv, Sk, D), `value` (B, Hkv, Sk, Dv) and `output`
     (B, Hq, Sq, Dv). Tensors have the model's own shapes, dtypes **and strides**. `attn_mask`
     broadcasts to (B, Hq, Sq, Sk): bool (True = attend) or float (added to the scores). `scale=None`
     means 1/sqrt(D). `output` is None for synthetic calls and captures made with `output=False`.
 
-    Fields after `dropout_p` go beyond SDPA (`capture.call.attention_variant` has the formula). A
-    packed call, whose sequences follow one another, has a B of 1; its Sq and Sk are the totals.
-    With a page table, `key` is (P, Hkv, page_size, D), `value` likewise, and Sk is the room in the
-    table.
+    Fields after `dropout_p` do not exist in SDPA (`capture.call.attention_variant` has the
+    formula). A packed call contains concatenated sequences: B is 1, and Sq and Sk are total
+    lengths. With a page table, `key` is (P, Hkv, page_size, D), `value` is
+    (P, Hkv, page_size, Dv), and Sk is the number of keys that the table has room for.
     """
 
     query: Tensor
@@ -99,7 +99,7 @@ class AttentionCall:
     enable_gqa: bool = False
     dropout_p: float = 0.0
     sinks: Tensor | None = None
-    """(Hq,) logits, one per head, that take weight from the keys and have no value."""
+    """(Hq,) logits, one per head; a logit takes weight from the keys but has no value."""
     cu_seqlens_q: Tensor | None = None
     """(N + 1,) int32, only in a packed call: first query of each sequence, then the total."""
     cu_seqlens_k: Tensor | None = None
@@ -127,12 +127,12 @@ class AttentionCall:
 
     @property
     def features(self) -> tuple[str, ...]:
-        """Names from `FEATURES` of what a kernel must support beyond SDPA."""
+        """Features beyond SDPA that a kernel must support, as names in `FEATURES`."""
         return features(self)
 
     @property
     def key_ranges(self) -> KeyRanges:
-        """Range of keys that each query sees, before any `attn_mask`."""
+        """Range of keys that each query sees, without the effect of `attn_mask`."""
         starts_k, kv_len = self.cu_seqlens_k, self.shape.kv_len
         if self.page_table is not None and self.cu_seqlens_q is not None:
             starts_k = _even_starts(self.page_table.shape[0], kv_len, self.device)
@@ -171,13 +171,13 @@ class AttentionCall:
 
     @property
     def softmax_scale(self) -> float:
-        """Factor applied to QKᵀ: `scale`, or 1/sqrt(D) if that is None."""
+        """Factor applied to QKᵀ: `scale`, or 1/sqrt(D) if `scale` is None."""
         return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
 
     def arguments(self) -> dict[str, Any]:
         """Return keyword arguments for `scaled_dot_product_attention` that repeat the call.
 
-        Options beyond SDPA are included if the call has them.
+        Options that SDPA does not have are included if the call has them.
         """
         arguments: dict[str, Any] = {
             "query": self.query,
@@ -193,16 +193,16 @@ class AttentionCall:
         return {**arguments, **beyond_arguments(self)}
 
     def to(self, device: str | torch.device) -> AttentionCall:
-        """Return the same call with every tensor copied to `device`, strides preserved."""
+        """Return the same call with every tensor copied to `device`, with the same strides."""
         copies = {name: copy_with_strides(each, device) for name, each in self.tensors().items()}
         if self.value_is_in_key:
             copies["value"] = copies["key"][..., : self.value.shape[-1]]
         return self.with_tensors(copies)
 
     def without_pages(self) -> AttentionCall:
-        """Return the same call with each sequence's keys in one piece, gathered from its pages.
+        """Return the same call with contiguous keys and values, gathered from the pages.
 
-        Every sequence has the room that the longest one needs, in whole pages; the rest is zeros.
+        Every sequence is padded with zeros to the length of the longest sequence, in whole pages.
         Waits for the GPU.
         """
         if self.page_table is None or self.seqused_k is None:
@@ -232,7 +232,7 @@ class AttentionCall:
 
 
 def _even_starts(sequences: int, total: int, device: torch.device) -> Tensor:
-    """Return the `cu_seqlens_k` of sequences that all have room for the same number of keys."""
+    """Return `cu_seqlens_k` for sequences of equal size, which divide the `total` of keys."""
     room = total // sequences
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * room
 

@@ -1,12 +1,12 @@
-"""Options of an attention call that SDPA has no argument for, and the keys that queries then see.
+"""Options of an attention call that SDPA does not have, and their effect on the visible keys.
 
 The score of query i and key j is `scale · q·k`, capped to `softcap · tanh(score / softcap)`, plus
-`attn_mask`. Causality and window follow the diagonal i + δ. δ is 0, as in SDPA; with `bottom_right`
-it is Sk - Sq, as in FlashAttention, which puts the last query beside the last key. A causal query
-sees the keys up to the diagonal; a window (left, right) shows the keys from `left` before it to
-`right` after it. A sink is an additional score of its head without a value, so it only takes
-weight. In a packed call the sequences follow one another, and each sees only its own keys. Keys may
-lie in pages (`capture.call.pages`).
+`attn_mask`. Causality and window are relative to the diagonal, key i + δ for query i. As in SDPA, δ
+is 0. With `bottom_right`, δ is Sk - Sq as in FlashAttention, which aligns the last query with the
+last key. A causal query sees the keys up to the diagonal. A window (left, right) shows the keys
+from `left` before the diagonal to `right` after it. A sink is an additional score of its head
+without a value, so it only takes weight. In a packed call the sequences are concatenated, and
+queries see only keys of their own sequence. Keys may lie in pages (`capture.call.pages`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""Number of keys that a query sees before and after the diagonal; None for all on that side."""
+"""Numbers of keys that a query sees before and after the diagonal; None for all keys on a side."""
 
 FEATURES = {
     "bottom-right": "causal mask aligned bottom right",
@@ -29,7 +29,7 @@ FEATURES = {
     "key-lengths": "number of valid keys per sequence",
     "paged": "page table",
 }
-"""Features that a kernel may support beyond SDPA, in words."""
+"""Features that a kernel may support beyond SDPA, with their descriptions."""
 
 VARIANT_TENSORS = {
     "sinks": 1,
@@ -38,25 +38,25 @@ VARIANT_TENSORS = {
     "seqused_k": 1,
     "page_table": 2,
 }
-"""Tensors of a call beyond SDPA's, and the number of dimensions of each."""
+"""Tensors of a call that SDPA does not have, with the number of dimensions of each."""
 
 
 @dataclass(frozen=True)
 class AttentionVariant:
-    """Plain options of a call beyond SDPA's arguments; the default asks for nothing.
+    """Options of a call that SDPA does not have and that are not tensors (default: none).
 
     Raises:
-        ValueError: `softcap` is not positive: no kernel could divide by it.
+        ValueError: `softcap` is not positive, so that kernels cannot divide by it.
     """
 
     bottom_right: bool = False
     window: Window = (None, None)
     softcap: float | None = None
     max_seqlen_q: int | None = None
-    """Length of the longest sequence of a packed call, as its caller stated it.
+    """Maximum number of queries in a sequence of a packed call, as given by the caller.
 
-    Kernels leave the outputs of further queries uninitialised. Recordings are checked for this;
-    calls in memory are not, because that would wait for the GPU.
+    Kernels do not write the outputs of queries above this number. Recordings are checked for such
+    queries. Calls in memory are not checked, because the check would wait for the GPU.
     """
     max_seqlen_k: int | None = None
 
@@ -72,7 +72,7 @@ class AttentionVariant:
         return {name: value for name, value in vars(self).items() if value != _DEFAULTS[name]}
 
     def __str__(self) -> str:
-        """Format as `window 1023/0, soft cap 50`, without the longest sequences."""
+        """Format as `window 1023/0, soft cap 50`, without the maximum lengths."""
         left, right = ("∞" if side is None else str(side) for side in self.window)
         return ", ".join(
             part
@@ -109,11 +109,11 @@ class AttentionVariant:
 _DEFAULTS = vars(AttentionVariant())
 
 PLAIN = AttentionVariant()
-"""The variant of SDPA itself."""
+"""Variant without additional options, which is SDPA's own."""
 
 
 class CallOptions(Protocol):
-    """Anything with the fields of a call: the model's arguments, or a recorded call."""
+    """Object with the fields of a call: the model's arguments, or a recorded call."""
 
     @property
     def query(self) -> Tensor: ...
@@ -158,7 +158,7 @@ def features(call: CallOptions) -> tuple[str, ...]:
 
 
 def beyond(call: CallOptions) -> str:
-    """Describe what a call asks beyond SDPA: `window 1023/0, sinks`; empty for nothing."""
+    """Describe a call's options that SDPA does not have: `window 1023/0, sinks`; empty for none."""
     packed, is_paged = call.cu_seqlens_q, call.page_table is not None
     parts = [
         str(call.variant),
@@ -171,7 +171,7 @@ def beyond(call: CallOptions) -> str:
 
 
 def beyond_arguments(call: CallOptions) -> dict[str, Any]:
-    """Return the keyword arguments beyond SDPA that change what a call computes."""
+    """Return the options that SDPA does not have and that change a call's result."""
     asked = features(call)
     given = call.variant.arguments() if asked else {}
     if "bottom-right" not in asked:
@@ -182,12 +182,15 @@ def beyond_arguments(call: CallOptions) -> dict[str, Any]:
 
 
 class KeyRanges(NamedTuple):
-    """Keys that causality, window and sequences let each query see: from `first` up to `end`."""
+    """Keys from `first` up to `end`, which causality, window and sequences make visible."""
 
     first: Tensor
     """(1, Sq) or (B, Sq) int64."""
     end: Tensor
-    """(1, Sq) or (B, Sq) int64: the key after the last one; at most `first` if no key is seen."""
+    """(1, Sq) or (B, Sq) int64: the key after the last visible key.
+
+    If a query sees no key, `end` is at most `first`.
+    """
 
     def of(self, batch: int) -> tuple[Tensor, Tensor]:
         """Return `first` and `end` of one batch element, (Sq,)."""
@@ -196,12 +199,12 @@ class KeyRanges(NamedTuple):
 
 
 class QueryPositions(NamedTuple):
-    """Place of each query in its sequence, which causality and window are relative to."""
+    """Position of each query in its sequence, which determines causality and window."""
 
     begin: Tensor
     """(1, Sq) or (B, Sq) int64: first key of the query's sequence."""
     length: Tensor
-    """Number of valid keys of that sequence."""
+    """Number of valid keys of the query's sequence."""
     diagonal: Tensor
     """Key on the query's diagonal, counted from `begin`; it may lie outside the sequence."""
 
@@ -216,7 +219,7 @@ def query_positions(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> QueryPositions:
-    """Return the place of each query in its sequence; arguments as for `key_ranges`."""
+    """Return the position of each query in its sequence; see `key_ranges` for the arguments."""
     rows = torch.arange(q_len, device=device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
@@ -249,11 +252,13 @@ def key_ranges(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> KeyRanges:
-    """Return the keys that each query sees, before any `attn_mask`.
+    """Return the keys that each query sees, without the effect of an `attn_mask`.
 
     Args:
-        q_len: number of queries; `kv_len` is the number of keys.
-        cu_seqlens_q: (N + 1,) first query of each packed sequence; `cu_seqlens_k` its first key.
+        q_len: number of queries.
+        kv_len: number of keys.
+        cu_seqlens_q: (N + 1,) first query of each packed sequence, then the total.
+        cu_seqlens_k: (N + 1,) first key of each packed sequence, then the total.
         seqused_k: (B,), or (N,) if packed: number of valid keys of each sequence.
     """
     begin, end, diagonal = query_positions(

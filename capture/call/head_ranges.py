@@ -1,16 +1,16 @@
-"""Sets of small numbers as people write them: `0,2,8-11`. Imports no torch."""
+"""Parses and formats sets of small numbers, such as `0,2,8-11`. Does not import torch."""
 
 from __future__ import annotations
 
 LARGEST = 1 << 16
-"""Limit of head numbers: models have fewer heads."""
+"""Upper limit of head indices; models have fewer heads."""
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the numbers of `0,2,8-11`, sorted, each once.
+    """Return the numbers in a text such as `0,2,8-11`, sorted and without repetitions.
 
     Raises:
-        ValueError: the text is something else, or a number is 65,536 or more.
+        ValueError: the text has another form, or a number is 65,536 or more.
     """
     numbers: set[int] = set()
     for part in text.split(","):
@@ -25,7 +25,7 @@ def parse_ranges(text: str) -> tuple[int, ...]:
 
 
 def ranges(numbers: tuple[int, ...]) -> str:
-    """Return sorted numbers as `parse_ranges` reads them."""
+    """Format sorted numbers for `parse_ranges`."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

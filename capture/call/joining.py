@@ -1,4 +1,4 @@
-"""Joins the parts of one call that the ranks of a distributed model made."""
+"""Joins the parts of one call from the ranks of a distributed model."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from capture.call.attention_variant import PLAIN
 from capture.call.strides import concatenated
 
 _HEADS, _QUERIES = 1, 2
-"""Dimensions of a query."""
+"""Dimensions of a query tensor."""
 _SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 
 
 class JoinError(ValueError):
-    """The parts do not belong to one call; the message says why."""
+    """The parts do not belong to one call; the message states the reason."""
 
 
 def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
     """Return the whole call, with the origin of the first part.
 
-    Tensors are dense, with the dimensions in the order of the first part. Where several ranks hold
-    the same key/value head, because there are fewer heads than ranks, it is joined only once.
+    Tensors are dense, with the dimension order of the first part. If there are fewer key/value
+    heads than ranks, several ranks hold the same head, which is joined only once.
 
     Args:
-        parts: parts in their order, (B, Hq, Sq, D), which differ in Hq (`heads`) or Sq (`queries`).
+        parts: parts in order; their queries (B, Hq, Sq, D) differ in Hq (`heads`) or Sq
+            (`queries`).
         split: one of `capture.call.splits.SPLITS`.
 
     Raises:
@@ -43,7 +44,7 @@ def join(parts: Sequence[AttentionCall], split: str) -> AttentionCall:
 
 
 def _check_alike(first: AttentionCall, other: AttentionCall) -> None:
-    """Raise JoinError if two parts differ in more than the values and lengths of their tensors."""
+    """Raise JoinError if two parts differ in their options, or in which tensors they have."""
     for name in ("is_causal", "scale", "dropout_p", "variant"):
         if getattr(first, name) != getattr(other, name):
             raise JoinError(f"the ranks' calls differ in {name}")
@@ -94,9 +95,9 @@ def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
 
 
 def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
-    """Return the parts whose key/value heads together are those of the whole call.
+    """Return the parts whose key/value heads together form those of the whole call.
 
-    Where there are fewer key/value heads than ranks, neighbouring ranks hold the same head.
+    If there are fewer key/value heads than ranks, neighbouring ranks hold the same head.
     """
     runs: list[list[AttentionCall]] = []
     for part in parts:
@@ -133,7 +134,7 @@ def _joined(parts: Sequence[AttentionCall], name: str, dim: int) -> Tensor:
 
 
 def _joined_mask(parts: Sequence[AttentionCall], dim: int) -> Tensor:
-    """Return the mask of the whole call: one that all parts have, or their masks joined."""
+    """Return the mask of the whole call: the common mask of all parts, or their joined masks."""
     masks = [part.attn_mask for part in parts]
     is_for_all = all(mask is not None and mask.shape[dim] == 1 for mask in masks)
     if is_for_all and all(_is_same(masks[0], mask) for mask in masks):
@@ -152,7 +153,7 @@ def _the_same(parts: Sequence[AttentionCall], name: str) -> Tensor:
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors have the same bits, so that a NaN equals itself."""
+    """Return whether two tensors have the same bits; a NaN is the same as itself."""
     if a is None or b is None or a.shape != b.shape:
         return a is b
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,10 +1,10 @@
-"""Recognises dense masks: causal, a window, padding, packed sequences, or nothing masked at all.
+"""Recognises the structure of dense masks: causal, window, padding, packed sequences, no mask.
 
-Models pass such masks to SDPA element by element, since it has no argument for them. A kernel that
-knows the structure need not read the mask, nor the keys that it hides. Each of these masks leaves
-every query one contiguous range of keys. So the mask is read once, in blocks, to find where
-visibility changes along its rows; everything else works on two numbers per query. The options that
-one row suggests are accepted if they give every query exactly the range that it has.
+Models pass such masks to SDPA element by element, because SDPA has no argument for most structures.
+A kernel that supports a structure need not read the mask or the hidden keys. With each of these
+structures, every query sees one contiguous range of keys. The mask is read once, in blocks, to find
+these ranges. All further steps need only two numbers per query. Options are guessed from single
+rows, and accepted if they give every query exactly its range.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from capture.call.attention_variant import (
 from capture.call.strides import narrow_expanded
 
 BLOCK_ELEMENTS = 2**20
-"""Elements of a mask that are read at once; a single query may have more."""
+"""Maximum number of mask elements in a block, unless the row of a single query is longer."""
 
 NO_MASK = "no mask"
-"""Words for a mask that masks nothing."""
+"""Description of a mask that hides nothing."""
 
 
 @dataclass(frozen=True, eq=False)
 class MaskStructure:
-    """Keys that a mask leaves visible, as options of a call; the default leaves all."""
+    """Structure of a mask, as options of a call; by default all keys are visible."""
 
     is_causal: bool = False
     bottom_right: bool = False
     window: Window = (None, None)
     seqused_k: Tensor | None = None
-    """(1,), (B,) or, packed, (N,) int32."""
+    """(1,), (B,) or, packed, (N,) int32: number of valid keys of each sequence."""
     cu_seqlens_q: Tensor | None = None
-    """(N + 1,) int32, like `cu_seqlens_k`."""
+    """(N + 1,) int32: first query of each sequence, then the total."""
     cu_seqlens_k: Tensor | None = None
     starts_k: Tensor | None = None
-    """(1,) or (B,) int64: first valid key after padding on the left."""
+    """(1,) or (B,) int64: first valid key after left padding."""
 
     def __str__(self) -> str:
         """Format as `causal, padding`, `window 1023/0`, `3 packed sequences, causal`, `no mask`."""
@@ -63,11 +63,11 @@ class MaskStructure:
         return ", ".join(filter(None, parts)) or NO_MASK
 
     def restated(self, call: AttentionCall) -> AttentionCall | None:
-        """Return the call that the structure was found in, with options in place of its mask.
+        """Return the call of this mask, with its mask replaced by equivalent options.
 
-        The output is the same and the other tensors are the same objects; only a NaN in a hidden
-        key no longer reaches the outputs. Returns None where a call has no option for the
-        structure: padding on the left, and sequences packed in a batch of several.
+        The output is the same, except that a NaN in a hidden key no longer reaches the output. The
+        other tensors are the same objects. The result is None for structures without an equivalent
+        option: left padding, and packed sequences in a batch of several.
         """
         batch = call.shape.batch
         if self.starts_k is not None or (self.cu_seqlens_q is not None and batch > 1):
@@ -92,7 +92,7 @@ class MaskStructure:
         )
 
     def key_ranges(self, q_len: int, kv_len: int, device: torch.device) -> KeyRanges:
-        """Return the keys that the structure leaves each query."""
+        """Return the keys that each query sees with this structure."""
         first, end = key_ranges(
             q_len,
             kv_len,
@@ -109,10 +109,10 @@ class MaskStructure:
 
 
 def structure_of(call: AttentionCall) -> MaskStructure | None:
-    """Return the structure of a call's mask together with its causality and window.
+    """Return the combined structure of a call's mask, causality and window.
 
-    Returns None without a mask, for a mask without such a structure, and for a call that also has
-    lengths of sequences.
+    The result is None without a mask, for a mask of another structure, and for a call that also has
+    sequence lengths.
     """
     if call.attn_mask is None or call.cu_seqlens_q is not None or call.seqused_k is not None:
         return None
@@ -122,12 +122,12 @@ def structure_of(call: AttentionCall) -> MaskStructure | None:
 def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> MaskStructure | None:
     """Return the structure of a mask that broadcasts to (B, Hq, Sq, Sk); None if it has none.
 
-    The mask must be bool, or have only the values 0, -inf and the lowest of its dtype. Where the
-    lowest value hides every key of a query, SDPA returns the mean of all values, which no option
-    expresses.
+    The mask must be bool, or contain only 0, -inf and the lowest value of its dtype. If the lowest
+    value hides every key of a query, the result is None: SDPA then returns the mean of all values,
+    which no option expresses.
 
     Args:
-        within: keys that the call's own causality and window leave.
+        within: keys that are visible with the call's own causality and window.
     """
     if not (q_len and kv_len):
         return None
@@ -143,7 +143,7 @@ def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> M
 
 
 def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
-    """Return a sort key: options that more kernels support and more people write come first."""
+    """Return a sort key: options that are common and widely supported come first."""
     return (
         structure.cu_seqlens_q is not None,
         structure.window[1] not in (0, None),
@@ -154,7 +154,7 @@ def _oddness(structure: MaskStructure) -> tuple[bool, ...]:
 
 
 def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None:
-    """Return the keys that each query sees; None if they have gaps, or differ between heads."""
+    """Return the keys that each query sees; None if a range has gaps, or heads differ."""
     mask = narrow_expanded(attn_mask.detach())
     mask = mask[(None,) * (4 - mask.ndim)]
     batch, heads, _, keys = mask.shape
@@ -184,7 +184,7 @@ def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None
 
 
 def _unbroken(visible: Tensor) -> Tensor | None:
-    """Return first and end of the visible keys, (2, B, H, rows); None if a row has gaps.
+    """Return the first and end of the visible keys, (2, B, H, rows); None if a row has gaps.
 
     Args:
         visible: (B, H, rows, keys) bool.
@@ -196,7 +196,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
     changes = torch.bincount(flat, minlength=starts_visible.numel())
     if bool((changes + starts_visible.int() + ends_visible.int() > 2).any()):
         return None
-    # A row changes at its first visible key, and at the first hidden key behind that.
+    # Visibility changes at the first visible key, and at the first hidden key after it.
     lowest = torch.full_like(changes, keys).scatter_reduce(0, flat, key + 1, "amin")
     highest = torch.zeros_like(changes).scatter_reduce(0, flat, key + 1, "amax")
     first = lowest.masked_fill(starts_visible, 0)
@@ -205,7 +205,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
 
 
 def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStructure]:
-    """Yield the lengths and alignments to try, without causality and window."""
+    """Yield structures with the lengths and alignments to try, without causality and window."""
     first, end = seen
     is_empty = end <= first
     used = end.masked_fill(is_empty, 0).amax(dim=1).to(torch.int32)
@@ -223,7 +223,7 @@ def _candidates(seen: KeyRanges, q_len: int, kv_len: int) -> Iterator[MaskStruct
 
 
 def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | None:
-    """Return packed sequences that fit: a query that sees only later keys begins a new one."""
+    """Return possible packed sequences; a query that sees only later keys starts a sequence."""
     is_empty = end <= first
     reached = end.masked_fill(is_empty, 0).cummax(dim=0).values
     begins = torch.where(is_empty, reached, first)[1:] >= reached[:-1]
@@ -246,7 +246,7 @@ def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | No
 def _fitted(
     structure: MaskStructure, seen: KeyRanges, q_len: int, kv_len: int
 ) -> MaskStructure | None:
-    """Return the structure with the causality and window that fit the seen keys, if any do."""
+    """Return the structure with the causality and window that fit the seen keys, or None."""
     device = seen.first.device
     begin, length, diagonal = query_positions(
         q_len,
@@ -264,7 +264,7 @@ def _fitted(
     if (left or 0) < 0 or (right or 0) < 0:
         return None
     rights: tuple[int | None, ...] = (right,)
-    if right is None:  # people write causal windows, also where no row shows the right end
+    if right is None:  # a window is usually causal, even if no row shows its right end
         rights = (None, 0) if left is None else (0, None)
     for to_the_right in rights:
         is_causal = to_the_right == 0
@@ -278,14 +278,14 @@ def _fitted(
 
 
 def _one_of(distances: Tensor, where: Tensor) -> int | None:
-    """Return the first distance at which `where` is true; None if it never is."""
+    """Return the first distance for which `where` is true; None if there is none."""
     distances, where = torch.broadcast_tensors(distances, where)
     place = where.flatten().to(torch.uint8).argmax()
     return int(distances.flatten()[place]) if bool(where.flatten()[place]) else None
 
 
 def _same(one: KeyRanges, other: KeyRanges) -> bool:
-    """Return whether both leave every query the same keys."""
+    """Return whether every query sees the same keys in both ranges."""
     neither = (one.end <= one.first) & (other.end <= other.first)
     alike = (one.first == other.first) & (one.end == other.end)
     return bool((neither | alike).all())

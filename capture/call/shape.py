@@ -1,4 +1,4 @@
-"""The sizes of one attention call. Imports no torch.
+"""Sizes of one attention call. Does not import torch.
 
 Shape letters used throughout this project: B batch, Hq query heads, Hkv key/value heads (Hq is a
 multiple of Hkv), Sq query length, Sk key length, D head dimension, Dv the value's head dimension.
@@ -10,7 +10,7 @@ from typing import Annotated, NamedTuple
 
 
 class Shape(NamedTuple):
-    """The sizes of one attention call."""
+    """Sizes of one attention call."""
 
     batch: Annotated[int, "B"]
     q_heads: Annotated[int, "Hq, query heads"]

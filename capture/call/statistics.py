@@ -1,4 +1,4 @@
-"""A few figures about a call's attention that show what makes it hard for a kernel."""
+"""Computes statistics that show why a call is difficult for a kernel."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 
 QUERIES = 256
-"""Most queries of a head that are looked at, evenly spaced."""
+"""Maximum number of queries per head that are inspected, evenly spaced."""
 FEWEST_KEYS = 16
-"""Fewest keys that a counted query sees: the entropy over fewer says little."""
+"""Minimum number of keys that a query must see to be counted; fewer give little information."""
 OUTLIER = 4.0
-"""Size of an outlier channel, in units of the median channel's."""
+"""Minimum size of an outlier channel, as a multiple of the median channel's size."""
 
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """Figures of one call: means over batch, heads and queries, except `outlier_channels`.
+    """Statistics of one call: means over batch, heads and queries, except `outlier_channels`.
 
-    A figure is NaN where no query sees enough keys, or a head has fewer than two keys.
+    A statistic is NaN if no query sees enough keys, or if a head has fewer than two keys.
     """
 
     outlier_channels: float
-    """Largest number, over the heads, of channels of K whose root mean square is over four times
-    the median channel's. They take up the range of an 8-bit scale (KIVI, Liu et al. 2024)."""
+    """Maximum over the heads of the number of outlier channels of K, whose root mean square is over
+    four times the median channel's. Such channels use up the range of an 8-bit scale (KIVI, Liu et
+    al. 2024)."""
     key_offset: float
-    """‖mean of K over tokens‖ / ‖its standard deviation‖, norms over channels: the part that
-    smoothing K removes (SageAttention, Zhang et al. 2024), in units of the rest. Infinite for equal
+    """‖mean of K over tokens‖ / ‖standard deviation of K over tokens‖, with norms over channels.
+    Smoothing K removes the mean (SageAttention, Zhang et al. 2024). The ratio is infinite for equal
     keys, and NaN for zeros."""
     entropy: float
     """Entropy of the attention weights relative to uniform weights: 1 is uniform."""
@@ -42,7 +43,7 @@ class CallStatistics:
 
 
 def call_statistics(call: AttentionCall) -> CallStatistics:
-    """Compute the figures of a call in float32, with its mask, window, soft cap and sinks."""
+    """Compute the statistics of a call in float32, with its mask, window, soft cap and sinks."""
     call = call.without_pages()
     groups = call.query.shape[1] // call.key.shape[1]
     queries = call.query.shape[2]
@@ -64,7 +65,10 @@ def call_statistics(call: AttentionCall) -> CallStatistics:
 
 
 def mean(statistics: Iterable[CallStatistics]) -> CallStatistics:
-    """Return the mean of each figure over calls, and the most outlier channels, without NaN."""
+    """Return the mean of each statistic over calls, and the maximum of `outlier_channels`.
+
+    NaN values are ignored.
+    """
     calls = list(statistics)
     found = {
         field.name: _mean([getattr(call, field.name) for call in calls])
@@ -76,7 +80,7 @@ def mean(statistics: Iterable[CallStatistics]) -> CallStatistics:
 
 
 def _of_keys(key: Tensor) -> tuple[float, float]:
-    """Return the outlier channels and the offset of a head's keys (Sk, D)."""
+    """Return the number of outlier channels and the offset of a head's keys (Sk, D)."""
     if len(key) < 2:  # a single token has no deviation to compare with
         return math.nan, math.nan
     sizes = key.square().mean(0).sqrt()

@@ -1,8 +1,9 @@
-"""Preserves strides, which a kernel's speed depends on and safetensors cannot store.
+"""Preserves strides, which affect a kernel's speed but cannot be stored by safetensors.
 
 A recorded tensor is often a view: of a fused projection (gaps between rows), of a BSHD tensor
 (heads and positions swapped), or of a mask expanded over heads (stride 0). Files store the values
-without gaps in memory order, expanded dimensions only once, and the layout separately.
+in memory order, without gaps and without the repetitions of expanded dimensions. The layout is
+stored separately.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor
 
 _LONGEST = 2**48
-"""Limit of sizes and strides, which real memory does not reach."""
+"""Upper limit of sizes and strides, beyond any real memory."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Size and stride (in elements) of a tensor in the model, and how a file stores it."""
+    """Size and stride (in elements) of a tensor in the model, and dimension order in the file."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     order: tuple[int, ...] = ()
-    """Dimensions in the order of the file; empty if that is the tensor's own order."""
+    """Dimensions in the order of the file; empty for the tensor's own order."""
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
@@ -60,7 +61,7 @@ class Layout:
 
     @property
     def extent(self) -> int:
-        """Elements of memory that the restored tensor spans, gaps included."""
+        """Number of elements of memory that the restored tensor spans, including gaps."""
         if not self.is_representable or not math.prod(self.size):
             return math.prod(self.stored)
         return 1 + sum(
@@ -71,7 +72,8 @@ class Layout:
     def is_representable(self) -> bool:
         """True if elements do not share addresses, except along expanded (stride 0) dimensions.
 
-        Overlapping windows (`Tensor.unfold`) do, and are restored as contiguous tensors.
+        Overlapping windows (`Tensor.unfold`) share addresses, and are restored as contiguous
+        tensors.
         """
         reach = 0
         for stride, size in sorted(zip(self.stride, self.size, strict=True)):
@@ -84,7 +86,7 @@ class Layout:
 
     @property
     def is_stored_as_in_memory(self) -> bool:
-        """True if the tensor's memory has no gaps, so that the file holds it as it is."""
+        """True if the tensor's memory has no gaps, so that the file has the same memory layout."""
         sizes, expected = self.unexpanded, 1
         for dim in reversed(self._dimensions):
             if sizes[dim] != 1:
@@ -112,7 +114,7 @@ class Layout:
 
 
 def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
-    """Copy `tensor`'s values to the CPU, without gaps and unexpanded; return them and its layout.
+    """Copy the values of `tensor` to the CPU, without gaps and expansion; return values and layout.
 
     The values have the shape `layout.stored`.
     """
@@ -121,14 +123,14 @@ def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
-    """Return a view of `tensor`, on its device, whose values in their order are to be stored."""
+    """Return a view of `tensor`, on its device, with its values in stored order, and its layout."""
     layout = _in_memory_order(tuple(tensor.shape), tensor.stride())
     values = narrow_expanded(tensor.detach())
     return (values.permute(layout.order) if layout.order else values), layout
 
 
 def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -> Tensor:
-    """Restore on `device` the tensor that was passed to `pack`; it may share `values`' memory."""
+    """Restore on `device` the tensor that was passed to `pack`; the result may be a view."""
     if tuple(values.shape) != layout.stored:
         raise ValueError(f"values of shape {tuple(values.shape)}, but {layout.stored} was recorded")
     logical = layout.logical(values)
@@ -140,7 +142,7 @@ def unpack(values: Tensor, layout: Layout, device: str | torch.device = "cpu") -
 
 
 def copy_with_strides(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """Copy `tensor` to `device` with the same strides, expanded dimensions included."""
+    """Copy `tensor` to `device` with the same strides, including expanded dimensions."""
     return _copied(narrow_expanded(tensor.detach()), Layout.of(tensor), device)
 
 
@@ -157,7 +159,7 @@ def is_leading_part(part: Tensor, whole: Tensor) -> bool:
 
 
 def picked(tensor: Tensor, dim: int, indices: Tensor) -> Tensor:
-    """Copy some entries of a dimension without gaps, keeping the memory order of dimensions."""
+    """Copy some entries of a dimension to a tensor without gaps, in the same dimension order."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     chosen = tensor.detach().permute(order).index_select(order.index(dim), indices)
     return chosen.permute([order.index(other) for other in range(tensor.ndim)])
@@ -178,7 +180,7 @@ def concatenated(tensors: Sequence[Tensor], dim: int) -> Tensor:
     size = list(first.shape)
     for other in expanded:
         tensors = [tensor.narrow(other, 0, 1) for tensor in tensors]
-    # A dimension of size 1 may have the stride of the dimension that it lies within.
+    # A dimension of size 1 may have the same stride as another dimension.
     order = sorted(dims, key=lambda other: (first.stride(other), first.shape[other]), reverse=True)
     joined = torch.cat([tensor.detach().permute(order) for tensor in tensors], order.index(dim))
     joined = joined.permute([order.index(other) for other in dims])
@@ -194,8 +196,8 @@ def narrow_expanded(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# Cached because thousands of calls share few layouts. That also saves the garbage collector from
-# visiting as many objects.
+# Cached, because thousands of calls share few layouts. The garbage collector then visits fewer
+# objects.
 @functools.lru_cache(maxsize=1024)
 def _layout(size: tuple[int, ...], stride: tuple[int, ...], order: tuple[int, ...] = ()) -> Layout:
     return Layout(size, stride, order)

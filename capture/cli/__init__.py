@@ -1,1 +1,1 @@
-"""The `capture` command and what it prints."""
+"""Command line of `capture` and its output."""

@@ -28,7 +28,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a line per file and return the exit code."""
+    """Print one line per file and return the exit code."""
     dataset = open_dataset(arguments.dir, quiet=arguments.quiet, whole=True)
     from rich.console import Console
 

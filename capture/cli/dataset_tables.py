@@ -1,4 +1,4 @@
-"""Prints the contents of a dataset, and the checks of its files, as tables."""
+"""Prints the contents of a dataset, and the results of file checks, as tables."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ STATISTICS = (
 
 
 def show_statistics(dataset: Dataset, console: Console) -> None:
-    """Print, for each layer in each phase, what makes its calls hard for a kernel."""
+    """Print statistics of the difficulty for a kernel, for each layer in each phase."""
     found: dict[tuple[str, str], dict[str, list[CallStatistics]]] = {}
     with Console(stderr=True).status("") as status:
         for number, entry in enumerate(dataset.entries, start=1):
@@ -114,7 +114,7 @@ def _calls(entries: list[FileEntry]) -> Table:
 
 
 def _grouped(entries: list[FileEntry]) -> dict[str, list[FileEntry]]:
-    """Group entries by phase, dtype, mask and strides, which their lines would only repeat."""
+    """Group entries by phase, dtype, mask and strides, so that lines need not repeat these."""
     groups: dict[str, list[FileEntry]] = {}
     for entry in entries:
         header = entry.header
@@ -131,7 +131,7 @@ def show_file_checks(checks: list[FileCheck], console: Console) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Text of a recording, which must neither style itself nor speak to the terminal."""
+    """Convert untrusted text of a recording, without its markup and control characters."""
     return Text(printable(text), style=style)
 
 
@@ -153,7 +153,7 @@ def _summary(capture: CaptureRecord, entries: list[FileEntry]) -> str:
 
 
 def _part(origin: Origin) -> str:
-    """Say which part of its calls a rank recorded: `heads 4-7, split over ranks 0-1`."""
+    """Describe the part of its calls that a rank recorded: `heads 4-7, split over ranks 0-1`."""
     of_whole = f"{origin.split} {origin.heads}".strip() if origin.split == "heads" else origin.split
     return f"{of_whole}, split over ranks {ranges(tuple(sorted(origin.split_ranks)))}"
 
@@ -184,9 +184,9 @@ def _strides(header: CallHeader) -> str:
 
 
 def _memory_order(layout: Layout) -> str:
-    """Return `BHSD` if contiguous, `BSHD` …, or the strides if there are gaps.
+    """Return the memory order, such as `BHSD` if contiguous, or the strides if there are gaps.
 
-    Dimensions of size 1 can go anywhere, so the first dense order that fits is used.
+    Dimensions of size 1 fit anywhere, so the first dense order is used.
     """
     for order in itertools.permutations(range(4)):
         expected, dense = 1, True

@@ -28,7 +28,7 @@ _BACKENDS = {
 
 @dataclass(frozen=True)
 class FileCheck:
-    """The result of verifying one file."""
+    """Result of verifying one file."""
 
     path: Path
     good: bool
@@ -38,10 +38,10 @@ class FileCheck:
 def check_files(dataset: Dataset) -> list[FileCheck]:
     """Check every file's checksum and shapes, and recompute its output with PyTorch's SDPA.
 
-    The output is recomputed with the recorded backend on the type of device that produced it, or on
-    the CPU if there is none. On the same device and version it should be bit-identical; elsewhere a
-    relative L1 difference (Σ|O−R|/Σ|O|) of up to 4 · `torch.finfo(dtype).eps` passes. Outputs of
-    calls with options beyond SDPA are not recomputed.
+    The output is recomputed with the recorded backend on the recorded type of device, or on the CPU
+    if that device is not available. With the same device and version the output should be
+    bit-identical, but any relative L1 difference (Σ|O−R|/Σ|O|) up to 4 · `torch.finfo(dtype).eps`
+    passes. Outputs of calls with options that SDPA does not have are not recomputed.
     """
     damaged = [FileCheck(file.path, False, file.error.reason) for file in dataset.damaged]
     return [*map(_verify_entry, dataset.entries), *damaged]
@@ -61,7 +61,7 @@ def _recomputed(entry: FileEntry) -> FileCheck:
         call = entry.load(device)
     except DatasetError as error:
         return FileCheck(entry.path, False, error.reason)
-    except RuntimeError as error:  # the device has no memory for it
+    except RuntimeError as error:  # the call does not fit into the device's memory
         return FileCheck(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
     if call.output is None:
         return FileCheck(entry.path, True, "intact; no output recorded")
@@ -80,7 +80,7 @@ def _recomputed(entry: FileEntry) -> FileCheck:
 
 
 def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
-    """Recompute the recorded output; return whether it is near enough, and how near it is."""
+    """Recompute the recorded output; return whether the results agree, and a description."""
     with torch.inference_mode(), _backend(call):
         again = TORCH_SDPA(**call.arguments())
     # A fully masked row is NaN in some backends.

@@ -1,4 +1,4 @@
-"""The `capture` command. Imports torch only after parsing the arguments."""
+"""Runs the `capture` command. Imports torch only after parsing the arguments."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parsed(given: list[str]) -> tuple[Any, Any]:
-    """Return the module of the verb, and its arguments."""
+    """Return the module of the verb, and the parsed arguments."""
     verb, rest = "record", given
     if given and not given[0].startswith("-"):
         verb, rest = given[0], given[1:]
@@ -61,7 +61,7 @@ def _explain(error: BaseException, left_behind: str) -> int:
     """Print one sentence, with the remedy if it is known; return the exit code.
 
     Args:
-        left_behind: what a recording kept before it failed, as the end of the sentence.
+        left_behind: end of the sentence, about the calls that a failed recording kept.
     """
     from capture.errors import MissingPackage, described
 

@@ -1,4 +1,4 @@
-"""`capture --model MODEL`: run a model and record its attention calls. Imports no torch early."""
+"""`capture --model MODEL`: run a model and record its attention calls. Imports torch late."""
 
 from __future__ import annotations
 
@@ -157,14 +157,14 @@ def _add_storage_options(command: OneSentenceParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the model and record its calls; return the exit code.
 
-    `arguments.left_behind` says afterwards what an early end left in the directory.
+    After an early end, `arguments.left_behind` describes the calls left in the directory.
     """
     if not arguments.model:
         raise Error("--model is required: cogvideo, flux, llama, a directory or file.py:function")
-    out = Path(arguments.out).absolute()  # a model may change the directory
+    out = Path(arguments.out).absolute()  # a model may change the working directory
     begun: list[Recording] = []
     try:
-        # This imports PyTorch's compiler too, which is kept from compiling what is recorded.
+        # This also imports PyTorch's compiler, because recorded code must not be compiled.
         import_for_good("torch", "capture.recording.record")
         from capture.storage.target import no_empty_directory
 
@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
-    """Load the model, record its run and report; add the recording to `begun` when it begins."""
+    """Load the model, record its run and report; add the recording to `begun` at its start."""
     from rich.console import Console
     from rich.text import Text
 
@@ -190,7 +190,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
 
     name = _capture_name(arguments.model)
     progress = Console(stderr=True, quiet=arguments.quiet)
-    # A full-size model takes minutes to load, so fail early.
+    # Loading a full-size model takes minutes, so the options are checked first.
     rank = current_rank() if arguments.rank is None else arguments.rank
     declared(arguments.split, None, rank, arguments.heads)
     CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
@@ -245,7 +245,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
 def _report(
     recording: Recording, problems: Sequence[str], arguments: argparse.Namespace, progress: Any
 ) -> int:
-    """Print what was recorded and what was not, and return the exit code."""
+    """Print a summary of recorded and missing calls, and return the exit code."""
     from rich.console import Console
     from rich.text import Text
 
@@ -280,7 +280,7 @@ def _report(
 
 @contextlib.contextmanager
 def _problems_at_once(category: type[Warning]) -> Iterator[list[str]]:
-    """Print a recording's warnings as they come, with option names; yield those printed so far."""
+    """Print a recording's warnings at once, with option names; yield a list of those printed."""
     printed: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", category)
@@ -315,7 +315,7 @@ def _run_with_progress(runnable: Any, recording: Recording, console: Any) -> Non
 
 
 def _capture_name(model: str) -> str:
-    """Return a built-in name as is, and the last component of a directory or function path."""
+    """Return a built-in name unchanged, or the last component of a directory or function path."""
     return Path(model).resolve().name if Path(model).is_dir() else Path(model).name
 
 

@@ -1,4 +1,4 @@
-"""`capture repair DIR`: finish what a killed recording left."""
+"""`capture repair DIR`: finish killed recordings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`capture show DIR`: list what a recording contains."""
+"""`capture show DIR`: list the contents of a recording."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def open_dataset(where: str, *, quiet: bool, whole: bool) -> Dataset:
-    """Open a dataset; copy a remote one as a whole, or only the files that list its calls."""
+    """Open a dataset; copy all files of a remote dataset if `whole`, else only its index."""
     from capture.storage.arrivals import shown_arrivals
     from capture.storage.locations import directory_of
 

@@ -1,4 +1,4 @@
-"""The verbs of `capture`, and the options that every verb has. Imports no torch."""
+"""Verbs of `capture`, and the options that all verbs share. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from capture.command_line.verbosity import add_verbosity
 from capture.text.printable import quoted
 
 RECORD = "capture.cli.record_command"
-"""Module of the verb `record`, which need not be named."""
+"""Module of the default verb `record`."""
 
 VERBS = {
     "show": "capture.cli.show_command",
     "check": "capture.cli.check_command",
     "repair": "capture.cli.repair_command",
 }
-"""Module of each other verb. Modules of verbs have `parser()` and `run(arguments)`."""
+"""Modules of the other verbs. Each verb's module has `parser()` and `run(arguments)`."""
 
 MOVED_FLAGS = {
     "--show": "show DIR",
@@ -25,7 +25,7 @@ MOVED_FLAGS = {
     "--verify": "check DIR",
     "--repair": "repair DIR",
 }
-"""Flags of earlier versions, and the verbs that took their place."""
+"""Flags of earlier versions, and the verbs that replaced them."""
 
 
 def new_parser(verb: str, description: str, *, examples: str, usage: str) -> OneSentenceParser:
@@ -42,7 +42,7 @@ def new_parser(verb: str, description: str, *, examples: str, usage: str) -> One
 
 
 def add_common_options(parser: OneSentenceParser) -> None:
-    """Add the options that every verb has, as the last ones."""
+    """Add the options that all verbs share, after the verb's own options."""
     add_verbosity(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     parser.add_version()
@@ -62,5 +62,5 @@ def moved_flag(given: list[str]) -> str:
 
 
 def with_flags(message: str) -> str:
-    """Replace `record`'s keyword arguments by this command's flags: `max_bytes=` is --max-bytes."""
+    """Replace keyword arguments such as `max_bytes=` with flags such as --max-bytes."""
     return re.sub(r"`(\w+)=(?:True)?`", lambda found: "--" + found[1].replace("_", "-"), message)

@@ -1,1 +1,1 @@
-"""Command-line helpers that `capture` and `replay` share. Imports no torch."""
+"""Command-line helpers that `capture` and `replay` share. Does not import torch."""

@@ -26,10 +26,10 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 class OneSentenceParser(argparse.ArgumentParser):
     """A parser that reports invalid arguments in one sentence without the usage, and exits with 2.
 
-    An empty value, such as an unset variable of a shell script gives, is invalid unless the option
-    says `type=str`. Options of one letter cannot be combined, because argparse takes `-hkv 2` for
+    An empty value, such as from an unset shell variable, is invalid unless the option has
+    `type=str`. One-letter options cannot be combined, because argparse reads `-hkv 2` as
     `-h -k -v 2`. An option that is given twice must have the same value, unless its action is
-    `Listed`. The parsed arguments have the given values in `given`.
+    `Listed`. The parsed namespace has the explicitly given values in `given`.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -59,14 +59,14 @@ class OneSentenceParser(argparse.ArgumentParser):
         return namespace, others
 
     def _require_current_directory(self) -> None:
-        """Exit if the current directory is deleted, after --help and --version have answered."""
+        """Exit if the current directory was deleted; --help and --version run before this check."""
         try:
             os.getcwd()
         except FileNotFoundError:
             self.exit(2, f"{self.prog}: the current directory was deleted: change to another one\n")
 
     def _meant(self) -> list[str]:
-        """Return the options that may be suggested for a misspelt one, without -h, -q and -v."""
+        """Return the options to suggest for a misspelt option, without -h, -q and -v."""
         options = self._option_string_actions.items()
         return [name for name, action in options if len(name) > 2 or action.nargs != 0]
 
@@ -76,7 +76,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         return action is not None and action.nargs is None
 
     def _is_option(self, name: str) -> bool:
-        """Return whether it is an option, or one of a letter with its value, such as -b2."""
+        """Return whether `name` is an option, or a one-letter option with a value, such as -b2."""
         options = self._option_string_actions
         if name in options:
             return True
@@ -89,7 +89,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {printable(message)} (see {self.prog} --help)\n")
 
     def add_dtype(self, group: Any, **options: Any) -> None:
-        """Add `--dtype float32|bfloat16|float16`, or short: `--dtype bf16`."""
+        """Add `--dtype float32|bfloat16|float16`, with short names such as `bf16`."""
         group.add_argument(
             "--dtype",
             type=lambda given: _SHORT_DTYPES.get(given, given),
@@ -100,7 +100,7 @@ class OneSentenceParser(argparse.ArgumentParser):
         )
 
     def add_version(self, group: Any = None) -> None:
-        """Add `--version`: our version, and those of torch, Triton and Python."""
+        """Add `--version`, which prints our version and those of torch, Triton and Python."""
         place = self if group is None else group
         place.add_argument("--version", action=_Version, help="show versions and exit")
 
@@ -110,7 +110,7 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Read from package metadata: importing torch takes seconds.
+        # Versions come from package metadata, because importing torch takes seconds.
         others = " · ".join(f"{package} {_version(package)}" for package in ("torch", "triton"))
         python = platform.python_version()
         try:
@@ -128,11 +128,11 @@ def _version(package: str) -> str:
 
 
 LARGEST = 2**63 - 1
-"""Largest integer that an option takes, which torch's sizes and seeds do not exceed."""
+"""Largest integer value of an option; sizes and seeds in torch do not exceed this limit."""
 
 
 def not_empty(given: str) -> str:
-    """Return the text after checking that it is not empty, for `add_argument(type=…)`."""
+    """Check that a text is not empty, and return it, for `add_argument(type=…)`."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
     return given
@@ -150,7 +150,7 @@ def natural(given: str) -> int:
 
 def _integer(given: str, least: int) -> int:
     not_empty(given)
-    # The length is checked first, because Python refuses to convert thousands of digits.
+    # The length is checked first, because Python does not convert thousands of digits.
     if given.isdecimal() and (len(given) > len(str(LARGEST)) or int(given) > LARGEST):
         raise argparse.ArgumentTypeError(f"must be at most {LARGEST}, not {given}")
     if not given.isdecimal() or int(given) < least:
@@ -177,7 +177,7 @@ def share(given: str) -> float:
 
 
 def _number(given: str) -> float:
-    """Return a finite number, or NaN, which is outside of every range, for any other text."""
+    """Return a finite number; for any other text return NaN, which is outside every range."""
     not_empty(given)
     try:
         value = float(given)

@@ -1,6 +1,6 @@
-"""Options that are given more than once: lists grow, and other options must agree.
+"""Handles repeated options: lists are extended, and other options must have the same value.
 
-Each action notes the given value in `namespace.given`, also if it equals the default.
+Each action stores the given value in `namespace.given`, even if it equals the default.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Once(argparse._StoreAction):
-    """Stores the value, and refuses a second, different one."""
+    """Action that stores a value, and rejects a second, different value."""
 
     def __call__(
         self,
@@ -25,7 +25,7 @@ class Once(argparse._StoreAction):
 
 
 class Listed(argparse._StoreAction):
-    """Collects the names (with commas between them) or numbers of every time it is given."""
+    """Action that collects the comma-separated names, or the numbers, of all its uses."""
 
     def __call__(
         self,
@@ -44,7 +44,7 @@ class Listed(argparse._StoreAction):
 
 
 def note_flags(namespace: argparse.Namespace) -> None:
-    """Note flags and lists, which differ from their defaults if they were given."""
+    """Store in `given` the flags and lists that differ from their defaults."""
     for name, value in vars(namespace).items():
         if value is True or (isinstance(value, list) and value):
             namespace.given.setdefault(name, value)

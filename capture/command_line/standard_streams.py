@@ -1,4 +1,4 @@
-"""Makes stdin, stdout and stderr usable, however a command was started."""
+"""Makes stdin, stdout and stderr usable, even if they are closed or lack characters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import sys
 from typing import Any, NoReturn
 
 PLAIN = str.maketrans("×·µ…–−²√→", "x-u.--2v>")
-"""Replacements for characters that the encoding lacks, as wide, so that tables stay aligned."""
+"""Replacements, of the same width, for characters that an encoding lacks."""
 
 _STDOUT = 1
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -21,14 +21,14 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def make_usable() -> None:
     """Open closed streams, and replace characters that an encoding lacks.
 
-    The next file that is opened would take the number of a closed stream, and receive what is
-    printed. A width of 0 in `COLUMNS` is ignored.
+    Otherwise the next file to be opened would get the descriptor of a closed stream, and receive
+    printed text. A width of 0 in `COLUMNS` is ignored.
     """
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "w" if descriptor else "r"
@@ -48,7 +48,7 @@ def is_of_stdout(error: Exception) -> bool:
         return False
     if not isinstance(error, BrokenPipeError):
         return error.errno in _FULL
-    poll = select.poll()  # the pipe of another process may be the broken one
+    poll = select.poll()  # the broken pipe may belong to another process
     poll.register(_STDOUT, 0)
     return bool(poll.poll(0))
 
@@ -63,7 +63,7 @@ def is_full_stdout() -> bool:
 
 
 def give_up_stdout(command: str, error: OSError) -> int:
-    """Report that stdout cannot be written, unless its reader has gone; return the exit code."""
+    """Report that stdout cannot be written, unless its reader closed it; return the exit code."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, _STDOUT)  # receives the rest of the buffer
     os.close(nowhere)
@@ -73,7 +73,7 @@ def give_up_stdout(command: str, error: OSError) -> int:
 
 
 def exit_with(command: str, code: Any) -> NoReturn:
-    """Exit after stdout is written."""
+    """Flush stdout, and exit with a code."""
     try:
         sys.stdout.flush()
     except OSError as error:

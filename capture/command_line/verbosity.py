@@ -1,4 +1,4 @@
-"""The options `--quiet` and `--verbose` of both commands. Imports no torch."""
+"""Options `--quiet` and `--verbose` of both commands. Does not import torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def add_verbosity(parser: argparse._ActionsContainer) -> None:
 
 @contextlib.contextmanager
 def narrated(verbose: bool) -> Iterator[None]:
-    """Print our packages' log on stderr if `verbose`, with the seconds since now."""
+    """Print our packages' log on stderr if `verbose`, each line with the seconds since entry."""
     loggers = [logging.getLogger(name) for name in NARRATORS] if verbose else []
     narrator = _Narrator(time.monotonic())
     before = [logger.level for logger in loggers]

@@ -1,1 +1,1 @@
-"""The format on disk: written, read and checked."""
+"""Writing, reading and checking of the format on disk."""

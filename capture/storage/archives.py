@@ -1,7 +1,7 @@
-"""Datasets in a `.zip`, `.tar` or `.tar.gz` file, which need not be trustworthy.
+"""Reads datasets in `.zip`, `.tar` or `.tar.gz` archives from untrusted sources.
 
-Nothing is unpacked to a path that the archive names. The members of the one folder that holds the
-dataset are read one by one, and copied to the cache like files from anywhere else.
+Nothing is unpacked to a path that the archive names. The members of the folder that holds the
+dataset are read one by one, and copied to the cache like the files of any other location.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 EXPANSION = 64
 EXPANSION_AT_LEAST = 2 << 30
-"""Limit of an archive's content: a multiple of its size, or this many bytes if that is more."""
+"""Maximum content of an archive: `EXPANSION` times its size, but at least this many bytes."""
 MEMBERS = 1_000_000
-"""Limit of the number of members."""
+"""Maximum number of members."""
 
 _PIECE = 1 << 20
-"""Bytes that are copied at once."""
+"""Number of bytes in one step of a copy."""
 _HEADER_AT_MOST = 16 << 20
-"""Limit of a tar's header, which is read into memory, in bytes."""
+"""Maximum size in bytes of a tar header, which is read into memory."""
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, OSError),
     *(ValueError, OverflowError, RuntimeError),  # including too much recursion
 )
-"""Errors that the libraries raise for an archive that is damaged or of an unknown kind."""
+"""Errors that the libraries raise for a damaged or unknown archive."""
 
 
 class _Readable(Protocol):
@@ -68,12 +68,12 @@ class ArchiveMember:
 
 
 def is_archive(name: str) -> bool:
-    """Return whether a file name has the ending of an archive, in any case."""
+    """Return whether a file name has an archive's extension, in upper or lower case."""
     return name.lower().endswith(ENDINGS)
 
 
 class Archive:
-    """The files of the dataset in an archive (see `DatasetFiles`)."""
+    """Files of the dataset in an archive (see `DatasetFiles`)."""
 
     def __init__(self, path: Path, address: str, cache_directory: Path) -> None:
         """List an archive's members."""
@@ -105,7 +105,7 @@ class Archive:
             _copy(packed, to, limit, arrived)
 
     def _unzipped(self, path: Path) -> Path:
-        """Decompress a tar to the cache once, because a compressed tar is slow to search."""
+        """Decompress a tar archive to the cache, because a compressed archive is slow to search."""
         found = path.stat()
         state = (found.st_size, found.st_mtime_ns, found.st_ino)
         plain = cache.version(self.cache, repr(state).encode()) / "decompressed.tar"
@@ -132,7 +132,7 @@ def _zip_members(path: Path) -> Iterator[ArchiveMember]:
             obstacle = "is encrypted: unpack the archive, and give the directory"
         elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
             obstacle = "is compressed in an unusual way: unpack the archive, and give the directory"
-        # Some programs for Windows pack other separators.
+        # Some programs for Windows write backslashes as separators.
         name = info.filename if "/" in info.filename else info.filename.replace("\\", "/")
         yield ArchiveMember(name, info.file_size, obstacle, partial(archive.open, info))
 
@@ -149,10 +149,10 @@ def _tar_members(path: Path) -> Iterator[ArchiveMember]:
 
 
 def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, ArchiveMember]:
-    """Return the files of the one dataset among members, by their names without folders.
+    """Return the files of the dataset among an archive's members, by name without folders.
 
-    The dataset is the folder nearest to the top that has a manifest or, if no folder has one,
-    recorded calls.
+    The dataset is the topmost folder with a manifest. If no folder has a manifest, the dataset is
+    the topmost folder with recorded calls.
     """
     folders: dict[str, dict[str, ArchiveMember]] = defaultdict(dict)
     others = 0
@@ -190,7 +190,7 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
 
 
 class _Cautious(io.BufferedReader):
-    """A file that refuses to read much at once, which a tar's header can make `tarfile` do."""
+    """A file that refuses large reads, because a malicious tar header makes `tarfile` try them."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _HEADER_AT_MOST:
@@ -199,7 +199,7 @@ class _Cautious(io.BufferedReader):
 
 
 class _Part:
-    """Part of a file: some bytes from `offset` on."""
+    """Part of a file: `nbytes` bytes from `offset` on."""
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
         self._file = path.open("rb")

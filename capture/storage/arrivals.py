@@ -1,4 +1,4 @@
-"""Shows what is copied from elsewhere: how much, how fast, and the time left."""
+"""Shows the progress of copies to the cache: size, speed and remaining time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def shown_arrivals(*, quiet: bool) -> Iterator[ProgressReport]:
-    """Yield what `Dataset.open` and `Dataset.fetch` report to: a bar, if stderr is a terminal."""
+    """Yield a progress function for `Dataset.open` and `Dataset.fetch`.
+
+    The function shows a progress bar if stderr is a terminal.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
-    shown = console.is_interactive and not quiet  # elsewhere it prints empty lines
+    shown = console.is_interactive and not quiet  # without a terminal, a bar prints empty lines
     progress = Progress(*columns, console=console, transient=True, disable=not shown)
     task = progress.add_task("", total=None)
 

@@ -1,11 +1,12 @@
-"""The cache of datasets that are not a local directory.
+"""Manages the cache of datasets that are not local directories.
 
-    ~/.cache/attention-replay/datasets/      (`$XDG_CACHE_HOME`, or the system's own place)
-        bucket-calls-1f0e…/                  one directory per address, and named after it
-            5b1c…/                           one version; unused for a day, it makes way for newer
+    ~/.cache/attention-replay/datasets/      (or in `$XDG_CACHE_HOME`, or the system's cache)
+        bucket-calls-1f0e…/                  one directory per address, named after the address
+            5b1c…/                           one version, deleted if outdated and unused for a day
 
-A file gets its name when it is complete, so processes that copy the same file, or die while they
-do, leave no incomplete file of that name. The cache may be deleted at any time.
+A file gets its final name when it is complete, so a file with this name is never incomplete, even
+if processes copy the same file at the same time or are killed. The cache may be deleted at any
+time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from pathlib import Path
 from capture.errors import DatasetError
 
 UNUSED_SECONDS = 24 * 3600
-"""Time that a version is kept after its last use, once there is a newer one."""
+"""Time after its last use for which a version is kept once a newer version exists."""
 
 
 def user_cache() -> Path:
-    """Return the directory of this user's copies, which may not exist."""
+    """Return the directory of this user's copies, which may not exist yet."""
     if chosen := os.environ.get("XDG_CACHE_HOME"):
         base = Path(chosen)
     elif sys.platform == "darwin":
@@ -41,13 +42,13 @@ def user_cache() -> Path:
 
 
 def directory_of(address: str, root: Path) -> Path:
-    """Return the directory for the versions of an address, with a recognisable name."""
+    """Return the directory for all versions of an address; its name resembles the address."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", address.partition("?")[0]).strip("-.")[-60:]
     return root / f"{readable.strip('-.') or 'dataset'}-{_digest(address.encode())}"
 
 
 def version(directory: Path, *content: bytes) -> Path:
-    """Return the directory of the version with this content; create it if it is new."""
+    """Return the directory of the version with this content, and create it if it is missing."""
     found = directory / _digest(*content)
     with writing(directory):
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def version(directory: Path, *content: bytes) -> Path:
 
 @contextlib.contextmanager
 def placed(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file written there becomes `path` if nothing was raised."""
+    """Yield a temporary path; on exit without an exception, that file is renamed to `path`."""
     temporary = path.parent / f".{secrets.token_hex(8)}.part"
     try:
         yield temporary
@@ -83,7 +84,7 @@ def require_room(directory: Path, nbytes: int, address: str) -> None:
 
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
-    """Raise a `DatasetError` in place of an `OSError` about the cache."""
+    """Convert an `OSError` about the cache to a `DatasetError`."""
     try:
         yield
     except OSError as error:
@@ -94,7 +95,7 @@ def writing(directory: Path) -> Iterator[None]:
 
 
 def _forget_others(directory: Path, current: Path) -> None:
-    """Delete earlier versions and leftovers of killed processes that were unused for a day."""
+    """Delete other versions, and leftovers of killed processes, if unused for a day."""
     before = time.time() - UNUSED_SECONDS
     with contextlib.suppress(OSError):
         for other in [*directory.iterdir(), *current.glob(".*.part")]:

@@ -1,7 +1,7 @@
-"""Copies of datasets that are not a directory of this machine.
+"""Copies datasets that are not local directories to the cache.
 
-The files that list the calls are copied to a directory of the cache at once, and each call's file
-when it is first read. There they are read and checked like any other dataset.
+The files that list the calls are copied first. The file of each call is copied when it is first
+read. The copy is read and checked like any other dataset.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from capture.storage import cache, checksums, plain_files
 from capture.storage.names import CALL, LONGEST_JOURNAL, LONGEST_MANIFEST, MANIFEST, is_of_dataset
 
 ProgressReport = Callable[[int, int], None]
-"""Called with the bytes that arrived since the last call, and the bytes expected in all."""
+"""Function that receives the bytes copied since its last call, and the total bytes expected."""
 
 _AT_A_TIME = 8
-"""Files that are copied at the same time."""
+"""Number of files that are copied at the same time."""
 
 
 def no_report(arrived: int, total: int) -> None:
@@ -31,11 +31,11 @@ def no_report(arrived: int, total: int) -> None:
 
 
 class Unreachable(DatasetError):
-    """An address does not answer or denies access, so that no file can be copied from it."""
+    """An address is unreachable or denies access, so that no file can be copied from it."""
 
 
 class DatasetFiles(Protocol):
-    """The files of a dataset that is not a directory of this machine."""
+    """Files of a dataset that is not a local directory."""
 
     address: str
     """Address that the user gave, without passwords."""
@@ -43,33 +43,33 @@ class DatasetFiles(Protocol):
     """Directory of the dataset's copies."""
 
     def sizes(self) -> dict[str, int] | None:
-        """Return the bytes of each file; None if files cannot be listed."""
+        """Return the size of each file in bytes; None if files cannot be listed."""
         ...
 
     def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
         """Write a file of at most `limit` bytes to the new path `to`.
 
         Args:
-            arrived: called with the bytes since the last call.
+            arrived: function that receives the bytes copied since its last call.
         """
         ...
 
 
 class WantedFile(NamedTuple):
-    """The file of a call that is to be copied."""
+    """File of a call that must be copied."""
 
     path: Path
     """Path of the copy."""
     nbytes: int
     checksum: str | None
-    """Checksum in the manifest, if it has one."""
+    """Checksum in the manifest; None if the manifest has none."""
 
 
 class CachedCopy:
-    """A dataset that is not a directory here, and the directory of its copy."""
+    """A dataset that is not a local directory, and the directory of its copy."""
 
     def __init__(self, files: DatasetFiles, report: ProgressReport = no_report) -> None:
-        """Copy the manifest and journals, or all files if there is no manifest."""
+        """Copy the manifest and journals; copy all files if there is no manifest."""
         self.address = files.address
         self._files = files
         limits, total = self._index()
@@ -87,7 +87,7 @@ class CachedCopy:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _index(self) -> tuple[dict[str, int], int]:
-        """Return the files to copy first with the limit of each in bytes, and their total size."""
+        """Return the files to copy first, each with its maximum bytes, and their total size."""
         sizes = self._files.sizes()
         if sizes is None:
             return {MANIFEST: LONGEST_MANIFEST}, 0
@@ -108,7 +108,7 @@ class CachedCopy:
     def fetch(
         self, wanted: WantedFile, arrived: Callable[[int], None] = lambda count: None
     ) -> None:
-        """Copy a call's file, unless it is in the cache, and compare its checksum.
+        """Copy a call's file and compare its checksum, unless the cache already holds the file.
 
         Raises:
             DatasetError: the file is missing or altered.
@@ -128,7 +128,7 @@ class CachedCopy:
     def fetch_all(
         self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
-        """Copy calls' files, several at a time; return an error for each that cannot be copied."""
+        """Copy calls' files, several at a time; return the errors of files that were not copied."""
         missing = [file for file in wanted if not plain_files.is_there(file.path)]
         total = sum(file.nbytes for file in missing)
         cache.require_room(self.directory, total, self.address)
@@ -159,8 +159,8 @@ class CachedCopy:
 def _content(directory: Path, names: Iterable[str]) -> Iterator[bytes]:
     """Yield content that distinguishes versions of a dataset.
 
-    The manifest and journals have the checksums of call files. Without them nothing shows whether a
-    call's file has changed, so random bytes keep earlier copies from being used.
+    The manifest and journals contain the checksums of call files. Without a manifest or journal, a
+    changed file would not be noticed, so random bytes keep earlier copies from being used.
     """
     index = sorted(name for name in names if not name.endswith(CALL))
     if not index:

@@ -1,4 +1,4 @@
-"""The file of one call: its tensors and, in the safetensors header, everything else."""
+"""Writes and reads the file of one call. Its safetensors header holds all data but the tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HEADER_KEY = "attention-replay"
 
 @dataclass(frozen=True)
 class PackedCall:
-    """A call ready to be written: header and contiguous CPU tensors."""
+    """A call that is ready to be written: header and contiguous CPU tensors."""
 
     header: CallHeader
     values: dict[str, Tensor]
@@ -47,7 +47,7 @@ class PackedCall:
 
     @classmethod
     def with_values(cls, header: CallHeader, values: dict[str, Tensor]) -> PackedCall:
-        """Add to `header` the mask's structure, which is found in the values on the CPU."""
+        """Find the mask's structure in the values, and add it to `header`."""
         return cls(replace(header, mask_structure=_mask_structure(header, values)), values)
 
     def write(self, path: Path) -> FileEntry:
@@ -64,7 +64,7 @@ class PackedCall:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One recorded call on disk; `load` reads its tensors."""
+    """A recorded call on disk; `load` reads its tensors."""
 
     path: Path
     header: CallHeader
@@ -72,7 +72,7 @@ class FileEntry:
     checksum: str | None
     """Checksum in the manifest (see `checksums`); None if the manifest does not list the file."""
     cached_copy: CachedCopy | None = field(default=None, compare=False, repr=False)
-    """Copy that the file is fetched to when it is first read; None for a file of this machine."""
+    """Copy that the file is fetched to when it is first read; None for a local file."""
 
     @property
     def origin(self) -> Origin:
@@ -88,7 +88,7 @@ class FileEntry:
 
     @classmethod
     def from_json(cls, directory: Path, data: Any) -> FileEntry:
-        """Create the entry of a file as a manifest lists it."""
+        """Create the entry of a file from a manifest's data about the file."""
         return cls(
             file_path(directory, data),
             CallHeader.from_json(required(data, "call", dict[str, Any])),
@@ -123,11 +123,11 @@ class FileEntry:
         """Load the call to `device`, with shapes, dtypes and strides as recorded.
 
         Args:
-            check: compare the checksum, where one was recorded. Without it, loading is faster and
-                an altered value goes unnoticed.
+            check: compare the checksum, if one was recorded. Without this check, loading is faster
+                but altered values are not detected.
 
         Raises:
-            DatasetError: the file is missing, damaged or altered, or asks for memory or work out
+            DatasetError: the file is missing, damaged or altered, or requires memory or work out
                 of proportion to its size.
         """
         values = self._read(check=check)
@@ -167,7 +167,7 @@ class FileEntry:
             return file.read(self.checksum if check else None)
 
     def _compare(self, file: TensorFile) -> None:
-        """Refuse a file that is not as recorded, before anything is allocated for it."""
+        """Raise if the header differs from the recorded header, before allocating any memory."""
         if _header(file) != self.header:
             raise DatasetError("its header is not what the manifest says of it", self.path)
         stored = {name: (dtype_name(each.dtype), each.shape) for name, each in file.tensors.items()}
@@ -207,7 +207,7 @@ def _recorded_checksum(data: dict[str, Any]) -> str | None:
 
 
 def _sequences_fault(call: AttentionCall) -> str:
-    """Say what is wrong with the lengths of a call's sequences; empty if nothing is."""
+    """Return the fault in the lengths of a call's sequences; empty if there is none."""
     for name, total in (("cu_seqlens_q", call.shape.q_len), ("cu_seqlens_k", call.shape.kv_len)):
         starts = getattr(call, name)
         if starts is None:
@@ -217,7 +217,7 @@ def _sequences_fault(call: AttentionCall) -> str:
     stated = call.variant.max_seqlen_q
     if stated is not None and call.cu_seqlens_q is not None:
         longest = int(call.cu_seqlens_q.diff().max())
-        if stated < longest:  # kernels would leave the other outputs uninitialised
+        if stated < longest:  # kernels would not write the outputs after `stated`
             return f"max_seqlen_q is {stated}, and its longest sequence has {longest} queries"
     used = call.seqused_k
     if used is not None:
@@ -230,7 +230,7 @@ def _sequences_fault(call: AttentionCall) -> str:
 
 
 def _pages_fault(call: AttentionCall, nbytes: int) -> str:
-    """Say what is wrong with a call's page table, in a file of `nbytes`; empty if nothing is."""
+    """Return the fault in the page table of a call, in a file of `nbytes`; empty if none."""
     table, used = call.page_table, call.seqused_k
     if table is None or used is None:
         return ""
@@ -249,7 +249,7 @@ def _pages_fault(call: AttentionCall, nbytes: int) -> str:
 
 
 def _mask_structure(header: CallHeader, values: dict[str, Tensor]) -> str:
-    """Return the structure of the mask among packed values, in words."""
+    """Return the structure of the mask in packed values, as text; empty without a structure."""
     if "attn_mask" not in values or values.keys() & {"cu_seqlens_q", "seqused_k"}:
         return ""
     q_len, kv_len = header.shape.q_len, header.shape.kv_len

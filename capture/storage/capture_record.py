@@ -1,4 +1,4 @@
-"""The manifest's record of one capture of one model."""
+"""Record of a capture in the manifest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from capture.storage.json_data import fields_of, required, typed, with_names
 
 @dataclass
 class CaptureRecord:
-    """One capture of one model, as the manifest describes it."""
+    """Description of one capture of one model in the manifest."""
 
     model: str
     weights: str
@@ -19,29 +19,32 @@ class CaptureRecord:
     device: str = ""
     versions: dict[str, str] = field(default_factory=dict)
     started: str = ""
-    """UTC, ISO 8601."""
+    """Start of the capture, in UTC (ISO 8601)."""
     complete: bool = False
-    """False during the run, and afterwards if it was interrupted or failed."""
+    """False during the run, and after a run that was interrupted or failed."""
     sample: str = ""
     modules: str = ""
     """Globs of the module paths whose calls could be stored."""
     phase: str = ""
     """Phase whose calls could be stored; empty for all."""
     heads: str = ""
-    """Query heads of each call that were stored, `0,2-3`; empty for all."""
+    """Query heads of each call that were stored, such as `0,2-3`; empty for all."""
     calls_seen: int = 0
     census: dict[str, Any] = field(default_factory=dict)
-    """Counts of all calls, stored or not (`capture.hooks.census`); empty after a rebuild."""
+    """Counts of all calls, stored or not (`capture.hooks.census`).
+
+    The census is empty if the record was rebuilt from the files.
+    """
 
     missed_attention: list[dict[str, Any]] = field(default_factory=list)
-    """Attention that ran and is not in the census (`capture.hooks.missed_attention`)."""
+    """Attention that is not in the census (`capture.hooks.missed_attention`)."""
 
     def is_same(self, other: CaptureRecord) -> bool:
-        """Return whether both describe one capture, perhaps at different times."""
+        """Return whether both records describe the same capture, even at different times."""
         return bool(self.started) and (self.model, self.started) == (other.model, other.started)
 
     def supersedes(self, other: CaptureRecord) -> bool:
-        """Return whether the other describes this capture before it ended."""
+        """Return whether the other record describes this capture before its end."""
         return self.is_same(other) and self.complete and not other.complete
 
     def to_json(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Checksums of files, computed by several threads.
+"""Computes checksums of files with several threads.
 
-`sha256-4MiB:HEX` is the SHA-256 of the concatenated SHA-256 digests of a file's chunks of 4 MiB
-(the last may be shorter), so that chunks can be hashed in any order and at the same time.
+`sha256-4MiB:HEX` is the SHA-256 of the concatenated SHA-256 digests of a file's chunks of 4 MiB.
+The last chunk may be shorter. Chunks can be hashed in any order and at the same time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREADS = 8
 
 
 def chunked(pieces: Iterable[Any]) -> list[list[memoryview]]:
-    """Cut a file's content, given as pieces of memory, into chunks."""
+    """Divide a file's content, given as pieces of memory, into chunks."""
     chunks: list[list[memoryview]] = []
     room = 0
     for piece in pieces:
@@ -68,6 +68,6 @@ def combined(digests: Iterable[bytes]) -> str:
 
 
 def threads() -> int:
-    """Return the number of threads to read and hash a file with."""
+    """Return the number of threads that read and hash a file."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return min(_THREADS, available or 1)

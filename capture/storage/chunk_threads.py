@@ -1,4 +1,4 @@
-"""Works on the chunks of a file with several threads."""
+"""Processes the chunks of a file with several threads."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Result = TypeVar("Result")
 
 
 def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Return the results of `work` for all items, from this thread alone if no other can start.
+    """Return the results of `work` for all items; use only this thread if no other can start.
 
     Args:
-        work: function of one item, which may be called twice for it.
+        work: function of one item. It may be called twice for the same item.
     """
     if len(items) < 2:
         return [work(item) for item in items]

@@ -1,18 +1,18 @@
-"""The on-disk format: a directory of safetensors files with a JSON manifest.
+"""Reads and writes datasets: directories of safetensors files with a JSON manifest.
 
     captured_inputs/
-        manifest.json                    what was captured, the census, a checksum per file
+        manifest.json                    captures with their censuses, files with their checksums
         cogvideo-000012.safetensors      one self-contained call per file
-        llama.journal                    of a capture that has not ended (`capture.storage.journal`)
+        llama.journal                    a capture in progress (`capture.storage.journal`)
 
-A call's file contains its tensors and, as JSON under the key `attention-replay` of the safetensors
-header, everything else (`CallHeader`). Values are stored in memory order, expanded dimensions only
-once, with the strides in the header. A file's header is written last, and the manifest is renamed
-when it is complete. Nothing is pickled. A directory with neither manifest nor journal is read from
-its files.
+A call's file contains its tensors. All other data of the call (`CallHeader`) is JSON under the key
+`attention-replay` of the safetensors header. Values are stored in memory order, without the
+repetitions of expanded dimensions; the strides are in the header. A file's header is written last,
+and the manifest gets its name when it is complete. Nothing is pickled. If a directory has neither
+manifest nor journal, the headers of its files are read instead.
 
-A dataset need not be trustworthy, so everything is checked before it is used, and every fault is
-raised as a `DatasetError` (SECURITY.md).
+A dataset may come from an untrusted source. Everything is checked before it is used, and every
+fault raises a `DatasetError` (SECURITY.md).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from capture.text.printable import quoted
 
 _MOST_CAPTURES = 10_000
 _MOST_DAMAGED = 1_000
-"""Limit of damaged entries; if a manifest has more, the files are read instead."""
+"""Maximum number of damaged entries in a manifest. Above it, the files are read instead."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +51,13 @@ class DamagedFile:
 
     path: Path
     error: DatasetError
-    """Reason, which was never raised, so that it keeps no frame alive."""
+    """Reason as an exception without a traceback, so that it keeps no frame alive."""
 
 
 class Dataset(Sequence[AttentionCall]):
-    """The recorded calls of a directory, model by model, in the order in which they were made.
+    """Recorded calls of a directory, model by model, in the order of the calls.
 
-    Indexing and iterating load tensors to the CPU; `entries` has everything else.
+    Indexing and iterating load tensors to the CPU; `entries` has all other data.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class Dataset(Sequence[AttentionCall]):
     ) -> None:
         self.directory = directory
         self.cached_copy: CachedCopy | None = None
-        """Copy in the cache that `directory` belongs to; None for a directory of the user."""
+        """Copy in the cache, if `directory` belongs to one; None for a directory of the user."""
         self.entries = entries
         self.captures = captures
         self.note = note
         """Warning about how the directory was read; usually empty."""
         self.damaged = damaged
-        """Files that are listed as calls but cannot be among the entries."""
+        """Files that are listed as calls but cannot be read."""
         self.checks = True
         """True if indexing and iterating compare checksums."""
 
@@ -84,12 +84,12 @@ class Dataset(Sequence[AttentionCall]):
     def open(
         cls, where: str | Path, *, check: bool = True, report: ProgressReport = no_report
     ) -> Dataset:
-        """Read the manifest of a dataset, or its files if it has none.
+        """Read the manifest of a dataset, or the headers of its files if it has no manifest.
 
         Args:
-            where: a directory, an archive of one, or an address (see `load`).
+            where: a directory, an archive of a directory, or an address (see `load`).
             check: compare the checksum of every file that is loaded by indexing or iterating.
-            report: called with the progress of copies to the cache.
+            report: function that receives the progress of copies to the cache.
 
         Raises:
             DatasetError: the dataset is missing, cannot be reached, contains no recorded calls, or
@@ -97,8 +97,8 @@ class Dataset(Sequence[AttentionCall]):
         """
         cached_copy = cached_copy_of(where, report)
         directory = Path(where) if cached_copy is None else cached_copy.directory
-        # Journals are read first, because a capture that ends meanwhile is in the manifest before
-        # its journal is deleted.
+        # Journals are read before the manifest. If a capture ends in between, the manifest lists
+        # it, because its journal is deleted only after the manifest is written.
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
         dataset.cached_copy = cached_copy
@@ -119,7 +119,7 @@ class Dataset(Sequence[AttentionCall]):
 
     @classmethod
     def open_or_new(cls, directory: Path) -> Dataset:
-        """Open a directory for writing, also one without recorded calls."""
+        """Open a directory for writing; the directory may have no recorded calls."""
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
         dataset._add_journals(unfinished)
@@ -132,7 +132,7 @@ class Dataset(Sequence[AttentionCall]):
         """Read only the manifest, without the journals of captures that have not ended.
 
         Args:
-            unfinished: the journals, if they have been read.
+            unfinished: journals that have already been read; None to read them when needed.
         """
         manifest = directory / MANIFEST
         if not plain_files.is_there(manifest):
@@ -160,13 +160,13 @@ class Dataset(Sequence[AttentionCall]):
         record: CaptureRecord | None = None,
         completed: Collection[int] | None = None,
     ) -> Dataset:
-        """Return a dataset with the one capture that a journal describes.
+        """Return a dataset with the capture that a journal describes.
 
         Args:
-            over: True if no process writes the capture, so that files without a line may be
-                complete too.
-            record: record of the capture, if it is known without the journal.
-            completed: calls that are complete, if they are known without the journal.
+            over: True if no process writes the capture any more. In this case, files without a
+                line in the journal may also be complete.
+            record: record of the capture; None to read it from the journal.
+            completed: indices of the complete calls; None to read them from the journal.
         """
         if record is None and journalled.capture is not None:
             try:
@@ -187,7 +187,7 @@ class Dataset(Sequence[AttentionCall]):
             if path not in entries and journalled.may_be_complete(path, completed):
                 with contextlib.suppress(DatasetError):
                     entry = FileEntry.read(path)
-                    # Without a readable line, the files say which model was captured.
+                    # Without a readable line in the journal, the model's name comes from a file.
                     if record is None or (not entries and record.model != entry.origin.model):
                         record = _record_of(entry)
                     is_its_own = entry.origin.call_index == index_of(path)
@@ -201,9 +201,10 @@ class Dataset(Sequence[AttentionCall]):
         return cls(directory, ordered, [record])
 
     def merge(self, other: Dataset) -> None:
-        """Add the one capture of another dataset, in place of an earlier one of the same model.
+        """Add the capture of another dataset, and replace an earlier capture of the same model.
 
-        Entries of the same capture stay. An earlier capture stays if the other has no calls.
+        Existing entries of the same capture are kept. An earlier capture is kept if the other
+        dataset has no calls.
         """
         [capture] = other.captures
         earlier = self.capture_of(capture.model)
@@ -217,12 +218,12 @@ class Dataset(Sequence[AttentionCall]):
         self.entries += [entry for entry in other.entries if entry.path not in listed]
 
     def lacks(self, journalled: JournalContents) -> int:
-        """Return the number of calls that were only in memory; 0 if the journal is damaged."""
+        """Return the number of calls that were never written; 0 if the journal is damaged."""
         there = {entry.origin.call_index for entry in self.entries}
         return 0 if journalled.damaged else len(journalled.sampled - there)
 
     def read_damaged(self) -> int:
-        """Read the files whose entries are damaged; return how many could be read."""
+        """Read the files whose entries are damaged; return the number of files that were read."""
         read = []
         for damaged in self.damaged:
             with contextlib.suppress(DatasetError):
@@ -245,13 +246,13 @@ class Dataset(Sequence[AttentionCall]):
     def fetch(
         self, entries: Sequence[FileEntry] | None = None, report: ProgressReport = no_report
     ) -> list[DamagedFile]:
-        """Copy files to the cache, by default all, before they are loaded.
+        """Copy files (default: all) to the cache before they are loaded.
 
         Returns:
             Files that cannot be copied.
 
         Raises:
-            DatasetError: there is no room for them, or the dataset cannot be reached.
+            DatasetError: the disk has no room for the files, or the dataset cannot be reached.
         """
         if self.cached_copy is None:
             return []
@@ -264,7 +265,7 @@ class Dataset(Sequence[AttentionCall]):
             self._add_unfinished(journalled)
 
     def _name_as_given(self, address: str) -> None:
-        """Name the dataset's address in place of its copy in notes and errors."""
+        """Replace the path of the copy in notes and errors with the dataset's address."""
         self.note = self.note.replace(str(self.directory), address)
         self.damaged = [
             DamagedFile(each.path, DatasetError(each.error.reason, f"{address}/{each.path.name}"))
@@ -280,7 +281,7 @@ class Dataset(Sequence[AttentionCall]):
             if listed is not None and listed.supersedes(capture):
                 return
             is_other = listed is not None and not listed.is_same(capture)
-            # A capture that was killed before its first call was complete left nothing to list.
+            # A capture that was killed before its first complete call has nothing to list.
             has_ended_empty = journalled.active is False and not found.entries
             if not journalled.replaces and not is_other and not has_ended_empty:
                 self.merge(found)
@@ -322,7 +323,7 @@ class Dataset(Sequence[AttentionCall]):
         cls, directory: Path, why: str, unfinished: Sequence[JournalContents] | None
     ) -> Dataset:
         entries, damaged = [], []
-        # Listed once, before journals are read: captures write files meanwhile.
+        # Files are listed before journals are read, because captures may be writing files.
         paths = sorted(directory.glob("[!.]*.safetensors"))
         for journalled in journals(directory) if unfinished is None else unfinished:
             paths = [path for path in paths if not is_call_file(path, journalled.stem)]
@@ -343,7 +344,7 @@ class Dataset(Sequence[AttentionCall]):
         return sum(entry.nbytes for entry in self.entries)
 
     def save_manifest(self) -> None:
-        """Write the manifest atomically to the disk, after adding missing checksums."""
+        """Add missing checksums, and write the manifest atomically to the disk."""
         self.entries = [entry.with_checksum() for entry in self.entries]
         temporary = self.directory / f".{MANIFEST}.tmp"
         try:
@@ -359,7 +360,7 @@ class Dataset(Sequence[AttentionCall]):
         plain_files.sync(self.directory)
 
     def _manifest(self) -> Iterator[str]:
-        """Yield the manifest, one capture or file per line: `indent=` takes ten times as long."""
+        """Yield the manifest, one capture or file per line (`indent=` takes ten times as long)."""
         yield f'{{"format": {json.dumps(FORMAT)},\n"captures": [\n'
         yield ",\n".join(json.dumps(capture.to_json()) for capture in self.captures)
         yield '\n],\n"files": [\n'
@@ -367,9 +368,9 @@ class Dataset(Sequence[AttentionCall]):
         yield "\n]}\n"
 
     def joined(self) -> JoinedCalls:
-        """Return the whole calls, joined from the parts that ranks recorded, and all other calls.
+        """Return all calls, after joining the parts of each call that several ranks recorded.
 
-        Calls that lack a part are left out, and listed in `missing`.
+        Calls without all their parts are omitted, and listed in `missing`.
         """
         return JoinedCalls(self.entries, check=self.checks)
 
@@ -401,12 +402,13 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
     """Open a dataset that `record` or the `capture` command wrote.
 
     Args:
-        where: its directory, or a `.zip`, `.tar` or `.tar.gz` of it, or an address of either:
-            `hf://datasets/ORG/NAME[@REVISION][/FOLDER]`, `s3://BUCKET/PATH`, `https://…`, or any
-            other that fsspec reads (extra `remote`). Files are copied to a cache as they are
-            loaded.
-        check: compare the checksum of every call that is loaded. Without it, loading is faster
-            and altered values go unnoticed; sizes, shapes and headers are always compared.
+        where: directory of the dataset, `.zip`, `.tar` or `.tar.gz` archive of the directory, or
+            address of a directory or archive: `hf://datasets/ORG/NAME[@REVISION][/FOLDER]`,
+            `s3://BUCKET/PATH`, `https://…`, or any other address that fsspec supports (extra
+            `remote`). Remote files are copied to a cache when they are loaded.
+        check: compare the checksum of every call that is loaded. Without this check, loading is
+            faster but altered values are not detected. Sizes, shapes and headers are always
+            compared.
 
     Returns:
         A list-like `Dataset`, which loads a call when it is indexed.
@@ -424,14 +426,14 @@ def load(where: str | Path, *, check: bool = True) -> Dataset:
 def _missing_records(
     captures: Sequence[CaptureRecord], entries: Iterable[FileEntry]
 ) -> list[CaptureRecord]:
-    """Return a record for each capture that has entries and no record."""
+    """Return a new record for each capture that has entries but no record."""
     recorded = {capture.model for capture in captures}
     entries_of = {entry.origin.model: entry for entry in entries}
     return [_record_of(entry) for model, entry in entries_of.items() if model not in recorded]
 
 
 def _record_of(entry: FileEntry) -> CaptureRecord:
-    """Return what one of its calls shows about a capture."""
+    """Return a record of a capture with the data that one of its calls contains."""
     origin = entry.origin
     return CaptureRecord(
         model=origin.model, weights=origin.weights, device=origin.device, versions=origin.versions
@@ -439,7 +441,7 @@ def _record_of(entry: FileEntry) -> CaptureRecord:
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
-    """Return the captures, and the list of files, which is not checked yet."""
+    """Return a manifest's captures, and its list of files, which is not checked yet."""
     try:
         content = plain_files.read(manifest, LONGEST_MANIFEST)
     except DatasetError as error:
@@ -460,7 +462,7 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
 
 
 def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], list[DamagedFile]]:
-    """Return a manifest's entries, and its damaged entries."""
+    """Return a manifest's readable entries by path, and its damaged entries."""
     entries: dict[Path, FileEntry] = {}
     damaged: list[DamagedFile] = []
     for item in items:

@@ -1,4 +1,4 @@
-"""The header of a call in its file and in the manifest: everything except the tensors."""
+"""Defines the header of a call: all its data except the tensors."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from capture.call.strides import Layout
 from capture.storage.json_data import fields_of, required, with_names
 
 SCORES_PER_BYTE = 1 << 14
-"""Limit of attention scores per byte of a file. Calls of the longest videos have about 100, a call
-of a million tokens about 4,000."""
+"""Maximum number of attention scores per byte of a file. Calls of the longest videos have about
+100 scores per byte; a call of a million tokens has about 4,000."""
 HEADS_AT_LEAST = 1 << 16
-"""Number of heads, over all batches, that is always allowed; larger files may have one per byte."""
+"""Number of heads, over all batches, that any file may have. Larger files may have one per byte."""
 GAPS, GAPS_AT_LEAST = 64, 2 << 30
-"""Limit of the memory of a restored call: this multiple of its file, or this many bytes. The first
-tokens in a cache for 32,768 have gaps of a gigabyte."""
+"""Maximum memory of a restored call: `GAPS` times its file's size, but at least `GAPS_AT_LEAST`
+bytes. The first tokens in a cache for 32,768 tokens have gaps of a gigabyte."""
 
 _NUMBERS = {"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _LENGTHS = {"int32", "int64"}
@@ -39,7 +39,7 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class CallHeader:
-    """Everything about a call except its tensors; stored in its file and in the manifest."""
+    """All data of a call except its tensors, stored in the call's file and in the manifest."""
 
     origin: Origin
     is_causal: bool
@@ -49,11 +49,11 @@ class CallHeader:
     dtypes: dict[str, str]
     layouts: dict[str, Layout]
     mask_structure: str = ""
-    """The mask's structure in words (`capture.call.mask_structure`); empty without one."""
+    """Structure of the mask as text (`capture.call.mask_structure`); empty without a structure."""
     variant: AttentionVariant = PLAIN
     value_in_key: int = 0
-    """Number of the key's first columns that are the value, which is then not stored again; 0 if
-    the value has its own memory."""
+    """Number of the key's first columns that form the value, if the value shares the key's memory
+    and is not stored separately; otherwise 0."""
 
     @property
     def shape(self) -> Shape:
@@ -77,7 +77,7 @@ class CallHeader:
 
     @classmethod
     def of(cls, call: AttentionCall) -> CallHeader:
-        """Describe a call in memory, with the layouts of its tensors as they are."""
+        """Build the header of a call in memory, with the current layouts of its tensors."""
         tensors = stored_tensors(call)
         return cls(
             origin=call.origin,
@@ -93,7 +93,7 @@ class CallHeader:
 
     @classmethod
     def from_json(cls, data: Any) -> CallHeader:
-        """Read a header that `to_json` returned, perhaps in a later version."""
+        """Read a header that `to_json` returned, possibly in a later version."""
         layouts = required(data, "layouts", dict[str, Any])
         origin = with_names(required(data, "origin", dict[str, Any]), {"road": "entry_point"})
         header = cls(
@@ -123,10 +123,10 @@ class CallHeader:
         }
 
     def excess(self, nbytes: int) -> str:
-        """Say what is out of proportion to a file of `nbytes`; empty if nothing is.
+        """Return which cost is out of proportion to a file of `nbytes`; empty if none.
 
-        A stride can span any amount of memory, and an expanded dimension can stand for any number
-        of elements, however small the file is.
+        Even in a small file, a stride can span any amount of memory, and an expanded dimension can
+        represent any number of elements.
         """
         batch, q_heads, _, q_len, kv_len, _, v_head_dim = self.shape
         if self.is_paged:  # a query only sees the keys of its own sequence
@@ -154,12 +154,12 @@ class CallHeader:
 
     def _restored_bytes(self, name: str) -> int:
         layout = self.layouts[name]
-        # A mask is read as it is. Other expanded tensors may be copied in full by a kernel.
+        # Kernels read an expanded mask in place, but may copy other expanded tensors in full.
         elements = 0 if name == "attn_mask" else math.prod(layout.size)
         return max(layout.extent, elements) * getattr(torch, self.dtypes[name]).itemsize
 
     def fault(self) -> str:
-        """Say why these fields cannot describe a call of attention; empty if they can."""
+        """Return why these fields cannot describe an attention call; empty if they can."""
         names = self.layouts.keys()
         needed = {"query", "key"} if self.value_in_key else {"query", "key", "value"}
         if not needed <= names <= set(TENSOR_FIELDS) or (self.value_in_key and "value" in names):
@@ -203,7 +203,7 @@ class CallHeader:
         return self._variant_fault(sizes)
 
     def _variant_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
-        """Say why the tensors beyond SDPA's do not fit the others; empty if they do."""
+        """Return why the tensors that SDPA does not have do not fit; empty if they do."""
         given = {name: sizes[name] for name in VARIANT_TENSORS if name in sizes}
         for name, size in given.items():
             dimensions = VARIANT_TENSORS[name]
@@ -227,7 +227,7 @@ class CallHeader:
         return ""
 
     def _pages_fault(self, sizes: dict[str, tuple[int, ...]]) -> str:
-        """Say why the key cannot be a pool of pages for the page table; empty if it can."""
+        """Return why the key cannot be a pool of pages for the page table; empty if it can."""
         if "seqused_k" not in sizes:
             return "a page table without lengths of keys"
         if unfit := sizes.keys() & {"attn_mask", "cu_seqlens_k"}:
@@ -239,9 +239,9 @@ class CallHeader:
 
 
 def stored_tensors(call: AttentionCall) -> dict[str, Tensor]:
-    """Return a call's tensors as files store them, with leading dimensions of 1.
+    """Return the tensors that a file stores, with leading dimensions of 1.
 
-    A value that is part of the key is left out.
+    A value that is part of the key is omitted.
     """
     tensors = call.tensors()
     if call.value_is_in_key:

@@ -1,4 +1,4 @@
-"""The files of calls that ranks recorded in parts, joined when they are loaded."""
+"""Joins calls that several ranks recorded in parts, when the calls are loaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from capture.storage.header import GAPS, GAPS_AT_LEAST
 
 @dataclass(frozen=True)
 class JoinedCall:
-    """A call of the whole model, in one file per rank that shares it."""
+    """A call of the whole model, in one file per rank that shares the call."""
 
     entries: tuple[FileEntry, ...]
-    """Files in the order of the parts; a single file for a call that is not shared."""
+    """Files in the order of the parts; one file if the call is not shared."""
 
     @property
     def origin(self) -> Origin:
@@ -36,7 +36,7 @@ class JoinedCall:
 
     @property
     def name(self) -> str:
-        """Name that is unique in the dataset."""
+        """Unique name in the dataset."""
         first = self.entries[0].path.stem
         if len(self.entries) == 1:
             return first
@@ -61,7 +61,7 @@ class JoinedCall:
         return replace(whole, origin=self.origin)
 
     def _excess(self) -> str:
-        """Say what is out of proportion to the files; empty if nothing is (`CallHeader.excess`)."""
+        """Return why the memory is out of proportion to the files; empty if it is not."""
         nbytes = sum(entry.nbytes for entry in self.entries)
         memory = sum(
             math.prod(layout.size) * getattr(torch, entry.header.dtypes[name]).itemsize
@@ -74,14 +74,14 @@ class JoinedCall:
 
 
 class JoinedCalls(Sequence[AttentionCall]):
-    """The whole calls of a dataset, joined from their parts as they are loaded."""
+    """Whole calls of a dataset, joined from their parts when they are loaded."""
 
     def __init__(self, entries: Sequence[FileEntry], *, check: bool) -> None:
         self._check = check
         self.calls: list[JoinedCall] = []
-        """Files of each call, in the order in which the first of its ranks made the calls."""
+        """Files of each call, in the order of the first parts in the dataset."""
         self.missing: list[str] = []
-        """A sentence for each call that is left out, because parts are missing."""
+        """Sentences about the calls that are omitted because parts are missing, one per call."""
         groups: dict[tuple[object, ...], list[FileEntry]] = {}
         for entry in entries:
             if not is_part(entry.origin):
@@ -105,7 +105,7 @@ class JoinedCalls(Sequence[AttentionCall]):
 
     @property
     def note(self) -> str:
-        """A sentence about the calls that are left out; empty if none are."""
+        """Sentence about the omitted calls; empty if no call is omitted."""
         if not self.missing:
             return ""
         count = len(self.missing)
@@ -129,7 +129,7 @@ class JoinedCalls(Sequence[AttentionCall]):
 
 
 def is_part(origin: Origin) -> bool:
-    """Return whether an origin belongs to a part, whose call other ranks recorded parts of too."""
+    """Return whether an origin belongs to a part of a call, whose other parts other ranks have."""
     return bool(origin.split)
 
 
@@ -139,7 +139,7 @@ def model_of(origin: Origin) -> str:
 
 
 def _fault(origin: Origin) -> str:
-    """Say why a part cannot be joined with others; empty if it can."""
+    """Return why a part cannot be joined with other parts; empty if it can."""
     sharing = origin.split_ranks
     if origin.split not in SPLITS:
         return f"is split by {origin.split[:40]!r} (only {' and '.join(SPLITS)} can be joined)"
@@ -149,7 +149,7 @@ def _fault(origin: Origin) -> str:
 
 
 def _key(origin: Origin) -> tuple[object, ...]:
-    """Return a key that the parts of one call share, and no other call has."""
+    """Return a key that is the same for all parts of one call and different for other calls."""
     return (
         model_of(origin),
         origin.split,

@@ -1,23 +1,22 @@
-"""The journal of a capture in progress: a file that only grows.
+"""Writes and reads the journal of a capture in progress, an append-only file.
 
     cogvideo.journal        one JSON object per line, followed by a tab and its CRC-32:
         {"capture": {…}, "replaces": false, "boot": "…"}
                                                 the first line
-        {"sampled": 12, "dropped": [3]}         a call was chosen, and is in memory; others were
-                                                given up for it
+        {"sampled": 12, "dropped": [3]}         call 12 was chosen, and is in memory; call 3 was
+                                                dropped for it
         {"file": "cogvideo-000012.safetensors", "bytes": …, "checksum": …, "call": {…}}
                                                 the call's file is complete
-        {"dropped": [12]}                       a call was given up, or could not be written
-        {"finished": {…}}                       the capture as the manifest will describe it
+        {"dropped": [12]}                       a call was dropped, or could not be written
+        {"finished": {…}}                       the capture's final record for the manifest
 
-A call's file is complete, and its checksum known, before its line is written. The manifest is
-written from the journal when the capture ends; then the journal is deleted. A journal that is left
-without a lock belongs to a capture that was killed. Lines that a full disk cut off, or that were
-damaged later, are skipped.
+The line of a call's file is written when the file is complete and its checksum is known. When the
+capture ends, the manifest is written from the journal, and the journal is deleted. A journal
+without a lock belongs to a capture that was killed. Incomplete or damaged lines are skipped.
 
-The file of a killed capture's call may be complete although its line was never written, or is lost.
-Such a file is read (`JournalContents.may_be_complete`) if the system has not restarted since: until
-then it holds what was written to it, and its header was written last.
+In a killed capture, a call's file may be complete although its line was lost or never written. Such
+a file is read (`JournalContents.may_be_complete`) if the system has not restarted since then: until
+a restart, all written data is intact, and a file's header is written last.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_
 from capture.storage.names import JOURNAL, LONGEST_JOURNAL
 
 _TORN = b"(torn)\n"
-"""Ending that marks a line as incomplete."""
+"""Suffix that marks a line as incomplete."""
 
 
 class Journal:
@@ -53,7 +52,7 @@ class Journal:
         """Warning that the file system has no locks; usually empty."""
         self._descriptor = descriptor
         self._torn = False
-        """True if the file ends with part of a line, which could not be cut off."""
+        """True if the file ends with an incomplete line that could not be removed."""
         self._lock = threading.Lock()
 
     @property
@@ -67,7 +66,7 @@ class Journal:
 
         Raises:
             FileExistsError: a journal of that name exists.
-            OSError: the journal cannot be written.
+            OSError: the journal cannot be created or written.
         """
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(path, flags, 0o666)
@@ -89,7 +88,7 @@ class Journal:
         return journal
 
     def append(self, **line: Any) -> None:
-        """Write a complete line, or none.
+        """Write a complete line, or nothing.
 
         Raises:
             OSError: the line cannot be written.
@@ -114,14 +113,14 @@ class Journal:
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Release the lock; the file stays."""
-        with self._lock:  # not while a line is written
+        """Release the lock, and keep the file."""
+        with self._lock:  # waits for a line that is being written
             if self._descriptor >= 0:
                 unlock(self._descriptor)
                 self.abandon()
 
     def abandon(self) -> None:
-        """Leave the file and its lock to the parent process; for a forked child."""
+        """Close the file in a forked child process; the parent process keeps the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with contextlib.suppress(OSError):
@@ -130,23 +129,23 @@ class Journal:
 
 @dataclass
 class JournalContents:
-    """The content of a journal as it was read, without any checks."""
+    """Content of a journal, without any checks."""
 
     path: Path
     active: bool | None = False
-    """True if a process is still writing it; None on a file system without locks."""
+    """True if a process is still writing the journal; None on a file system without locks."""
     capture: dict[str, Any] | None = None
-    """Record of the capture; None if its lines cannot be read."""
+    """Record of the capture; None if the lines with the record cannot be read."""
     replaces: bool = False
-    """True if the capture was to replace the manifest's capture of the same model."""
+    """True if the capture should replace the manifest's capture of the same model."""
     files: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Lines of the completed files, by the index of the call."""
     sampled: set[int] = field(default_factory=set)
-    """Calls that were chosen but have no complete file."""
+    """Indices of calls that were chosen but have no complete file."""
     dropped: set[int] = field(default_factory=set)
-    """Calls that were given up."""
+    """Indices of calls that were dropped."""
     ended: bool = False
-    """True if the end of the capture is written down, so that only the manifest is missing."""
+    """True if the journal contains the end of the capture, so that only the manifest is missing."""
     damaged: int = 0
     """Number of lines that cannot be read."""
     boot: str = ""
@@ -158,10 +157,10 @@ class JournalContents:
         return self.path.name.removesuffix(JOURNAL)
 
     def may_be_complete(self, path: Path, completed: Collection[int] | None = None) -> bool:
-        """Return whether a file without a line may hold a complete call, given a readable header.
+        """Return whether a file with a readable header but without a line may be complete.
 
         Args:
-            completed: calls that are known to be complete; None if this is not known.
+            completed: indices of the complete calls; None if they are unknown.
         """
         index = index_of(path)
         if completed is not None:
@@ -196,7 +195,7 @@ class JournalContents:
 
 
 def read(path: Path) -> JournalContents | None:
-    """Read a journal; return None if nothing has been written to it yet."""
+    """Read a journal; return None if the journal is still empty."""
     found = JournalContents(path, is_locked(path))
     for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
         if line.endswith(_TORN) or not line.strip():
@@ -210,7 +209,7 @@ def read(path: Path) -> JournalContents | None:
     if found.capture is None and not found.damaged:
         if not call_files(path.parent, found.stem):
             return None
-        found.damaged = 1  # there are files, so lines have been lost
+        found.damaged = 1  # the capture has files, so lines have been lost
     return found
 
 
@@ -219,7 +218,7 @@ def _signed(line: bytes) -> bytes:
 
 
 def _verified(line: bytes) -> bytes:
-    """Return a line without its checksum."""
+    """Check the checksum of a line, and return the line without it."""
     text, _, checksum = line.rstrip(b"\n").rpartition(b"\t")
     if int(checksum, 16) != zlib.crc32(text):
         raise ValueError("the line was altered")
@@ -237,7 +236,7 @@ def is_call_file(path: Path, stem: str) -> bool:
 
 
 def index_of(path: Path) -> int:
-    """Return the index of the call that a file holds, by its name."""
+    """Return the index of a file's call, from the file's name."""
     return int(path.stem.rpartition("-")[2])
 
 
@@ -249,19 +248,19 @@ def _boot() -> str:
 
 
 def stems(directory: Path, slug: str) -> list[str]:
-    """Return the stems in use for a model: `SLUG`, and `SLUG_2` … for captures replacing it."""
+    """Return a model's stems in use: `SLUG`, and `SLUG_2` … for replacing captures."""
     pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(JOURNAL)})")
     found = (pattern.fullmatch(path.name) for path in directory.iterdir())
     return sorted({match[1] for match in found if match})
 
 
 def journals(directory: Path) -> list[JournalContents]:
-    """Read the journals of a directory, those of killed captures and those still written."""
+    """Read the journals of a directory: of killed captures and of captures in progress."""
     found = []
     for path in sorted(directory.glob(f"*{JOURNAL}")):
         try:
             journalled = read(path)
-        except DatasetError:  # deleted meanwhile, or not a file
+        except DatasetError:  # deleted by another process, or not a file
             continue
         if journalled is not None:
             found.append(journalled)

@@ -1,4 +1,4 @@
-"""Reads JSON that need not be trustworthy, and checks it field by field."""
+"""Reads JSON from untrusted sources, and checks it field by field."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _DEEPEST = 32
-"""Levels of nesting; deeper values cannot be copied or written again."""
+"""Maximum nesting depth; deeper values cannot be copied or written again."""
 _SHORTEST = 16
-"""Fewest bytes of text per list or object, on average, because an empty one takes twenty times its
-text in memory. A manifest has about 80."""
+"""Minimum average bytes of text per list or object, because an empty list takes twenty times as
+much memory as its text. A manifest has about 80 bytes."""
 _FEW = 1 << 20
-"""Number of lists and objects that is always allowed."""
+"""Number of lists and objects that any text may contain."""
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON."""
+    """Parse JSON; raise ValueError if its size in memory or its depth is excessive."""
     lists, objects = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if text.count(lists) + text.count(objects) > max(_FEW, len(text) // _SHORTEST):  # type: ignore[arg-type]
         raise ValueError("more lists and objects than its length accounts for")
@@ -64,14 +64,14 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def typed(hint: Any, value: Any, name: str) -> Any:
-    """Return a value that has the type of `hint`."""
+    """Return a value after checking that it has the type `hint`."""
     if not _fits(hint, value):
         raise ValueError(f"{name} is {shown(value)}")
     return value
 
 
 def required(data: Any, name: str, hint: Any) -> Any:
-    """Return a field of an object."""
+    """Return a field of an object after checking its type."""
     if not isinstance(data, dict):
         raise ValueError(f"not an object: {shown(data)}")
     if name not in data:

@@ -1,4 +1,4 @@
-"""Lists the names of recorded calls without opening the dataset. Imports no torch."""
+"""Lists the names of recorded calls without opening the dataset. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from capture.storage.names import JOURNAL, LONGEST_MANIFEST, MANIFEST
 
 
 def listed_files(directory: Path) -> list[str] | None:
-    """Return the files of calls that a manifest lists, in its order, whether they exist or not.
+    """Return the names of the files in a manifest, in its order, without checking that they exist.
 
-    Returns None if the manifest is missing or damaged, or if captures that have not ended list more
-    files in their journals.
+    The result is None if the manifest is missing or damaged, or if there are journals, which may
+    list more files.
     """
     if any(directory.glob(f"*{JOURNAL}")):
         return None

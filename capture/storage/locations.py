@@ -1,4 +1,4 @@
-"""Locations of datasets: a directory, an archive or an address."""
+"""Finds a dataset in a directory, in an archive or at an address."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from capture.text.printable import quoted
 
 
 def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> CachedCopy | None:
-    """Return the copy of a dataset in the cache; None for a directory of this machine."""
+    """Return the copy of a dataset in the cache; None for a local directory."""
     where = os.fspath(where)
     if remote.is_address(where):
         if not is_archive(remote.path_of(where)):
@@ -28,7 +28,7 @@ def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> Cac
 
 
 def directory_of(where: str | Path) -> Path | None:
-    """Return the directory that a dataset is in; None for an archive or an address."""
+    """Return the directory of a dataset; None for an archive or an address."""
     where = os.fspath(where)
     path = Path(where)
     if remote.is_address(where):
@@ -51,7 +51,7 @@ def directory_of(where: str | Path) -> Path | None:
 
 
 def why_read_only(where: str | Path) -> str:
-    """Say why nothing can be recorded into a location; empty if it may be a directory."""
+    """Return why a location is read-only; empty if it may be a directory."""
     where = os.fspath(where)
     if remote.is_address(where):
         return f"{remote.without_secrets(where)} is an address, which is read-only"

@@ -1,4 +1,4 @@
-"""Locks between processes that record into one directory."""
+"""Locks a directory against other processes that record into it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ except ImportError:  # not a Unix
 
 PATIENCE_SECONDS = 30.0
 PATIENCE_AT_THE_END_SECONDS = 5.0
-"""Shorter patience while a model waits; the lock's holder or a later process then does the rest."""
+"""Waiting time while a model waits. On a timeout, another process finishes the capture later."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 
 class LocksUnsupported(OSError):
-    """The file system has no locks, like some network file systems."""
+    """The file system does not support locks; some network file systems do not."""
 
 
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file until it is closed; return False if another process holds its lock.
 
     Args:
-        shared: let other processes hold a shared lock too.
+        shared: allow other processes to hold a shared lock at the same time.
     """
     if fcntl is None:
         raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
@@ -57,7 +57,7 @@ def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> 
 
 
 def unlock(descriptor: int) -> None:
-    """Release the lock, also on behalf of a child process that was forked while it was held."""
+    """Release the lock, even if a child process that was forked later still has the file open."""
     with contextlib.suppress(OSError):
         if fcntl is not None:
             fcntl.flock(descriptor, fcntl.LOCK_UN)
@@ -66,7 +66,7 @@ def unlock(descriptor: int) -> None:
 def is_locked(path: Path) -> bool | None:
     """Return whether a process holds the lock of a file; None if the file system has no locks.
 
-    Processes that ask the same at the same time do not disturb each other.
+    Several processes can check the same file at the same time.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -97,5 +97,5 @@ def locked(directory: Path, seconds: float | None = None) -> Iterator[None]:
         finally:
             unlock(descriptor)
     finally:
-        with contextlib.suppress(OSError):  # nothing was written to it
+        with contextlib.suppress(OSError):  # nothing was written through this descriptor
             os.close(descriptor)

@@ -6,20 +6,20 @@ import re
 
 MANIFEST = "manifest.json"
 LONGEST_MANIFEST = 256 << 20
-"""Limit of a manifest that is read, in bytes. A stored call takes about 3,000."""
+"""Maximum size of a manifest in bytes. A stored call takes about 3,000 bytes."""
 
 JOURNAL = ".journal"
-"""Ending of the journal's name of a capture in progress."""
+"""Extension of the journal of a capture in progress."""
 LONGEST_JOURNAL = 1 << 30
-"""Limit of a journal that is read, in bytes. A capture of 500,000 calls writes less."""
+"""Maximum size of a journal in bytes. The journal of 500,000 calls is smaller."""
 
 CALL = ".safetensors"
 
 FILE = re.compile(r"[^./\\\0][^/\\\0]{0,250}", re.DOTALL)
-"""Pattern of a name in the directory itself. Hidden names belong to unfinished files."""
+"""Pattern of a visible file name without a directory. Hidden files are unfinished."""
 
 
 def is_of_dataset(name: str) -> bool:
-    """Return whether a file of that name, without a directory, can belong to a dataset."""
+    """Return whether a file with this name, without a directory, can belong to a dataset."""
     known = name == MANIFEST or name.endswith((JOURNAL, CALL))
     return known and FILE.fullmatch(name) is not None

@@ -1,4 +1,4 @@
-"""The table that a notebook shows for a dataset."""
+"""Table of a dataset in a notebook."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ HEADINGS = ("call", "model", "step", "phase", "module", "B×H×S×D", "dtype", "
 
 
 def dataset_html(entries: Sequence[FileEntry], above: Sequence[str]) -> str:
-    """Return a table in HTML with a line per recorded call, without loading any.
+    """Return an HTML table with one line per recorded call, without loading the calls.
 
     Args:
-        above: sentences to put above it.
+        above: sentences to put above the table.
     """
     return html_table(HEADINGS, [_line(entry) for entry in entries], above)
 

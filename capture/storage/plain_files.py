@@ -1,4 +1,4 @@
-"""Opens regular files only, not the symbolic links, FIFOs or devices that a dataset may contain."""
+"""Opens only regular files, because a dataset may contain symbolic links, FIFOs or devices."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 from capture.errors import DatasetError
 
-# Windows has none of these.
+# These flags do not exist on Windows.
 _CAREFULLY = (
     getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 )
 
 _SHELL_PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
-"""Paths of the pipes that a shell makes for `<(command)` and `command |`."""
+"""Prefixes of the paths of a shell's pipes, for `<(command)` and `command |`."""
 
 
 @contextlib.contextmanager
@@ -25,7 +25,7 @@ def opened(path: Path) -> Iterator[int]:
     """Open a regular file for reading and yield its descriptor."""
     try:
         with refusing(path):
-            # Checked before opening too, because opening a device can have effects.
+            # Checked before and after opening, because opening a device can have side effects.
             _require_regular(path, os.lstat(path).st_mode)
             descriptor = os.open(path, os.O_RDONLY | _CAREFULLY)
     except ValueError as error:  # a null character, or half of a surrogate pair
@@ -38,7 +38,7 @@ def opened(path: Path) -> Iterator[int]:
 
 
 def read(path: Path, limit: int) -> bytes:
-    """Read all of a regular file."""
+    """Read a regular file of at most `limit` bytes."""
     with opened(path) as descriptor, refusing(path):
         nbytes = os.fstat(descriptor).st_size
         if nbytes > limit:
@@ -48,7 +48,7 @@ def read(path: Path, limit: int) -> bytes:
 
 
 def given_text(path: str | os.PathLike[str]) -> str:
-    """Read a file that a user named, as UTF-8. Links are followed, and a shell's pipe is read."""
+    """Read a UTF-8 file that the user named; links and a shell's pipes are allowed."""
     name, mode = os.fspath(path), os.stat(path).st_mode
     is_shell_pipe = stat.S_ISFIFO(mode) and name.startswith(_SHELL_PIPES)
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or is_shell_pipe):
@@ -58,17 +58,17 @@ def given_text(path: str | os.PathLike[str]) -> str:
 
 
 def create(path: Path) -> int:
-    """Create a file for writing, in place of any with that name, and return its descriptor."""
+    """Create a file for writing, replacing any file with this name; return its descriptor."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _CAREFULLY
     try:
         return os.open(path, flags, 0o666)
-    except FileExistsError:  # left by a killed run, or a link, which must not be followed
+    except FileExistsError:  # left by a killed run; or a link, which must not be followed
         os.unlink(path)
         return os.open(path, flags, 0o666)
 
 
 def written(nbytes: int) -> int:
-    """Return the bytes that a system call wrote, after checking that there are some."""
+    """Return the number of bytes that a system call wrote, after checking that it is not 0."""
     if not nbytes:
         raise OSError(errno.EIO, "nothing can be written")
     return nbytes
@@ -84,7 +84,7 @@ def sync(path: Path) -> None:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether anything has that name, even a broken link."""
+    """Return whether anything exists at a path, even a broken link."""
     try:
         os.lstat(path)
     except (OSError, ValueError):
@@ -94,7 +94,7 @@ def is_there(path: Path) -> bool:
 
 @contextlib.contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Raise a `DatasetError` in place of an `OSError` about a file."""
+    """Convert an `OSError` about a file to a `DatasetError`."""
     try:
         yield
     except FileNotFoundError as error:

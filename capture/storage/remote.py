@@ -1,6 +1,6 @@
-"""Datasets at an address: `hf://`, `s3://`, `https://` and others that fsspec reads.
+"""Reads datasets at addresses: `hf://`, `s3://`, `https://` and others that fsspec supports.
 
-The libraries come with the extra `remote`. Datasets of the Hugging Face Hub are read through
+The extra `remote` installs the libraries. Datasets of the Hugging Face Hub are read through
 `huggingface_hub` and its cache, which other programs share.
 """
 
@@ -31,9 +31,9 @@ _HUB = re.compile(
     r"(@(?P<revision>refs/(pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
 )
 _SECONDS = 10.0
-"""Time limit for an answer of the Hub."""
+"""Time limit for a response of the Hub."""
 _PACKAGES = {"s3": "s3fs", "http": "'fsspec[http]'", "https": "'fsspec[http]'", "gs": "gcsfs"}
-"""Package to install for a scheme."""
+"""Package to install for each scheme."""
 _LOG_IN = {
     "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "
     "FSSPEC_S3_ANON=true",
@@ -42,34 +42,35 @@ _LOG_IN = {
     "hf": "log in with `hf auth login`, or set HF_TOKEN",
 }
 _CHANGES = {"etag", "last-modified", "lastmodified", "last_modified", "mtime", "created", "updated"}
-"""File systems' names, in small letters, for the property that changes with a file's version."""
+"""Names, in lower case, of file properties that change with a file's version."""
 
 
 def is_address(where: str) -> bool:
-    """Return whether a text is an address, and not the path of a local file."""
+    """Return whether a text is an address rather than the path of a local file."""
     return _ADDRESS.match(where) is not None
 
 
 def without_secrets(address: str) -> str:
-    """Return an address for printing, without a password or the signature of a link."""
+    """Return an address for printing, without a password or a link's signature."""
     address = re.sub(r"//[^/@]*@", "//", address)
     return address.partition("?")[0] if _scheme(address) in ("http", "https") else address
 
 
 def path_of(address: str) -> str:
-    """Return the path in an address, whose ending shows whether it is an archive.
+    """Return the path in an address, which shows by its extension whether it is an archive.
 
-    In an address of several parts (`zip://FOLDER::s3://BUCKET/FILE`) it is the first path.
+    For an address of several parts (`zip://FOLDER::s3://BUCKET/FILE`), the result is the first
+    path that is not empty.
     """
     paths = (each.partition("://")[2] for each in without_secrets(address).split("::"))
     return next(filter(None, paths), "")
 
 
 class FsspecDirectory:
-    """The files of a directory that fsspec reads, as `DatasetFiles`."""
+    """Files of a directory that fsspec reads, as `DatasetFiles`."""
 
     def __init__(self, address: str) -> None:
-        """Connect to a file system."""
+        """Connect to the address's file system."""
         self.address = without_secrets(address)
         self.cache = cache.directory_of(address, cache.user_cache())
         self._given = address
@@ -95,13 +96,13 @@ class FsspecDirectory:
 
 
 class HubDirectory:
-    """The files of a folder in a dataset of the Hub, as `DatasetFiles`.
+    """Files of a folder in a dataset of the Hub, as `DatasetFiles`.
 
-    If the Hub cannot be reached, files in its cache are read.
+    If the Hub cannot be reached, files in the Hub's local cache are read.
     """
 
     def __init__(self, address: str) -> None:
-        """Look the dataset up."""
+        """List the folder's files on the Hub."""
         self.address = address
         self.cache = _hub_cache(address)
         self._repository, self._revision, self._path = _hub_parts(address)
@@ -130,12 +131,12 @@ class HubDirectory:
                 for entry in listed
                 if hasattr(entry, "size")
             }
-            if MANIFEST in sizes:  # so that the Hub's cache knows the revision by its name
+            if MANIFEST in sizes:  # so that the Hub's cache contains the name of the revision
                 _from_hub(self._repository, revision, self._inside(MANIFEST), lambda count: None)
             return sizes
         except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
             raise
-        except Exception:  # from the HTTP library of the Hub's client, which varies
+        except Exception:  # the Hub's client may use any of several HTTP libraries
             if not (folder := self._cached()):
                 raise
             self._offline, self._revision = True, folder.name
@@ -143,7 +144,7 @@ class HubDirectory:
             return {path.name: path.stat().st_size for path in files if path.is_file()}
 
     def _cached(self) -> Path | None:
-        """Return the snapshot in the Hub's cache, if it has this dataset's manifest."""
+        """Return the snapshot in the Hub's cache; None if it lacks this dataset's manifest."""
         from huggingface_hub import snapshot_download
 
         with contextlib.suppress(Exception):  # as in `_listed`
@@ -188,7 +189,7 @@ def directory(address: str) -> FsspecDirectory | HubDirectory:
 
 
 def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
-    """Download an archive unless it is in the cache; return it and its directory there."""
+    """Download an archive if the cache lacks it; return its path and its cache directory."""
     if _is_of_hub(address):
         copies = _hub_cache(address)
         with _told(address):
@@ -199,7 +200,7 @@ def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
         system.invalidate_cache()
         info = system.info(path)
     has_version = any(name.lower() in _CHANGES and value for name, value in info.items())
-    # Without a property that shows changes, the archive is copied again.
+    # If no property shows changes, the archive is copied again.
     state = repr(sorted((name, str(info[name])) for name in info)).encode()
     file = cache.version(copies, state if has_version else secrets.token_bytes()) / "archive"
     if not file.exists():
@@ -217,7 +218,7 @@ def _download(
     from fsspec import Callback
 
     class Counter(Callback):  # type: ignore[misc]
-        """Progress of a download, which ends it when it exceeds the limit."""
+        """Progress of a download; stops the download when it exceeds the limit."""
 
         left = limit
 
@@ -228,7 +229,7 @@ def _download(
             arrived(inc)
 
     counter = Counter()
-    # In a thread, so that Ctrl-C does not interrupt fsspec, which would print pending tasks.
+    # In a thread, because fsspec would print pending tasks if Ctrl-C interrupted it.
     with _told(shown), ThreadPoolExecutor(1) as thread:
         copying = thread.submit(system.get_file, path, str(to), callback=counter)
         try:
@@ -241,7 +242,7 @@ def _download(
 
 
 def _file_system(address: str) -> tuple[Any, str]:
-    """Return fsspec's file system for an address, and the path in it."""
+    """Return fsspec's file system for an address, and the path in this file system."""
     scheme, options = _scheme(address), {}
     try:
         from fsspec.core import url_to_fs
@@ -249,7 +250,7 @@ def _file_system(address: str) -> tuple[Any, str]:
         if scheme in ("http", "https"):
             import aiohttp
 
-            # aiohttp's default limit is five minutes for a file, and it ignores HTTPS_PROXY.
+            # By default, aiohttp limits a file to five minutes and ignores HTTPS_PROXY.
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=60)
             options = {"client_kwargs": {"timeout": timeout, "trust_env": True}}
         return url_to_fs(address, **options)
@@ -285,7 +286,7 @@ def _hub_parts(address: str) -> tuple[str, str | None, str]:
 
 
 def _hub_cache(address: str) -> Path:
-    """Return the directory for copies, beside the Hub's cache so that links to it need no space."""
+    """Return the directory for copies, next to the Hub's cache so that hard links are possible."""
     try:
         from huggingface_hub.constants import HF_ASSETS_CACHE
     except ImportError as error:
@@ -304,7 +305,7 @@ def _from_hub(
     *,
     offline: bool = False,
 ) -> Path:
-    """Download a file to the Hub's cache, and return the file itself, not the link to it."""
+    """Download a file to the Hub's cache, and return its path with symbolic links resolved."""
     from huggingface_hub import hf_hub_download
     from tqdm import tqdm
 
@@ -333,7 +334,7 @@ def _from_hub(
 
 @contextlib.contextmanager
 def _told(shown: str) -> Iterator[None]:
-    """Raise a `DatasetError` in place of the errors that each file system has of its own."""
+    """Convert the errors of any file system to a `DatasetError`."""
     try:
         yield
     except DatasetError:
@@ -350,7 +351,7 @@ def _explained(shown: str, error: Exception) -> DatasetError:
     reason = _first_line(causes[-1]).replace(shown, "").strip(" :,") or type(error).__name__
     if numbers & {errno.ENOSPC, errno.EDQUOT, errno.EROFS}:
         return Unreachable(f"{shown}: cannot be copied here ({reason}): make room for it")
-    # The Hub does not say whether a repository exists that it does not show.
+    # The Hub gives the same error for a missing repository and for a hidden one.
     hidden = "RepositoryNotFoundError" in names and "GatedRepoError" not in names
     denied = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "GatedRepoError"}
     if not hidden and (statuses & {401, 403} or names & denied):
@@ -373,7 +374,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the status of an HTTP answer, wherever the library keeps it."""
+    """Return the status of an HTTP response; each library stores it in a different place."""
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode")

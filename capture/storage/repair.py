@@ -1,4 +1,4 @@
-"""Moves the content of journals into the manifest when a capture ends, or after it was killed."""
+"""Moves the content of journals into the manifest after captures ended or were killed."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from capture.text.counted import counted
 
 
 class EndedCapture(NamedTuple):
-    """A capture as the process that made it knows it, whatever its journal says."""
+    """Data of a capture from the process that made it, which overrides the journal."""
 
     stem: str
-    """Beginning of the names of its files."""
+    """Start of the names of the capture's files."""
     capture: CaptureRecord
     replaces: bool
-    """True if it is to replace the manifest's capture of the same model."""
+    """True if the capture should replace the manifest's capture of the same model."""
     completed: Collection[int] | None
-    """Calls whose files are complete; None for those in the journal."""
+    """Indices of calls whose files are complete; None to read them from the journal."""
 
 
 def repair(directory: str | Path) -> list[str]:
-    """Finish what killed captures left, and restore a missing or damaged manifest.
+    """Finish killed captures, and restore a missing or damaged manifest.
 
-    Complete calls are listed, and incomplete files are deleted. A capture that was to replace an
-    earlier one of the same model is moved to a directory of its own. On a file system without
-    locks, make sure that nothing records into the directory.
+    Complete calls are listed, and incomplete files are deleted. A killed capture that should have
+    replaced an earlier capture is moved to its own directory. On a file system without locks, make
+    sure that no process records into the directory.
 
     Returns:
         A sentence for each change.
@@ -69,7 +69,7 @@ def repair(directory: str | Path) -> list[str]:
 
 
 def _where(error: OSError, directory: Path) -> str:
-    """Return the directory, and the file that could not be written if the error names one."""
+    """Return the directory, and the file that could not be written if the error names a file."""
     named = error.filename
     return f"{directory}: {named}" if named and str(named) != str(directory) else str(directory)
 
@@ -79,19 +79,20 @@ def finish(
 ) -> dict[str, str]:
     """Move the content of journals that no process writes any more into the manifest.
 
-    The caller holds the directory's lock. If this is killed at any moment, the next call does the
-    rest. Files that the manifest lists stay, unless a complete capture replaces theirs.
+    The caller holds the directory's lock. If the process is killed during this function, the next
+    call finishes the work. Files that the manifest lists are kept, unless a complete capture
+    replaces their capture.
 
     Args:
         ended: capture whose journal this process has just closed.
-        certain: True if nothing writes to the directory, which a file system without locks cannot
-            show.
+        certain: True if the caller knows that no process writes to the directory, even on a file
+            system without locks.
 
     Returns:
         A sentence for each capture that had not ended or was damaged, by the stem of its files.
 
     Raises:
-        OSError: the directory cannot be written; then the journals stay.
+        OSError: the directory cannot be written. The journals are kept.
     """
     done = _delete_empty_journals(directory, certain=certain)
     found = journals(directory)
@@ -108,7 +109,7 @@ def finish(
     for journalled in over:
         is_own = _is_of(journalled, ended)
         known: tuple[CaptureRecord | None, Collection[int] | None] = None, None
-        # This process knows its own capture better than a journal that may be damaged.
+        # Data of this process overrides the journal of its capture, which may be damaged.
         if ended is not None and is_own:
             known, journalled.replaces = (ended.capture, ended.completed), ended.replaces
         try:
@@ -123,7 +124,7 @@ def finish(
         count, lost = len(listing.entries), listing.lacks(journalled)
         earlier = dataset.capture_of(capture.model)
         is_other = earlier is not None and not earlier.is_same(capture)
-        # A journal that came back with an old copy of the directory has nothing new.
+        # This journal contains nothing new: it was restored with an old copy of the directory.
         if earlier is not None and earlier.supersedes(capture):
             journalled.path.unlink(missing_ok=True)
             done[journalled.stem] = (
@@ -131,14 +132,14 @@ def finish(
                 f"{capture.model}"
             )
         elif not count:
-            # Deleted after the manifest is written, so that a kill in between loses nothing.
+            # The journal is deleted after the manifest is written, so that a kill loses nothing.
             over_without_calls.append(journalled)
             if not is_own:
                 done[journalled.stem] = (
                     f"deleted {journalled.path}: a killed capture of {capture.model} had no "
                     "complete call" + (f"; {lost} had been only in memory" if lost else "")
                 )
-        # An incomplete capture must not take the place of an earlier one.
+        # An incomplete capture must not replace an earlier capture.
         elif not capture.complete if journalled.replaces else is_other:
             done[journalled.stem] = _set_aside(listing, journalled, _listed(dataset))
         else:
@@ -154,7 +155,7 @@ def finish(
     if added:
         dataset.read_damaged()
         dataset.save_manifest()
-    # Files are deleted only now: the manifest on the disk no longer needs them.
+    # Files are deleted last, when the manifest on the disk no longer lists them.
     listed = _listed(dataset)
     for journalled in over_without_calls:
         _delete_unlisted(journalled, listed)
@@ -171,7 +172,7 @@ def _is_of(journalled: JournalContents, ended: EndedCapture | None) -> bool:
 
 
 def _damage(listing: Dataset, journalled: JournalContents, *, is_own: bool) -> str:
-    """Say that a journal is damaged; empty if it is not, or if a kill explains what it lacks."""
+    """Return the damage of a journal; empty if it is intact, or if a kill explains the losses."""
     unlisted = sum(entry.checksum is None for entry in listing.entries)
     if not journalled.damaged and not (is_own and unlisted):
         return ""
@@ -185,12 +186,12 @@ def _damage(listing: Dataset, journalled: JournalContents, *, is_own: bool) -> s
 
 
 def _listed(dataset: Dataset) -> set[Path]:
-    """Return the files that a manifest lists, also in damaged entries."""
+    """Return the files that a manifest lists, including damaged entries."""
     return {file.path for files in (dataset.entries, dataset.damaged) for file in files}
 
 
 def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
-    """Delete journals without a line, whose processes were killed; return a sentence for each."""
+    """Delete empty journals of killed processes; return a sentence for each, by stem."""
     done = {}
     for path in directory.glob(f"*{JOURNAL}"):
         held, stem = is_locked(path), path.name.removesuffix(JOURNAL)
@@ -203,7 +204,7 @@ def _delete_empty_journals(directory: Path, *, certain: bool) -> dict[str, str]:
 
 
 def _delete_unlisted(journalled: JournalContents, listed: set[Path]) -> None:
-    """Delete a journal, and the files of its calls that were dropped or never complete."""
+    """Delete a journal, and the files of its calls that were dropped or are incomplete."""
     for path in call_files(journalled.path.parent, journalled.stem):
         # A damaged journal may lack lines of complete calls, so readable files stay.
         is_given_up = not journalled.damaged or index_of(path) in journalled.dropped
@@ -226,16 +227,16 @@ def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
 
 
 def _set_aside(listing: Dataset, journalled: JournalContents, listed: set[Path]) -> str:
-    """Move a capture to its own directory, because the manifest lists another of its model."""
+    """Move a capture to its own directory, because the manifest lists another of the same model."""
     directory, [capture] = listing.directory, listing.captures
     aside, number = directory / f"unfinished-{journalled.stem}", 1
     while os.path.lexists(aside / MANIFEST) or aside.is_symlink():
         number += 1
         aside = directory / f"unfinished-{journalled.stem}-{number}"
-    aside.mkdir(exist_ok=True)  # it exists if an earlier repair was killed
+    aside.mkdir(exist_ok=True)  # an earlier repair that was killed may have created it
     own = [entry for entry in listing.entries if entry.path not in listed]
     for entry in own:
-        with contextlib.suppress(FileNotFoundError):  # moved before
+        with contextlib.suppress(FileNotFoundError):  # an earlier repair moved it
             entry.path.rename(aside / entry.path.name)
     moved = [replace(entry, path=aside / entry.path.name) for entry in own]
     moved = [entry for entry in moved if entry.path.exists()]

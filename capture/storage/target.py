@@ -1,4 +1,4 @@
-"""The directory that a capture is written to: checks before, at its beginning and at its end."""
+"""Prepares the directory that a capture is written to, and updates its manifest at the end."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from capture.storage.repair import EndedCapture, finish
 from capture.text.printable import quoted
 
 _LONGEST = 100
-"""Longest part of a model's name in file names, in characters."""
+"""Maximum length of a model's name in file names, in characters."""
 
 
 @dataclass
 class CaptureTarget:
-    """A dataset's directory, and a capture that is added to it."""
+    """Directory of a dataset that a capture is written to."""
 
     directory: Path
-    """Absolute, since a model may change the working directory."""
+    """Absolute path, because a model may change the working directory."""
     model: str
     overwrite: bool
     _journal: Journal | None = None
     _replaced: bool = False
     _begun: dict[Path, os.stat_result] = field(default_factory=dict)
-    """State of the directory and the journal at the beginning: the model may replace them."""
+    """State of the directory and the journal at the start, to detect that they were replaced."""
 
     @classmethod
     def check(cls, out: str | Path, model: str, *, overwrite: bool) -> CaptureTarget:
-        """Check that a capture can begin, without deleting anything."""
+        """Check that a capture can start, without deleting anything."""
         if not str(out):
             raise CaptureError("the directory's name is empty; give one with `out=`")
         cls.refuse_read_only(out)
@@ -54,23 +54,23 @@ class CaptureTarget:
                 raise CaptureError(_cannot_write(out))
             target._refuse_active()
             target._replaces(Dataset.open_or_new(target.directory))
-        except (OSError, ValueError) as error:  # a ValueError for an impossible name
+        except (OSError, ValueError) as error:  # a ValueError for an invalid name
             raise CaptureError(_cannot_write(out, error)) from error
         return target
 
     @staticmethod
     def refuse_read_only(out: str | Path) -> None:
-        """Check that a capture is written to a directory."""
+        """Raise CaptureError if `out` is an archive or an address."""
         if reason := why_read_only(out):
             raise CaptureError(
                 f"{reason}: record into a directory with `out=`, and pack or upload that"
             )
 
     def begin(self, capture: CaptureRecord) -> Journal:
-        """Finish what killed captures left in the directory, and create this one's journal.
+        """Finish killed captures in the directory, and create the journal of this capture.
 
         Raises:
-            CaptureError: as for `check`, or another process records this model there.
+            CaptureError: see `check`; or another process records this model to the directory.
         """
         try:
             with locked(self.directory):
@@ -93,12 +93,12 @@ class CaptureTarget:
         self._journal.close()
 
     def end(self, capture: CaptureRecord, completed: Collection[int] | None = None) -> list[str]:
-        """Put the capture into the manifest; return a sentence for each problem.
+        """Add the capture to the manifest; return a sentence for each problem.
 
         Args:
-            capture: record of the capture. If it is incomplete and was to replace an earlier one,
-                the earlier one stays, and its files go to a directory of their own.
-            completed: calls whose files are complete (default: the calls in the journal).
+            capture: record of the capture. If it is incomplete and should have replaced an earlier
+                capture, the earlier capture is kept, and the new files go to another directory.
+            completed: indices of calls whose files are complete (default: calls in the journal).
         """
         assert self._journal is not None
         problems = []
@@ -112,8 +112,8 @@ class CaptureTarget:
         except OSError as error:
             problems.append(f"the manifest will lack the census: {error.strerror}")
         try:
-            # The journal stays locked until here, so that another capture that ends does not put
-            # this one into the manifest.
+            # The journal stays locked until here, so that no other process adds this capture to
+            # the manifest.
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
                 self._journal.close()
                 self._replace_lost_journal(capture)
@@ -147,7 +147,7 @@ class CaptureTarget:
         return problems
 
     def _replace_lost_journal(self, capture: CaptureRecord) -> None:
-        """Create the journal again if it was deleted, so that `finish` finds the capture."""
+        """Create a deleted journal again, so that `finish` finds the capture."""
         assert self._journal is not None
         path = self._journal.path
         is_here = os.path.samestat(os.stat(self.directory), self._begun[self.directory])
@@ -156,7 +156,7 @@ class CaptureTarget:
             self._begun[path] = os.stat(path)
 
     def abandon(self) -> None:
-        """Leave the capture to the parent process, in a forked child."""
+        """Close the journal in a forked child process; the parent continues the capture."""
         if self._journal is not None:
             self._journal.abandon()
 
@@ -176,7 +176,7 @@ class CaptureTarget:
             )
 
     def _replaces(self, dataset: Dataset) -> bool:
-        """Return whether the capture replaces one in the dataset, after checking that it may."""
+        """Return whether this capture replaces a capture in the dataset; raise if it must not."""
         # Two names with the same slug would write the same files.
         earlier = [c.model for c in dataset.captures if slug(c.model) == slug(self.model)]
         if earlier and not (self.overwrite and earlier == [self.model]):
@@ -195,7 +195,7 @@ def no_empty_directory(directory: Path) -> Iterator[None]:
     """Remove `directory` and its parents on exit if they are new and still empty."""
     try:
         missing = [path for path in (directory, *directory.parents) if not path.is_dir()]
-    except (OSError, ValueError):  # an impossible name, which a later check reports
+    except (OSError, ValueError):  # a later check reports the invalid name
         missing = []
     try:
         yield
@@ -206,16 +206,16 @@ def no_empty_directory(directory: Path) -> Iterator[None]:
 
 
 def current_rank() -> int | None:
-    """Return the rank of this process, or None if it is the only one.
+    """Return the rank of this process; None if there is only one process.
 
-    It is read from `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
+    The rank comes from `torch.distributed`, or else from the environment's RANK and WORLD_SIZE.
     """
     rank = torch.distributed.get_rank() if _is_group() else _environment("RANK")
     return rank if number_of_ranks() > 1 else None
 
 
 def number_of_ranks() -> int:
-    """Return the number of processes that run together, 0 if unknown; see `current_rank`."""
+    """Return the number of processes that run together; 0 if unknown (see `current_rank`)."""
     return torch.distributed.get_world_size() if _is_group() else _environment("WORLD_SIZE")
 
 
@@ -224,7 +224,7 @@ def _is_group() -> bool:
 
 
 def rank_name(name: str, rank: int | None) -> str:
-    """Return the name of a rank's capture, which is the model's name without a rank."""
+    """Return the name of a rank's capture; without a rank, this is the model's name."""
     return name if rank is None else f"{name}.rank{rank}"
 
 

@@ -1,8 +1,8 @@
 """Writes and reads safetensors files with torch only.
 
-The format is public and small: the length of a JSON header in 8 bytes, the header, then the tensors
-(https://github.com/huggingface/safetensors, "Format"). The library's own writer requires numpy,
-which torch does not, and its reader computes no checksum on the way.
+The format is public and simple: 8 bytes with the length of the header, a JSON header, then the
+tensors (https://github.com/huggingface/safetensors, "Format"). The safetensors library is not used,
+because its writer requires numpy, and its reader computes no checksum while reading.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ _DTYPES = {
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 _LONGEST_HEADER = 1 << 20
-"""Limit of a header, in bytes. The header of a recorded call has about 2,000."""
+"""Maximum size of a header in bytes. The header of a recorded call has about 2,000 bytes."""
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> str:
     """Write contiguous CPU tensors to `path` and return the file's checksum (see `checksums`).
 
-    The first chunk, with the header, is written last: a file that is not complete has no header.
+    The first chunk, which contains the header, is written last, so that an incomplete file has no
+    header.
     """
     chunks = checksums.chunked(_parts(tensors, metadata))
     descriptor = plain_files.create(path)
@@ -78,7 +79,7 @@ def _write_at(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
 
 
 def _parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    # Widest elements first, so that every tensor is aligned.
+    # Tensors with the widest elements come first, so that every tensor is aligned.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header: dict[str, object] = {"__metadata__": metadata}
     end = 0
@@ -108,7 +109,7 @@ class StoredTensor:
 
 
 class TensorFile:
-    """An open safetensors file whose header fits its size; no tensor is read yet."""
+    """An open safetensors file with a checked header; the tensors are not read yet."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         """Read the header."""
@@ -134,7 +135,7 @@ class TensorFile:
     @classmethod
     @contextlib.contextmanager
     def opened(cls, path: Path, nbytes: int | None = None) -> Iterator[TensorFile]:
-        """Open a file, and check that it has `nbytes` bytes if these are given."""
+        """Open a file; if `nbytes` is given, check that the file has this size."""
         with plain_files.opened(path) as descriptor:
             found = os.fstat(descriptor).st_size
             if nbytes is not None and found != nbytes:
@@ -142,7 +143,7 @@ class TensorFile:
             yield cls(path, descriptor)
 
     def read(self, checksum: str | None = None) -> dict[str, Tensor]:
-        """Read all tensors with several threads, and compare the file's checksum if it is given."""
+        """Read all tensors with several threads; if `checksum` is given, compare it."""
         tensors = self._empty()
         chunks = checksums.chunked([memoryview(self._head), *map(_memory, tensors.values())])
 
@@ -168,9 +169,9 @@ class TensorFile:
             ) from error
 
     def _fill(self, offset: int, pieces: list[memoryview]) -> None:
-        """Read pieces of memory that follow one another in the file."""
+        """Read from `offset` of the file into consecutive pieces of memory."""
         for piece in pieces:
-            if piece.readonly:  # the header, which is read already
+            if piece.readonly:  # the header, which has already been read
                 offset += piece.nbytes
                 continue
             while piece.nbytes:
@@ -181,7 +182,7 @@ class TensorFile:
 
 
 def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
-    """Return the metadata and tensors, in the order of the file, that a header describes."""
+    """Return the metadata and tensors that a header describes, in the order of the file."""
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
     metadata = required({"__metadata__": {}, **header}, "__metadata__", dict[str, str])
@@ -215,7 +216,7 @@ def _counts(entry: dict[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _memory(tensor: Tensor) -> memoryview:
-    """Return a contiguous CPU tensor's memory without a copy; the tensor must outlive it."""
+    """Return a view of a contiguous CPU tensor's memory; the tensor must outlive the view."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
