@@ -104,4 +104,4 @@ def test_types_are_documented(name: str) -> None:
     found = getattr(ar, name)
     assert isinstance(found, type)
     assert inspect.getdoc(found)
-    assert not (found.__doc__ or "").startswith(f"{name}(")  # which dataclasses make
+    assert not (found.__doc__ or "").startswith(f"{name}(")  # made by dataclasses

@@ -1,4 +1,4 @@
-"""A model small enough to read, random calls, and the command line in a process of its own."""
+"""A small model, random calls, and the command line in this or another process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Layers(nn.Module):
-    """`layers.0`, `layers.1` …: one attention call each."""
+    """Model of layers `layers.0`, `layers.1` …, with one attention call each."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Layers(nn.Module):
 
 @pytest.fixture
 def make_layers() -> Callable[..., nn.Module]:
-    """`make_layers(count)`: a model of that many attention layers."""
+    """`make_layers(count)` returns a model with `count` attention layers."""
 
     def make(count: int = 2) -> nn.Module:
         torch.manual_seed(0)
@@ -75,7 +75,8 @@ def states() -> Tensor:
 
 @pytest.fixture
 def make_call() -> Callable[..., AttentionCall]:
-    """`make_call(call_index=3, …)`: a call with random tensors; keywords replace its fields."""
+    """`make_call(call_index=3, …)` returns a call with random tensors; keywords replace its
+    fields."""
 
     def make(*, model: str = "model", call_index: int = 0, **fields: Any) -> AttentionCall:
         query, key, value, output = torch.randn(4, 1, HEADS, LENGTH, HEAD_DIM)
@@ -88,7 +89,8 @@ def make_call() -> Callable[..., AttentionCall]:
 
 @pytest.fixture(scope="session")
 def start_python() -> Callable[..., subprocess.Popen[str]]:
-    """`start_python(*arguments, cwd=…)`: this Python, finding this checkout, outputs piped."""
+    """`start_python(*arguments, cwd=…)` starts Python with this checkout importable and piped
+    output."""
 
     def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
         environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
@@ -106,7 +108,7 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run_cli("show", "x")`: the command in this process; exit code, stdout and stderr."""
+    """`run_cli("show", "x")` runs the command here; it returns exit code, stdout and stderr."""
     from capture.cli.main import main
 
     return runner(main, capsys)

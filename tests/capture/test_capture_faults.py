@@ -38,7 +38,7 @@ StartPython = Callable[..., "subprocess.Popen[str]"]
 
 
 class Model(nn.Module):
-    """Runs something of one's own choice, then attention."""
+    """Model that runs a given function, then attention."""
 
     def forward(self, states: Tensor, before: Callable[[], object] = int) -> Tensor:
         before()
@@ -50,7 +50,7 @@ STATES = torch.randn(1, 2, 5, 8)
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """In memory where the system has a directory there: disks take most of the time."""
+    """Scratch directory, in memory if possible, because disks take most of the time."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -61,7 +61,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 QUICK = dict.fromkeys(("open", "close", "flock"), "first")
 QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start"), "durable")
-"""The way in which a function is tried quickly; others are in "spread"."""
+"""Way in which each function's faults are tried quickly (default: "spread")."""
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,8 @@ def test_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> None
 def test_call_of_the_system_fails_in_every_way(
     fault: Fault, way: str, overwrite: bool, scratch: Path
 ) -> None:
-    """Every other time over an earlier recording; `python -m tests.capture_faults` tries both."""
+    """Every other case overwrites an earlier recording; `python -m tests.capture_faults` tries
+    both."""
     try_fault(fault, way, scratch, overwrite=overwrite)
 
 
@@ -104,7 +105,7 @@ def test_killed_process_loses_no_complete_call(way: str, overwrite: bool, tmp_pa
 
 
 def recorded(out: Path, *before: Callable[[], object], **options: Any) -> Recording:
-    """Record a call after each of these; the model's outputs are right."""
+    """Record a call after each function, and check the model's outputs."""
     model = Model()
     with record(model, out, name="model", **options) as recording:
         outputs = [model(STATES, each) for each in before]
@@ -242,7 +243,7 @@ def test_trace_contains_nothing_of_ours(tmp_path: Path) -> None:
 
 
 class Stubborn(Tensor):
-    """Refuses everything but attention."""
+    """Tensor that refuses every operation except attention."""
 
     @classmethod
     def __torch_function__(
@@ -295,7 +296,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 @pytest.fixture
 def sent(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal, that does what it does by default: a shell may ignore it, as nohup does."""
+    """A signal with its default action, because a parent such as nohup may have ignored it."""
     before = signal.signal(request.param, signal.SIG_DFL)
     yield request.param
     signal.signal(request.param, before)
@@ -361,7 +362,7 @@ def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
         with record(model, tmp_path, name="model", max=5) as recording:
             for _ in range(5):
                 model(STATES)
-            with operator.attrgetter(held)(recording):  # what the writer needs
+            with operator.attrgetter(held)(recording):  # needed by the writer
                 os.kill(os.getpid(), sent)
             time.sleep(60)
 
@@ -435,7 +436,7 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
         run()
     may_go_on.set()
     assert recordings[0]._writer is not None
-    # Not `join`: after one that was interrupted, Python < 3.13 takes a running thread for ended.
+    # Not `join`: after an interrupted `join`, Python < 3.13 considers a running thread ended.
     while recordings[0]._writer._writing is not None:
         time.sleep(0.01)
     assert recordings[0].kept == kept_in(tmp_path) == 0
@@ -591,7 +592,7 @@ group.destroy_process_group()
 
 @pytest.mark.slow
 def test_process_group_shares_a_directory(tmp_path: Path, start_python: StartPython) -> None:
-    """Its ranks are the group's: no variable of the environment names them."""
+    """The process group determines the ranks, without environment variables."""
     meeting = str(tmp_path / "meeting")
     processes = [start_python("-c", GROUP, str(rank), meeting, cwd=tmp_path) for rank in range(2)]
     for process in processes:
@@ -607,7 +608,7 @@ def test_process_group_shares_a_directory(tmp_path: Path, start_python: StartPyt
 
 
 class Embedded(Dataset[Tensor]):
-    """Items that the recorded model itself makes."""
+    """Dataset whose items are made by the recorded model."""
 
     def __init__(self, model: Model) -> None:
         self.model = model

@@ -1,4 +1,4 @@
-"""PyTorch's import, which looks for no garbage, changes nothing for what comes after."""
+"""Importing PyTorch without garbage collection does not affect later code."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_programs_own_way_with_ctrl_c_is_left_to_it() -> None:
 
 @pytest.mark.parametrize(("first", "is_frozen"), [("wave", True), ("sys", False)])
 def test_only_the_objects_of_a_command_stay_for_good(first: str, is_frozen: bool) -> None:
-    """Another program that runs the command holds things of its own."""
+    """A program that runs the command has objects of its own."""
     in_a_process(
         "import gc, sys; from capture.large_imports import import_for_good;"
         "import_for_good(sys.argv[1], 'colorsys'); assert 'colorsys' in sys.modules;"
@@ -79,7 +79,7 @@ def test_only_the_objects_of_a_command_stay_for_good(first: str, is_frozen: bool
 
 @pytest.mark.parametrize("place", ["empty", "nowhere"])
 def test_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) -> None:
-    """Where there is nothing to show, PyTorch is not imported."""
+    """PyTorch is not imported if there is nothing to show."""
     (tmp_path / "empty").mkdir()
     in_a_process(
         "import gc, sys; from capture.cli.main import main\n"
@@ -93,11 +93,11 @@ def test_command_goes_through_pytorch_no_more(tmp_path: Path, place: str) -> Non
 
 
 def test_library_users_objects_do_not_stay_for_good() -> None:
-    """Nor do those of a program that runs a command in its own process, with PyTorch imported."""
+    """Objects of a program that runs a command in its own process are not frozen either."""
     in_a_process(
         "import gc, torch; from replay.api.chosen_device import device_of; device_of('cpu');"
         "assert gc.get_freeze_count() == 0;"
         "found = []; gc.callbacks.append(lambda *each: found.append(each));"
         "from capture import record; assert gc.get_freeze_count() == 0; assert gc.isenabled();"
-        "assert len(found) < 10, len(found)"  # those right after it; each counts twice
+        "assert len(found) < 10, len(found)"  # objects right after it; each counts twice
     )

@@ -1,6 +1,6 @@
-"""Ranks of a distributed model record into one directory: joined, their calls are the model's.
+"""Ranks of a distributed model record into one directory; their joined calls are the model's.
 
-What one process records that runs the same model unsplit is what is expected.
+The expected calls are recorded by one process that runs the same model unsplit.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(joined: AttentionCall, whole: AttentionCall, *, tolerance: float) -> None:
-    """Compare all but the values with `==`, and those with a tolerance where sums are rounded."""
+    """Compare values with a tolerance for rounded sums, and everything else with `==`."""
     ours, theirs = joined.tensors(), whole.tensors()
     assert {name: (each.shape, each.stride(), each.dtype) for name, each in ours.items()} == {
         name: (each.shape, each.stride(), each.dtype) for name, each in theirs.items()
@@ -39,7 +39,7 @@ def assert_same(joined: AttentionCall, whole: AttentionCall, *, tolerance: float
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=tolerance)
     plain = dict.fromkeys(ours)
-    # Which libraries this process has imported is up to the tests before.
+    # The libraries imported in this process depend on earlier tests.
     origin = replace(joined.origin, split_ranks=[], versions=whole.origin.versions)
     assert replace(joined, **plain, origin=origin) == replace(whole, **plain)
 
@@ -84,7 +84,7 @@ def test_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
 
 
 def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
-    """An additional call moves no other call, and calls of a single rank are reported."""
+    """An additional call does not shift other calls, and calls of a single rank are reported."""
     parts = load(recordings / "parts" / "differing_calls")
     assert parts.note == ""
     joined = parts.joined()
@@ -101,7 +101,7 @@ def test_rank_that_is_killed(tmp_path: Path) -> None:
     launch(2, tmp_path, "killed", fails=True)
     dataset = load(tmp_path / "killed")
     assert sum(entry.origin.rank == 1 for entry in dataset.entries) == 1
-    # Said until the other rank ends its capture, which puts the calls into the manifest.
+    # This problem is reported until the other rank's capture ends and updates the manifest.
     said = f"finish it with `capture repair {tmp_path / 'killed'}`"
     killed = f"the capture of model.rank1 was killed: 1 complete call; {said}"
     assert dataset.note in (killed, "")

@@ -1,4 +1,4 @@
-"""The built-in tiny models, recorded by the command and checked by a process that knows us not."""
+"""The built-in tiny models, recorded by the command and checked by a process without our code."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.slow
 
 STEPS = {"cogvideo": 4, "flux": 4, "llama": 8}
 
-# Runs each model without `capture`: the function replaced by hand notes what it is given, and
-# PyTorch's profiler counts the operator itself.
+# Runs each model without `capture`: a replaced function records its arguments, and PyTorch's
+# profiler counts the operator.
 INDEPENDENT = """
 import json, sys
 import torch, torch.nn.functional as F
@@ -70,7 +70,7 @@ def weights(name: str) -> str:
 
 
 class Recorded(NamedTuple):
-    """A model recorded, and what an independent process noted of it."""
+    """A recorded model, and an independent process's observations."""
 
     name: str
     directory: Path
@@ -82,7 +82,7 @@ class Recorded(NamedTuple):
 def noted(
     tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
 ) -> dict[str, Any]:
-    """Notes of an independent process about each model."""
+    """Observations of each model by an independent process."""
     directory = tmp_path_factory.mktemp("noted")
     independent = start_python("-c", INDEPENDENT, json.dumps(STEPS), cwd=directory)
     printed, errors = independent.communicate(timeout=200)
@@ -124,7 +124,7 @@ def test_exactly_ten_files_and_every_call_counted(recorded: Recorded, data: Data
 
 
 def test_tensors_are_the_model_s_own(recorded: Recorded, data: Dataset) -> None:
-    """Call by call: sizes, strides, dtypes and values as the other process saw them."""
+    """Sizes, strides, dtypes and values of each call equal the other process's observations."""
     calls = list(data)
     assert len(calls) == 10
     for call in calls:

@@ -1,4 +1,4 @@
-"""The commands as installed: their names, their versions, and what they say of missing packages."""
+"""The installed commands: their names, versions, and messages about missing packages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ importlib.metadata.version = version
 def start(
     code: str, *arguments: str, path: Path | None = None, cwd: str | Path = "/", bare: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that finds `path` and then us; `bare`, nothing that is installed."""
+    """Run a program that can import `path` and this project, and with `bare` no installed
+    packages."""
     paths = [str(each) for each in (path, REPOSITORY) if each is not None]
     return subprocess.run(
         [sys.executable, *["-S"] * bare, "-c", code, *arguments],
@@ -112,7 +113,7 @@ def test_ctrl_c_while_the_command_is_imported(
 
 
 def test_another_package_of_the_same_name_is_named(tmp_path: Path) -> None:
-    """Installed into the same directory, it overwrites our files."""
+    """A package installed into the same directory overwrites our files."""
     shutil.copytree(REPOSITORY / "attention_replay", tmp_path / "attention_replay")
     for package in ("capture", "replay"):
         (tmp_path / package).mkdir()

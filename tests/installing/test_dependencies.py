@@ -12,7 +12,7 @@ import uv
 from compatibility.index import PYTHONS, REPOSITORY, NoIndex, ask, environment, extras, questions
 
 CUDA_BUILDS = {"2.9.1": "3.5.1", "2.11.0": "3.6.0", "2.13.0": "3.7.1"}
-"""The Triton that the index's torch requires, by torch's version."""
+"""Triton version that the index's torch requires, by torch's version."""
 
 
 @pytest.mark.slow
@@ -35,7 +35,7 @@ def test_the_page_of_what_was_tried_names_every_extra() -> None:
 
 
 def test_a_pin_that_the_index_cannot_satisfy_is_found(tmp_path: Path) -> None:
-    """A CPU build of torch goes with any Triton; the index's goes with one."""
+    """A CPU build of torch allows any Triton; the index's build requires one version."""
     (tmp_path / "pyproject.toml").write_text((REPOSITORY / "pyproject.toml").read_text())
     constraints = (REPOSITORY / "constraints.txt").read_text()
     assert "triton==3.7.1" in constraints
@@ -53,7 +53,7 @@ def test_a_pin_that_the_index_cannot_satisfy_is_found(tmp_path: Path) -> None:
     [pytest.param(each, marks=[pytest.mark.slow] * (each != "2.13.0")) for each in CUDA_BUILDS],
 )
 def test_installing_beside_a_cuda_build_replaces_nothing(torch: str, tmp_path: Path) -> None:
-    """The environment is a record of what is installed, which is all that a resolver looks at."""
+    """The environment contains only package metadata, since a resolver reads nothing else."""
     triton = CUDA_BUILDS[torch]
     there = {"torch": torch, "triton": triton, "transformers": "5.3.0", "diffusers": "0.37.0"}
     uv_program = uv.find_uv_bin()

@@ -13,15 +13,16 @@ from models.request import Request, from_user
 
 @pytest.fixture(scope="session")
 def tiny() -> Callable[[str], models.Runnable]:
-    """The tiny model of a name as ``load`` builds it unasked, on the CPU; built once.
+    """`tiny(name)` returns a tiny model with the defaults of ``load``, on the CPU; each is built
+    once.
 
-    ``llama-3.1-8b`` is one without trained weights: 258 tokens, one for each byte.
+    ``llama-3.1-8b`` has no trained weights; its 258 tokens include one for each byte.
     """
     built: dict[str, models.Runnable] = {}
 
     def get(name: str) -> models.Runnable:
         if name not in built:
-            steps = None if name.startswith("llama") else 2  # the others' are long, and more of it
+            steps = None if name.startswith("llama") else 2  # runs of the other models are long
             built[name] = models.load(name, size="tiny", device="cpu", steps=steps)
         return built[name]
 

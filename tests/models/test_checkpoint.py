@@ -1,4 +1,4 @@
-"""Checkpoints: directories of the user's, and the hub when it does not answer."""
+"""Checkpoints: a user's directories, and the hub when it does not respond."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_missing_weights_are_refused(
     tmp_path: Path, cogvideo_directory: Path, llama_directory: Path
 ) -> None:
-    """The libraries would put random weights in their place, with a warning."""
+    """The libraries would replace missing weights by random ones, with a warning."""
     video, language = tmp_path / "video", tmp_path / "language"
     shutil.copytree(cogvideo_directory, video)
     shutil.copytree(llama_directory, language)
@@ -152,7 +152,7 @@ def test_an_unreachable_hub_is_said_at_once(name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: None)
     with pytest.raises(models.ModelError) as caught:
         models.load(name, size="full", device="cpu")
-    assert len(waited) == 1  # the libraries would ask for each file, several times
+    assert len(waited) == 1  # the libraries would request each file several times
     assert waited[0] <= 5
     sentence = str(caught.value)
     assert "Name or service not known" in sentence

@@ -1,4 +1,4 @@
-"""Outputs of a run by name, and texts as a language model reads them."""
+"""Outputs of a run by name, and scores of texts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
     generated = runnable.outputs(runnable.run()).tensors
     scored = language.score(generated["sequences"])
     assert scored.shape == (392, 258)
-    # The last eight positions but one were decoded from the cache, one at a time.
+    # These eight positions were decoded from the cache, one at a time.
     torch.testing.assert_close(scored[383:391], generated["logits"], rtol=1e-3, atol=1e-3)
     assert not scored.requires_grad
 

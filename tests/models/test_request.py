@@ -1,4 +1,4 @@
-"""Wishes that cannot be met are refused in one sentence that says what to do."""
+"""Invalid requests are refused in one sentence with the remedy."""
 
 from __future__ import annotations
 

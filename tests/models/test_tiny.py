@@ -45,7 +45,7 @@ def parameters(runnable: models.Runnable) -> torch.Tensor:
 
 @dataclass
 class Run:
-    """One whole inference, and the query and key of every attention call it made."""
+    """One whole inference, with the query and key of every attention call."""
 
     runnable: models.Runnable
     output: torch.Tensor
@@ -54,8 +54,8 @@ class Run:
 
 @pytest.fixture(scope="module")
 def first_run(tiny: Tiny) -> Callable[..., Run]:
-    """The first run of the tiny model of a name, with the weights it has unasked or with random
-    ones; made once, for a video takes seconds."""
+    """`first_run(name, …)` returns the first run of a tiny model with default or random weights;
+    each is run once."""
     runs: dict[tuple[str, str | None], Run] = {}
 
     def get(name: str, weights: str | None = None) -> Run:
@@ -75,7 +75,7 @@ def first_run(tiny: Tiny) -> Callable[..., Run]:
 
 @contextmanager
 def recorded_calls() -> Iterator[Calls]:
-    """Query and key of every scaled_dot_product_attention call made meanwhile."""
+    """Record query and key of every scaled_dot_product_attention call within the block."""
     calls: Calls = []
     original = F.scaled_dot_product_attention
 
@@ -152,7 +152,7 @@ UNTRAINED_CALLS = {
     },
     "llama": {
         ((1, 4, 384, 128), (1, 2, 384, 128)): 4,
-        # The prefill gives the first of eight new tokens.
+        # Prefill gives the first of eight new tokens.
         **{((1, 4, 1, 128), (1, 2, 384 + token, 128)): 4 for token in range(1, 8)},
     },
 }
@@ -179,7 +179,7 @@ def sizes(calls: Calls) -> dict[Any, int]:
 
 
 def mean_entropy(calls: Calls, *, causal: bool) -> float:
-    """Entropy of the largest calls' attention weights, as a share of the uniform one's."""
+    """Return the entropy of the largest calls' attention weights, relative to uniform weights."""
     most = max(query.shape[2] * query.shape[3] for query, _ in calls)
     found = []
     for query, key in calls:

@@ -1,4 +1,4 @@
-"""One thread: the models are too small for more, and contended cores make more much worse."""
+"""Tests use one thread: the models are too small for more, and busy cores slow threads down."""
 
 from __future__ import annotations
 

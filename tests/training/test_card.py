@@ -1,4 +1,4 @@
-"""The model card and its figures: what was measured is what stands there."""
+"""The model card and its figures show the measured values."""
 
 from __future__ import annotations
 
@@ -90,5 +90,5 @@ def test_a_long_caption_goes_on_in_the_next_line(tmp_path: Path) -> None:
         heights.append(sheet.size[1])
         below = torch.tensor(list(sheet.getdata())).view(sheet.size[::-1])[17:]
         assert (below[:, :60] < 128).any()
-        assert not (below[:, 63:] < 128).any()  # nothing runs out of its place
+        assert not (below[:, 63:] < 128).any()  # drawings stay in their places
     assert heights[1] >= heights[0] + 14

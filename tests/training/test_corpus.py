@@ -1,4 +1,4 @@
-"""The text of the standard library: parts that do not overlap, and a baseline that counts."""
+"""The text of the standard library: disjoint parts, and a count-based baseline."""
 
 from __future__ import annotations
 

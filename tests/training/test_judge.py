@@ -20,7 +20,7 @@ PAIR = Scene(
 
 
 def drawn(scene: Scene, *, frames: int) -> Tensor:
-    """(T, 3, 128, 128) in 0…1."""
+    """Return a drawn scene (T, 3, 128, 128) in 0…1."""
     generator = torch.Generator().manual_seed(0)
     return shapes.render([scene], height=128, width=128, frames=frames, generator=generator)[0]
 

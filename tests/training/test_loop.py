@@ -1,4 +1,4 @@
-"""The training loop: a stopped run goes on to the weights that an unbroken one reaches."""
+"""The training loop: a resumed run ends with the same weights as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_stopped_run_ends_with_the_weights_of_an_unbroken_one(
     unbroken, _ = run(tmp_path / "unbroken", stage=stage)
     with pytest.raises(Stopped):
         run(tmp_path / "stopped", stops_at=stops_at, stage=stage)
-    # Were the beginning run again, it would stop once more.
+    # If the resumed run repeated the beginning, it would stop again.
     resumed, history = run(tmp_path / "stopped", stops_at=STAGE.steps - stops_at, stage=stage)
     assert torch.equal(resumed, unbroken)
     assert history.steps == STAGE.steps
@@ -125,7 +125,7 @@ def test_the_weights_that_validated_best_are_kept(
     def validate() -> float:
         assert not module.training
         seen.append(module.weight.detach().clone())
-        return abs(len(seen) - 7.0)  # least at the seventh
+        return abs(len(seen) - 7.0)  # the minimum is at the seventh
 
     history = train(
         STAGE, module, loss_of(module), work=tmp_path, seed=0, device=CPU, validate=validate

@@ -42,7 +42,8 @@ def test_perplexity_is_the_geometric_mean_of_one_over_probability() -> None:
 
 
 def test_a_word_with_one_neighbour_is_unlikely_elsewhere_however_frequent() -> None:
-    """The point of counting contexts and not occurrences: the Francisco of San Francisco."""
+    """Counting contexts instead of occurrences has this purpose, as for Francisco in San
+    Francisco."""
     san, francisco, glasses = 0, 1, 2
     often = [san, francisco] * 20
     scattered = [neighbour for other in range(4, 12) for neighbour in (other, glasses)]

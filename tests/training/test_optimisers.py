@@ -1,4 +1,4 @@
-"""Muon gets the matrices inside of the blocks, and its steps are as long as they ever were."""
+"""Muon gets the matrices inside the blocks, and its step length is unchanged."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_biases_and_scales_do_not_decay() -> None:
 
 @pytest.mark.parametrize(("out", "size"), [(8, 1.0), (32, 2.0)])
 def test_a_muon_step_is_as_long_as_when_the_weights_were_made(out: int, size: float) -> None:
-    """Its spectral norm is the learning rate, times √(out / in) where that is above 1."""
+    """A step's spectral norm is the learning rate, times √(out / in) if that is above 1."""
     weight = torch.eye(out, 8).requires_grad_()
     optimiser = muon([weight], learning_rate=0.1, weight_decay=0.5)
     weight.grad = torch.randn(out, 8, generator=torch.Generator().manual_seed(0))

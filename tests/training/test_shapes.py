@@ -1,4 +1,4 @@
-"""Captions say what the pixels show, as read back by a judge that sees only the pixels."""
+"""Captions match the pixels, according to a judge that sees only the pixels."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_judge_reads_every_caption_back_and_no_exchanged_one(kind: str) -> N
     drawn = shapes.render(scenes, **CANVAS[kind], generator=generator())
     watched = [judge.watch(frames) for frames in drawn]
     rates = judge.rates(scenes, watched)
-    assert rates.pop("textures") >= 0.9  # little of them is left at a quarter of the pixels
+    assert rates.pop("textures") >= 0.9  # textures lose detail at a quarter of the pixels
     rates.pop("all")
     assert set(rates.values()) == {1.0}
     by_chance = judge.chance(scenes, watched)
@@ -73,7 +73,7 @@ def test_captions_are_unique_and_held_out_ones_are_never_trained_on() -> None:
         assert len({str(scene) for scene in scenes}) == len(scenes)
         assert not {str(scene) for scene in train} & {str(scene) for scene in held_out}
         assert len(held_out) >= 100
-        # Every word is seen in training.
+        # Every word occurs in training.
         assert {w for s in train for w in str(s).split()} == {
             w for s in scenes for w in str(s).split()
         }

@@ -1,4 +1,4 @@
-"""A call cut into the parts that ranks would have is the same call again once it is joined."""
+"""A call that is split into the parts of ranks and joined again is unchanged."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.factories import bits, normal, random_call
 
 
 def heads_of(call: AttentionCall, *parts: tuple[Sequence[int], Sequence[int]]) -> list[Any]:
-    """Parts of a call: their query heads, and key/value heads."""
+    """Return parts of a call, given by their query heads and key/value heads."""
     return [pick(call, heads, kv_heads) for heads, kv_heads in parts]
 
 
 def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
-    """Parts of a call's queries, up to each of these."""
+    """Return parts of a call's queries that end at these positions."""
     assert call.output is not None
     parts = []
     for first, end in zip((0, *ends), ends, strict=False):
@@ -79,7 +79,7 @@ def test_heads(call: AttentionCall, parts: list[tuple[list[int], list[int]]]) ->
 
 
 def test_query_heads_that_share_a_key_head_are_grouped() -> None:
-    """Each part has as many of both, and says nothing of grouped heads."""
+    """Each part has as many query heads as key heads, so it does not set `enable_gqa`."""
     call = random_call(q_heads=2, kv_heads=1)
     parts = [replace(each, enable_gqa=False) for each in heads_of(call, ([0], [0]), ([1], [0]))]
     assert is_same(join(parts, "heads"), call)
@@ -150,7 +150,7 @@ def test_what_counts_from_the_ends_of_a_part_is_refused(asked: dict[str, Any]) -
 
 
 def strided(size: Sequence[int], order: Sequence[int], expanded: Sequence[int] = ()) -> Tensor:
-    """A tensor that lies in memory in this order of dimensions."""
+    """Return a tensor with this order of dimensions in memory."""
     memory = normal(*(1 if dim in expanded else size[dim] for dim in order))
     return memory.permute([order.index(dim) for dim in range(4)]).expand(*size)
 
@@ -161,7 +161,7 @@ def strided(size: Sequence[int], order: Sequence[int], expanded: Sequence[int] =
 def test_strides_are_those_of_the_whole(
     order: tuple[int, ...], cut: int, expanded: tuple[int, ...]
 ) -> None:
-    """Parts are dense: each rank has its own memory."""
+    """Parts are dense, because each rank has its own memory."""
     whole = strided((3, 4, 5, 8), order, expanded)
     parts = []
     for part in (whole[:, :cut], whole[:, cut:]):

@@ -1,4 +1,4 @@
-"""Structures of dense masks are found in every form, and not in masks that are slightly off."""
+"""Structures of dense masks are found in every form, but not in slightly different masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.variant_calls import visible
 
 ALL = torch.ones(8, 8, dtype=torch.bool)
 PADDED = torch.arange(8) < torch.tensor([5, 8])[:, None, None, None]
-"""(2, 1, 1, 8)"""
+"""Padding mask (2, 1, 1, 8) bool."""
 BLOCKS = torch.block_diag(*(torch.ones(length, length) for length in (3, 1, 4))).bool()
 
 WORDS: dict[str, tuple[Tensor, str]] = {
@@ -54,7 +54,7 @@ WORDS: dict[str, tuple[Tensor, str]] = {
 
 
 def masked(mask: Tensor, **fields: Any) -> AttentionCall:
-    """A call with a mask of 2 to 4 dimensions."""
+    """Return a call with a mask of 2 to 4 dimensions."""
     mask = mask[(None,) * (4 - mask.ndim)]
     sizes = {"batch": mask.shape[0], "q_len": max(mask.shape[2], 8 * (mask.shape[0] > 1))}
     return random_call(**{**sizes, "kv_len": mask.shape[3], "attn_mask": mask, **fields})
@@ -82,7 +82,7 @@ def test_words(name: str, form: str) -> None:
     has_empty_rows = bool((~mask.any(dim=-1)).any())
     found = structure_of(masked(FORMS[form](mask)))
     if has_empty_rows and form.startswith("lowest"):
-        assert found is None  # such a row is the mean of all values
+        assert found is None  # a fully masked row is the mean of all values
     else:
         assert str(found) == words
 
@@ -122,7 +122,7 @@ def test_call_s_own_causality_counts() -> None:
     assert str(structure_of(masked(PADDED, is_causal=True))) == "causal, padding"
     within = masked(PADDED, variant=AttentionVariant(window=(2, 1)))
     assert str(structure_of(within)) == "window 2/1, padding"
-    # With is_causal the lowest value hides all that the first query could see.
+    # With is_causal, the lowest value hides every key that the first query could see.
     lowest = as_numbers(ALL.triu(1), torch.finfo(torch.float32).min)
     assert structure_of(masked(lowest, is_causal=True)) is None
 
@@ -164,7 +164,7 @@ def test_lengths_and_a_mask_are_left_alone() -> None:
 
 @st.composite
 def calls(draw: st.DrawFn) -> AttentionCall:
-    """Without a mask, but with anything that leaves each query a span of keys."""
+    """Draw calls without a mask, in which each query sees a contiguous range of keys."""
     batch, q_len, kv_len = (draw(st.integers(low, high)) for low, high in ((1, 2), (1, 7), (2, 7)))
     side = st.none() | st.integers(0, 4)
     fields: dict[str, Any] = {
@@ -181,13 +181,13 @@ def calls(draw: st.DrawFn) -> AttentionCall:
             fields[name] = torch.tensor([0, *each]).cumsum(0).int()
     elif draw(st.booleans()):
         used = draw(st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch))
-        assume(1 not in used)  # with one key nothing shows how long a window is
+        assume(1 not in used)  # a single key does not reveal a window's length
         fields["seqused_k"] = torch.tensor(used).int()
     return random_call(batch=batch, q_len=q_len, kv_len=kv_len, head_dim=4, **fields)
 
 
 def with_mask(call: AttentionCall, mask: Tensor) -> AttentionCall:
-    """The same call with a mask and nothing else."""
+    """Return the same call with only a mask."""
     return replace(
         call,
         attn_mask=mask,
@@ -200,7 +200,7 @@ def with_mask(call: AttentionCall, mask: Tensor) -> AttentionCall:
 
 
 def seen_by(structure: MaskStructure, call: AttentionCall) -> Tensor:
-    """(B, Sq, Sk) bool, by the definitions."""
+    """Return the visible pairs (B, Sq, Sk) bool, by the definitions."""
     unpadded = replace(structure, starts_k=None).restated(call)
     assert unpadded is not None
     seen = visible(unpadded)
@@ -233,7 +233,7 @@ def test_mask_that_is_one_element_off_is_not_taken_for_the_whole(
     call = with_mask(asked, mask)
     structure = structure_of(call)
     if structure is None:
-        return  # nothing is claimed
+        return  # no structure is claimed
     if structure.cu_seqlens_q is None or call.shape.batch == 1:
         assert torch.equal(seen_by(structure, call), mask[:, 0])
 

@@ -1,4 +1,4 @@
-"""Masks that real models hand to SDPA: recorded, and recognised for what they are."""
+"""Masks that real models pass to SDPA are recorded and recognised."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.factories import tiny_llama
 
 IDS = torch.arange(2, 22).reshape(2, 10)
 PADDED = torch.tensor([[1] * 10, [1] * 6 + [0] * 4])
-"""The second sequence is shorter."""
+"""Attention mask in which the second sequence is shorter."""
 LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
     ~(torch.ones(10, 10).tril() * PADDED[:, None, None]).bool(), torch.finfo(torch.float32).min
 )
-"""Both in one mask, as transformers' eager attention has it."""
+"""Causal mask and padding in one mask, as in transformers' eager attention."""
 
 
 def tiny(name: str, **config: Any) -> Any:
-    """A model of one of transformers' families, with random weights."""
+    """Return a model of a transformers family with random weights."""
     import transformers
 
     torch.manual_seed(0)

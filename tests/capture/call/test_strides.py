@@ -23,7 +23,7 @@ DTYPES = [
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A 4-D view as models make them: permuted, sliced with gaps, offset, expanded."""
+    """A 4-D view like those of models: permuted, sliced with gaps, offset, expanded."""
     size = draw(st.tuples(*[st.integers(1, 4)] * 4))
     order = draw(st.permutations(range(4)))
     margins = draw(st.tuples(*[st.integers(0, 2)] * 4))
@@ -66,7 +66,7 @@ def test_packed_values_are_a_copy(tensor: Tensor) -> None:
 
 
 def test_values_are_held_as_they_are_in_memory() -> None:
-    """So that neither writing nor reading them rearranges anything."""
+    """Neither writing nor reading rearranges the values."""
     bshd = torch.randn(2, 7, 3, 4)
     values, layout = pack(bshd.transpose(1, 2))
     assert torch.equal(values, bshd)

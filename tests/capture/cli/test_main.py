@@ -1,4 +1,4 @@
-"""The command: exit codes, sentences, and processes that are stopped in the middle."""
+"""The command: exit codes, messages, and interrupted processes."""
 
 from __future__ import annotations
 
@@ -244,7 +244,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 def sentence_of(result: tuple[int, str, str], code: int) -> str:
-    """The only line on stderr, after checking that it is one, and the exit code."""
+    """Check the exit code and that stderr has one line; return the line."""
     got, out, err = result
     lines = [line for line in err.splitlines() if line.startswith("capture: ")]
     assert (got, out) == (code, "")
@@ -459,7 +459,7 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
     missing.unlink()
     code, printed, _ = run_cli("check", str(out))
     assert code == 1
-    # A line each, however long, for those who pipe it into something.
+    # In a pipe, each call has one line of any length.
     assert printed.splitlines()[:2] == [
         f"FAIL {altered.name}  altered since it was recorded (checksum differs)",
         f"FAIL {missing.name}  missing",
@@ -484,7 +484,7 @@ Stop = Callable[..., Stopped]
 
 @pytest.fixture
 def stopped(start_python: Start, model_file: Path, tmp_path: Path) -> Stop:
-    """`stopped(signal, options)`: a capture that gets the signal while its model runs."""
+    """`stopped(signal, options)` sends the signal to a capture while its model runs."""
 
     def stop(sent: signal.Signals, options: Sequence[str] = (), function: str = "slow") -> Stopped:
         model = f"{model_file}:{function}"
@@ -546,7 +546,7 @@ def test_killed_capture_leaves_a_readable_dataset(stopped: Stop) -> None:
     assert code == -signal.SIGKILL
     data = load(out)
     assert "the capture of my.py:slow was killed" in data.note
-    # With --durable at most the newest call was not yet on the disk.
+    # With --durable, only the newest call may not be on disk yet.
     assert 9 <= len(data) <= 10
     assert not data.captures[0].complete
     assert all(finding.good for finding in check_files(data))
@@ -606,7 +606,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def in_project(start_python: Start, project: Path) -> Callable[..., str]:
-    """`in_project(*arguments)`: what Python prints there."""
+    """`in_project(*arguments)` runs Python in the project and returns its output."""
 
     def run(*arguments: str) -> str:
         process = start_python(*arguments, cwd=project)

@@ -1,4 +1,4 @@
-"""The helps of the verbs, and that no verb ignores an option."""
+"""The help of each verb; no verb ignores an option."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_verb_reads_every_option(
     assert run_cli(*GIVEN["record"])[0] == 0
     with monkeypatch.context() as patch:
         patch.setattr(argparse, "Namespace", Noted)
-        Noted.read = {"debug"}  # read where a command fails
+        Noted.read = {"debug"}  # read only when a command fails
         code, _, err = run_cli(verb, *GIVEN[verb])
     assert code == 0, err
     parser = importlib.import_module(ALL_VERBS[verb]).parser()

@@ -1,6 +1,6 @@
 """Wrong values of every option of both commands: one sentence, exit code 2.
 
-The table is made from the parsers themselves, so that an option added later is in it.
+The cases are made from the parsers, so they include options that are added later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
     for command in (capture_parser(), parser()):
         for action in command._actions:
             option = action.option_strings[-1]
-            if action.nargs == 0 or option == "--prompt":  # which may be empty
+            if action.nargs == 0 or option == "--prompt":  # may be empty
                 continue
             is_text = action.type in (None, output_file) or action.choices is not None
             for value in EMPTY if is_text else NO_NUMBERS:
@@ -61,7 +61,7 @@ def test_wrong_value_is_one_sentence(
     printed = capsys.readouterr().err
     assert re.match(rf"{command.prog}: argument (-\w+/)?{option}: ", printed)
     assert printed.count("\n") == 1
-    if not value.strip() and option != "--dtype":  # which lists what there is
+    if not value.strip() and option != "--dtype":  # the message lists the choices
         assert "is empty: leave it out, or give a value" in printed or "choose from" in printed
     # Not argparse's own words, which name a function of ours.
     assert not re.search(r"invalid \w+ value", printed)
@@ -89,7 +89,7 @@ def test_empty_prompt_is_a_prompt() -> None:
 def test_misspelt_option_is_one_sentence(
     given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither help, nor argparse's words on a value that another option does not take."""
+    """The command prints neither help nor argparse's message about another option's value."""
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(given)
     assert stopped.value.code == 2
@@ -125,7 +125,7 @@ def test_current_directory_that_was_deleted_is_one_sentence(
 
 
 def test_what_else_begins_with_a_dash() -> None:
-    """Values of one-letter options, numbers, and words of a prompt."""
+    """These are values of one-letter options, numbers, and words of a prompt."""
     found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "--scale=1e-3", "-q"])
     assert (found.b, found.d, found.hq, found.kernels, found.quiet) == (2, 32, 8, "a", True)
     assert capture_parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"

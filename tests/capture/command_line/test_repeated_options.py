@@ -1,4 +1,4 @@
-"""An option that is given twice: a list grows, two values of anything else are refused.
+"""Options given twice: lists grow, and two values of any other option are refused.
 
 The list of options is made from the parsers of both commands and the sub-commands.
 """
@@ -20,11 +20,11 @@ from tests.noted_options import options, values_of
 LISTS = {
     *("--heads", "--modules", "--kernels", "--call", "--metric", "--gpus", "--env", "--fail-on")
 }
-"""Options that grow."""
+"""Options whose values form a list."""
 
 
 def needed(command: argparse.ArgumentParser) -> list[str]:
-    """Arguments that a command requires."""
+    """Return the arguments that a command requires."""
     groups = [group for group in command._mutually_exclusive_groups if group.required]
     required = [group._group_actions[0] for group in groups]
     required += [action for action in command._actions if action.required]
@@ -77,7 +77,7 @@ def test_no_value_is_dropped(
 
 
 def test_same_value_twice_is_accepted() -> None:
-    """In two ways of writing it, and beside a flag that is given twice."""
+    """The value may be written in two ways, and a flag may also be given twice."""
     found = capture_parser().parse_args(["--max", "2", "--max=02", "--audit", "--audit"])
     assert (found.max, found.audit) == (2, True)
     assert random.parser().parse_args(["-d", "64", "-d64"]).d == 64

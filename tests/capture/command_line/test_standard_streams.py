@@ -21,14 +21,14 @@ REPLAY = "replay random -hq 1 -sq 8 -d 8 --kernels torch-math --rounds 3 --devic
 
 
 def run(command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    """Run a line of shell, with our packages."""
+    """Run a shell command that can import our packages."""
     variables = {**os.environ, "PYTHONPATH": str(REPOSITORY), "COLUMNS": "200", **environment}
     return subprocess.run(
         command, shell=True, executable="bash", cwd=cwd, env=variables, capture_output=True
     )
 
 
-# One after another the closed ones' numbers go to pipes of the worker and the judge.
+# Pipes of the worker and the judge take the numbers of closed streams.
 @pytest.mark.parametrize(
     "closed",
     [

@@ -22,12 +22,12 @@ def noise(*sizes: int) -> Tensor:
 
 
 def mask(*lengths: int, of: int) -> Tensor:
-    """(B, of): which tokens of each text there are."""
+    """Return a mask (B, of) that is True for real tokens of each text, not padding."""
     return torch.stack([torch.arange(of) < length for length in lengths])
 
 
 def grid(*sizes: int) -> Tensor:
-    """(tokens, axes): the coordinates of a picture's or a text's tokens."""
+    """Return the coordinates (tokens, axes) of a picture's or a text's tokens."""
     return torch.cartesian_prod(*(torch.arange(size) for size in sizes))
 
 
@@ -39,12 +39,12 @@ def denoiser(
     time: str = "timestep",
     change: Callable[[Any], object] = lambda model: None,
 ) -> Callable[[], tuple[Any, Run]]:
-    """A denoiser, run for each of `TIMES`.
+    """Return a function that builds a denoiser and runs it for each of `TIMES`.
 
     Args:
         inputs: the other arguments of its forward pass.
         time: the name of the time step, (B,).
-        change: what else is to be done to the model.
+        change: function applied to the model.
     """
 
     def build() -> tuple[Any, Run]:
@@ -148,7 +148,7 @@ def of_size(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def wan_2_2() -> tuple[Any, Run]:
-    """Each of its two transformers takes some of the steps."""
+    """Return Wan 2.2, whose two transformers each run some of the steps."""
     torch.manual_seed(0)
     _generator.manual_seed(0)
     pipe = diffusers.WanPipeline(
@@ -416,7 +416,7 @@ MODELS = [
         ),
         denoised(12),
     ),
-    # A layer of its own for the picture, one for the text, then one for both.
+    # One layer for the picture, one for the text, then one for both.
     Foreign(
         "Z-Image",
         denoiser(
@@ -440,7 +440,7 @@ MODELS = [
         "Stable Diffusion 3",
         denoiser(
             "SD3Transformer2DModel",
-            # A block of two attentions.
+            # A block with two attentions.
             {**SD3, "qk_norm": "rms_norm", "dual_attention_layers": (0,)},
             lambda: {**image(channels=8, text=32), "pooled_projections": noise(2, 64)},
         ),
@@ -566,7 +566,7 @@ MODELS = [
         ),
         denoised(4),
     ),
-    # Linear attention to the picture; only that to the text is softmax attention.
+    # Attention to the picture is linear; only attention to the text uses softmax.
     Foreign(
         "SANA",
         denoiser(
@@ -632,7 +632,7 @@ MODELS = [
         ),
         denoised(5),
     ),
-    # A block calls once for each text, without its padding; one more attention pools the texts.
+    # A block makes one call per text, without padding; one more attention pools the texts.
     Foreign(
         "Mochi",
         denoiser(
@@ -773,7 +773,7 @@ MODELS = [
                 "text_rope_pos": torch.arange(6),
             },
         ),
-        # The text's block attends to itself, the others to the text too.
+        # The text's block attends to itself; the other blocks also attend to the text.
         denoised(1 + 2 * 2),
     ),
     Foreign(
@@ -806,7 +806,7 @@ MODELS = [
         ),
         denoised(8),
     ),
-    # As before, but two blocks deep wherever the resolution is lower, which the middle is too.
+    # As above, but two blocks deep at the lower resolution, including the middle.
     Foreign(
         "Stable Diffusion XL",
         denoiser(

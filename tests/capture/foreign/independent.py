@@ -1,10 +1,10 @@
-"""Runs the foreign models without `capture`, and notes their attention calls in another way.
+"""Runs the foreign models without `capture`, and records their attention calls independently.
 
-`python -m tests.capture.foreign.independent DIRECTORY [NAME ...]` writes, for each model, a file of
-what every call was given and returned, and how often PyTorch's own profiler saw the operator.
+`python -m tests.capture.foreign.independent DIRECTORY [NAME ...]` writes a file for each model,
+with inputs and output of every call, and the operator's count from PyTorch's profiler.
 
-`F.scaled_dot_product_attention` and FlexAttention are replaced before anybody can have imported
-them; transformers' models keep their eager attention as a function of their module.
+`F.scaled_dot_product_attention` and FlexAttention are replaced before other modules import them.
+The eager attention of transformers' models is a function of each model's module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ notes: list[Note] = []
 
 
 def noting(function: Callable[..., Any], road: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """`function`, which notes what it is given and returns; `names` are those of its arguments."""
+    """Wrap `function` to record its arguments, called `names`, and its output."""
 
     @functools.wraps(function)
     def note(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ def note_everything() -> None:
 
 
 def note_eager() -> None:
-    """Replace the eager functions of transformers' models that are loaded by now."""
+    """Replace the eager attention of transformers' models that are already loaded."""
     names = ("module", "query", "key", "value")
     for path, module in list(sys.modules.items()):
         function = vars(module).get("eager_attention_forward")

@@ -1,4 +1,4 @@
-"""One line of the table of foreign models: how to build and run it, and what it should do."""
+"""One line of the table of foreign models: how to build and run a model, and its expected calls."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ class Foreign(NamedTuple):
 
     name: str
     build: Callable[[], tuple[Any, Run]]
-    """Returns what to watch, and the run. Every time the same, bit for bit."""
+    """Function that returns the model to record and its run; both are reproducible bit for bit."""
     calls: Calls
-    """By hand, from the configuration."""
+    """Expected calls, derived by hand from the configuration."""
     roads: frozenset[str] = frozenset({"sdpa"})
     unseen: dict[str, int] = {}  # noqa: RUF012
-    """Forward passes of attention modules that make no call on any road, by class; by hand too."""
+    """Expected forward passes of attention modules without a call at any entry point, by class."""
 
 
 def generated(prefill: int, decode: int | None = None, *, steps: int = 3) -> Calls:
-    """Calls of a language model that reads a prompt and decodes `steps` tokens."""
+    """Return the calls of a language model that reads a prompt and decodes `steps` tokens."""
     later = prefill if decode is None else decode
     return Counter({("prefill", 0): prefill, **{("decode", i): later for i in range(1, steps)}})
 
 
 def encoded(calls: int) -> Calls:
-    """Calls of one forward pass of an encoder."""
+    """Return the calls of one forward pass of an encoder."""
     return Counter({("encode", 0): calls})
 
 
 def denoised(calls: int, *, steps: int = 2) -> Calls:
-    """Calls of a denoiser with equally many in each forward pass."""
+    """Return the calls of a denoiser with the same number in each forward pass."""
     return Counter({("denoise", step): calls for step in range(steps)})
 
 

@@ -11,7 +11,7 @@ MODELS: dict[str, Foreign] = {
 
 
 def markdown() -> str:
-    """A table of all models by the roads they take, with the calls of their runs."""
+    """Return a table of all models by entry point, with the calls of their runs."""
     lines = ["| attention of the model | calls | models |", "|---|---:|---|"]
     known = {roads(model): list[Foreign]() for model in MODELS.values()}
     for model in MODELS.values():

@@ -1,4 +1,4 @@
-"""Models of other projects, recorded here, and observed by a process that knows us not."""
+"""Models of other projects, recorded here and observed by a process without our code."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Recorded(NamedTuple):
 def observed(
     tmp_path_factory: pytest.TempPathFactory, start_python: Callable[..., subprocess.Popen[str]]
 ) -> Iterator[Callable[[str], dict[str, Any]]]:
-    """Notes of the other process, which runs every model meanwhile, about one model."""
+    """Function that returns the other process's observations of one model."""
     directory = tmp_path_factory.mktemp("observed")
     process = start_python("-m", "tests.capture.foreign.independent", str(directory), cwd=directory)
 
@@ -53,7 +53,7 @@ def observed(
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Recorded]:
-    """Each model, recorded once."""
+    """`recorded(name)` records each model once."""
     known: dict[str, Recorded] = {}
 
     def of(name: str) -> Recorded:
@@ -67,7 +67,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Record
 def record_model(name: str, out: Path) -> Recorded:
     watched, run = MODELS[name].build()
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecordingWarning)  # that there is nothing to record
+        warnings.simplefilter("ignore", RecordingWarning)  # "nothing to record" is expected
         outputs = [run()]
         with record(watched, out / "calls", name="model", max=1000) as recording:
             outputs.append(run())
@@ -156,7 +156,8 @@ def test_tensors_are_what_another_process_noted(
 def test_reference_agrees_with_what_the_model_got(
     name: str, recorded: Callable[[str], Recorded]
 ) -> None:
-    """As exact as its dtype allows: nothing that the model asked is missing from the call."""
+    """Agreement within the dtype's precision shows that the call contains all of the model's
+    options."""
     for call in recorded(name).calls:
         assert call.output is not None
         reference = attention(call)
@@ -168,7 +169,7 @@ def test_reference_agrees_with_what_the_model_got(
 
 
 def without_keys(call: AttentionCall) -> Tensor:
-    """(B, Hq, Sq): the rows that may see no key at all, for which every kernel has its own rule."""
+    """Return the rows (B, Hq, Sq) that may see no key, for which kernels have different rules."""
     assert call.output is not None
     rows = torch.zeros(call.output.shape[:3], dtype=torch.bool)
     if call.attn_mask is None:

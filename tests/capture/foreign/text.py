@@ -1,4 +1,4 @@
-"""Language models and encoders of text, from transformers."""
+"""Language models and text encoders from transformers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.capture.foreign.model import NONE, Foreign, Run, encoded, generated
 
 IDS = torch.arange(2, 22).reshape(2, 10)
 PADDED = torch.tensor([[1] * 10, [0] * 4 + [1] * 6])
-"""The second sequence is shorter."""
+"""Attention mask in which the second sequence is shorter."""
 TOKENS = 3
 """Number of tokens that each language model generates."""
 
@@ -22,7 +22,7 @@ SIZES = {
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "initializer_range": 0.2,  # so that scores are not all alike
+    "initializer_range": 0.2,  # so that scores differ
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {
@@ -43,7 +43,7 @@ GPT = {
 
 
 def generating(model: Any, *args: Any, **options: Any) -> Run:
-    """Generates without a choice, and returns the logits of every token."""
+    """Return a run that generates greedily and returns the logits of every token."""
     chosen = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
     kept = {"return_dict_in_generate": True, "output_logits": True}
 
@@ -62,7 +62,7 @@ def decoder(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Callable[[], tuple[Any, Run]]:
-    """A causal language model that continues two texts."""
+    """Return a causal language model that continues two texts."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def decoder(
 def encoder(
     kind: str, config: dict[str, Any] = SIZES, **changes: Any
 ) -> Callable[[], tuple[Any, Run]]:
-    """An encoder that reads two texts of different lengths."""
+    """Return an encoder that reads two texts of different lengths."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ def encoder(
 
 
 def translator(kind: str, **config: Any) -> Callable[[], tuple[Any, Run]]:
-    """An encoder and a decoder that continues what it begins."""
+    """Return an encoder-decoder model."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -139,7 +139,7 @@ MODELS = [
     Foreign("Qwen 3", decoder("qwen3"), generated(2)),
     Foreign("Qwen 3 MoE", decoder("qwen3_moe", **EXPERTS), generated(2)),
     Foreign(
-        "Qwen 3 Next",  # one of its two layers is of linear attention
+        "Qwen 3 Next",  # one of two layers has linear attention
         decoder(
             "qwen3_next",
             **EXPERTS,
@@ -168,14 +168,14 @@ MODELS = [
     Foreign(
         "DeepSeek V3", decoder("deepseek_v3", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
     ),
-    # All heads share one key, which is the value too.
+    # All heads share one key, which is also the value.
     Foreign(
         "DeepSeek V4",
         decoder("deepseek_v4", **{**GROUPED, **LATENT, **EXPERTS, "head_dim": 16}),
         generated(2),
         REGISTRY,
     ),
-    # Full attention, then a window with sinks and other heads.
+    # Full attention, then a window with sinks and a different number of heads.
     Foreign(
         "MiMo V2 Flash",
         decoder(

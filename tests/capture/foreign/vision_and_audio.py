@@ -1,4 +1,4 @@
-"""Models that see or hear, from transformers."""
+"""Vision and audio models from transformers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def picture(*sizes: int) -> torch.Tensor:
 def seeing(
     kind: str, config: dict[str, Any] = VISION, size: int = 16, auto: str = "AutoModel"
 ) -> Callable[[], tuple[Any, Run]]:
-    """An encoder that looks at two pictures."""
+    """Return an encoder that reads two pictures."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -178,12 +178,12 @@ MODELS = [
     Foreign("CLIP", clip, encoded(2 + 2)),
     Foreign("Swin", seeing("swin", WINDOWS), encoded(2)),
     Foreign("Swin V2", seeing("swinv2", WINDOWS), NONE, unseen={"Swinv2SelfAttention": 2}),
-    # Two layers of two; then two self-, four cross- and a last cross-attention of the decoder.
+    # Two encoder layers; then two self-, four cross- and one final cross-attention of the decoder.
     Foreign("SAM", sam, encoded(2 + 2 * 3 + 1)),
-    # The former attends to its queries twice and, every other layer, to the picture.
+    # The Q-Former has two self-attentions, and cross-attention in every other layer.
     Foreign("BLIP-2", blip_2, encoded(2 + 2 + 1) + generated(2)),
     Foreign("LLaVA", llava, encoded(2) + generated(2)),
-    # Without flash-attn, each picture attends in a call of its own.
+    # Without flash-attn, each picture has a separate call.
     Foreign("Qwen 2 VL", qwen2_vl, encoded(2 * 2) + generated(2)),
     Foreign("Whisper", whisper, encoded(2) + generated(4)),
     Foreign("Wav2Vec 2", wav2vec2, encoded(2)),

@@ -1,4 +1,4 @@
-"""An audit counts the attention operators that run outside of the calls seen."""
+"""An audit counts the attention operators that run outside recorded calls."""
 
 from __future__ import annotations
 
@@ -78,5 +78,5 @@ def test_traced_layer_is_counted_where_it_ran(layers: Any, states: Tensor, tmp_p
         layers(states)
     assert recording.audit is not None
     assert [path for _, path in recording.audit.calls] == ["layers.1"]
-    [past] = recording.missed_attention  # once, by its module
+    [past] = recording.missed_attention  # reported once, by its module
     assert past.kind == "Attention"

@@ -1,4 +1,4 @@
-"""Every SDPA call is seen as it was meant, and nothing is left behind."""
+"""Every SDPA call is intercepted with the right arguments, and PyTorch is restored afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Q, K, V = torch.randn(3, 1, 4, 6, 8)
 
 
 class Seen:
-    """A handler that notes the arguments and makes the call."""
+    """Handler that records the arguments and makes the call."""
 
     def __init__(self) -> None:
         self.calls: list[Arguments] = []
@@ -42,7 +42,7 @@ def seen() -> Seen:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """After every test of this file PyTorch is as it was."""
+    """Check after every test of this file that PyTorch is restored."""
     before = (torch.backends.mha.get_fastpath_enabled(), torch._dynamo.eval_frame._stance.stance)
     yield
     assert F.scaled_dot_product_attention is TORCH_SDPA
@@ -118,7 +118,7 @@ def test_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> No
 def test_wrong_call_fails_as_without_us(
     tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Under a whole recording: it must not trip over arguments that SDPA refuses."""
+    """A recording must not fail on arguments that SDPA refuses."""
     from capture import record
     from capture.errors import RecordingWarning
 
@@ -147,7 +147,7 @@ def _module(name: str, source: str) -> types.ModuleType:
 
 @pytest.fixture
 def imported_by_name() -> Iterator[types.ModuleType]:
-    """A loaded module that took the function by name, under two names."""
+    """A loaded module that imported the function under two names."""
     yield _module(
         "took_it_by_name",
         "from torch.nn.functional import scaled_dot_product_attention\n"
@@ -228,7 +228,7 @@ def test_transformer_encoder_leaves_its_fast_path_and_returns_to_it(seen: Seen) 
     states = torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
-        # With padding the fast path would run on nested tensors, without one SDPA call.
+        # With padding, the fast path would run on nested tensors without an SDPA call.
         expected = encoder(states, src_key_padding_mask=padding)
         with intercept(seen):
             output = encoder(states, src_key_padding_mask=padding)
@@ -325,10 +325,10 @@ def test_replacement_made_inside_is_theirs_to_keep(
             F.scaled_dot_product_attention(Q, K, V)
             assert len(seen.calls) == 1
         assert F.scaled_dot_product_attention is theirs
-        # It holds our function: which must not go on recording.
+        # Our function, which the other patch holds, must stop recording.
         assert torch.equal(theirs(Q, K, V), TORCH_SDPA(Q, K, V) + 1)
         assert len(seen.calls) == 1
-    # The patch has brought our function back, which is harmless: the builtin again.
+    # The patch restored our function, which is harmless; set the builtin again.
     F.scaled_dot_product_attention = TORCH_SDPA
 
 
@@ -391,7 +391,7 @@ def test_diffusers_dispatcher_keeps_its_backend(seen: Seen) -> None:
 
 
 class Told:
-    """An observer that notes its calls."""
+    """Observer that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -425,7 +425,7 @@ def test_observer_is_reported_of_a_call_that_has_returned() -> None:
 def test_observer_is_reported_once_of_a_call_within_a_call(
     imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not of one with an argument that SDPA does not have."""
+    """Calls with arguments that SDPA does not have are not reported."""
     told = Told()
 
     def theirs(*tensors: Tensor, window: int = 0) -> Tensor:

@@ -17,7 +17,7 @@ from tests.factories import tiny_llama
 
 
 def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[CallSite]:
-    """The site of every SDPA call of `run`."""
+    """Return the site of every SDPA call of `run`."""
     tracker = ModuleTracker(roots)
     sites: list[CallSite] = []
 
@@ -163,14 +163,14 @@ def test_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> Non
             raise ZeroDivisionError
 
     sites = sites_of({"": layers}, run)
-    # The two that failed were forwards of the root as well.
+    # The two failed forward passes of the root count as steps.
     assert [(site.module, site.step) for site in sites] == [("layers.0", 2), ("layers.1", 2)]
 
 
 def test_module_that_was_entered_before_it_was_hooked_goes_on(layers: Any, states: Tensor) -> None:
     expected = layers(states)
     tracker, first = ModuleTracker({"": layers}), layers.layers[0]
-    first.register_forward_hook(lambda *_: None)  # PyTorch looks for hooks where it found one
+    first.register_forward_hook(lambda *_: None)  # PyTorch then looks for hooks
     forward = first.forward
     with contextlib.ExitStack() as stack:
 
@@ -207,7 +207,7 @@ def test_compiled_modules_keep_their_names(layers: Any, states: Tensor, which: s
 
 def test_data_parallel_replica_is_named_like_its_original(layers: Any, states: Tensor) -> None:
     def run() -> None:
-        # What DataParallel runs: shallow copies, made while the hooks are on.
+        # DataParallel runs shallow copies, made while the hooks are on.
         replica = layers.layers[1]._replicate_for_data_parallel()
         replica._modules = dict(layers.layers[1]._modules)
         replica(states)
@@ -219,7 +219,7 @@ def test_threads_do_not_mix_up_their_modules(make_layers: Any, states: Tensor) -
     models = {"left": make_layers(3), "right": make_layers(3)}
     tracker = ModuleTracker(models)
     named: dict[str, list[str]] = {"left": [], "right": []}
-    # Both threads stand inside attention before either goes on: every call overlaps another.
+    # Both threads wait inside attention for each other, so that every call overlaps another.
     together = threading.Barrier(2, timeout=30)
 
     def handler(arguments: Any, proceed: Callable[[], Tensor], sdpa: Any) -> Tensor:
@@ -249,7 +249,7 @@ def test_roots_are_a_module_a_pipeline_s_modules_or_a_mapping(layers: nn.Module)
     assert roots_of({"a": layers}) == {"a": layers}
     assert roots_of(Pipeline()) == {"transformer": layers}
     own = nn.Module()
-    own.forward = len  # without a class of one's own
+    own.forward = len  # without a class of its own
     assert roots_of(own) == {"": own}
     for nothing in (3, {}, "model", nn.ModuleDict(), nn.Sequential(), {"a": nn.ModuleList()}):
         with pytest.raises(TypeError, match=r"pass a torch\.nn.Module, a diffusers pipeline"):

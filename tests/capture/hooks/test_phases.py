@@ -87,7 +87,7 @@ class Wrapper(nn.Module):
 
 
 class Answerer(Wrapper):
-    """One forward pass generates a whole text."""
+    """Model that generates a whole text in one forward pass."""
 
     def forward(self, prompt: Tensor) -> Any:
         return self.inner.generate(  # type: ignore[operator]
@@ -193,7 +193,7 @@ def test_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[str]
 
 
 class HybridCache:
-    """The first layer is of linear attention, and keeps no tokens."""
+    """Cache whose first layer has linear attention and keeps no tokens."""
 
     tokens = 0
 

@@ -1,4 +1,4 @@
-"""Exceptions of the program's own signal handlers are told from others."""
+"""Exceptions of the program's own signal handlers are distinguished from others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention calls of one's own choice, recorded, and what must hold of every dataset."""
+"""Models that make given attention calls, and checks that every dataset must pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MakeLayers = Callable[..., Any]
 
 
 class Caller(nn.Module):
-    """Makes SDPA calls of one's own choice."""
+    """Model that makes given SDPA calls."""
 
     def forward(self, *calls: Callable[[], Tensor]) -> list[Tensor]:
         return [call() for call in calls]
@@ -35,7 +35,8 @@ def recorded(out: Path, *calls: Callable[[], Tensor], **options: Any) -> Dataset
 
 
 def assert_good(data: Dataset) -> None:
-    """Checksums hold, SDPA repeats every output, the census agrees with the files."""
+    """Check that checksums match, SDPA repeats every output, and the census agrees with the
+    files."""
     texts = {finding.text for finding in check_files(data)}
     assert texts <= {"intact; output bit-identical", "intact; no output recorded"}
     for capture in data.captures:

@@ -32,7 +32,7 @@ def error(call: AttentionCall, kernel: Callable[..., Tensor]) -> float:
 
 
 def with_outliers(call: AttentionCall, by: float = 30.0) -> AttentionCall:
-    """One channel of K is far larger than the others, of either sign."""
+    """Return the call with one much larger channel of K, with both signs."""
     key = call.key.clone()
     key[..., 3] *= by
     return call.with_tensors({"key": key})
@@ -59,9 +59,9 @@ def test_what_makes_a_call_hard_and_what_does_not() -> None:
     usual = hardness(call)
     assert hardness(with_outliers(call)) > 3 * usual
     late = call.query.clone()
-    late[:, :, -1] *= 50  # a block's peak far above the rest of it
+    late[:, :, -1] *= 50  # the peak of a block is far above its other scores
     assert hardness(call.with_tensors({"query": late})) > 1.5 * usual
-    # What smoothing takes off, and a mean that all values share, cost nothing.
+    # A mean of keys, removed by smoothing, and a mean of values add no difficulty.
     smoothed = hardness(call.with_tensors({"key": call.key + 40}))
     assert smoothed == pytest.approx(usual, rel=1e-2)
     assert hardness(call.with_tensors({"value": call.value + 3})) < 0.5 * usual
@@ -78,13 +78,13 @@ def test_keys_that_no_query_sees_do_not_count() -> None:
     assert hardness(replace(call, key=key, attn_mask=seen)) > 3 * hidden
     as_floats = torch.zeros(64, 128).masked_fill(seen, -math.inf)
     assert hardness(replace(call, key=key, attn_mask=as_floats)) == pytest.approx(hidden)
-    # Query i is beside key 64 + i, and sees that and those after it.
+    # Query i is aligned with key 64 + i, and sees this key and later keys.
     window = AttentionVariant(window=(0, None), bottom_right=True)
     assert hardness(AttentionCall(query, key, value, variant=window)) < 2 * hidden
 
 
 def test_mean_of_k_counts_beside_a_sink() -> None:
-    """It moves all scores of a query alike, but not the sink's."""
+    """K's mean shifts all scores of a query equally, but not the sink's score."""
     call = random_call(q_len=64, kv_len=64, sinks=torch.zeros(2))
     assert hardness(call.with_tensors({"key": call.key + 1})) < 2 * hardness(call)
 
@@ -122,7 +122,7 @@ def test_neither_random_numbers_nor_attention_of_torch_s_are_taken() -> None:
 
 
 class Planted(nn.Module):
-    """Makes one call after another."""
+    """Model that makes given calls in order."""
 
     def forward(self, calls: list[AttentionCall]) -> list[Tensor]:
         return [torch.nn.functional.scaled_dot_product_attention(**c.arguments()) for c in calls]

@@ -1,4 +1,4 @@
-"""The buffers that recorded calls wait in, and how much memory they hold."""
+"""The buffers in which recorded calls wait, and their memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LARGE = 1 << 20
 
 
 def test_closed_pool_holds_nothing() -> None:
-    """It holds neither free buffers nor buffers that were not given back."""
+    """A closed pool holds neither free buffers nor unreturned buffers."""
     pool = BufferPool()
     free, _taken, _small = (
         pool.take(nbytes, pinned=False, limit=4 * LARGE) for nbytes in (LARGE, 2 * LARGE, 7)

@@ -1,4 +1,4 @@
-"""A recording that kept nothing says why, with the remedy."""
+"""A recording that kept no calls explains why, with the remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
         record(layers, tmp_path),
     ):
         pass
-    assert [each.filename for each in warned] == [__file__]  # of whom it is to be told
+    assert [each.filename for each in warned] == [__file__]  # the caller is named
 
 
 def test_what_has_no_values_is_counted_and_never_kept(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_two_captures_of_a_model_do_not_write_to_one_directory_at_once(
 def test_captures_of_two_models_into_one_directory_at_once(
     layers: nn.Module, states: Tensor, tmp_path: Path, make_call: Callable[..., AttentionCall]
 ) -> None:
-    """Neither reads a manifest that the other is about to replace."""
+    """Neither capture reads a manifest that the other is about to replace."""
     with record(layers, tmp_path, name="zebra"):
         layers(states)
         other = CaptureTarget.check(tmp_path, "antelope", overwrite=False)

@@ -1,4 +1,4 @@
-"""The part of a call that a rank has, with a pretended group of ranks."""
+"""A rank's part of a call, with a simulated group of ranks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.factories import normal
 
 @pytest.fixture
 def four_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """This process is rank 1 of 4, or another; a collective does nothing."""
+    """Make this process a rank of 4, by default rank 1; collectives do nothing."""
     rank = getattr(request, "param", 1)
     group.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    # Of the other backends PyTorch tries every way to split their tensors, which takes seconds.
+    # For other backends, PyTorch tries every way to split tensors, which takes seconds.
     with sdpa_kernel(SDPBackend.MATH):
         yield
     group.destroy_process_group()
@@ -40,7 +40,7 @@ class Sdpa(nn.Module):
 
 
 class Attention(nn.Module):
-    """Sixteen heads of eight."""
+    """Attention with sixteen heads of dimension eight."""
 
     def __init__(self, *, fused: bool = False, rows: int = 128) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         (Attention(), 4, 1, RankPart("heads", (0, 1, 2, 3), "4-7")),
         (Attention(fused=True), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),
         (Attention(rows=256), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),  # with a gate
-        (Attention(rows=112), 4, 4, WHOLE),  # 28 rows here make no 4 heads
+        (Attention(rows=112), 4, 4, WHOLE),  # 28 rows are not 4 heads
         (Attention(), 16, 16, WHOLE),  # gathered before attention
     ],
 )
@@ -74,7 +74,7 @@ def test_weights_that_are_sharded_by_rows_tell(
 
 @pytest.mark.usefixtures("four_ranks")
 def test_ranks_are_those_of_the_mesh() -> None:
-    """Two groups of two."""
+    """The mesh has two groups of two ranks."""
     attention = Attention()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     parallelize_module(attention, mesh["heads"], {"q_proj": ColwiseParallel()})
@@ -84,7 +84,7 @@ def test_ranks_are_those_of_the_mesh() -> None:
 @pytest.mark.parametrize(("four_ranks", "heads"), [(1, 2), (3, 1)], indirect=["four_ranks"])
 @pytest.mark.usefixtures("four_ranks")
 def test_uneven_heads_have_no_known_range(heads: int) -> None:
-    """Seven heads: three ranks have two, and the last has one."""
+    """With seven heads, three ranks have two heads and the last rank has one."""
     attention = Attention(rows=7 * 2)
     parallelize_module(attention, init_device_mesh("cpu", (4,)), {"q_proj": ColwiseParallel()})
     query = normal(1, heads, 3, 2)
@@ -135,7 +135,7 @@ def test_distributed_tensors_are_stored_as_this_rank_has_them(
 def test_of_an_output_that_is_gathered_the_own_heads_are_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As PyTorch's flash attention gathers that of two batches."""
+    """PyTorch's flash attention gathers the output of two batches."""
     mesh = init_device_mesh("cpu", (4,))
     whole = normal(2, 8, 5, 8)
     gathered = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
@@ -158,7 +158,7 @@ def test_of_an_output_that_is_gathered_the_own_heads_are_stored(
 def test_distributed_tensors_that_are_split_otherwise_are_reported(
     tmp_path: Path, of_query: Any, of_key: Any
 ) -> None:
-    """By tokens, or with query heads whose key/value heads are elsewhere."""
+    """They are split by tokens, or the key/value heads are on another rank."""
     mesh = init_device_mesh("cpu", (4,))
     query, key = (
         DTensor.from_local(normal(1, heads, 8, 8), mesh, [placement], run_check=False)
@@ -206,7 +206,7 @@ def test_what_cannot_be(split: Any, ranks: Any, rank: int, kind: type, reason: s
 
 
 def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
-    """By module, so that parts are matched where ranks differ in their other calls."""
+    """Calls are counted by module, so that parts match even if ranks differ in other calls."""
     attention = Sdpa()
 
     class Twice(nn.Module):

@@ -1,4 +1,4 @@
-"""`record` around models of every kind, as a library."""
+"""`record` used as a library, around models of every kind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: Pa
         ("layers.1", 1, 3),
     ]
     first = data[0]
-    # Views of one projection of 3 × 16: the strides tell it.
+    # The strides show views of one projection of 3 × 16.
     assert first.query.stride() == first.key.stride() == (5 * 48, 8, 48, 1)
     assert (first.origin.model, first.origin.weights, first.origin.seed) == ("mine", "random", 3)
     assert first.origin.backend == "torch-flash"
@@ -336,7 +336,7 @@ def test_recomputed_calls_are_counted_and_never_kept(
     model = Checkpointed()
     with record(model, tmp_path) as recording:
         model(states.requires_grad_()).sum().backward()
-    # The other variant stops once it has what it needs, within the last call.
+    # The other variant stops within the last call, once it has all needed tensors.
     repeated = 2 if reentrant else 1
     assert (recording.seen, recording.kept, recording.missed_attention) == (2 + repeated, 2, [])
     assert {call.origin.phase for call in load(tmp_path)} == {"encode"}
@@ -345,7 +345,7 @@ def test_recomputed_calls_are_counted_and_never_kept(
 
 @pytest.mark.parametrize("sample", ["first", "hard"])
 def test_gradients_under_selective_checkpointing_stay_the_same(sample: str, tmp_path: Path) -> None:
-    """It tells operators by their order: none of ours may be among them."""
+    """Checkpointing identifies operators by their order, so we must not add any."""
     from torch.utils import checkpoint
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:

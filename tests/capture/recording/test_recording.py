@@ -1,4 +1,4 @@
-"""A recording counts the calls that it sees, keeps and loses, and ends in every case."""
+"""A recording counts seen, kept and lost calls, and always ends."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_scale_that_is_no_number_costs_only_its_own_calls(tmp_path: Path, scale:
     with warnings.catch_warnings(record=True), record(model, tmp_path) as recording:
         for _ in range(5):
             model["normal"](attend(*inputs))
-            model["odd"](attend(*inputs, scale=float(scale)))  # each time another NaN
+            model["odd"](attend(*inputs, scale=float(scale)))  # a different NaN each time
     assert recording.kept == 5
     assert recording.problems == [f"a call cannot be stored: scale {scale}"]
     census = load(tmp_path).captures[0].census
@@ -112,7 +112,7 @@ def test_two_threads_with_two_models(
     for call in data:
         side, _, path = call.origin.module.partition(".")
         layer = models[side].get_submodule(path)
-        # The tensors are those of the module named: its projection of this input.
+        # The tensors belong to the named module: they are its projection of this input.
         if path == "layers.0":
             with torch.no_grad():
                 expected = layer.qkv(states).view(1, 5, 3, 2, 8)[:, :, 0].transpose(1, 2)
@@ -152,7 +152,7 @@ def test_threads_that_go_on_after_the_recording_are_left_alone(
 
 
 def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
-    """A model may retry with smaller pieces: what failed holds no place among those kept."""
+    """A model may retry with smaller pieces, so a failed call takes no place among kept calls."""
     query = torch.randn(1, 2, 5, 8)
 
     def fails() -> Tensor:
@@ -223,7 +223,7 @@ def test_what_a_signal_handler_of_the_program_raises_reaches_it(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A time limit that expires while the recorder works still ends the program's work."""
+    """A time limit that expires inside the recorder still interrupts the program."""
 
     def expire(number: int, frame: FrameType | None) -> None:
         raise TimeoutError("the program's own limit")

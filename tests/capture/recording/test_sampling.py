@@ -1,4 +1,4 @@
-"""Samplers keep the right number of calls, evenly, and always the same."""
+"""Samplers keep the right number of calls, spread evenly and deterministically."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def offer(sampler: Sampler, index: int, call: Offered) -> SamplingDecision:
 def sample(
     calls: Iterable[Offered], max_calls: int, max_bytes: int | None = None, name: str = "spread"
 ) -> list[int]:
-    """Indices kept, after checking the bookkeeping at every call."""
+    """Return the kept indices, after checking the bookkeeping at every call."""
     sampler = make_sampler(name, max_calls, max_bytes, seed=0)
     sizes: dict[int, int] = {}
     for index, call in enumerate(calls):
         decision = offer(sampler, index, call)
         assert decision.keep or not decision.drop
         for dropped in decision.drop:
-            del sizes[dropped]  # KeyError: dropped what was not kept
+            del sizes[dropped]  # KeyError if the dropped call was not kept
         if decision.keep:
             sizes[index] = call.nbytes
         assert sampler.kept == len(sizes) <= max_calls
@@ -101,7 +101,7 @@ def test_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
 ) -> None:
     kept = sample(calls, max_calls, max_bytes, name)
-    # Something that fits is kept, if there is anything.
+    # A call is kept if any call fits.
     assert bool(kept) == any(call.nbytes <= max_bytes for call in calls)
 
 
@@ -130,7 +130,7 @@ def test_harder_call_that_does_not_fit_costs_nothing() -> None:
         for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
     ]
     assert sample(calls[:3], 3, max_bytes=100, name="hard") == [0, 1]
-    # The last one needs the room of the easiest alone.
+    # The last call needs only the space of the easiest.
     assert sample(calls, 3, max_bytes=100, name="hard") == [0, 3]
 
 
@@ -152,12 +152,13 @@ def test_strata_share_evenly(calls: list[Offered], max_calls: int) -> None:
     kept = Counter(calls[index].stratum for index in sample(calls, max_calls))
     most = max(kept.values())
     for stratum, available in there.items():
-        # Fewer than the others by two only where there are no more.
+        # A stratum has two fewer than others only if it has no more calls.
         assert kept[stratum] >= most - 1 or kept[stratum] == available
 
 
 def test_late_and_rare_strata_get_their_share() -> None:
-    """A language model: one prefill, then decoding; and an encoder's few calls first."""
+    """A language model has one prefill, then decoding; an encoder has only a few calls at the
+    start."""
     calls = [*grid(2, 1, "encode"), *grid(8, 1, "prefill"), *grid(8, 40, "decode")]
     kept = Counter(calls[index].stratum for index in sample(calls, 10))
     assert kept == {"encode": 2, "prefill": 4, "decode": 4}
@@ -173,7 +174,7 @@ def test_layers_and_steps_of_a_regular_run_are_covered_evenly(
     assert len(kept) == min(max_calls, layers * steps)
     per_layer = Counter(call.module for call in kept)
     per_step = Counter(call.step for call in kept)
-    # Even would be ±1; deciding call by call costs at most one more.
+    # An even choice would be ±1; deciding call by call adds at most one.
     for counts, places in ((per_layer, layers), (per_step, steps)):
         fair = len(kept) / places
         assert max(counts.values()) <= fair + 2
@@ -235,7 +236,7 @@ def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, me
 
 
 def unet(steps: int) -> list[Offered]:
-    """Every step calls 32 modules of 16 shapes, as Stable Video Diffusion's UNet does."""
+    """Return calls of 32 modules with 16 shapes per step, as in Stable Video Diffusion's UNet."""
     shapes = [f"{level}.{kind}" for level in range(4) for kind in ("ss", "sc", "ts", "tc")]
     return [
         Offered(shape, f"{block}.{shape}", step)
@@ -263,7 +264,7 @@ def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> No
 
 
 def test_shapes_without_kept_calls_cost_nothing() -> None:
-    """A run may have thousands of strata, and at most `max` of them have kept calls."""
+    """A run may have thousands of strata, but at most `max` strata have kept calls."""
     sampler = SpreadSampler(2)
     for index in range(5):
         offer(sampler, index, Offered(f"shape.{index}", "layer", index))
@@ -302,7 +303,7 @@ def test_regular_run_is_covered_evenly(
     assert max(Counter(call.stratum for call in kept).values()) <= -(-len(kept) // strata)
 
 
-# The others.
+# Other samplers.
 
 
 @given(count=st.integers(0, 40), every=st.integers(1, 7), max_calls=st.integers(1, 12))

@@ -1,4 +1,4 @@
-"""Calls wait in memory while they may still be dropped, and are listed once they are complete."""
+"""Calls wait in memory while they may be dropped, and are listed once complete."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MakeCall = Callable[..., AttentionCall]
 
 
 class Wanted:
-    """A writer, what it failed to write, and calls for it."""
+    """A writer, its failures, and calls to write."""
 
     def __init__(self, directory: Path, make_call: MakeCall, **options: Any) -> None:
         self.failures: dict[int, Exception] = {}
@@ -123,7 +123,7 @@ def test_file_that_was_written_and_is_dropped_goes(
 ) -> None:
     to = wanted(buffer_bytes=1)
     to.put(0)
-    to.put(1)  # waits until the first is written
+    to.put(1)  # waits until the first call is written
     to.put(2, 0)
     to.writer.close()
     assert to.files() == to.listed() == [1, 2]
@@ -177,7 +177,7 @@ def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path:
     to = wanted()
     call = to.make_call(call_index=0)
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
-    with torch.inference_mode():  # its buffers are used outside of it, too
+    with torch.inference_mode():  # buffers are also used outside the writer
         buffer = to.writer.reserve(stored_bytes(call.tensors()), pinned=False)
         copy = HostCopier().copy(call.tensors(), buffer)
     to.writer.put(WaitingCall(replace(CallHeader.of(call), layouts=copy.layouts), copy), ())

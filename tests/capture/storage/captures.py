@@ -1,4 +1,4 @@
-"""Helpers that read captures, and make the record of one that ends."""
+"""Helpers that read captures and write the record of a finished capture."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from capture.storage.journal import Journal
 from capture.storage.target import CaptureTarget
 
 Started = Callable[..., tuple[CaptureTarget, Journal]]
-"""The fixture `started`."""
+"""Type of the fixture `started`."""
 
 
 def ended(model: str, *, complete: bool = True) -> CaptureRecord:

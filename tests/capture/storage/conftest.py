@@ -1,4 +1,4 @@
-"""Captures in progress, for tests of what becomes of them."""
+"""Captures in progress, for tests of their later states."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MakeCall = Callable[..., AttentionCall]
 
 @pytest.fixture
 def started(make_call: MakeCall) -> Callable[..., tuple[CaptureTarget, Journal]]:
-    """`started(directory, model, indices)`: a capture with these calls, in progress."""
+    """`started(directory, model, indices)` starts a capture with these calls."""
 
     def start(
         directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""

@@ -1,4 +1,4 @@
-"""Servers of this machine that speak as much of HTTP, S3 and the Hub as a dataset needs."""
+"""Local servers for the parts of HTTP, S3 and the Hub that datasets need."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from xml.sax.saxutils import escape
 
 @dataclass
 class Server:
-    """A server's state, which a test reads and may change while it runs."""
+    """State of a server, which a test can read and change while the server runs."""
 
     root: Path
     url: str = ""
     asked: list[str] = field(default_factory=list)
-    """Method and path of each request, in their order."""
+    """Method and path of each request, in order."""
     status: int = 0
-    """Answers everything with this, unless it is 0."""
+    """HTTP status of every response; 0 for normal responses."""
     headers: dict[str, str] = field(default_factory=dict)
     dated: bool = True
-    """True if it sends the version of a file."""
+    """True if the server sends the version of a file."""
 
     def got(self) -> list[str]:
         """Return the names of the call files that were sent."""
@@ -78,7 +78,7 @@ class _Plain(BaseHTTPRequestHandler):
 
 
 class _S3(_Plain):
-    """Buckets are the directories of the root; listing and reading."""
+    """S3 server that lists and reads; buckets are the directories of the root."""
 
     def route(self, path: str, *, sends: bool) -> None:
         query = parse_qs(urlsplit(self.path).query)
@@ -113,7 +113,7 @@ class _S3(_Plain):
 
 
 class _Hub(_Plain):
-    """Repositories are `org/name` in the root; the commit is a digest of all that they contain."""
+    """Hub server with repositories `org/name` in the root; a commit is a digest of the content."""
 
     def route(self, path: str, *, sends: bool) -> None:
         parts = path.strip("/").split("/")

@@ -1,4 +1,4 @@
-"""Datasets in archives: packed as usual, and packed with malice."""
+"""Datasets in archives, both normal and malicious."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def tarred(path: Path, members: Members) -> Path:
 
 
 def packed(path: Path, members: Members) -> Path:
-    """An archive of the kind that its name tells."""
+    """Return an archive whose kind follows from its name."""
     return (zipped if path.suffix.lower() == ".zip" else tarred)(path, members)
 
 
@@ -245,7 +245,7 @@ def test_bombs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
-    """The directory of the archive says 1 byte; the manifest says what the file really has."""
+    """The archive's directory states 1 byte; the manifest states the real size."""
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     content = bytearray(archive.read_bytes())
     place = content.rindex(b"model-1.safetensors") - 46 + 24

@@ -1,4 +1,4 @@
-"""The checksum of a file is the same however it was computed."""
+"""All ways to compute a file's checksum agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Journals that are damaged, cut, exchanged or deleted, and what a kill leaves without a line."""
+"""Journals that are damaged, truncated, exchanged or deleted, and files of killed captures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MakeCall = Callable[..., AttentionCall]
 
 @pytest.fixture(autouse=True)
 def boot(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not every system tells whether it has restarted."""
+    """Set the boot identifier, which some systems do not provide."""
     monkeypatch.setattr("capture.storage.journal._boot", lambda: "this")
 
 
@@ -33,8 +33,8 @@ def boot(monkeypatch: pytest.MonkeyPatch) -> None:
     ("line", "boot", "kept"),
     [
         (None, None, [0, 1]),
-        ({"dropped": [1]}, None, [0]),  # given up, and could not be deleted
-        (None, "another", [0]),  # its values need not have reached the disk
+        ({"dropped": [1]}, None, [0]),  # dropped, but not deleted
+        (None, "another", [0]),  # values may not have reached the disk
     ],
 )
 def test_complete_file_without_a_line_is_kept_while_the_system_runs(
@@ -151,7 +151,7 @@ def test_line_that_was_altered_is_not_believed(
     journal.append(dropped=[1])
     content = journal.path.read_bytes()
     place = content.index(at) + len(at) - 1
-    altered = bytes([content[place] ^ 1])  # often a valid line still: 2 becomes 3
+    altered = bytes([content[place] ^ 1])  # often still a valid line: 2 becomes 3
     journal.path.write_bytes(content[:place] + altered + content[place + 1 :])
     if is_killed:
         journal.close()

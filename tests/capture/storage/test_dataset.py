@@ -1,4 +1,4 @@
-"""A dataset is read as it was written, and damage is reported."""
+"""A dataset is read back unchanged, and damage is reported."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MakeCall = Callable[..., AttentionCall]
 
 
 def write(directory: Path, *calls: AttentionCall) -> Dataset:
-    """A dataset of these calls, written without a recording."""
+    """Return a dataset of these calls, written without a recording."""
     directory.mkdir(exist_ok=True)
     entries = [
         PackedCall.of(call).write(
@@ -53,7 +53,7 @@ def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
 
 
 def same(left: AttentionCall, right: AttentionCall) -> bool:
-    """Bit for bit, strides and options included."""
+    """Return whether two calls are equal bit for bit, including strides and options."""
     tensors = left.tensors()
     return (
         tensors.keys() == right.tensors().keys()
@@ -137,7 +137,7 @@ def test_round_trip_with_and_without_the_manifest(tmp_path: Path, call: Attentio
 def test_nothing_but_plain_files(dataset: Dataset) -> None:
     names = sorted(path.name for path in dataset.directory.iterdir())
     assert names == [MANIFEST, *(f"model-{index:06d}.safetensors" for index in range(3))]
-    # Any safetensors reader gets at the values.
+    # Any safetensors reader can load the values.
     assert set(load_file(dataset.entries[0].path)) == {"query", "key", "value", "output"}
     assert json.loads((dataset.directory / MANIFEST).read_text())["format"] == FORMAT
 
@@ -208,7 +208,7 @@ def findings_of(dataset: Dataset) -> dict[str, str]:
 
 @pytest.fixture
 def true_dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
-    """Its outputs are SDPA's."""
+    """Dataset whose outputs were computed by SDPA."""
     made = []
     for index in range(3):
         call = make_call(call_index=index)
@@ -247,7 +247,7 @@ def test_outputs_of_another_shape_are_found(tmp_path: Path, make_call: MakeCall)
 
 
 def test_nan_rows_are_the_same_output(tmp_path: Path, make_call: MakeCall) -> None:
-    """Additive masks of -inf leave rows without a key, and some backends answer NaN."""
+    """Additive masks of -inf may hide every key of a row, for which some backends return NaN."""
     call = make_call(value=torch.full((1, 2, 5, 8), torch.nan))
     output = torch.nn.functional.scaled_dot_product_attention(**call.arguments())
     assert output.isnan().any()
@@ -535,7 +535,7 @@ def test_checksums_are_compared_unless_reported_otherwise(true_dataset: Dataset)
 def test_checksum_is_that_of_the_values_that_are_loaded(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is read once, so that none can change between its check and its use."""
+    """A file is read once, so that it cannot change between its check and its use."""
     read = []
     preadv = os.preadv
 

@@ -1,4 +1,4 @@
-"""The format on disk stays as the first version wrote it.
+"""The format on disk is the same as in the first version.
 
 `first_format/` was recorded by that version; `python -m tests.capture.storage.test_first_format`
 records the same calls again.
@@ -28,7 +28,7 @@ VOLATILE = ("versions", "started", "checksum", "bytes", "file", "backend")
 
 
 class HeldAttention(nn.Module):
-    """Attention by a function that it holds, which no recording sees."""
+    """Attention that holds its own function, which recordings miss."""
 
     def forward(self, states: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
         heads = states.unflatten(-1, (2, 4)).transpose(1, 2)
@@ -37,7 +37,8 @@ class HeldAttention(nn.Module):
 
 
 class Model(nn.Module):
-    """A masked call, a causal one with other strides, a library's, and one that is missed."""
+    """Model with a masked call, a causal call with other strides, a library call and a missed
+    call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ def manifest(directory: Path) -> dict[str, Any]:
 
 
 def stable(value: Any) -> Any:
-    """Return JSON with the volatile values left out, and every key kept."""
+    """Return JSON without volatile values, but with every key."""
     if isinstance(value, dict):
         return {key: None if key in VOLATILE else stable(part) for key, part in value.items()}
     return [stable(part) for part in value] if isinstance(value, list) else value
@@ -84,7 +85,7 @@ def test_recording_of_the_first_version_is_read_as_it_was_written() -> None:
     dataset, written = load(RECORDED), manifest(RECORDED)
     assert (dataset.note, dataset.damaged) == ("", [])
     assert [capture.to_json() for capture in dataset.captures] == written["captures"]
-    # By way of JSON, which has no tuples.
+    # Converted through JSON, which has no tuples.
     assert json.loads(json.dumps([each.to_json() for each in dataset.entries])) == written["files"]
     assert [call.origin.module for call in dataset] == ["Model"] * 3
     assert dataset[2].variant.window == (1, None)

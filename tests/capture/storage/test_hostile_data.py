@@ -1,4 +1,5 @@
-"""A directory from a stranger: nothing in it is trusted, followed or waited for."""
+"""A directory from a stranger: its files are not trusted, links not followed, pipes not waited
+for."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
-    """Two calls; the tests harm the second."""
+    """Two calls; the tests corrupt the second."""
     directory = tmp_path / "data"
     directory.mkdir()
     entries = [
@@ -43,7 +44,7 @@ def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
 
 
 def refused(dataset: Dataset, match: str) -> None:
-    """The second file is refused in one sentence that names it, and costs nothing else."""
+    """Check that only the second file is refused, in one sentence with its name."""
     path = dataset.entries[1].path
     again = load(dataset.directory)
     assert again[0].origin.call_index == 0
@@ -60,7 +61,7 @@ def refused(dataset: Dataset, match: str) -> None:
 
 
 def rewrite(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change a call's header, in its file and in the manifest: both tell the same."""
+    """Change a call's header in the same way in its file and in the manifest."""
     header = json.loads(json.dumps(entry.header.to_json()))
     change(header)
     metadata = {"attention-replay": json.dumps(header)}
@@ -219,7 +220,7 @@ def test_header_says_what_an_attention_call_can_be(
 
 
 def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the safetensors header, its length and all that follows as before."""
+    """Change the safetensors header; update its length and keep the data."""
     content = entry.path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])

@@ -53,7 +53,7 @@ def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any
 
 
 def test_ranks_that_work_in_groups(tmp_path: Path) -> None:
-    """Data parallel over two groups that are tensor parallel."""
+    """Two tensor-parallel groups are data parallel."""
     other = random_call(q_heads=4, seed=1, origin={"module": "layers.0", "phase": "encode"})
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])
@@ -117,7 +117,7 @@ def test_altered_part_is_found(tmp_path: Path) -> None:
 def test_files_that_claim_much_memory_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each is within its bounds; one for all of them is not."""
+    """Each file is within its bounds, but the sum of all files is not."""
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])
     nbytes = sum(entry.nbytes for entry in load(tmp_path).entries)

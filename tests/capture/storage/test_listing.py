@@ -1,4 +1,4 @@
-"""The names of calls without the dataset."""
+"""The names of calls, listed without loading the dataset."""
 
 from __future__ import annotations
 

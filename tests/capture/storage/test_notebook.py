@@ -1,4 +1,4 @@
-"""A dataset, and a call of it, as a notebook and `print` show them."""
+"""Datasets and calls as shown by a notebook and by `print`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets at an address: web servers, S3 and the Hub on this machine, and fsspec's memory."""
+"""Datasets at an address: local web, S3 and Hub servers, and fsspec's memory."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
-    """`served/org/name/calls` is what each server has as `org/name/calls`."""
+    """Directory `served`, whose `org/name/calls` each server serves under that path."""
     return tmp_path / "served"
 
 
@@ -65,13 +65,13 @@ def written(directory: Path, *calls: AttentionCall) -> Path:
 def place(
     request: pytest.FixtureRequest, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Server, str]]:
-    """A server and what comes before `/calls` in its addresses."""
+    """A server, and the part of its addresses before `/calls`."""
     with serving(request.param, served) as server:
         yield server, address(request.param, server, tmp_path, monkeypatch)
 
 
 def address(kind: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Let the libraries ask this server, and return the address of `org/name`."""
+    """Point the libraries to this server, and return the address of `org/name`."""
     if kind == "http":
         return f"{server.url}/org/name"
     if kind == "s3":
@@ -92,7 +92,8 @@ def address(kind: str, server: Server, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def answers_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the Hub's library ask this server, as HF_ENDPOINT does before it is imported."""
+    """Point the Hub's library to this server, as HF_ENDPOINT does before the library is
+    imported."""
     from huggingface_hub import constants
 
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -163,13 +164,13 @@ def test_archive_that_changes_is_fetched_again(
 
     server, base = place
     for dated in (True, False):
-        server.dated = dated or base.startswith("hf://")  # which does not work without
+        server.dated = dated or base.startswith("hf://")  # hf:// needs dates
         for index in (5, 6):
             shutil.rmtree(recorded)
             recorded.mkdir()
             written(recorded, make_call(call_index=index))
             shutil.make_archive(str(recorded), "tar", recorded.parent, recorded.name)
-            [call] = load(f"{base}/calls.tar")  # as long as the one before
+            [call] = load(f"{base}/calls.tar")  # same length as the previous file
             assert call.origin.call_index == index
 
 
@@ -243,7 +244,7 @@ def test_unreachable_address_is_reported(
 
 
 def test_call_without_a_network_ends_the_copying(recorded: Path, served: Path) -> None:
-    """Not one sentence for each of a thousand files."""
+    """Copying ends at the first error instead of printing one for each of a thousand files."""
     with serving("http", served) as server:
         dataset = load(f"{server.url}/org/name/calls")
         server.status = 500
@@ -260,7 +261,7 @@ def test_revisions_and_the_cache_of_the_hub(
     dataset[0]
     copy = dataset.entries[0].path
     blobs = (tmp_path / "hub").rglob("blobs/*")
-    assert any(blob.samefile(copy) for blob in blobs)  # needs no space of its own
+    assert any(blob.samefile(copy) for blob in blobs)  # takes no extra space
     assert not copy.is_symlink()
     with pytest.raises(DatasetError, match=r"org/name@v2/calls: not found; check the address"):
         load("hf://datasets/org/name@v2/calls")
@@ -300,7 +301,7 @@ def test_capture_that_had_not_ended(recorded: Path, place: Place, make_call: Mak
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
 def test_link_with_a_signature(recorded: Path, place: Place, cache: Path) -> None:
-    """It goes to the server, but neither to the screen nor into names of files."""
+    """The signature is sent to the server, but not printed or put into file names."""
     server, base = place
     dataset = load(f"{base}/calls?signature=secret")
     dataset[0]

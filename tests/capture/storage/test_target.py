@@ -131,7 +131,7 @@ def test_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Sta
 
 
 def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:
-    """A directory copied in mid-run and after the run, so that the copy has a journal still."""
+    """Return a directory copied during and after the run, so that the copy still has a journal."""
     directory, copy = tmp_path / "data", tmp_path / "copy"
     target, journal = started(directory, "model", range(2), began="2026-01-01")
     shutil.copytree(directory, copy)
@@ -188,7 +188,8 @@ def test_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Start
 
 
 def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started: Started) -> None:
-    """Not even where a journal of another model claims the file, or its entry is damaged."""
+    """This holds even if another model's journal claims the file, or the file's entry is
+    damaged."""
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     manifest = tmp_path / MANIFEST
     data = json.loads(manifest.read_text())

@@ -1,4 +1,4 @@
-"""Options beyond SDPA come back from a file as they were, or the file is refused."""
+"""Options beyond SDPA are read back unchanged, or the file is refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
 
 
 def nonsense(**options: Any) -> AttentionVariant:
-    """One that only a file can hold."""
+    """Return an invalid variant, which only a file can contain."""
     made = AttentionVariant()
     vars(made).update(options)
     return made
@@ -41,7 +41,7 @@ def nonsense(**options: Any) -> AttentionVariant:
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -30.0, math.nan, math.inf])
 def test_soft_cap_is_positive_or_none(softcap: float) -> None:
-    """FlashAttention's 0, no cap, would be divided by."""
+    """FlashAttention's 0, which means no cap, would be divided by."""
     with pytest.raises(ValueError, match=r"^soft cap \S+: must be .* None for no cap, which in Fl"):
         AttentionVariant(softcap=softcap)
 
@@ -130,7 +130,7 @@ def test_page_table_that_is_invalid_is_refused(
 
 
 def test_pages_that_stand_for_too_much_memory_are_refused(tmp_path: Path) -> None:
-    """One page, named again and again."""
+    """One page is named many times."""
     table = torch.zeros(2000, 30, dtype=torch.int32)
     lengths = torch.full((2000,), 30 * 64, dtype=torch.int32)
     pool = normal(1, 8, 64, 64)
@@ -189,7 +189,7 @@ def test_value_beside_the_one_in_the_key_is_refused() -> None:
 
 
 def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
-    """With four dimensions, the value too."""
+    """Return the stored tensors, with a four-dimensional value."""
     return {name: each[(None,) * (4 - each.ndim)] for name, each in call.tensors().items()}
 
 

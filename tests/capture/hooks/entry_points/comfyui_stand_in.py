@@ -14,7 +14,7 @@ REGISTERED_ATTENTION_FUNCTIONS: dict[str, Callable[..., Tensor]] = {}
 
 
 def wrap_attn(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Ask the model's options for an override first, but not again from inside of it."""
+    """Use the override in the model's options, except within the override itself."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +39,7 @@ def attend(
     skip_output_reshape: bool,
     scale: float | None = None,
 ) -> Tensor:
-    """Add the mask to the scores."""
+    """Compute attention with the mask added to the scores."""
     if not skip_reshape:
         query, key, value = (
             each.unflatten(-1, (heads, -1)).transpose(1, 2) for each in (query, key, value)
@@ -97,7 +97,7 @@ def attention_split(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """As later versions have it: with a scale."""
+    """Compute attention with a scale, as in later versions."""
     scale = kwargs.get("scale")
     return attend(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale)
 
@@ -123,7 +123,8 @@ def attention_pytorch(
 
 
 def normal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The VAE's, of `comfy.ldm.modules.diffusionmodules.model`: (B, C, height, width)."""
+    """Compute the VAE's attention of `comfy.ldm.modules.diffusionmodules.model`: (B, C, height,
+    width)."""
     query, key, value = (each.flatten(2).mT[:, None] for each in (q, k, v))
     output = attend(query, key, value, 1, None, skip_reshape=True, skip_output_reshape=True)
     return output[:, 0].mT.reshape(q.shape)

@@ -1,4 +1,4 @@
-"""ComfyUI's attention: a stand-in's everywhere, its own where COMFYUI_PATH is a checkout of it."""
+"""ComfyUI's attention: a stand-in, and ComfyUI itself if COMFYUI_PATH names its checkout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def comfyui(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Layer(nn.Module):
-    """It holds the function where no module's attribute is looked up."""
+    """Layer that holds the function itself, not a module's attribute."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -87,12 +87,12 @@ def refusal(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> str:
 
 
 def merged(seed: int, length: int) -> Tensor:
-    """(B, S, H·D) of 2, 3 heads and 8 channels."""
+    """Return (2, S, 3 · 8), with heads and channels merged."""
     return normal(2, length, 24, seed=seed)
 
 
 def separate(seed: int, length: int) -> Tensor:
-    """BHSD of the same sizes."""
+    """Return BHSD with the same sizes."""
     return normal(2, 3, length, 8, seed=seed)
 
 
@@ -246,7 +246,7 @@ def test_functions_are_themselves_again(comfyui: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def denoisers(_source: None) -> dict[str, tuple[nn.Module, Callable[..., Tensor], list[str]]]:
-    """By name: a small random model, one step of it, and the modules that call attention."""
+    """Small random models by name, each with one step and the modules that call attention."""
     ops = importlib.import_module("comfy.ops").manual_cast
     torch.manual_seed(0)
     flux = importlib.import_module("comfy.ldm.flux.model").Flux(

@@ -1,4 +1,4 @@
-"""diffusers' dispatcher: every backend is recorded, and none is exchanged for another."""
+"""diffusers' dispatcher: every backend is recorded, and no backend is replaced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mine(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, 
 
 @pytest.fixture
 def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sage`, which needs a GPU, in plain PyTorch."""
+    """Replace `sage`, which needs a GPU, by plain PyTorch."""
     backend = attention_dispatch.AttentionBackendName.SAGE
     monkeypatch.setitem(attention_dispatch._AttentionBackendRegistry._backends, backend, mine)
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 
 class Layer(nn.Module):
-    """It holds the function as a default argument."""
+    """Layer that holds the function as a default argument."""
 
     def forward(
         self, query: Tensor, options: dict[str, Any], attend: Any = flex_attention
@@ -32,7 +32,7 @@ def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def by_value(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """One that reads tensors by position, as masks of documents do."""
+    """A mask that reads tensors by position, as masks of documents do."""
     return DOCUMENTS[q] == DOCUMENTS[k]
 
 

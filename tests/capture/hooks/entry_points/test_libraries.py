@@ -1,4 +1,4 @@
-"""Functions of libraries, called directly: each argument is translated, or refused by its name."""
+"""Library functions that are called directly: each argument is translated or refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.flash_attn_stand_in import (
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A package of that name whose functions compute what its own do."""
+    """A stand-in package whose functions compute the same as flash-attn's."""
     package, interface = (
         types.ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface")
     )
@@ -42,7 +42,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 class Layer(nn.Module):
-    """It holds the function where no module's attribute is looked up."""
+    """Layer that holds the function itself, not a module's attribute."""
 
     def __init__(self, function: Any, **options: Any) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ def test_function_that_two_modules_hold_is_counted_once(
 def test_one_query_needs_no_causal_mask(
     options: dict[str, Any], left: int | None, tmp_path: Path
 ) -> None:
-    """Plain SDPA answers it, unless it has a window too."""
+    """Plain SDPA can run the call, unless the call also has a window."""
     tensors = normal(2, 1, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
     call = recorded(Layer(flash_attn_func, **options), tmp_path / "calls", *tensors)
     assert not call.is_causal
@@ -191,11 +191,11 @@ def test_cache_is_written_once(new: bool, tmp_path: Path) -> None:
 
 POOL = 40
 TABLE = torch.tensor([[31, 7, 38, -1, 99], [2, 7, 99, -1, -1]]).int()
-"""Page 7 is of both sequences; what follows their last pages is nothing."""
+"""Page table in which both sequences share page 7; entries after the last pages are invalid."""
 
 
 def pools(page_size: int = 4) -> tuple[Tensor, Tensor]:
-    """Pages of key and value that alternate in memory, as in a cache (2 of each page)."""
+    """Return pages of keys and values that alternate in memory, as in a cache."""
     both = normal(POOL, 2, page_size, 2, 8)
     return both[:, 0], both[:, 1]
 
@@ -221,7 +221,7 @@ def test_of_keys_in_pages_those_that_are_read_are_recorded(tmp_path: Path) -> No
 
 @pytest.mark.usefixtures("flash_attn")
 def test_packed_queries_over_pages(tmp_path: Path) -> None:
-    """flash-attn 2 says lengths by offsets."""
+    """flash-attn 2 specifies lengths by offsets."""
     starts_q, starts_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 10, 17]).int()
     layer = Layer(flash_attn_varlen_func, causal=True, window_size=(3, 0), block_table=TABLE)
     tensors = (normal(5, 4, 8, seed=1), *pools(), starts_q, starts_k, 3, 10)
@@ -237,7 +237,7 @@ def test_packed_queries_over_pages(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("flash_attn")
 def test_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> None:
-    """On a GPU, looking it up would end the model's run."""
+    """On a GPU, looking up the missing page would crash the model's run."""
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=torch.tensor([10, 7]), block_table=TABLE)
     query, (key, value) = normal(2, 3, 4, 8, seed=1), pools()
     expected = layer(query, key, value)
@@ -323,7 +323,8 @@ def test_what_flash_mla_computes_beside_is_refused(option: dict[str, Any], tmp_p
 def test_vllms_flash_attn_writes_to_the_given_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The library's order of arguments, `out`, and scales for tensors that are not 8-bit."""
+    """vLLM's function has its own argument order, `out`, and scales for tensors that are not
+    8-bit."""
 
     def flash_attn_varlen_func(
         q: Tensor,
