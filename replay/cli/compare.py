@@ -84,7 +84,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Compare runs, print and write what changed; return 1 if a condition of `--fail-on` holds.
+    """Compare runs, print and write the changes; return 1 if a condition of `--fail-on` is met.
 
     Raises:
         UsageError: the arguments cannot be used.
@@ -125,7 +125,7 @@ def _show(
     }
     places = {name: getattr(arguments, name) for name in formats}
     try:
-        # Files come before stdout, whose reader may be gone.
+        # Files are written before stdout, whose reader may be gone.
         for name in sorted(formats, key=lambda name: places[name] == "-"):
             with noted(unwritten), opened(places[name]) as file:
                 if file is not None:
@@ -135,7 +135,7 @@ def _show(
 
 
 def _print(said: Sequence[Sections], console: Console) -> None:
-    """Print comparisons one below the other."""
+    """Print comparisons below each other."""
     for number, parts in enumerate(said):
         if number:
             console.print()
@@ -143,17 +143,17 @@ def _print(said: Sequence[Sections], console: Console) -> None:
 
 
 def _keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
-    """Keep rows as a baseline, and print where.
+    """Store rows as a baseline, and print its place.
 
     Raises:
-        Error: it cannot be written.
+        Error: the baseline cannot be written.
     """
     path = save(name, rows, machine)
     print(f"baseline {printable(name)} of {printable(machine.device)}: {path}", file=sys.stderr)
 
 
 def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]) -> int:
-    """Print the conditions that hold to stderr; return 1 if there is one."""
+    """Print the conditions that are met to stderr; return 1 if there are any."""
     failed = failures(compared, conditions)
     if failed:
         print(f"replay: failed: {printable('; '.join(failed))}", file=sys.stderr)
@@ -161,7 +161,7 @@ def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]
 
 
 def _misuse(arguments: argparse.Namespace) -> str:
-    """Return a sentence about arguments that do not go together; empty if all do."""
+    """Return a sentence about arguments that contradict each other; empty if there are none."""
     if not arguments.after:
         if arguments.save_baseline is None:
             return "only one run is named: give AFTER too, or --save-baseline NAME to keep the run"

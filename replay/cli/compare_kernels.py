@@ -1,4 +1,4 @@
-"""`replay --dir`, the verb by default: every kernel on the calls of a recording."""
+"""`replay --dir`, the default verb: runs every kernel on the calls of a recording."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replay, print and write; 1 if a call cannot be read or `--check` fails.
+    """Replay, print and write; return 1 if a call cannot be read or `--check` fails.
 
     Raises:
         Error: an argument cannot be used.

@@ -1,4 +1,4 @@
-"""`replay devices`: runs of the same calls on several types of device."""
+"""`replay devices`: compares runs of the same calls on several types of device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay doctor`: why a kernel is wrong on recorded calls, where, and what to use instead."""
+"""`replay doctor`: why a kernel is wrong on recorded calls, where, and which to use instead."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from replay.diagnosis.examinations import Diagnoses
 
 CALLS = 20
-"""Number of calls to record of a model."""
+"""Number of calls to record from a model."""
 
 EXAMPLES = """\
   replay doctor --dir captured_inputs                         the kernels of a plain replay
@@ -72,7 +72,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine kernels, print and write what is wrong; return 1 if anything is.
+    """Examine kernels, print and write the findings; return 1 if a kernel is wrong.
 
     Raises:
         Error: an argument cannot be used.
@@ -87,11 +87,12 @@ def run(argv: Sequence[str]) -> int:
 
 def _record_and_examine(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
-    # A kernel that cannot run is an error before the long run of the model.
+    # A kernel that cannot run is reported before the long run of the model.
     able_kernels(arguments.kernels, device, arguments.timeout, workers=not arguments.in_process)
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
-        # The default device is not named, since a user's function may take no device.
+        # The default device is not passed on, because a user's function may have no device
+        # parameter.
         _record(arguments, None if device == device_of(None) else str(device))
         return _examine(arguments)
 
@@ -105,7 +106,9 @@ def _record(arguments: argparse.Namespace, device: str | None) -> None:
 
     runnable = import_models().load(arguments.model, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecordingWarning)  # its problems are printed below
+        warnings.simplefilter(
+            "ignore", RecordingWarning
+        )  # problems of the recording are printed below
         with record(
             runnable.roots,
             arguments.dir,
@@ -155,7 +158,7 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _interruption(interrupted: ExaminationInterrupted, file: str | None) -> str:
-    """Print what was found, and return a sentence about what is missing."""
+    """Print the findings so far, and return a sentence about the missing ones."""
     found = interrupted.found
     if not found.examined:
         return "nothing was examined"

@@ -1,6 +1,6 @@
-"""`replay explain`: why a kernel that is fast alone is slow in a model.
+"""`replay explain`: why a kernel that is fast on its own is slow in a model.
 
-Imports torch only after reading the file.
+The module imports torch only after reading the file.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def run(argv: Sequence[str]) -> int:
     """Print a paragraph for each kernel.
 
     Raises:
-        UsageError: the file lacks the kernel that is named, or has none.
+        UsageError: the file does not contain the named kernel, or contains no kernel.
         RowsError: the file cannot be read.
     """
     arguments = parser().parse_args(argv)
@@ -80,7 +80,7 @@ def _read(path: Path) -> list[ModelResult]:
     """Return the checks of a file.
 
     Raises:
-        RowsError: the file cannot be read, or something else wrote it.
+        RowsError: the file cannot be read, or does not contain checks.
     """
     found = read_checks(path)
 

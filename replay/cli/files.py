@@ -1,4 +1,4 @@
-"""The files that arguments name. Imports no torch."""
+"""Files named by arguments. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from replay.rows.replacement import why_not_written
 from replay.rows.row_files import Writable
 
 WRITTEN_FILES = ("json", "csv", "checks", "out", "report")
-"""Options that name a file to write; `-` is stdout."""
+"""Options that name a file to write; `-` means stdout."""
 
 READ_FILES = ("dir", "tolerances")
 """Options of most verbs that name a file to read."""
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Names of stdout. While kernels run, they lead to stderr (`replay.cli.stdout`)."""
+"""Names of stdout; while kernels run, these files lead to stderr (`replay.cli.stdout`)."""
 
 
 class UsageError(Error):
-    """The arguments cannot be used; the message names the remedy."""
+    """Reason why the arguments cannot be used; the message gives the remedy."""
 
 
 class NotWritten(Error):
-    """A file could not be written; the message names it."""
+    """Reason why a file could not be written; the message names the file."""
 
 
 def output_file(given: str) -> str:
-    """Return a file to write, for `add_argument(type=…)`; `-` for stdout, whatever its name."""
+    """Return a file to write, for `add_argument(type=…)`; `-` for any name of stdout."""
     return "-" if os.path.abspath(given) in STDOUT else not_empty(given)
 
 
 def stdout_is_taken(arguments: argparse.Namespace) -> bool:
-    """Return whether an option writes to stdout, so that tables go to stderr or nowhere."""
+    """Return True if an option writes to stdout, so that tables go to stderr or are not printed."""
     return "-" in [vars(arguments).get(name) for name in WRITTEN_FILES]
 
 
 @contextlib.contextmanager
 def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
-    """Collect the reason why a file cannot be written, once, and let the command go on."""
+    """Collect the reason why a file cannot be written, without duplicates, and continue."""
     try:
         yield
     except errors as error:
@@ -69,14 +69,14 @@ def say_unwritten(unwritten: Sequence[str]) -> int:
 def opened(
     path: str | None, stdout: TextIO | None = None, *, append: bool = False
 ) -> Iterator[Writable | None]:
-    """Yield a file to write, None without a path; `-` is stdout.
+    """Yield a file to write, or None without a path; `-` means stdout.
 
     The file keeps its content until the first text is written, or until the `with` block ends
     without any text. A reader may therefore follow the file, and a block that raises before it
     writes leaves the file as it was.
 
     Raises:
-        NotWritten: it cannot be written.
+        NotWritten: the file cannot be written.
     """
     if path is None:
         yield None
@@ -86,10 +86,10 @@ def opened(
         output = _Output(path, append=append)
         try:
             if os.path.exists(path) and not os.path.isfile(path):
-                output.begin()  # a pipe keeps nothing, and its reader may be waiting
+                output.begin()  # a pipe has no content to keep, and its reader may be waiting
             yield output
         except BaseException:
-            with contextlib.suppress(NotWritten):  # the error of the block is reported
+            with contextlib.suppress(NotWritten):  # the error of the block is reported instead
                 output.close()
             raise
         if not output.has_failed:
@@ -98,11 +98,11 @@ def opened(
 
 
 class _Output:
-    """A file that is opened when something is written to it.
+    """File that is opened at the first write.
 
     Args:
-        path: as the user wrote it; a kernel may change the current directory meanwhile.
-        append: keep the content of the file.
+        path: path as the user wrote it; a kernel may change the current directory in the meantime.
+        append: True to keep the content of the file.
     """
 
     def __init__(self, path: str, *, append: bool) -> None:
@@ -135,7 +135,7 @@ class _Output:
         return self._file
 
     def close(self) -> None:
-        """Close the file; an error that was raised before is not raised again."""
+        """Close the file; an error that was already raised is not raised again."""
         if self._file is None:
             return
         if self.has_failed:
@@ -173,7 +173,7 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         raise UsageError(f"cannot write {path}: it is write-protected, name another file")
     if os.path.lexists(path):
         return
-    try:  # a directory that is a view of something else, a name that is too long
+    try:  # the directory may be read-only in other ways, or the name too long
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.unlink(path)
     except OSError as error:
@@ -187,7 +187,7 @@ def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES)
         read: attributes of the options that name files to read.
 
     Raises:
-        UsageError: a file cannot be written, or two options name one file.
+        UsageError: a file cannot be written, or two options name the same file.
     """
     if wrong := shared_file(arguments, read, (*WRITTEN_FILES, "save_output")):
         raise UsageError(wrong)
@@ -198,11 +198,11 @@ def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES)
 
 
 def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
-    """Return the rows of the file that `--rows` names; None without it.
+    """Return the rows of the file in `--rows`; None without this option.
 
     Raises:
-        UsageError: there is no such file, or the rows would also be measured.
-        RowsError: it cannot be read.
+        UsageError: the file does not exist, or `--json` requests measured rows too.
+        RowsError: the file cannot be read.
     """
     from replay.rows.row_files import read_jsonl
 
@@ -223,7 +223,7 @@ def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
 
 
 def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
-    """Return a sentence about two options that name one file to write; empty if there are none.
+    """Return a sentence about two options that name the same file to write; empty if none do.
 
     Args:
         read: attributes of the options that name files to read.

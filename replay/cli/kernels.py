@@ -1,4 +1,4 @@
-"""`replay kernels`: the kernels that there are, and where each can run."""
+"""`replay kernels`: lists all kernels, and where each can run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print each kernel, and whether it can run.
+    """Print each kernel, and the environments in which it can run.
 
     Raises:
         Error: an argument cannot be used.

@@ -1,6 +1,6 @@
 """The `replay` command: finds the verb, and turns errors into exit codes.
 
-Imports torch only after parsing the arguments.
+The module imports torch only after parsing the arguments.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ VERBS = {
     "verify": "replay.cli.verify",
     "watch": "replay.cli.watch",
 }
-"""The module of each verb, whose `run(argv)` returns the exit code."""
+"""Module of each verb; its `run(argv)` returns the exit code."""
 
 DEFAULT = "replay.cli.compare_kernels"
-"""The module of the verb without a name."""
+"""Module of the default verb, which has no name."""
 
 WITH_MOVED_FLAGS = (DEFAULT, VERBS["random"], VERBS["suite"])
-"""Verbs that had flags of others."""
+"""Verbs that once had flags which now belong to other verbs."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -120,12 +120,12 @@ def _explain(error: BaseException, given: list[str]) -> int:
 
 
 def _is_stdouts_own(error: OSError) -> bool:
-    # A full disk is reported without the name of the file that was being written.
+    # A full disk is reported without the name of the file being written.
     return isinstance(error, BrokenPipeError) or is_full_stdout()
 
 
 def _keeps(given: list[str]) -> bool:
-    """Return whether rows were written to a file, which `--resume` continues."""
+    """Return True if rows were written to a file, which `--resume` can continue."""
     if given[0] in VERBS and given[0] not in ("plan", "suite"):
         return False
     files = [after for option, after in itertools.pairwise(given) if option == "--json"]

@@ -1,4 +1,4 @@
-"""Flags of `replay` that became verbs, or went to one. Imports no torch."""
+"""Former flags of `replay` that are now verbs, or options of a verb. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERBS = {
     "--ncu": "replay profile …",
     "--once": "replay profile … --once",
 }
-"""The verb that each flag became."""
+"""Verb that replaces each flag."""
 
 OPTIONS = {
     **dict.fromkeys(("--budget",), "replay plan --dir DIR --out FILE --budget METRIC=X"),

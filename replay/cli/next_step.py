@@ -1,4 +1,4 @@
-"""The closing line of a replay: what to do next, with a command that can be pasted."""
+"""Closing line of a replay: the suggested next step, with a command to paste."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ CARRIED = (
     *("causal", "mask", "scale", "distribution", "dtype"),
     *("kernels", "device", "env", "timeout", "tolerances"),
 )
-"""Options that the next command takes over from this one, where they were given and it has them."""
+"""Options passed on to the next command, if they were given and the next command has them."""
 
 OF_RECORDING = ("dir", "kernels", "device", "env", "timeout", "tolerances")
-"""Options that `plan` and `verify` share with the verb by default."""
+"""Options that `plan` and `verify` share with the default verb."""
 
 
 def next_step(
@@ -35,23 +35,25 @@ def next_step(
     plan: Plan | None,
     dataset: Dataset | None,
 ) -> str:
-    """Return in one line what to do after a verb; empty if nothing suggests itself.
+    """Return the suggested next step after a verb in one line; empty if there is none.
 
     Args:
-        parser: of the verb.
-        plan: what `replay plan` wrote.
-        dataset: what was replayed; None if that was not recorded.
+        parser: parser of the verb.
+        plan: plan written by `replay plan`.
+        dataset: replayed recording; None if the calls were not recorded.
     """
     given = vars(arguments)
     verb = parser.prog.removeprefix("replay").strip()
-    rows = [row for row in rows if row.kernel]  # and not of a call that cannot be read
+    rows = [row for row in rows if row.kernel]  # rows of unreadable calls are left out
     if not rows:
         return ""
     ran = {row.id for row in rows if row.accuracy}
     if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
         return "see what the other kernels need: replay kernels"
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    baselines.add(given.get("baseline_kernel") or DEFAULT_BASELINE)  # where none has a speed-up
+    baselines.add(
+        given.get("baseline_kernel") or DEFAULT_BASELINE
+    )  # used for rows without a speed-up
     compared = [row for row in rows if row.kernel not in baselines] or rows
     is_none_correct = not any(row.is_correct for row in compared)
     wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))
@@ -140,7 +142,7 @@ def _carried(
 
 
 def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRecord]) -> bool:
-    """Return whether `replay verify` can run every model of the recording."""
+    """Return True if `replay verify` can run every model of the recording."""
     trusted = vars(arguments).get("trust_code", False)
     try:
         for capture in captures:
@@ -151,12 +153,12 @@ def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRec
 
 
 def _has_one_census(captures: Sequence[CaptureRecord]) -> bool:
-    """Return whether the recording counts the calls of one model, as a plan requires."""
+    """Return True if the recording counts the calls of a single model, as a plan requires."""
     return len(captures) == 1 and bool(captures[0].census.get("rows"))
 
 
 def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:
-    """Return the captures, unless some calls are only heads or parts of the model's."""
+    """Return the captures; empty if some calls contain only heads or parts of the model's calls."""
     if dataset is None or any(is_part(entry.origin) for entry in dataset.entries):
         return []
     return [] if any(capture.heads for capture in dataset.captures) else dataset.captures

@@ -1,4 +1,4 @@
-"""`replay plan`: the kernel to use at each layer of a recorded model."""
+"""`replay plan`: chooses the kernel for each layer of a recorded model."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, choose and write; 1 if a call cannot be read or `--check` fails.
+    """Measure, choose and write; return 1 if a call cannot be read or `--check` fails.
 
     Raises:
         Error: an argument cannot be used.

@@ -1,4 +1,4 @@
-"""`replay profile`: one kernel on one call, under Nsight Compute or another profiler."""
+"""`replay profile`: runs one kernel on one call, under Nsight Compute or another profiler."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 WARM_UP = 3
-"""Calls before the one that is profiled: the first compiles, and from the third on a CUDA graph may
-be replayed."""
+"""Calls before the profiled one: the first compiles, and from the third on a CUDA graph may be
+replayed."""
 
 EXAMPLES = """\
   replay profile --dir captured_inputs --call llama-000007 --kernels triton-fa3
@@ -58,7 +58,7 @@ def parser(*, is_random: bool = False) -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the profiler's command, or be what it profiles.
+    """Print the profiler's command or, with `--once`, run the call to be profiled.
 
     Raises:
         Error: an argument cannot be used, or there is more than one kernel or call.
@@ -69,9 +69,9 @@ def run(argv: Sequence[str]) -> int:
 
 
 def ncu_command(given: Sequence[str]) -> str:
-    """Return the command of Nsight Compute that profiles what these arguments name.
+    """Return the command of Nsight Compute that profiles the call named by these arguments.
 
-    It sees the kernels between cudaProfilerStart and cudaProfilerStop alone.
+    The command profiles only the kernels between cudaProfilerStart and cudaProfilerStop.
     """
     profiler = ["ncu", "--profile-from-start", "off", "--set", "full"]
     return shlex.join([*profiler, sys.executable, "-m", "replay", "profile", *given, "--once"])

@@ -1,4 +1,4 @@
-"""`replay random`: every kernel on one call of any shape, with random values."""
+"""`replay random`: runs every kernel on one call of any shape, with random values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replay, print and write; 1 if `--check` fails.
+    """Replay, print and write; return 1 if `--check` fails.
 
     Raises:
         Error: an argument cannot be used.

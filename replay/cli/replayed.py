@@ -1,6 +1,6 @@
-"""A replay as verbs show it: rows to files as they come, then tables, then the exit code.
+"""Replay as the verbs show it: rows are written as they come, then tables and the exit code follow.
 
-Imports torch late.
+The module imports torch late.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OF_ALL_CALLS = ("report", "out", "checks")
-"""Options for what is made of a whole replay, and not of one that was interrupted."""
+"""Options for outputs that need a complete replay, not an interrupted one."""
 
 HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
 """Statuses of a row that `--check` accepts."""
@@ -52,7 +52,7 @@ HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
 
 @dataclass(frozen=True)
 class Replayed:
-    """A replay that is shown."""
+    """Result of a replay that has been shown."""
 
     rows: list[Row]
     dataset: Dataset | None
@@ -60,7 +60,7 @@ class Replayed:
     assigned: Assignment
     pythons: dict[str, str]
     unwritten: list[str] = field(default_factory=list)
-    """Says which files are not as they should be, and why."""
+    """Sentences about files that are missing or incomplete, with the reasons."""
 
 
 def replayed(
@@ -72,11 +72,11 @@ def replayed(
 ) -> Replayed:
     """Replay, write the rows call by call, and print the tables.
 
-    Neither Ctrl-C nor a file that cannot be written costs what was measured.
+    Measured rows survive Ctrl-C and files that cannot be written.
 
     Args:
-        early: worker processes that were started before.
-        one_type: what the rows are for, if that requires one type of device.
+        early: worker processes that are already started.
+        one_type: purpose of the rows, if it requires a single type of device.
 
     Raises:
         Error: an argument cannot be used, or the replay ended early.
@@ -110,7 +110,7 @@ def replayed(
 
 
 def exit_code(replay: Replayed, checks: Sequence[ModelResult], *, check: bool) -> int:
-    """Say on stderr which calls cannot be read and, for `--check`, what failed; the exit code."""
+    """Print unreadable calls and, for `--check`, failures to stderr; return the exit code."""
     rows = replay.rows
     unreadable = [row for row in rows if not row.kernel]
     was_any = len(unreadable) < len(rows)
@@ -130,7 +130,7 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult], *, check: bool) -
 
 
 def console_of(arguments: argparse.Namespace) -> Console:
-    """Return where tables are printed: stdout, or stderr if stdout carries a file."""
+    """Return the console for tables: stdout, or stderr if stdout carries a file."""
     from rich.console import Console
 
     return Console(highlight=False, stderr=stdout_is_taken(arguments))
@@ -139,7 +139,7 @@ def console_of(arguments: argparse.Namespace) -> Console:
 def _written(
     session: Session, arguments: argparse.Namespace
 ) -> tuple[Outcome, list[str], BaseException | None]:
-    """Measure, and write rows; return also which files are unwritten, and what ended it early."""
+    """Measure and write rows; also return the unwritten files and the error that ended it early."""
     given = vars(arguments)
     json_file, csv_file = given.get("json"), given.get("csv")
     # Kernels may change the current directory.
@@ -179,7 +179,7 @@ def _follow(
     append: bool,
     not_followed: list[str],
 ) -> None:
-    """Measure all rows and write each as it comes; a file that fails does not end the replay."""
+    """Measure all rows and write each immediately; a failing file does not end the replay."""
     with contextlib.closing(session.rows()) as produced:
         with noted(not_followed, NotWritten), opened(json_file, stdout, append=append) as file:
             if file is not None:
@@ -191,16 +191,16 @@ def _follow(
 
 
 def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[str]) -> list[str]:
-    """Write rows that came in another order, or could not be written then; say why that fails.
+    """Write rows again if their order was wrong or writing failed; return the reasons for failure.
 
     Args:
-        path: of the JSON file; None without one.
-        not_followed: why they could not be written as they came.
+        path: path of the JSON file; None without a file.
+        not_followed: reasons why rows could not be written immediately.
     """
     if path is None or not rows:
         return not_followed
     if path.exists() and not path.is_file():
-        return not_followed  # a pipe or a device has what it took
+        return not_followed  # what a pipe or a device received cannot be changed
     again: list[str] = []
     with noted(again):
         save_jsonl(rows, path)
@@ -208,7 +208,7 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
 
 
 def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Return what an interrupted replay does not have, and how to complete it."""
+    """Describe the missing part of an interrupted replay, and how to complete it."""
     given = vars(arguments)
     if not rows:
         paths = [given.get("json"), given.get("csv")]

@@ -1,6 +1,6 @@
-"""`replay report`: one HTML page, or charts, from the rows of an earlier replay.
+"""`replay report`: writes an HTML page, or charts, from the rows of an earlier replay.
 
-PyTorch is imported only once the arguments and the files that they name can be used.
+PyTorch is imported only after the arguments and their files have been checked.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page and the charts that the arguments ask for.
+    """Write the page and the charts that the arguments request.
 
     Raises:
-        Error: an argument, or a file that it names, cannot be used.
+        Error: an argument or its file cannot be used.
     """
     arguments = parser().parse_args(argv)
     if wrong := _misuse(arguments):
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _misuse(arguments: argparse.Namespace) -> str:
-    """Return a sentence about arguments that do not go together; empty if all do."""
+    """Return a sentence about arguments that contradict each other; empty if there are none."""
     outputs = arguments.outputs
     out = None if arguments.out is None else Path(arguments.out)
     if out is None and arguments.plot is None and arguments.benchmark_json is None:
@@ -134,10 +134,10 @@ def _misuse(arguments: argparse.Namespace) -> str:
 
 
 def check_report(out: Path) -> None:
-    """Check before anything is measured that a report can be written.
+    """Check that a report can be written, before anything is measured.
 
     Raises:
-        Error: it cannot be written.
+        Error: the report cannot be written.
     """
     from replay.report.html import chart_library
 
@@ -152,7 +152,7 @@ def write(
     outputs: Path | None,
     budget: Budget | None,
 ) -> None:
-    """Write a report and print where it is.
+    """Write a report and print its place.
 
     Raises:
         Error: there is nothing to report, or the file cannot be written.
@@ -163,10 +163,10 @@ def write(
 
 
 def _made(given: str) -> Path:
-    """Make the directory of `--plot`, and return its absolute path: kernels may change the current.
+    """Create the directory of `--plot`, and return its absolute path.
 
     Raises:
-        Error: it cannot be made, or charts cannot be drawn.
+        Error: the directory cannot be created, or charts cannot be drawn.
     """
     from replay.report.charts.chart_files import prepare
 

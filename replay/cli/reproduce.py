@@ -57,7 +57,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write what the arguments ask for; return 1 if the kernel does not fail.
+    """Write the requested reproduction; return 1 if the kernel does not fail.
 
     Raises:
         Error: an argument cannot be used, or nothing could be written.

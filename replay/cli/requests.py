@@ -1,4 +1,4 @@
-"""From parsed arguments to what the library is asked for. Imports no torch."""
+"""Conversion of parsed arguments to requests of the library. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def request_of(
     for_model: bool = False,
     kernels: str | None = None,
 ) -> ReplayRequest:
-    """Return the replay that the arguments ask for, checked as far as it is cheap.
+    """Return the replay requested by the arguments, after cheap checks.
 
     Args:
-        for_model: whether the rows predict what a model gains.
-        kernels: those to run if the arguments name none.
+        for_model: True if the rows predict a model's gain.
+        kernels: kernels to run if the arguments name none.
 
     Raises:
         Error: an argument cannot be used.
@@ -47,7 +47,7 @@ def request_of(
 
 
 def measure_of(arguments: argparse.Namespace, *, for_model: bool = False) -> MeasureChoice:
-    """Return how the arguments want kernels to be timed and judged."""
+    """Return the settings of timing and judging that the arguments request."""
     given = vars(arguments)
     wanted = metrics_of(arguments)
     measured = [name for name in ("energy", "roofline") if {name, "all"} & {*wanted}]
@@ -70,7 +70,7 @@ def measure_of(arguments: argparse.Namespace, *, for_model: bool = False) -> Mea
 
 
 def place_of(arguments: argparse.Namespace) -> RunPlace:
-    """Return where the arguments want kernels to run."""
+    """Return the device, environments and processes that the arguments request."""
     given = vars(arguments)
     return RunPlace(
         device=arguments.device,
@@ -113,7 +113,7 @@ def suite_calls(arguments: argparse.Namespace) -> SuiteCalls:
 
 
 def random_values(arguments: argparse.Namespace) -> RandomValues:
-    """Return what random calls are filled with."""
+    """Return the values for random calls."""
     return RandomValues(
         arguments.causal,
         arguments.mask,
@@ -128,7 +128,7 @@ def metrics_of(arguments: argparse.Namespace) -> list[str]:
     """Return the names in `--metric`.
 
     Raises:
-        UsageError: there is none, or one that does not exist.
+        UsageError: there is no name, or an unknown name.
     """
     text: Any = vars(arguments).get("metric", DEFAULT_METRICS)
     known = (*METRICS, *REQUESTED_METRICS)

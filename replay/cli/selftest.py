@@ -1,4 +1,4 @@
-"""`replay selftest`: whether this machine measures right."""
+"""`replay selftest`: checks that this machine measures correctly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Make all checks, print and write them; return 1 if one fails.
+    """Run all checks, print and write the results; return 1 if a check fails.
 
     Raises:
         Error: an argument cannot be used.

@@ -1,4 +1,4 @@
-"""Options that several verbs of `replay` share: each is declared here, once. Imports no torch."""
+"""Options that several verbs of `replay` share, each declared once. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ MASKS = ("none", "causal", "padding", "window", "random")
 """`causal`, and names of `replay.workloads.random_masks`."""
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
-"""Options of one or two letters, which have one dash."""
+"""Options named by one or two letters, with a single dash."""
 
 REQUESTED_METRICS = ("stats", "resources")
-"""Figures that `--metric` shows only by name, because they take time or space."""
+"""Figures that `--metric` shows only if named, because they take time or space."""
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):
-    """Help of at most 100 columns, an option to a line where it fits."""
+    """Help of at most 100 columns, with one line per option if it fits."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 100)
@@ -54,7 +54,7 @@ class WideHelp(argparse.RawDescriptionHelpFormatter):
 def verb(
     name: str, description: str, examples: str = "", usage: str | None = None
 ) -> OneSentenceParser:
-    """Return the parser of a verb, without options; an empty name is the verb by default."""
+    """Return the parser of a verb, without options; an empty name denotes the default verb."""
     return OneSentenceParser(
         prog=f"replay {name}".strip(),
         usage=usage,
@@ -74,7 +74,7 @@ def add_common(group: argparse._ActionsContainer, *, verbosity: bool = True) -> 
 
 
 def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = True) -> None:
-    """Add the recording, and which of its calls are wanted."""
+    """Add the options for the recording and its calls."""
     add_directory(group)
     if chosen_calls:
         add_calls(group)
@@ -86,7 +86,7 @@ def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = Tru
 
 
 def add_directory(group: argparse._ActionsContainer, *, required: bool = True) -> None:
-    """Add the directory of the recording."""
+    """Add the option for the recording's directory."""
     group.add_argument(
         "--dir",
         required=required,
@@ -96,14 +96,14 @@ def add_directory(group: argparse._ActionsContainer, *, required: bool = True) -
 
 
 def add_calls(group: argparse._ActionsContainer) -> None:
-    """Add the names of the calls that are wanted."""
+    """Add the option for the names of calls."""
     group.add_argument(
         "--call", action=Listed, metavar="A,'GLOB*'", help="only the calls of these names"
     )
 
 
 def add_shape(group: argparse._ActionsContainer) -> None:
-    """Add the sizes of one call."""
+    """Add the options for the sizes of one call."""
     group.add_argument("-b", type=positive, default=1, metavar="B", help="batch (default 1)")
     group.add_argument(
         "-hq", type=positive, default=16, metavar="N", help="query heads (default 16)"
@@ -120,7 +120,7 @@ def add_shape(group: argparse._ActionsContainer) -> None:
 
 
 def add_values(group: argparse._ActionsContainer, command: OneSentenceParser) -> None:
-    """Add what random calls are filled with."""
+    """Add the options for the values of random calls."""
     group.add_argument("--causal", action="store_true", help="top-left causal mask")
     group.add_argument(
         "--mask",
@@ -146,7 +146,7 @@ def add_values(group: argparse._ActionsContainer, command: OneSentenceParser) ->
 
 
 def add_kernels(group: argparse._ActionsContainer) -> None:
-    """Add the kernels to run."""
+    """Add the option for the kernels to run."""
     group.add_argument(
         "--kernels",
         action=Listed,
@@ -156,7 +156,7 @@ def add_kernels(group: argparse._ActionsContainer) -> None:
 
 
 def add_timing(group: argparse._ActionsContainer, *, baseline: bool = True) -> None:
-    """Add how kernels are timed."""
+    """Add the options for timing kernels."""
     group.add_argument(
         "--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)"
     )
@@ -189,7 +189,7 @@ def add_timing(group: argparse._ActionsContainer, *, baseline: bool = True) -> N
 
 
 def add_limits(group: argparse._ActionsContainer) -> None:
-    """Add what ends a long replay early."""
+    """Add the options that end a long replay early."""
     group.add_argument(
         "--max-time",
         type=duration,
@@ -207,7 +207,7 @@ def add_limits(group: argparse._ActionsContainer) -> None:
 def add_place(
     command: argparse._ActionsContainer, *, several: bool = False, in_process: bool = True
 ) -> None:
-    """Add where kernels run: on which device, in which environments, in which process."""
+    """Add the options for the device, environments and processes of kernels."""
     devices: argparse._ActionsContainer = command
     if several:
         devices = command.add_mutually_exclusive_group()
@@ -228,14 +228,14 @@ def add_place(
 
 
 def add_device(group: argparse._ActionsContainer) -> None:
-    """Add the device."""
+    """Add the option for the device."""
     group.add_argument(
         "--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
     )
 
 
 def add_environments(group: argparse._ActionsContainer) -> None:
-    """Add other Python environments."""
+    """Add the option for other Python environments."""
     group.add_argument(
         "--env",
         action="append",
@@ -246,7 +246,7 @@ def add_environments(group: argparse._ActionsContainer) -> None:
 
 
 def add_workers(group: argparse._ActionsContainer, *, in_process: bool = True) -> None:
-    """Add how long worker processes are waited for, and how to do without them."""
+    """Add the options for the time-out of worker processes, and for running without workers."""
     waiting = group.add_mutually_exclusive_group() if in_process else group
     waiting.add_argument(
         "--timeout",
@@ -262,7 +262,7 @@ def add_workers(group: argparse._ActionsContainer, *, in_process: bool = True) -
 
 
 def add_metric(group: argparse._ActionsContainer) -> None:
-    """Add what tables show."""
+    """Add the option for the figures that tables show."""
     group.add_argument(
         "--metric",
         action=Listed,
@@ -273,7 +273,7 @@ def add_metric(group: argparse._ActionsContainer) -> None:
 
 
 def add_errors_against(group: argparse._ActionsContainer) -> None:
-    """Add what outputs are compared with."""
+    """Add the option for the output to compare with."""
     group.add_argument(
         "--errors-against",
         default="reference",
@@ -283,14 +283,14 @@ def add_errors_against(group: argparse._ActionsContainer) -> None:
 
 
 def add_tolerances(group: argparse._ActionsContainer) -> None:
-    """Add the constants that accuracy is judged by."""
+    """Add the option for the constants of judging accuracy."""
     group.add_argument(
         "--tolerances", metavar="TOML", help="judge accuracy by other constants (docs/method.md)"
     )
 
 
 def add_rows(group: argparse._ActionsContainer) -> None:
-    """Add rows that were measured before."""
+    """Add the option for rows that were measured earlier."""
     group.add_argument(
         "--rows",
         metavar="FILE",
@@ -301,7 +301,7 @@ def add_rows(group: argparse._ActionsContainer) -> None:
 def add_json(
     group: argparse._ActionsContainer, *, resume: bool = True, what: str = "a JSON row per line"
 ) -> None:
-    """Add the file of rows, or of `what` else."""
+    """Add the option for the file of rows, or of other content named by `what`."""
     group.add_argument(
         "--json", type=output_file, metavar="FILE", help=f"write {what} (- for stdout)"
     )
@@ -310,7 +310,7 @@ def add_json(
 
 
 def add_markdown(group: argparse._ActionsContainer) -> None:
-    """Add the file of tables for a pull request."""
+    """Add the option for a Markdown file of tables, for a pull request."""
     group.add_argument(
         "--markdown",
         type=output_file,
@@ -320,26 +320,26 @@ def add_markdown(group: argparse._ActionsContainer) -> None:
 
 
 def add_kernel(group: argparse._ActionsContainer, *, required: bool = False) -> None:
-    """Add the name of one kernel."""
+    """Add the option for the name of one kernel."""
     group.add_argument(
         "--kernel", required=required, metavar="K", help="this kernel: a name, or FILE.py:FUNCTION"
     )
 
 
 def add_report(group: argparse._ActionsContainer) -> None:
-    """Add the report as a page."""
+    """Add the option for the HTML report."""
     group.add_argument(
         "--report", type=output_file, metavar="FILE", help="write an HTML page (- for stdout)"
     )
 
 
 def add_saved_output(group: argparse._ActionsContainer) -> None:
-    """Add the directory for outputs."""
+    """Add the option for the directory of outputs."""
     group.add_argument("--save-output", metavar="DIR", help="save every kernel's outputs")
 
 
 def add_check(group: argparse._ActionsContainer) -> None:
-    """Add what makes the exit code 1."""
+    """Add the option that makes failures set the exit code to 1."""
     group.add_argument(
         "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"
     )

@@ -1,6 +1,6 @@
-"""One replay, shown in full: the common part of `replay --dir`, `random` and `suite`.
+"""Full display of one replay: the common part of `replay --dir`, `random` and `suite`.
 
-Imports torch late.
+The module imports torch late.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ def show(
     parser: argparse.ArgumentParser,
     request: Callable[[], ReplayRequest],
 ) -> int:
-    """Replay, and show and write all that the arguments ask for; return the exit code.
+    """Replay, show and write everything that the arguments request; return the exit code.
 
     Args:
-        parser: of the verb.
-        request: makes the request, once it is known that the files can be written.
+        parser: parser of the verb.
+        request: function that makes the request, called after checking that the files can be
+            written.
 
     Raises:
         Error: an argument cannot be used.
@@ -58,11 +59,11 @@ def print_next_step(
     replay: Replayed,
     plan: Plan | None = None,
 ) -> None:
-    """Print what to do next, unless the user wants no hints or a file is missing."""
+    """Print the next step, unless the user wants no hints or a file is missing."""
     if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
         from replay.cli.next_step import next_step
 
         if step := next_step(arguments, parser, replay.rows, plan, replay.dataset):
-            # Not wrapped: a command that is broken into lines cannot be pasted.
+            # The line is not wrapped, because a command with line breaks cannot be pasted.
             print(f"next: {printable(step)}", file=sys.stderr)
     logger.info("all is printed")

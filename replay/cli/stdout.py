@@ -1,4 +1,4 @@
-"""Keep stdout for rows: what kernels print in this process goes to stderr."""
+"""Keeps stdout for rows: output of kernels in this process goes to stderr."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ STDOUT, STDERR = 1, 2
 def reserved_stdout() -> Iterator[TextIO]:
     """Yield a stdout for this package alone, while all other output goes to stderr.
 
-    Compiled code prints past Python, so the file descriptors are exchanged too. A stdout without a
-    file, as in a notebook, has no descriptor.
+    Compiled code bypasses Python's stdout, so the file descriptors are exchanged too. A stdout that
+    is not a file, as in a notebook, has no descriptor.
     """
     ours = sys.stdout
     with contextlib.ExitStack() as stack:
@@ -37,6 +37,6 @@ def reserved_stdout() -> Iterator[TextIO]:
         before = os.dup(STDOUT)
         stack.callback(os.close, before)
         stack.callback(os.dup2, before, STDOUT)
-        with contextlib.suppress(OSError):  # there may be no stderr
+        with contextlib.suppress(OSError):  # stderr may be missing
             os.dup2(STDERR, STDOUT)
         yield ours

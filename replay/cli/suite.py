@@ -1,4 +1,4 @@
-"""`replay suite`: every kernel on a published list of shapes, with random values."""
+"""`replay suite`: runs every kernel on a published list of shapes, with random values."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Replay, print and write; 1 if `--check` fails.
+    """Replay, print and write; return 1 if `--check` fails.
 
     Raises:
         Error: an argument cannot be used.

@@ -1,4 +1,4 @@
-"""`replay verify`: the recorded model with each kernel: predicted and measured, and drift."""
+"""`replay verify`: runs the recorded model with each kernel: prediction, measurement and drift."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def parser() -> OneSentenceParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Measure, run the models, print and write; 1 if `--check` fails.
+    """Measure, run the models, print and write; return 1 if `--check` fails.
 
     Raises:
         Error: an argument cannot be used, or no model can run.
@@ -120,7 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
         device_of(arguments.device),
     )
     request = request_of(arguments, calls, for_model=True, kernels=models.plan_kernels)
-    # The workers exit before a model is built: a full-size one needs their memory.
+    # The workers exit before a model is built, because a full-size model needs their memory.
     if rows is None:
         replay = replayed(request, arguments)
     else:
@@ -134,7 +134,7 @@ def _run(arguments: argparse.Namespace) -> int:
                 plain = [as_json(check) for check in checks]
                 outputs = save_output if checks else None
                 write(replay.rows, plain, Path(arguments.report), outputs, None)
-        if missing and not checks:  # and an earlier --checks file stays
+        if missing and not checks:  # an earlier --checks file is kept in this case
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
@@ -149,7 +149,7 @@ def _checked(
     save_output: Path | None,
     file: Writable | None,
 ) -> tuple[list[ModelResult], list[str]]:
-    """Run the models, printing each; return the checks, and what is missing, a sentence each."""
+    """Run the models and print each; return the checks, and a sentence for each missing one."""
     from rich.console import Console
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`replay watch`: replay again whenever the file of a kernel changes. Imports torch late."""
+"""`replay watch`: repeats the replay whenever a kernel's file changes. Imports torch late."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from replay.workers.process import First
 
 LOOK_SECONDS = 0.2
-"""Time between two looks at the files; a change is over when two looks find the same."""
+"""Seconds between two inspections of the files; a change is complete when two inspections agree."""
 
 Signature = dict[Path, tuple[int, int]]
-"""When each file that is there was written, in nanoseconds, and its size."""
+"""Time of the last change, in nanoseconds, and size of each existing file."""
 
 EXAMPLES = """\
   replay watch --dir captured_inputs --call llama-000007 --kernels mine.py:attention
@@ -94,10 +94,10 @@ def _kernel_files(kernels: str | None) -> list[Path]:
 
 
 class Files:
-    """The files of some kernels, watched for changes.
+    """Files of some kernels, watched for changes.
 
     Args:
-        kernels: the files that define them.
+        kernels: the files that define the kernels.
     """
 
     def __init__(self, kernels: Sequence[Path]) -> None:
@@ -120,7 +120,7 @@ class Files:
                 sleep(LOOK_SECONDS)
 
     def _look(self) -> Signature:
-        """Return what the files are now; one that cannot be parsed may still import what it did."""
+        """Inspect the files; the imports of a file that cannot be parsed are assumed unchanged."""
         paths = {*self._seen, *self._kernels}
         for kernel in self._kernels:
             paths.update(path for _, path in own_files(kernel, kernel.parent))
@@ -136,19 +136,20 @@ def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoRet
     """Replay now and after every change, until Ctrl-C.
 
     Args:
-        replay: in these processes; prints and returns the rows.
+        replay: function that replays in these processes, prints the rows and returns them.
 
     Raises:
-        Error: of the first replay. Later ones print theirs, for another change may mend it.
+        Error: the first replay failed. Errors of later replays are printed, because the next change
+            may fix them.
     """
     from replay.workers.process import first_processes
 
-    # A file that is written twice in a second would be taken for its compiled self.
+    # If a file changes twice within a second, Python would use the outdated compiled file.
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     files, is_first = Files(_kernel_files(request.kernels)), True
     rows: list[Row] = []
     while True:
-        # The next processes import PyTorch while nothing happens.
+        # The next processes import PyTorch while this process waits.
         with first_processes(request.place.timeout) as first:
             prepared(first, request.place, request.kernels)
             if not is_first:

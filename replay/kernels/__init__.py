@@ -1,1 +1,1 @@
-"""Kernels, their limits, and the catalogue of all of them."""
+"""Kernels, their limits, and the catalogue of all kernels."""

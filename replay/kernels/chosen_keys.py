@@ -9,7 +9,7 @@ from capture.call.attention_call import AttentionCall
 
 
 def mask_of_tokens(indices: Tensor, call: AttentionCall) -> Tensor:
-    """Return (B, Hq, 1, Sk), bool: True for the keys in `indices` (B, Hkv, K).
+    """Return a bool mask (B, Hq, 1, Sk): True for the keys in `indices` (B, Hkv, K).
 
     Query heads that share a key head share its keys. Entries outside 0…Sk-1 are ignored.
     """

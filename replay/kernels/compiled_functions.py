@@ -1,12 +1,12 @@
 """Compiles an attention function once per kind of call.
 
 `torch.compile` keeps its results on the function's code object and gives up after a few shapes
-(`torch._dynamo.config.recompile_limit`). A replay meets many shapes, so every kind of call gets a
-code object of its own, and its compilation is the one a model with that shape would see.
+(`torch._dynamo.config.recompile_limit`). A replay meets many shapes, so every kind of call gets its
+own code object, and is compiled as in a model with that shape.
 
-`max-autotune` records CUDA graphs on a GPU. They share one memory pool and one history, which two
-things upset: outputs that are not announced as finished, and a recording that failed (out of
-memory), after which every later graph fails too. This module deals with both.
+`max-autotune` records CUDA graphs on a GPU. The graphs share one memory pool and one history. Two
+things break these: outputs that are not marked as finished, and a failed recording (out of memory),
+after which every later graph fails too. This module handles both problems.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from capture.large_imports import without_collecting
 
 
 def import_compiler() -> None:
-    """Import the compiler before its first use, in two thirds of the time."""
+    """Import the compiler before its first use, in two thirds of the usual time."""
     with without_collecting():
         import torch._inductor.compile_fx  # noqa: F401
 
@@ -34,7 +34,7 @@ def import_compiler() -> None:
 class CompiledPerSignature:
     """Function compiled with `torch.compile(mode=…, fullgraph=True, dynamic=False)`.
 
-    It is called like the function itself, with positional or keyword tensors.
+    The object is called like the function itself, with positional or keyword tensors.
     """
 
     def __init__(self, function: FunctionType, mode: str = "default") -> None:
@@ -61,9 +61,9 @@ class CompiledPerSignature:
             raise
 
     def _to_compile(self, number: int) -> Callable[..., Tensor]:
-        """Return the function with a code object of its own, compiled at its first call."""
+        """Return the function with its own code object, compiled at its first call."""
         import_compiler()
-        # The search would report every candidate that does not compile as an error.
+        # Otherwise, the search would report every candidate that does not compile as an error.
         logging.getLogger("torch._inductor.select_algorithm").setLevel(logging.CRITICAL)
         return torch.compile(
             _with_own_code(self._function, f"{self._function.__name__}_{number}"),
@@ -73,10 +73,11 @@ class CompiledPerSignature:
         )
 
     def _in_this_process(self) -> contextlib.AbstractContextManager[object]:
-        """Start no pool of compiling processes, except for a search among many programs.
+        """Prevent a pool of compiling processes, except for a search among many programs.
 
-        An attention call is one program or a few, which are compiled before the pool, which imports
-        PyTorch again, is ready. Its processes would then start while other kernels are timed.
+        An attention call is one program or a few. They are compiled before such a pool, which
+        imports PyTorch again, is ready. The processes of the pool would start while other kernels
+        are timed.
         """
         if self._mode == "max-autotune":
             return contextlib.nullcontext()

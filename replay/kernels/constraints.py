@@ -4,9 +4,9 @@ A kernel lists its limits; the first one that is not met is the reason in its ro
 
     limits=(no_dropout, no_mask, head_dims(64, 128), dtypes(torch.float16))
 
-They keep a kernel from calls that it would answer with another output. In particular, an argument
-of SDPA without a counterpart is a reason, and is never ignored. The checks in `ASKED_AT_EVERY_CALL`
-are repeated by the drop-in itself, which raises them.
+The limits protect a kernel from calls for which it would return a different output. In particular,
+an argument of SDPA without a counterpart is refused, never ignored. The drop-in itself repeats the
+checks in `ASKED_AT_EVERY_CALL`, and raises an error if one fails.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from capture.hooks.interceptor import Arguments
 from capture.storage.header import dtype_name
 
 AnyCall = Arguments | AttentionCall
-"""Call of SDPA, at the time of the call or from a recording; both use the same names."""
+"""Call of SDPA, either live or from a recording; both types use the same names."""
 
 Constraint = Callable[[AttentionCall], str | None]
 
 
 def all_of(*constraints: Constraint) -> Constraint:
-    """Combine constraints; the result is the sentence of the first that is not met."""
+    """Combine constraints; the result is the sentence of the first unmet constraint."""
 
     def check(call: AttentionCall) -> str | None:
         return next(filter(None, (constraint(call) for constraint in constraints)), None)
@@ -69,10 +69,10 @@ def mask_shared_by_heads(call: AnyCall) -> str | None:
 
 
 def causal_only_square(call: AnyCall) -> str | None:
-    """Allow a causal mask only where both alignments agree; for libraries that align bottom right.
+    """Allow a causal mask only if both alignments agree; for libraries that align bottom right.
 
-    A call aligned top left is the same if it has as many queries as keys. Comparing packed lengths
-    waits for the GPU.
+    A call aligned top left is equivalent if it has as many queries as keys. Comparing packed
+    lengths waits for the GPU.
     """
     variant = call.variant
     if variant.bottom_right or not (call.is_causal or variant.window != (None, None)):
@@ -93,13 +93,13 @@ def causal_only_square(call: AnyCall) -> str | None:
 
 
 def window_only_square(call: AnyCall) -> str | None:
-    """Limit windows; for kernels with causal masks of both alignments and all else bottom right."""
+    """Limit windows, for kernels whose features other than causal masks align bottom right."""
     is_plain = call.variant.window == (None, None) and call.cu_seqlens_q is None
     return None if is_plain else causal_only_square(call)
 
 
 def mask_alone(call: AnyCall) -> str | None:
-    """Refuse a mask beside a window or lengths, for kernels that turn one into the other."""
+    """Refuse a mask with a window or lengths, for kernels that convert one into the other."""
     if call.attn_mask is None:
         return None
     if not {"window", "packed", "key-lengths"}.intersection(call.features):
@@ -108,7 +108,7 @@ def mask_alone(call: AnyCall) -> str | None:
 
 
 def left_window_only(call: AnyCall) -> str | None:
-    """Refuse bounded right sides; for kernels with windows to the left only."""
+    """Refuse a limited right side, for kernels whose windows extend to the left only."""
     _, right = call.variant.window
     if not right or call.is_causal:
         return None
@@ -123,7 +123,7 @@ def no_gqa(call: AttentionCall) -> str | None:
 
 
 def max_queries(most: int) -> Constraint:
-    """Limit the queries of decode kernels; more are compared with prefill kernels."""
+    """Limit the number of queries, for decode kernels; prefill kernels handle more queries."""
     allowed = "one query" if most == 1 else f"at most {most} queries"
 
     def check(call: AttentionCall) -> str | None:
@@ -137,7 +137,7 @@ decode_only = max_queries(1)
 
 
 def decode_or_key_lengths(call: AttentionCall) -> str | None:
-    """Allow several queries only with key lengths; for kernels over caches."""
+    """Allow several queries only with key lengths, for kernels over caches."""
     return None if call.seqused_k is not None else decode_only(call)
 
 
@@ -160,7 +160,7 @@ def page_size_of(only: int) -> Constraint:
 
 
 def needs_pages(call: AnyCall) -> str | None:
-    """Require a page table, for kernels that read keys only through one."""
+    """Require a page table, for kernels that read keys only through page tables."""
     return None if call.page_table is not None else "for keys in pages: this call has no page table"
 
 
@@ -191,7 +191,7 @@ def no_huge_softcap(call: AnyCall) -> str | None:
     """Refuse a huge soft cap in 16 bits.
 
     The kernels' tanh is accurate to float32's rounding of the cap, which is too coarse for scores
-    that are a millionth of it.
+    that are a millionth of the cap.
     """
     cap = call.variant.softcap
     if cap is None or cap <= MOST_SOFTCAP or call.query.dtype == torch.float32:
@@ -286,21 +286,21 @@ up_to_float32 = dtypes(torch.float16, torch.bfloat16, torch.float32)
 
 
 class KeyRange(NamedTuple):
-    """Keys of each batch element that a padding mask leaves."""
+    """Keys of each batch element that a padding mask keeps visible."""
 
     lengths: Tensor
     """Numbers of keys: (B,) int32."""
     starts: Tensor
     """Indices of the first keys: (B,) int32; all 0 if the padding is at the end."""
     keys: Tensor
-    """True where a key counts: (B, Sk), bool."""
+    """Visible keys: (B, Sk), bool."""
 
 
 def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
-    """Return the keys that a padding mask leaves; None if the mask is of another kind.
+    """Return the keys that a padding mask keeps visible; None if the mask is of another kind.
 
-    A padding mask is bool, the same for all heads and queries, and leaves each batch element one
-    unbroken run of at least one key that touches the beginning or the end.
+    A padding mask is bool, the same for all heads and queries, and shows each batch element one
+    contiguous run of at least one key that touches the beginning or the end.
     """
     if attn_mask.dtype != torch.bool or attn_mask.ndim > 4:
         return None
@@ -321,7 +321,7 @@ def key_range(attn_mask: Tensor, batch: int, kv_len: int) -> KeyRange | None:
 
 
 def padding_mask_only(call: AttentionCall) -> str | None:
-    """Allow no mask, or one that `key_range` understands."""
+    """Allow no mask, or a mask that `key_range` understands."""
     mask, shape = call.attn_mask, call.shape
     if mask is None or key_range(mask, shape.batch, shape.kv_len) is not None:
         return None
@@ -334,8 +334,7 @@ def padding_mask_only(call: AttentionCall) -> str | None:
 
 
 def needs_mask(call: AnyCall) -> str | None:
-    """Require a mask; without padding, a variable-length kernel is the same as its plain
-    sibling."""
+    """Require a mask; without padding, a variable-length kernel equals its plain counterpart."""
     return None if call.attn_mask is not None else "for padded batches: this call has no attn_mask"
 
 
@@ -366,4 +365,4 @@ ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     default_scale,
     no_huge_softcap,
 )
-"""Arguments that a kernel would ignore or misread. The checks read no tensor's values."""
+"""Checks for arguments that a kernel would ignore or misread. The checks read no tensor values."""

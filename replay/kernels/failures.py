@@ -1,4 +1,4 @@
-"""Status and sentence of a kernel's exception, for its row."""
+"""Status and sentence for a kernel's exception, as shown in its row."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ FREE = re.compile(r"total capacity of (?P<all>[\d.]+ \w+) of which (?P<free>[\d.
 
 
 class Finding(NamedTuple):
-    """Present finding about a kernel on a call."""
+    """Finding about a kernel on a call."""
 
     status: Status
     reason: str = ""
 
 
 class ContextLost(Exception):
-    """Loss of this process to a kernel: its GPU refuses work, or its memory is gone."""
+    """Loss of this process to a kernel: the GPU refuses work, or memory is exhausted."""
 
     def __init__(self, reason: str, status: Status = "crash") -> None:
         super().__init__(reason)
@@ -35,22 +35,22 @@ class ContextLost(Exception):
 
 
 class CannotJudge(Exception):
-    """Failure of the judge with an output or a call; the message is the whole sentence."""
+    """Failure of the judge on an output or a call; the message is the whole sentence."""
 
 
 def classify(error: BaseException) -> Finding:
-    """Return the status and one printable line for what a kernel raised, including `SystemExit`.
+    """Return the status and one printable line for a kernel's exception, including `SystemExit`.
 
     Raises:
-        KeyboardInterrupt: the error is one, which is the user's.
+        KeyboardInterrupt: the error is one, because it comes from the user.
     """
     if isinstance(error, KeyboardInterrupt):
         raise error
     message, place, is_own = _message(error).strip(), *_place(error)
-    # A library's message is long and begins with the cause; a kernel's author wants all of their
-    # own.
+    # A library's message is long and starts with the cause; authors want the whole message of their
+    # own code.
     line = " ".join(message.split()) if is_own else message.partition("\n")[0]
-    # A terminal shows it: no escape codes, no surrogates, no megabytes.
+    # The text is shown on a terminal, so escape codes, surrogates and megabytes are removed.
     text = printable(line[:LONGEST_REASON]).strip() or type(error).__name__
     if isinstance(error, CannotJudge):
         return Finding("error", text)
@@ -61,7 +61,7 @@ def classify(error: BaseException) -> Finding:
 
 
 def _place(error: BaseException) -> tuple[str, bool]:
-    """Return the place in a user's `file.py:function`, and whether that code raised the error."""
+    """Return the place in a user's `file.py:function`, and True if that code raised the error."""
     place, is_own = "", False
     for frame, line in traceback.walk_tb(error.__traceback__):
         is_own = str(frame.f_globals.get("__name__")).startswith(USER_MODULE)
@@ -78,7 +78,7 @@ def _message(error: BaseException) -> str:
 
 
 def _shortage(text: str) -> str:
-    """Shorten a long message of PyTorch's allocators to the needed and the free memory."""
+    """Shorten a long message of PyTorch's allocators to the required and the free memory."""
     needed, free = NEEDED.search(text), FREE.search(text)
     if needed is None:
         return text

@@ -1,7 +1,7 @@
 """Arguments that the functions of all FlashAttention versions share.
 
 Windows and causality follow the bottom-right diagonal. Options that a call does not use are not
-passed, so that versions without windows or soft caps serve calls without them.
+passed, so that versions without windows or soft caps still run calls without these features.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import Packed
 
 KNOWN = ("bottom-right", "window", "softcap")
-"""Features beyond SDPA that these functions have."""
+"""Features beyond SDPA that these functions support."""
 
 
 def options(call: AnyCall, unlimited: int | None = -1) -> dict[str, Any]:
     """Return all arguments except tensors.
 
     Args:
-        unlimited: value for a side of a window without a limit.
+        unlimited: value for an unlimited side of a window.
     """
     found: dict[str, Any] = {"softmax_scale": call.scale, "causal": call.is_causal}
     left, right = call.variant.window
@@ -54,6 +54,6 @@ def varlen_arguments(call: AnyCall, packed: Packed, unlimited: int | None = -1) 
 
 
 def output_of(returned: Any) -> Tensor:
-    """Return the output of functions that in some versions return the log-sum-exp too."""
+    """Return the output of functions that also return the log-sum-exp in some versions."""
     output: Tensor = returned[0] if isinstance(returned, tuple) else returned
     return output

@@ -9,16 +9,17 @@ from pathlib import Path
 ENTRY_POINTS = "attention_replay.kernels"
 """Entry-point group through which installed packages offer kernels: `name = "module:function"`.
 
-`register_kernel` on the function adds constraints."""
+Decorating the function with `register_kernel` adds constraints.
+"""
 
 USER_MODULE = "attention_replay_user_"
-"""Beginning of the module name under which a user's `file.py:function` is imported."""
+"""Prefix of the module name under which a user's `file.py:function` is imported."""
 
 _ADAPTERS = Path(__file__).with_name("adapters")
 
 
 def parts(patterns: str) -> list[str]:
-    """Split comma-separated names and globs; a comma in brackets separates a variant's options."""
+    """Split comma-separated names and globs; commas in brackets separate a variant's options."""
     given = re.split(r",(?![^\[\]]*\])", patterns)
     return [part for part in map(str.strip, given) if part]
 
@@ -26,7 +27,7 @@ def parts(patterns: str) -> list[str]:
 def look_known(patterns: str) -> bool:
     """Guess whether kernels of these names and globs exist; False for most misspelt ones.
 
-    The words of a name occur in the file of its adapter.
+    The guess relies on the words of a name occurring in its adapter's file.
     """
     source = "\n".join(path.read_text("utf-8") for path in _ADAPTERS.glob("*.py")).lower()
     words = set(re.findall(r"[a-z0-9]+", source))

@@ -1,4 +1,4 @@
-"""Options of a recorded call as our kernels take them."""
+"""Conversion of a recorded call's options to the options of our kernels."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ MOST_KEPT = 1024
 
 
 def kernel_options(variant: AttentionVariant) -> AttentionOptions:
-    """Return a variant as options of our kernels, the object `PLAIN` where it asks for nothing.
+    """Return a variant as options of our kernels; the object `PLAIN` if it has no options.
 
-    Kernels recognise that object without hashing it. Conversions are kept by identity, because
+    Kernels recognise `PLAIN` without hashing it. Conversions are cached by identity, because
     hashing a variant would take longer than the rest of a launch on the host.
     """
     found = _converted.get(id(variant))
     if found is None:
         if len(_converted) >= MOST_KEPT:
             _converted.clear()
-        # The variant is kept too, so that no other object can get its identity.
+        # The variant is cached too, so that no other object can get its identity.
         found = _converted[id(variant)] = variant, _convert(variant)
     return found[1]
 

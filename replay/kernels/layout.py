@@ -1,7 +1,7 @@
 """Conversion of SDPA's tensors to a library's layout and back.
 
-Suffixes: B batch, H heads, S sequence, D head dimension, T tokens of all sequences in a row. SDPA
-has BHSD with any strides; most libraries want BSHD, whose views usually cost nothing.
+Suffixes: B batch, H heads, S sequence, D head dimension, T tokens of all sequences, concatenated.
+SDPA has BHSD with any strides; most libraries want BSHD, whose views usually cost nothing.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def unit_stride(tensor: Tensor) -> Tensor:
 
 
 def bshd(tensor_BHSD: Tensor) -> Tensor:
-    """Return BSHD, a view as in diffusers unless the elements of a head are not adjacent."""
+    """Return BSHD; this is a view, as in diffusers, if the elements of a head are adjacent."""
     return unit_stride(tensor_BHSD).transpose(1, 2)
 
 
 def contiguous_bshd(tensor_BHSD: Tensor) -> Tensor:
-    """Return contiguous BSHD, the layout that authors of such kernels measure."""
+    """Return contiguous BSHD, the layout in which authors measure such kernels."""
     return tensor_BHSD.transpose(1, 2).contiguous()
 
 
@@ -71,9 +71,9 @@ def on_bhsd(run: Attend) -> Attend:
 
 
 def padding_keys(call: AnyCall) -> Tensor | None:
-    """Return the keys that the call's padding mask leaves, (B, Sk) bool; None without a mask.
+    """Return the keys visible under the call's padding mask, (B, Sk) bool; None without a mask.
 
-    `constraints.key_range` has checked the mask before; checking it here would make every timed
+    `constraints.key_range` has already checked the mask; checking it here would make every timed
     call wait for the GPU.
     """
     if call.attn_mask is None:
@@ -84,32 +84,33 @@ def padding_keys(call: AnyCall) -> Tensor | None:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one after another: THD tensors and the beginnings of the sequences.
+    """Concatenated sequences: THD tensors and the start of each sequence.
 
-    They come from a packed call, from a padded batch without its padding, or from a batch with key
-    lengths (`seqused_k`). Keys in pages stay (P, page_size, H, D).
+    The sequences come from a packed call, from a padded batch without its padding, or from a batch
+    with key lengths (`seqused_k`). Keys in pages stay (P, page_size, H, D).
     """
 
     query_THD: Tensor
     key_THD: Tensor
     value_THD: Tensor
     q_offsets: Tensor
-    """Beginnings of the queries, (N + 1,) int32: FlashAttention's `cu_seqlens_q`."""
+    """Starts of the queries, (N + 1,) int32: FlashAttention's `cu_seqlens_q`."""
     k_offsets: Tensor | None
-    """Beginnings of the keys; None for keys in pages."""
+    """Starts of the keys; None for keys in pages."""
     longest_query: int
     longest_key: int
     batch: int
-    """Batch elements of the call; 1 for a packed call with any N."""
+    """Number of batch elements of the call; 1 for a packed call with any N."""
     seqused_k: Tensor | None = None
     page_table: Tensor | None = None
 
     @classmethod
     def of(cls, call: AnyCall) -> Packed:
-        """Pack a call that is packed already, or has a padding mask or key lengths.
+        """Pack a call that is already packed, or has a padding mask or key lengths.
 
-        SDPA answers every query, including those of padding tokens, so only keys and values are
-        packed. Finding unstated lengths waits for the GPU once, as in every model that does this.
+        SDPA computes every query, including those of padding tokens, so only keys and values are
+        packed. Computing unknown lengths waits for the GPU once, as in every model that packs
+        sequences.
         """
         if call.page_table is not None:
             return cls._of_pages(call, call.page_table)
@@ -129,7 +130,7 @@ class Packed:
         batch, _, q_len, _ = call.query.shape
         q_offsets = even_offsets(batch, q_len, call.query.device)
         query = thd(call.query)
-        # Keys behind the lengths stay in place: the kernel skips them.
+        # Keys beyond the lengths stay in place, because the kernel skips them.
         if call.seqused_k is not None:
             kv_len = call.key.shape[2]
             return cls(
@@ -143,7 +144,8 @@ class Packed:
                 batch,
                 call.seqused_k,
             )
-        # Only a padding mask is left. The host waits for the GPU to find its lengths.
+        # The only remaining case is a padding mask. The host waits for the GPU to compute its
+        # lengths.
         keys = padding_keys(call)
         assert keys is not None, "a call without lengths has no padding"
         lengths = keys.sum(dim=1, dtype=torch.int32)
@@ -202,5 +204,5 @@ def thd(tensor_BHSD: Tensor) -> Tensor:
 
 
 def even_offsets(batch: int, length: int, device: torch.device) -> Tensor:
-    """Return the beginnings of sequences of one length in a packed tensor: (B + 1,) int32."""
+    """Return the starts of equally long sequences in a packed tensor: (B + 1,) int32."""
     return torch.arange(batch + 1, dtype=torch.int32, device=device) * length

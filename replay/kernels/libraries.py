@@ -1,7 +1,7 @@
-"""Libraries of kernels: tried on a device, and imported when first needed.
+"""Libraries of kernels, tested on a device and imported when first needed.
 
-Nothing in this directory imports a kernel library at its top: the libraries take seconds to import,
-collide with one another, and break in many ways when they were built for another PyTorch.
+Nothing in this directory imports a kernel library at module level: the libraries take seconds to
+import, collide with one another, and break in many ways when they were built for another PyTorch.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ Capability = tuple[int, int]
 
 @dataclass(frozen=True)
 class Library:
-    """Library as one kernel needs it: its place, its version, and the GPUs it runs on."""
+    """Library as one kernel needs it: module, version, and the GPUs it runs on."""
 
     module: str
     """Module to import: `flash_attn.cute`."""
     package: str
-    """Installed package, which has a version: `flash-attn-4`."""
+    """Installed package that has the version: `flash-attn-4`."""
     install: str
-    """Command that installs it."""
+    """Command that installs the package."""
     functions: tuple[str, ...] = ()
     """Functions of the module that the kernel calls."""
     series: int | None = None
-    """First number of the versions that this kernel is for; None for any."""
+    """Major version that this kernel is written for; None for any."""
     runs_on: Callable[[Capability], bool] = lambda capability: capability >= (8, 0)
-    """Function that tells whether a GPU of a compute capability can run it."""
+    """Function that returns True if a GPU of a compute capability can run the library."""
     needs: str = "8.0 or higher"
-    """Text for `runs_on`."""
+    """Description of `runs_on`."""
 
     def load(self) -> ModuleType:
         """Return the imported module.
 
         Raises:
-            ImportError: with the reason that `unavailable` gives.
+            ImportError: the library is unavailable; the message is the reason from `unavailable`.
         """
         found = _import(self.module)
         if isinstance(found, str):
@@ -51,7 +51,8 @@ class Library:
         return found
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return the reason why it cannot be used on a device, the hardest to cure first."""
+        """Return the reason why the library cannot be used on a device, the hardest to fix
+        first."""
         if reason := self.wrong_device(device):
             return reason
         installed = version(self.package)
@@ -64,14 +65,15 @@ class Library:
             return self._import_failure(found)
         missing = [name for name in self.functions if not hasattr(found, name)]
         if missing and getattr(found, "__file__", "") is None:
-            # A directory on the path, left behind by another package: flash-attn-4 makes one.
+            # A directory on the path may belong to another package: flash-attn-4 creates such a
+            # directory.
             return self._import_failure("")
         if missing:
             return f"{self.package} {installed or 'as installed'} has no {missing[0]}"
         return None
 
     def wrong_device(self, device: torch.device) -> str | None:
-        """Return the reason why no version of it can be used on a device."""
+        """Return the reason why no version of the library can be used on a device."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "needs a CUDA GPU"
         capability = torch.cuda.get_device_capability(device)
@@ -93,17 +95,18 @@ def version(package: str) -> str:
 
 
 def is_interpreted() -> bool:
-    """Tell whether Triton kernels run in its interpreter: correct, but useless for timing."""
+    """Return True if Triton kernels run in its interpreter: correct, but useless for timing."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 class TritonLibrary(Library):
-    """Our kernels, `attention_kernels`, and the Triton that they need."""
+    """Library of our kernels, `attention_kernels`, with the Triton version that they need."""
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return why the kernels cannot be used on a device.
+        """Return the reason why the kernels cannot be used on a device.
 
-        On the CPU they run in Triton's interpreter, where TRITON_INTERPRET=1 was set beforehand.
+        On the CPU the kernels run in Triton's interpreter, if TRITON_INTERPRET=1 was set
+        beforehand.
         """
         ours = _import(OUR_KERNELS)
         if isinstance(ours, str):
@@ -128,11 +131,11 @@ class TritonLibrary(Library):
 OUR_KERNELS = "attention_kernels"
 
 TRITON = TritonLibrary(
-    # Tensor descriptors can be made on the host in Triton 3.4, PyTorch 2.8's, and newer.
+    # Tensor descriptors can be made on the host since Triton 3.4, which PyTorch 2.8 includes.
     module="triton.tools.tensor_descriptor",
-    # Its version decides how fast our kernels are.
+    # Triton's version determines the speed of our kernels.
     package="triton",
-    # It brings Triton for CPU builds of PyTorch; a CUDA build has the one it was built with.
+    # This installs Triton for CPU builds of PyTorch; a CUDA build already includes its Triton.
     install=f"pip install ./{OUR_KERNELS}",
 )
 
@@ -141,7 +144,7 @@ TRITON = TritonLibrary(
 def _import(name: str) -> ModuleType | str:
     """Return the module, or the first line of its error; empty if the module does not exist.
 
-    The result is kept, because a failed import costs seconds each time.
+    The result is cached, because a failed import takes seconds each time.
     """
     try:
         return importlib.import_module(name)

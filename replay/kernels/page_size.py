@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 DEFAULT_PAGE_SIZE = 16
-"""Keys in a page; the usual number in serving engines."""
+"""Default number of keys in a page, the usual one in serving engines."""
 
 
 def check_page_size(page_size: int) -> None:
-    """Raise ValueError for a page without keys."""
+    """Raise ValueError if the page size is below 1."""
     if page_size < 1:
         raise ValueError(f"invalid page size {page_size} (must be at least 1)")

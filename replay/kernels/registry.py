@@ -10,7 +10,8 @@ A kernel is one function with SDPA's own arguments, registered under a name:
         ...
 
 Every file in `replay/kernels/adapters/` registers its kernels when imported, so a new file is
-enough to add one. A library is imported when its kernel is first needed, not with the file.
+enough to add one. A library is imported when its kernel is first needed, not when the file is
+imported.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ def _always(_: object) -> None:
 
 @dataclass(frozen=True)
 class ScaledCore:
-    """Core of an 8-bit kernel, whose output has to be multiplied by a number.
+    """Core of an 8-bit kernel whose output must be multiplied by a scale.
 
-    Only `run` is timed; the product is judged.
+    Only `run` is timed, but the product is judged.
     """
 
     run: Callable[[], Tensor]
@@ -79,60 +80,64 @@ class Kernel:
 
     name: str
     attention: Attention
-    """Drop-in call: what a model would run, layout changes and quantisation included."""
+    """Drop-in function that a model would run, including layout changes and quantisation."""
     accuracy_class: AccuracyClass = "exact"
-    """Rule to judge by: `exact` (16 or 32 bits throughout), `quantised` or `sparse`."""
+    """Accuracy rule: `exact` (16 or 32 bits throughout), `quantised` or `sparse`."""
     unavailable: Callable[[torch.device], str | None] = _always
-    """Function that tries to use a device, and returns the reason why the kernel cannot."""
+    """Function that tests a device and returns why the kernel cannot run there, or None."""
     unsupported: Callable[[AttentionCall], str | None] = _always
-    """Function that returns the reason why it cannot run a call (mask, head_dim, dtype …)."""
+    """Function that returns why the kernel cannot run a call (mask, head_dim, dtype …), or None."""
     prepare: Callable[[AttentionCall], Callable[[], Tensor]] | None = None
     """Function that does everything before the kernel's core, and returns the core.
 
-    The core's output is laid out and judged like the kernel's, but may have another dtype, and a
-    `ScaledCore` leaves out the scale."""
+    The core's output has the kernel's layout and is judged in the same way, but may have a
+    different dtype. A `ScaledCore` omits the scale.
+    """
     default: bool = True
-    """True if it runs when no kernel is named."""
+    """True if the kernel runs when no kernel is named."""
     about: str = ""
-    """Line for the list of kernels."""
+    """Description for the list of kernels."""
     library: str = ""
-    """Package that has the kernel; its version is shown."""
+    """Package that contains the kernel; the package's version is shown."""
     install: str = ""
     """Command that installs the library."""
     variant_of: str = ""
-    """Kernel that this one is with other options, `base[option=value,…]`; it never runs by
+    """Base kernel of this variant, whose name is `base[option=value,…]`; a variant never runs by
     default."""
     own_process: bool = False
-    """True if it must not share a worker with another such kernel, because its library serves one
-    kernel per process. `unavailable` of all of them is called in one worker, and must settle
-    nothing."""
+    """True if the kernel must not share a worker with another such kernel, because its library
+    supports one kernel per process. `unavailable` of all such kernels is called in one worker, and
+    must not choose one."""
 
     chosen: Callable[[AttentionCall], Tensor] | None = None
     """Function that returns the keys a `sparse` kernel attends to: bool, True = attended,
-    broadcasts to (B, Hq, Sq, Sk), the same each time. `replay.mask_of_tokens` makes it from
-    indices."""
+    broadcasts to (B, Hq, Sq, Sk), with the same result each time. `replay.mask_of_tokens` makes
+    this mask from indices."""
     options: Callable[..., Kernel] | None = None
     """Function that makes this kernel with other options.
 
-    Its keyword arguments have defaults of the type that a value must have. It raises ValueError
-    with a sentence for a meaningless value. `name[option=value,…]` calls it."""
+    Its keyword arguments have defaults of the type that a value must have. The function raises
+    ValueError with a sentence for a meaningless value. A name such as `name[option=value,…]` calls
+    it.
+    """
 
     features: frozenset[str] = frozenset()
-    """Features beyond SDPA that it has (`capture.call.attention_variant.FEATURES`).
+    """Features beyond SDPA that the kernel supports (`capture.call.attention_variant.FEATURES`).
 
     `attention` gets the call's `sinks`, `cu_seqlens_q`, `cu_seqlens_k`, `seqused_k`, `page_table`,
-    `window`, `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments."""
+    `window`, `softcap`, `bottom_right`, `max_seqlen_q` and `max_seqlen_k` as keyword arguments.
+    """
 
     prefers_rewritten_mask: Callable[[AttentionCall], bool] = _never
-    """Function that tells whether to run a call without its mask, given options that say the same
-    (`capture.call.mask_structure`). A kernel that refuses the mask always does."""
+    """Function that returns True if a call should run without its mask, given equivalent options
+    (`capture.call.mask_structure`). A call whose mask the kernel refuses always runs without it."""
 
     warm_up: Callable[[], None] | None = None
-    """Function that imports what the first call in a process would import."""
+    """Function that imports modules which the first call in a process would import."""
 
     load: Callable[[], Kernel] | None = None
-    """Function that imports the kernel when it is first needed: a user's file or an installed
-    package's entry point, whose code runs then."""
+    """Function that imports the kernel when it is first needed: code from a user's file or from an
+    installed package's entry point."""
 
     def __post_init__(self) -> None:
         if not self.name.strip() or not self.name.isprintable():
@@ -145,12 +150,12 @@ class Kernel:
             raise ValueError(f"{self.name}: unknown feature {unknown_names} (known: {known})")
 
     def refuses(self, call: AttentionCall) -> str | None:
-        """Return the reason why it cannot run a call; None if it can."""
+        """Return the reason why the kernel cannot run a call; None if it can."""
         unknown = [FEATURES[name] for name in call.features if name not in self.features]
         return f"has no {' and no '.join(unknown)}" if unknown else self.unsupported(call)
 
     def loaded(self) -> Kernel:
-        """Return the kernel itself, after its import if it has not been imported yet."""
+        """Return the kernel itself, importing it if necessary."""
         return self if self.load is None else self.load()
 
 
@@ -187,16 +192,16 @@ def register_kernel(
 
     Args:
         name: the kernel's name.
-        accuracy_class: how its output is judged: `exact`, `quantised` or `sparse`.
-        unavailable: returns why the kernel cannot run on a device, or None.
-        unsupported: returns why the kernel cannot run a call, or None.
+        accuracy_class: accuracy rule for its output: `exact`, `quantised` or `sparse`.
+        unavailable: returns the reason why the kernel cannot run on a device, or None.
+        unsupported: returns the reason why the kernel cannot run a call, or None.
         prepare: does everything before the kernel's core once, and returns the core.
         default: run the kernel when no kernel is named.
-        about: one line for lists of kernels; by default the first of the function's docstring.
+        about: one line for lists of kernels; by default the first line of the function's docstring.
         library: the package whose version is shown.
         install: the command that installs the library.
         chosen: for `sparse` kernels, returns the mask of the keys that a call attends to.
-        features: features beyond SDPA that the function has arguments for (see `Kernel`).
+        features: features beyond SDPA that the function's arguments support (see `Kernel`).
 
     Returns:
         A decorator that returns the function unchanged.
@@ -235,7 +240,7 @@ def register_kernel(
 
 
 def catalogue() -> dict[str, Kernel]:
-    """Return every registered kernel by name, after importing ours."""
+    """Return every registered kernel by name, after importing our own kernels."""
     package = importlib.import_module("replay.kernels.adapters")
     for module in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{module.name}")
@@ -247,12 +252,12 @@ def catalogue() -> dict[str, Kernel]:
 
 
 def registered() -> tuple[str, ...]:
-    """Return the names of the kernels registered so far, without importing any."""
+    """Return the names of the kernels registered so far, without importing any kernel."""
     return tuple(_kernels)
 
 
 def _from_file(target: str) -> Kernel:
-    """Return a user's `path/file.py:function`, without importing it yet."""
+    """Return the kernel of a user's `path/file.py:function`, without importing the file yet."""
     path, _, function = target.rpartition(":")
     if not target.isprintable():
         raise KernelNameError(f"no kernel {target!r}: its path must be one printable line")
@@ -263,7 +268,7 @@ def _from_file(target: str) -> Kernel:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise KernelNameError(f"no kernel {target!r}: {reason}") from error
-    # Only a file that does not even mention the name certainly lacks it.
+    # The kernel is certainly missing only if the file does not even mention its name.
     if not re.search(rf"\b{re.escape(function)}\b|import \*|__getattr__", source):
         own = re.findall(r"^(?:async )?def (\w+)", source, re.MULTILINE)
         near = difflib.get_close_matches(function, own)
@@ -271,7 +276,7 @@ def _from_file(target: str) -> Kernel:
         raise KernelNameError(f"no kernel {target!r}: {path} has no function {function!r}; {hint}")
 
     def load() -> Attention:
-        # Named by its whole path, since two files may have the same name.
+        # The module is named after the whole path, because two files may have the same name.
         name = USER_MODULE + re.sub(r"\W", "_", str(Path(path).resolve()))
         if name not in sys.modules:
             spec = importlib.util.spec_from_file_location(name, path)
@@ -306,7 +311,7 @@ def _from_file(target: str) -> Kernel:
 
 
 def _takes_a_call(function: Callable[..., Any]) -> bool:
-    """Tell whether a function can be called with query, key and value by name."""
+    """Return True if a function can be called with query, key and value by name."""
     try:
         own = inspect.signature(function, follow_wrapped=False)
         own.bind(query=None, key=None, value=None)
@@ -318,14 +323,14 @@ def _takes_a_call(function: Callable[..., Any]) -> bool:
 
 
 def _foreign(name: str, load: Callable[[], Attention], about: str) -> Kernel:
-    """Return a kernel whose function is imported when needed; its registered limits apply."""
+    """Return a kernel whose function is imported when needed; its registered limits then apply."""
 
     def loaded() -> Kernel:
         before = dict(_kernels)
         try:
             attention = load()
         except BaseException:
-            # Otherwise a second attempt would report a taken name instead of the real cause.
+            # Otherwise a second attempt would report a duplicate name instead of the real cause.
             _kernels.clear()
             _kernels.update(before)
             raise
@@ -347,15 +352,15 @@ _NO_NAME = (
 
 
 def find(name: str) -> Kernel:
-    """Return the registered kernel of a name, or a user's `file.py:function`.
+    """Return the registered kernel of that name, or a user's `file.py:function`.
 
     Raises:
-        KernelNameError: no kernel has the name.
+        KernelNameError: no kernel has this name.
         TypeError: `name` is not a string.
     """
     if not isinstance(name, str):
         raise TypeError(_NO_NAME.format(type(name).__name__))
-    if name in _kernels:  # looking for installed packages takes milliseconds
+    if name in _kernels:  # searching installed packages takes milliseconds
         return _kernels[name]
     kernels = catalogue()
     if name in kernels:
@@ -373,12 +378,12 @@ def find(name: str) -> Kernel:
 
 
 def option_names(kernel: Kernel) -> list[str]:
-    """Return the options that the kernel takes in brackets behind its name."""
+    """Return the options that the kernel accepts in brackets after its name."""
     return list(inspect.signature(kernel.options).parameters) if kernel.options else []
 
 
 def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
-    """Return the kernel with those of the options that it has.
+    """Return the kernel with the given options; options that the kernel lacks are ignored.
 
     Raises:
         KernelNameError: a value is invalid.
@@ -397,7 +402,7 @@ def with_options(kernel: Kernel, values: Mapping[str, Any]) -> Kernel:
 
 
 def _with_texts(kernel: Kernel, given: str) -> Kernel:
-    """Return the kernel with the options of `option=value,…`."""
+    """Return the kernel with the options in `option=value,…`."""
     assert kernel.options is not None
     known = inspect.signature(kernel.options).parameters
     values = {}
@@ -420,12 +425,12 @@ def _with_texts(kernel: Kernel, given: str) -> Kernel:
 def select(patterns: str | None, variants: bool = False) -> tuple[list[Kernel], list[str]]:
     """Return the kernels of a comma-separated list of names and globs, and the names among them.
 
-    A name may also be a user's `file.py:function`. None chooses the default kernels, `all` every
-    kernel without its variants; `variants` adds those of every chosen kernel. In a glob, `*` and
-    `?` are special; brackets are not, since names of variants have them.
+    A name may also be a user's `file.py:function`. None chooses the default kernels, and `all`
+    chooses every kernel without its variants; `variants` adds the variants of every chosen kernel.
+    In a glob, `*` and `?` are special; brackets are not, because names of variants contain them.
 
     Raises:
-        KernelNameError: a name or glob fits no kernel.
+        KernelNameError: a name or glob matches no kernel.
         TypeError: `patterns` is not a string.
     """
     if not isinstance(patterns, str | None):

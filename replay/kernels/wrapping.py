@@ -1,7 +1,7 @@
 """Conversion of a library's function to a kernel.
 
-An adapter is a function of one call's arguments. This module gives it SDPA's signature, and turns
-what it cannot do into an error instead of another output.
+An adapter is a function of one call's arguments. This module gives the adapter SDPA's signature,
+and raises an error for calls that it does not support, instead of returning a wrong output.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ Attend = Callable[[Arguments], Tensor]
 """Attention of one call."""
 
 Prepare = Callable[[AttentionCall], Callable[[], Tensor]]
-"""Function of a call that does everything before the core, and returns the core."""
+"""Function from a call to its core; everything before the core runs in this function."""
 
 
 def drop_in(
     attend: Attend, limits: Sequence[Constraint], features: Collection[str] = ()
 ) -> Attention:
-    """Give `attend` SDPA's own signature, plus the arguments that a call may have beyond it.
+    """Give `attend` SDPA's own signature, plus arguments for features beyond SDPA.
 
-    The result raises NotImplementedError for a missing feature, and for limits that are not met and
-    can be checked at every call (`ASKED_AT_EVERY_CALL`).
+    The result raises NotImplementedError for a missing feature, and for unmet limits that can be
+    checked at every call (`ASKED_AT_EVERY_CALL`).
     """
     known = frozenset(features)
     asked = sorted((each for each in ASKED_AT_EVERY_CALL if each in limits), key=limits.index)
@@ -56,7 +56,7 @@ def drop_in(
         )
         if beyond:
             call = _extended(call, beyond)
-        # The common call has no features, so the comparison of sets is skipped for it.
+        # Common calls have no features, so the comparison of sets is skipped for them.
         if (beyond or call.variant is not PLAIN) and not known.issuperset(call.features):
             raise NotImplementedError(f"has no {FEATURES[min(set(call.features) - known)]}")
         for constraint in asked:
@@ -70,7 +70,7 @@ def drop_in(
 def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
     """Return the call with arguments beyond SDPA's, named as in `AttentionCall.arguments`.
 
-    A list is filled because `_replace` takes three times as long, at every call.
+    The function fills a list, because `_replace` would take three times as long at every call.
     """
     arguments, options = list(call), {}
     for name, each in beyond.items():
@@ -79,7 +79,7 @@ def _extended(call: Arguments, beyond: dict[str, Any]) -> Arguments:
             options[name] = each
         else:
             arguments[place] = each
-    if options:  # a `CausalBias` may have set some before
+    if options:  # a `CausalBias` may already have set some options
         is_plain = call.variant is PLAIN
         variant = AttentionVariant(**options) if is_plain else replace(call.variant, **options)
         arguments[_PLACE_OF_VARIANT] = variant
@@ -116,9 +116,10 @@ def adapt(
     """Return a kernel of `library`; `Kernel` describes the other arguments.
 
     Args:
-        limits: conditions on a call; the first that is not met is the reason.
+        limits: conditions on a call; the first unmet one is the reason for refusing the call.
         unavailable: replaces the library's own check.
-        prefers_rewritten_mask: True to rewrite masks always, not only if the mask is refused.
+        prefers_rewritten_mask: True to rewrite masks always, not only if the kernel refuses the
+            mask.
     """
     return Kernel(
         name,

@@ -1,1 +1,1 @@
-"""The kernels, a library a file; each file registers its own (see `replay.kernels.registry`)."""
+"""Adapters of kernels, one file per library; each file registers its kernels."""

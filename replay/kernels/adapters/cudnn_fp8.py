@@ -1,10 +1,10 @@
 """cuDNN's FP8 attention, through `nvidia-cudnn-frontend`: PyTorch calls cuDNN in 16 bits only.
 
 Query, key and value have one scale each, a power of two, so that the multiplication in 16 bits is
-exact. On Hopper cuDNN also writes FP8, and has no such kernel for a single query. An output is an
-average of values and can exceed the largest only by the rounding of the probabilities, so half the
-value's scale never overflows. The drop-in finds the scales, quantises, and converts the output to
-the call's dtype; the core is cuDNN's kernel alone.
+exact. On Hopper cuDNN also writes FP8 output, and has no FP8 kernel for a single query. An output
+is an average of values and can exceed the largest value only by the rounding of the probabilities,
+so half the value's scale never overflows. The drop-in computes the scales, quantises, and converts
+the output to the call's dtype; the core is cuDNN's kernel alone.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ LIBRARY = Library(
 FP8 = torch.float8_e4m3fn
 LARGEST_FP8 = torch.finfo(FP8).max
 LARGEST_SCALE = {torch.float16: 2.0**15, torch.bfloat16: 2.0**100}
-"""Largest scale that the dtype can hold."""
+"""Largest scale that each dtype can hold."""
 PROBABILITY_SCALE = 64.0
-"""Scale of cuDNN's own tests; probabilities exceed 1 until a new maximum is counted."""
+"""Scale used in cuDNN's own tests; probabilities exceed 1 until a new maximum is applied."""
 
 INPUTS = ("q", "k", "v")
 SCALARS = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -47,12 +47,12 @@ Sizes = tuple[int, ...]
 
 
 class _Graph(NamedTuple):
-    """Graph that cuDNN has built for calls of one shape."""
+    """Graph that cuDNN built for calls of one shape."""
 
     graph: Any
     workspace_bytes: int
     constants: dict[str, Tensor]
-    """Scales of the probabilities, and destinations of the largest numbers, which are not read."""
+    """Scales of the probabilities, and unused destinations for the largest numbers."""
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _handle(device: torch.device) -> Any:
 def _graph(
     shapes: tuple[Sizes, Sizes, Sizes], scale: float, is_causal: bool, device: torch.device
 ) -> _Graph:
-    """Build the graph for (B, H, S, D) shapes of tensors that lie in memory as BSHD."""
+    """Build the graph for (B, H, S, D) shapes of tensors that are stored as BSHD."""
     cudnn: Any = LIBRARY.load()
     fp8, fp32 = cudnn.data_type.FP8_E4M3, cudnn.data_type.FLOAT
     graph = cudnn.pygraph(
@@ -116,7 +116,7 @@ def _bshd_strides(shape: Sizes) -> Sizes:
 def _prepare(call: AnyCall) -> ScaledCore:
     inputs = dict(zip(INPUTS, (call.query, call.key, call.value), strict=True))
     dtype, device = call.query.dtype, call.query.device
-    # All scales are computed on the GPU, so that the call does not wait for it.
+    # All scales are computed on the GPU, so that the host does not wait.
     norms = [
         torch.linalg.vector_norm(each, torch.inf, dtype=torch.float32) for each in inputs.values()
     ]
@@ -128,7 +128,7 @@ def _prepare(call: AnyCall) -> ScaledCore:
         .transpose(1, 2)
         for (name, each), scale in zip(inputs.items(), scales, strict=True)
     }
-    # cuDNN wants every pointer to be a multiple of 16 bytes, so each number has a row of its own.
+    # cuDNN requires pointers to be multiples of 16 bytes, so each number has its own row.
     descale_q, descale_k, descale_v = scales.reciprocal()[:, None].repeat(1, 4)
     factors = {
         "descale_q": descale_q,

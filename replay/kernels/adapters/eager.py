@@ -2,7 +2,8 @@
 
 `eager` is the attention of a model's own code: a matrix of all scores, a softmax in float32, a
 second product. `torch-masked` is SDPA with causality, window and sequences as a mask, which is how
-models use SDPA for features without an argument. Both first copy paged keys together.
+models use SDPA for features without an argument. Both kernels first copy paged keys into contiguous
+memory.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from replay.kernels.wrapping import at_once, drop_in
 
 
 def _gathered(call: AnyCall) -> AnyCall:
-    """Return a call with paged keys copied into one piece for each sequence."""
+    """Return a call whose paged keys are copied into one contiguous piece per sequence."""
     table, lengths = call.page_table, call.seqused_k
     if table is None or lengths is None:
         return call
     sequences, page_size = table.shape[0], call.key.shape[2]
     most = max(-(-int(lengths.max()) // page_size), 1)
-    # Entries behind a sequence's last page may be arbitrary numbers.
+    # Entries after a sequence's last page may be arbitrary numbers.
     table = torch.where(
         torch.arange(most, device=table.device) * page_size < lengths[:, None], table[:, :most], 0
     )
@@ -48,7 +49,8 @@ def _gathered(call: AnyCall) -> AnyCall:
 
 
 def _seen(call: AnyCall) -> Tensor | None:
-    """Return what causality, window and sequences leave, (B or 1, 1, Sq, Sk) bool; None for all."""
+    """Return causality, window and sequences as a bool mask, (B or 1, 1, Sq, Sk); None if
+    unlimited."""
     q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
     if not (call.is_causal or call.features):
         return None
@@ -111,7 +113,7 @@ def _eager(call: AnyCall) -> Tensor:
 
 
 def _may_see_nothing(call: AnyCall) -> bool:
-    """Tell whether lengths or the diagonal can leave a query without keys."""
+    """Return True if lengths or the diagonal can hide all keys from a query."""
     has_lengths = call.cu_seqlens_q is not None or call.seqused_k is not None
     return has_lengths or call.query.shape[2] > call.key.shape[2]
 
@@ -119,7 +121,7 @@ def _may_see_nothing(call: AnyCall) -> bool:
 def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
     call = _gathered(call)
     mask = _mask(call)
-    # SDPA's backends disagree about rows without keys, which only such calls have.
+    # SDPA's backends disagree about rows without keys, which only such calls can have.
     without = None
     if mask is not None and mask.dtype == torch.bool and _may_see_nothing(call):
         without = ~mask.any(dim=-1, keepdim=True)

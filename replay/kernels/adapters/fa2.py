@@ -1,9 +1,10 @@
 """FlashAttention 2: the package `flash-attn` (`flash_attn.flash_attn_func` and its siblings).
 
-It takes BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a causal mask
-aligned bottom right (SDPA aligns top left, so its causal calls need as many queries as keys). It
-takes no mask, but `fa2-varlen` and `fa2-kvcache` serve padding masks. `fa2-varlen` also takes
-packed sequences, `fa2-kvcache` key lengths, and both take keys in pages of multiples of 256.
+The library supports BSHD, fewer key heads than query heads, a scale, a window, a soft cap, and a
+causal mask aligned bottom right (SDPA aligns top left, so SDPA's causal calls need as many queries
+as keys). It supports no mask, but `fa2-varlen` and `fa2-kvcache` handle padding masks. `fa2-varlen`
+also supports packed sequences, `fa2-kvcache` supports key lengths, and both support keys in pages
+whose size is a multiple of 256.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ LIBRARY = Library(
 )
 
 PAGE_SIZE = 256
-"""Number of keys that divides every page size."""
+"""Divisor that every page size must have, in keys."""
 
 _limits = (
     limits.no_dropout,
@@ -65,7 +66,7 @@ def _run_varlen(call: AnyCall, packed: Packed) -> Tensor:
 
 
 def _key_limits(call: AnyCall) -> dict[str, Tensor]:
-    """Return where the keys of each batch element begin and end, and their pages."""
+    """Return the start and end of each batch element's keys, and the pages."""
     if call.seqused_k is not None:
         pages = {} if call.page_table is None else {"block_table": call.page_table}
         return {"cache_seqlens": call.seqused_k, **pages}
@@ -78,7 +79,7 @@ def _key_limits(call: AnyCall) -> dict[str, Tensor]:
 
 
 def _run_cached(call: Arguments, key_limits: dict[str, Tensor]) -> Tensor:
-    """Run `flash_attn_with_kvcache`: a few new queries over a cache, split over keys."""
+    """Run `flash_attn_with_kvcache`: few new queries over a cache, with work split over keys."""
     output = LIBRARY.load().flash_attn_with_kvcache(
         call.query, call.key, call.value, **options(call), **key_limits
     )

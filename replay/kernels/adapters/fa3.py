@@ -1,12 +1,13 @@
 """FlashAttention 3: the module `flash_attn_interface`, built from `hopper/` of its repository.
 
-Beyond SDPA it has the bottom-right diagonal, windows and soft caps; `fa3-varlen` has packed
-sequences and key lengths; `fa3-kvcache` has key lengths, and keys in pages, also with packed
-queries.
+Beyond SDPA, the library supports the bottom-right diagonal, windows and soft caps. `fa3-varlen`
+supports packed sequences and key lengths. `fa3-kvcache` supports key lengths and keys in pages,
+also with packed queries.
 
 `fa3-fp8` quantises query, key and value to float8_e4m3fn, with one scale for every batch element
-and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this; the
-core does not. Its output is bfloat16, converted to the dtype that SDPA would return.
+and key head (the shape of `q_descale`, `k_descale` and `v_descale`). The drop-in includes this
+quantisation; the core does not. Its output is bfloat16, converted to the dtype that SDPA would
+return.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FlashAttention 4: the package `flash-attn-4` (`flash_attn.cute.flash_attn_func`, CuTe DSL).
 
-Its fourth positional argument is not the scale, so every argument is a keyword; it returns the
-output and the log-sum-exp. It compiles a kernel at the first call of each kind. Masks would have to
-be functions of indices (`mask_mod`), which a recorded mask is not. Its sinks are bfloat16: calls
-with sinks of other dtypes are refused rather than rounded.
+The function's fourth positional argument is not the scale, so the adapter passes keywords only. It
+returns the output and the log-sum-exp, and compiles a kernel at the first call of each kind. It
+supports masks only as functions of indices (`mask_mod`), unlike recorded masks. Its sinks are
+bfloat16: calls with sinks of other dtypes are refused rather than rounded.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ LIBRARY = Library(
 )
 
 BLACKWELL_HEAD_DIMS = {(192, 128), (256, 256)}
-"""Head dimensions (query's, value's) beyond 128 that data-centre Blackwell takes."""
+"""Head dimensions (query's, value's) beyond 128 that data-centre Blackwell supports."""
 
 
 def find_cutlass() -> None:
-    """Put CUTLASS's DSL on the path if `pip install --target` has left it off.
+    """Add CUTLASS's DSL to the path if `pip install --target` has omitted it.
 
     Its wheel relies on a `.pth` file, which Python reads in site-packages only.
     """
@@ -69,7 +69,7 @@ def _unavailable(library: Library, device: torch.device) -> str | None:
 
 
 def _head_dims(call: AttentionCall) -> str | None:
-    """Check what `flash_attn.cute.interface` accepts, which is less on data-centre Blackwell."""
+    """Check head dimensions as `flash_attn.cute.interface` does for each type of GPU."""
     if call.device.type == "cuda" and torch.cuda.get_device_capability(call.device)[0] in (10, 11):
         if (call.shape.head_dim, call.shape.v_head_dim) in BLACKWELL_HEAD_DIMS:
             return None

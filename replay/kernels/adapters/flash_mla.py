@@ -1,9 +1,9 @@
 """FlashMLA: decoding with DeepSeek's absorbed latent attention, over keys in pages.
 
-It takes BSHD queries and pages of 64 keys, and no value: the value is the key's first 512 columns.
-A model makes the schedule (`get_mla_metadata`) before the first layer of a step, for all layers:
-the drop-in makes it at every call, the core does not. In the 2026 version the first call fills it
-in.
+The library takes BSHD queries and pages of 64 keys, but no value: the value is the key's first 512
+columns. A model makes the schedule (`get_mla_metadata`) once per step, for all layers. The drop-in
+makes the schedule at every call, the core does not. In the 2026 version the first call fills in the
+schedule.
 """
 
 from __future__ import annotations

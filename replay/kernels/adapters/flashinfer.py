@@ -1,11 +1,12 @@
 """FlashInfer (`flashinfer-python`): prefill with its FA2 and FA3 kernels, and paged decode.
 
-Its tensors are (S, H, D) without a batch. A batch of one goes through
-`single_prefill_with_kv_cache`; a larger one is laid out in a row for
-`BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` distributes the work and whose `run` does it.
-The drop-in is plan and run, as for a single call; the core is run, as for the later layers of a
-model, which share one plan. Decode goes through `BatchDecodeWithPagedKVCacheWrapper`: SDPA's key
-and value are first copied into pages, which the drop-in includes and the core does not.
+The library's tensors are (S, H, D), without a batch dimension. A batch of one goes through
+`single_prefill_with_kv_cache`. A larger batch is concatenated for
+`BatchPrefillWithRaggedKVCacheWrapper`, whose `plan` distributes the work and whose `run` performs
+it. The drop-in includes `plan` and `run`, as for a single call; the core is `run` only, as for the
+later layers of a model, which share one plan. Decode goes through
+`BatchDecodeWithPagedKVCacheWrapper`: SDPA's key and value are first copied into pages, which the
+drop-in includes and the core does not.
 
 The FA2 kernels get a bool mask shared by the heads, unless there is a window; FA3 takes no mask.
 Causality and windows, which reach to the left only, are aligned bottom right. Packed sequences go
@@ -60,7 +61,7 @@ _KNOWN = ("bottom-right", "window", "softcap")
 
 
 def _queries_within_keys(call: AnyCall) -> str | None:
-    """Refuse a bottom-right causal call whose first queries see no key, as FlashInfer does."""
+    """Refuse bottom-right causal calls whose first queries see no key, as FlashInfer does."""
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
     if call.cu_seqlens_q is not None or q_len <= kv_len or not _options(call)["causal"]:
         return None
@@ -69,7 +70,7 @@ def _queries_within_keys(call: AnyCall) -> str | None:
 
 @functools.lru_cache(maxsize=2)
 def _workspace(name: str, device: torch.device) -> Tensor:
-    # The decode wrapper expects zeros at first use, so it must not share prefill's memory.
+    # The decode wrapper expects zeros at first use, so it cannot share prefill's memory.
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
@@ -81,13 +82,14 @@ def _new_wrapper(name: str, device: torch.device, **options: Any) -> Any:
 def _wrapper(name: str, device: torch.device, masked: bool, **options: Any) -> Any:
     """Return a wrapper that drop-in calls share, as a model's layers do.
 
-    Masked calls have their own, since a wrapper that has planned with a mask keeps applying it.
+    Masked calls have their own wrapper, because a wrapper that has planned with a mask keeps
+    applying it.
     """
     return _new_wrapper(name, device, **options)
 
 
 def _whole_mask(call: AnyCall) -> Tensor | None:
-    """Return a mask that broadcasts and has one head as (B, Sq, Sk) bool."""
+    """Return a mask with one broadcast head as (B, Sq, Sk), bool."""
     if call.attn_mask is None:
         return None
     mask = call.attn_mask[(None,) * (4 - call.attn_mask.ndim)]
@@ -167,7 +169,7 @@ def _prepare_prefill(call: AttentionCall, backend: str) -> Callable[[], Tensor]:
 
 
 def _paged(tensor_BHSD: Tensor, page_size: int) -> Tensor:
-    """Return pages (pages, page_size, H, D), each batch element's in a row, padded with zeros.
+    """Return pages (pages, page_size, H, D), consecutive for each batch element, padded with zeros.
 
     The padding is never read: the wrapper knows the length of the last page.
     """
@@ -207,12 +209,12 @@ def _plan_decode(wrapper: Any, call: AnyCall, page_size: int) -> None:
 
 
 def _tensor_cores(call: AnyCall) -> bool:
-    """Choose the kernel for grouped heads, which FlashInfer advises for groups of 4 or more."""
+    """Return True to use tensor cores, as FlashInfer recommends for groups of 4 or more heads."""
     return call.query.shape[1] >= 4 * call.key.shape[1]
 
 
 def _decode(call: Arguments, page_size: int) -> Tensor:
-    """Run paged decode: paging, planning and running."""
+    """Run paged decode: copying into pages, planning and running."""
     wrapper = _wrapper(DECODE, call.query.device, False, use_tensor_cores=_tensor_cores(call))
     _plan_decode(wrapper, call, page_size)
     cache = (_paged(call.key, page_size), _paged(call.value, page_size))

@@ -1,10 +1,10 @@
 """FlexAttention, compiled.
 
 Causal masks, windows and sequences become a block mask. A block mask that depends only on lengths
-and options is kept between calls, as a model would; one of packed sequences is made anew. A
-recorded mask
-that is causal or a window becomes a block mask too. Any other mask becomes part of the `score_mod`:
-a block mask made from its values would have to be remade whenever they change.
+and options is cached between calls, as a model would do; a block mask of packed sequences is made
+for every call. A recorded mask that is causal or a window becomes a block mask too. Any other mask
+becomes part of the `score_mod`: a block mask made from its values would have to be remade whenever
+they change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import at_once, drop_in
 
 Mod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""Function of batch, head, query and key that tells whether the query sees the key."""
+"""Function of batch, head, query and key that returns True if the query sees the key."""
 
 
 def _flex(
@@ -40,7 +40,7 @@ def _flex(
     enable_gqa: bool,
     options: object,
 ) -> Tensor:
-    """Run FlexAttention; `options` of the block mask only keep compiled functions apart."""
+    """Run FlexAttention; `options` of the block mask only distinguish compiled functions."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         if softcap is not None:
@@ -61,7 +61,7 @@ def _flex(
     output, lse = flex_attention(
         query, key, value, changed, block_mask, scale, enable_gqa, return_lse=True
     )
-    # A sink takes its share of the weight, but has no value.
+    # A sink takes part of the weight, but has no value.
     return output * torch.sigmoid(lse - sinks[:, None])[..., None].to(output.dtype)
 
 
@@ -94,7 +94,7 @@ def _block_mask(
 
 
 def _block_mask_of_lengths(call: AnyCall) -> BlockMask:
-    """Make the block mask of a call whose sequences have lengths of their own."""
+    """Make the block mask of a call whose sequences have their own lengths."""
     q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
     window, bottom_right = call.variant.window, call.variant.bottom_right
     used = call.seqused_k
@@ -159,7 +159,7 @@ def _some_keys(call: AnyCall) -> str | None:
 
 
 def _block_mask_is_kept(call: AnyCall) -> bool:
-    """Tell whether the block mask is made once, as in a model, instead of at every call."""
+    """Return True if the block mask is made only once, as in a model."""
     return call.cu_seqlens_q is None and call.seqused_k is None
 
 

@@ -1,7 +1,7 @@
 """Kernels from the Hugging Face Hub, by the package `kernels` (`get_kernel`): `hub:ORG/REPO`.
 
 A kernel is a small Python package around a compiled library. It is built for the present PyTorch
-and CUDA and loaded under a name of its own, so it does not collide with an installed one. Without a
+and CUDA and loaded under its own name, so it does not collide with an installed package. Without a
 network only cached kernels can be loaded; the Hub is contacted once, for at most two seconds.
 """
 
@@ -41,7 +41,7 @@ _limits = (
 
 @dataclass(frozen=True)
 class HubKernel:
-    """Repository, and the function in it that is attention."""
+    """Repository, and its attention function."""
 
     repository: str
     function: str
@@ -88,14 +88,14 @@ class HubKernel:
 
 @functools.cache
 def _fetch(repository: str) -> ModuleType | str:
-    """Return the kernel as a module, or the reason why it is missing."""
+    """Return the kernel as a module, or the reason why the kernel is missing."""
     import huggingface_hub.constants as hub
 
     kernels = importlib.import_module("kernels")
     offline = hub.HF_HUB_OFFLINE
     unreachable = "" if offline else _unreachable()
     try:
-        # Otherwise every attempt waits for a missing network.
+        # Without this, every attempt would wait for the missing network.
         hub.HF_HUB_OFFLINE = bool(offline or unreachable)
         return kernels.get_kernel(repository, revision="main")
     except Exception as error:  # no build for this PyTorch, not cached, broken build …

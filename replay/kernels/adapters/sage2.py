@@ -1,7 +1,7 @@
 """SageAttention 2 and 2++ (`sageattention` 2.x, built from source): INT8 QKᵀ, float16 or FP8 PV.
 
 `sage2` is `sageattn`, which picks a function by the GPU's architecture. The other kernels are these
-functions, with a variant for each combination of options that the function really uses:
+functions, with a variant for each combination of options that has an effect:
 
 - `quant`: `qk_quant_gran`, a scale for the rows of every warp or of every thread
 - `accum`: `pv_accum_dtype`, the dtype in which PV is summed
@@ -56,7 +56,7 @@ Variants = dict[str, Options]
 
 @dataclass(frozen=True)
 class Function:
-    """Function of the package as a kernel."""
+    """Function of the package, used as a kernel."""
 
     kernel: str
     function: str
@@ -65,10 +65,10 @@ class Function:
     needs: str
     variants: Variants = field(default_factory=dict)
     built: str = ""
-    """Flag of `sageattention.core` that tells whether the compiled part exists."""
+    """Flag of `sageattention.core` that is true if the compiled part exists."""
     mask: Constraint = limits.no_mask
     core: Callable[..., Callable[[], Tensor]] | None = None
-    """Function of (call, **options) that returns what `Kernel.prepare` returns."""
+    """Function of (call, **options) that returns the same as `Kernel.prepare`."""
 
     @property
     def library(self) -> Library:
@@ -114,7 +114,8 @@ def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
 
 
 def _cuda_variants(accumulators: dict[str, bool], takes_smooth_v: bool = True) -> Variants:
-    """Return the variants of a CUDA function; accumulators tell if `smooth_v` has an effect."""
+    """Return the variants of a CUDA function; `accumulators` tells where `smooth_v` has an
+    effect."""
     found: Variants = {}
     for quant, (accum, effective), smooth_k, smooth_v in itertools.product(
         ("per_warp", "per_thread"), accumulators.items(), (True, False), (False, True)
@@ -188,7 +189,7 @@ FUNCTIONS = (
         "SageAttention 2 (CUDA, Hopper): INT8 QKᵀ, FP8 PV",
         lambda capability: capability == (9, 0),
         "9.0",
-        # It accepts pv_accum_dtype="fp32" too, but raises NotImplementedError.
+        # The function accepts pv_accum_dtype="fp32" too, but raises NotImplementedError.
         _cuda_variants({"fp32+fp32": False}, takes_smooth_v=False),
         built="SM90_ENABLED",
         core=sage2_core.fp8_sm90,
@@ -197,7 +198,7 @@ FUNCTIONS = (
 
 
 def _prepare_varlen(call: AnyCall, smooth_k: bool) -> Callable[[], Tensor]:
-    """Prepare `sageattn_varlen`, which quantises inside, so its core only lacks the packing."""
+    """Prepare `sageattn_varlen`, which quantises internally; its core excludes only the packing."""
     packed = Packed.of(in_layout(call, unit_stride))
 
     def run() -> Tensor:

@@ -1,9 +1,9 @@
-"""SageAttention 2's kernels alone, on tensors quantised beforehand, as its papers time them.
+"""SageAttention 2's kernels alone, on tensors quantised beforehand, as timed in its papers.
 
 Each function does what the public function of the same name does (with its default options) up to
 the launch, through the names that `sageattention.core` imports: the quantisers of
 `sageattention.quant` and the compiled parts. The library pads head dimensions other than 64 and 128
-first; these have no core time.
+first; such calls have no core time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from capture.call.attention_call import AttentionCall
 from replay.kernels.layout import unit_stride
 
 BHSD = 1
-"""Number of `tensor_layout="HND"` in the compiled parts."""
+"""Code of `tensor_layout="HND"` in the compiled parts."""
 GRANULARITY = {"per_warp": 2, "per_thread": 3}
 
 Core = Callable[[], Tensor]
@@ -145,7 +145,7 @@ def _launcher(
     extra: tuple[Tensor, ...],
     granularity: str,
 ) -> Core:
-    """Return a call of a compiled part, which writes into an output that it is given."""
+    """Return a call of a compiled part that writes into a preallocated output."""
     query_int8, q_scale, key_int8, k_scale = quantised
     size, is_causal, scale = call.query.shape, int(call.is_causal), call.softmax_scale
 

@@ -1,8 +1,8 @@
 """SageAttention 3 (`sageattn3`, built from source): FP4 attention on consumer Blackwell.
 
-`sageattn3.sageattn3_blackwell` takes BHSD. It ignores a mask and a scale, subtracts the key's mean
-in place (the row reports it in `changed_inputs`), has no grouped heads, and for head_dim 256 calls
-PyTorch's SDPA instead, so 256 is refused.
+`sageattn3.sageattn3_blackwell` takes BHSD. The function ignores a mask and a scale, subtracts the
+key's mean in place (the row reports it in `changed_inputs`), does not support grouped heads, and
+calls PyTorch's SDPA for head_dim 256, which is therefore refused.
 """
 
 from __future__ import annotations

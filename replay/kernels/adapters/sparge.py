@@ -1,12 +1,12 @@
 """SpargeAttn (`spas_sage_attn`, built from source): SageAttention 2 on a part of the blocks.
 
-`spas_sage2_attn_meansim_topk_cuda` keeps for every block of queries the share `topk` of the blocks
-of keys that pooled scores rank first; variants have other shares, and `topk=1.0` keeps all. The
-blocks that it leaves out cause errors, which the accuracy columns show.
+For every block of queries, `spas_sage2_attn_meansim_topk_cuda` keeps the share `topk` of the key
+blocks with the highest pooled scores. Variants have other shares; `topk=1.0` keeps all blocks. The
+omitted blocks cause errors, which the accuracy columns show.
 
-It ignores a mask. Causal is refused too: the function uses causality to choose blocks but does not
-pass it to its kernel, so blocks on the diagonal are not masked inside. The choice of blocks does
-not know grouped heads, and a sequence must have at least 128 tokens, one block.
+The function ignores a mask. Causal calls are refused too: it uses causality to choose blocks but
+does not pass it to its kernel, so blocks on the diagonal are not masked inside. The choice of
+blocks does not support grouped heads, and a sequence must have at least 128 tokens (one block).
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """PyTorch's SDPA with FlashAttention 3 or 4 in place of its own FlashAttention 2.
 
 `torch.nn.attention.activate_flash_attention_impl` (PyTorch 2.11) replaces the flash backend of the
-whole process, so it is activated and restored around every call, to leave other kernels alone. That
-costs the host some tens of microseconds (in `host_ms`, and in the time of shorter calls); a model
-would activate it once. PyTorch only has the adapters: FA3 and FA4 are installed as for `fa3` and
-`fa4`, and the adapter of one PyTorch fits some of their versions.
+whole process, so the backend is activated and restored around every call, to keep other kernels
+unaffected. This costs the host some tens of microseconds (in `host_ms`, and in the time of shorter
+calls); a model would activate the backend once. PyTorch contains only the adapters: FA3 and FA4 are
+installed as for `fa3` and `fa4`, and each PyTorch version's adapter fits only some of their
+versions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from replay.kernels.registry import Attention, Kernel, register
 
 @contextlib.contextmanager
 def activated(implementation: str) -> Iterator[None]:
-    """Make the flash backend `FA3` or `FA4` inside the block, and restore it afterwards."""
+    """Make `FA3` or `FA4` the flash backend inside the block; restore the previous one
+    afterwards."""
     functions = torch.nn.attention
     before = functions.current_flash_attention_impl()
     functions.activate_flash_attention_impl(implementation)
@@ -54,7 +56,7 @@ def _attention(implementation: str) -> Attention:
 
 @functools.cache
 def _trial(attention: Attention, device: torch.device) -> str | None:
-    """Run a small call once, since an adapter fails on versions that it was not written for."""
+    """Run a small call once, because an adapter fails on untested versions of the library."""
     try:
         with torch.no_grad():
             query = torch.zeros(1, 1, 128, 64, dtype=torch.bfloat16, device=device)

@@ -49,14 +49,15 @@ _SWITCHES: dict[SDPBackend, tuple[Callable[[], bool], Callable[[bool], None]]] =
     SDPBackend.EFFICIENT_ATTENTION: (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
     SDPBackend.CUDNN_ATTENTION: (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
 }
-"""Functions that read and set whether PyTorch may choose a backend, on CPUs too."""
+"""Functions that read and set a backend's switch, which PyTorch respects on CPUs too."""
 
 
 def _eager(backend: SDPBackend | None) -> Attention:
-    """Return SDPA, restricted to one backend or as it is.
+    """Return SDPA, restricted to one backend or unrestricted.
 
-    A user restricts a whole model once; here other kernels run in between. `sdpa_kernel` takes
-    longer than a short call (8 µs beside 6 on an AMD EPYC), setting its switches directly 1 µs.
+    A user restricts a whole model once, but here other kernels run in between. `sdpa_kernel` takes
+    longer than a short call (8 µs compared with 6 µs on an AMD EPYC); setting the switches directly
+    takes 1 µs.
     """
     if backend is None:
         return TORCH_SDPA
@@ -78,10 +79,10 @@ def _eager(backend: SDPBackend | None) -> Attention:
 
 
 def _to_compile(backend: SDPBackend | None) -> FunctionType:
-    """Return the same in a form that `torch.compile` can trace.
+    """Return SDPA, possibly restricted, in a form that `torch.compile` can trace.
 
-    The restriction is inside the function because PyTorch's compile cache ignores one outside: a
-    graph traced under `sdpa_kernel(MATH)` would be served by one cached for flash (seen with torch
+    The restriction is inside the function because PyTorch's compile cache ignores restrictions
+    outside: for `sdpa_kernel(MATH)`, the cache would return a graph made for flash (seen with torch
     2.13).
     """
 
@@ -129,7 +130,7 @@ def _unsupported(backend: SDPBackend | None, call: AttentionCall) -> str | None:
 def _too_large_for_math(call: AttentionCall) -> str | None:
     """Refuse calls on the CPU whose allocations would kill the process instead of raising."""
     shape = call.shape
-    # Scores and probabilities, at least in float32.
+    # Scores and probabilities need at least float32.
     needed = 2 * shape.batch * shape.q_heads * shape.q_len * shape.kv_len * 4
     if call.device.type != "cpu" or needed < available_bytes(call.device):
         return None
@@ -137,7 +138,7 @@ def _too_large_for_math(call: AttentionCall) -> str | None:
 
 
 def _reason(messages: list[str]) -> str:
-    """Return the informative sentence among the warnings about every backend that is skipped."""
+    """Return the informative sentence among the warnings about every skipped backend."""
     sentences = [message.partition(" (Triggered internally")[0].strip() for message in messages]
     return next(
         (

@@ -1,8 +1,8 @@
 """PyTorch's own attention over packed sequences: `torch.nn.attention.varlen.varlen_attn`.
 
-It runs the FlashAttention 2 that is built into PyTorch, on THD; causality is a window whose right
-side is 0, aligned bottom right. Each release since 2.10 has more parameters; a missing one is a
-reason.
+The function runs PyTorch's built-in FlashAttention 2 on THD; causality is a window whose right side
+is 0, aligned bottom right. Each release since 2.10 has more parameters; a call that needs a missing
+one is refused.
 """
 
 from __future__ import annotations

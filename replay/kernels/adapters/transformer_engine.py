@@ -1,10 +1,10 @@
 """Transformer Engine: `transformer_engine.pytorch.DotProductAttention`, a kernel for each backend.
 
 Environment variables (`NVTE_FLASH_ATTN`, `NVTE_FUSED_ATTN`, `NVTE_UNFUSED_ATTN`) choose the
-backend. The library reads them when it is imported and when it first sees a kind of call, and
-remembers the choice. So a process serves one of the three kernels: each has a worker of its own,
-and without workers the first that is called runs and the others are refused. It takes BSHD and
-returns the heads joined, (B, S, Hq · Dv).
+backend. The library reads the variables when it is imported and at the first call of each kind, and
+caches the choice. A process can therefore run only one of the three kernels. Each kernel has its
+own worker; without workers, the first kernel called runs and the others are refused. The library
+takes BSHD and returns the heads joined, (B, S, Hq · Dv).
 
 No mask is passed. Causal calls have either alignment; windows are aligned bottom right, so a call
 aligned top left with a window needs as many queries as keys.
@@ -41,14 +41,14 @@ LIBRARY = Library(
 SWITCHES = {"flash": "NVTE_FLASH_ATTN", "fused": "NVTE_FUSED_ATTN", "unfused": "NVTE_UNFUSED_ATTN"}
 
 _chosen: str | None = None
-"""Backend of this process, once one has been called."""
+"""Backend of this process; None before the first call."""
 
 
 def choose(backend: str) -> None:
     """Choose the backend of this process, before the library is imported.
 
     Raises:
-        RuntimeError: another backend has been chosen.
+        RuntimeError: another backend has already been chosen.
     """
     global _chosen
     if _chosen == backend:
@@ -76,7 +76,7 @@ def _unavailable(backend: str, device: torch.device) -> str | None:
         return reason
     if _chosen == backend:
         return LIBRARY.unavailable(device)
-    # Importing the library would choose the backend, which this check must not.
+    # Importing the library would choose the backend, which this check must avoid.
     if reason := LIBRARY.wrong_device(device):
         return reason
     if not version(LIBRARY.package) and importlib.util.find_spec("transformer_engine") is None:
@@ -108,8 +108,8 @@ def _mask_type(call: Arguments) -> str:
 
 
 def _window(call: Arguments) -> dict[str, tuple[int, int]]:
-    """Return the window; the library has windows without a limit on both sides or on neither,
-    and causal windows that end at the diagonal."""
+    """Return the window; the library limits both sides or neither, or the left side of causal
+    calls."""
     left, right = call.variant.window
     if (left, right) == (None, None):
         return {}

@@ -1,10 +1,10 @@
 """Our Triton kernels for one or a few query tokens: keys in one piece, and keys in pages.
 
-A value that is the first part of the key, as in DeepSeek's absorbed latent attention, is read once
-with it. A cache that was captured in pages is read in place. The paged kernel copies any other
-cache into pages in a random order. Its drop-in time includes that copy; its core time does not. The
-pages of a padded batch have the tokens that its mask leaves. `page_size` is an option: the kernel's
-name with `[page_size=64]`.
+If the value is the first part of the key, as in DeepSeek's absorbed latent attention, both are read
+only once. A cache that was captured in pages is read in place. The paged kernel copies any other
+cache into pages in a random order. The kernel's drop-in time includes this copy; its core time does
+not. The pages of a padded batch contain only the tokens that the mask keeps visible. `page_size` is
+an option: the kernel's name with `[page_size=64]`.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DECODE_LIMITS = (
 )
 
 LATENT, TAIL = 512, 128
-"""Largest head dimension of a value that is the first part of its key (absorbed MLA), and of the
-key beyond it. DeepSeek's are 512 and 64."""
+"""Maximum head dimension of a value that is the first part of its key (absorbed MLA), and of the
+key's other part. DeepSeek's are 512 and 64."""
 
 
 def _head_dim(call: AttentionCall) -> str | None:
@@ -88,9 +88,9 @@ def _decode(call: Arguments) -> Tensor:
 
 
 def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
-    """Return SDPA's key and value in pages, and where each sequence began in them.
+    """Return SDPA's key and value in pages, and each sequence's start in its pages.
 
-    The second is None where all begin at 0.
+    The starts are None if all sequences start at 0.
     """
     from attention_kernels.decode.paging import page
 
@@ -103,7 +103,7 @@ def paged(call: AnyCall, page_size: int) -> tuple[PagedCache, Tensor | None]:
 
 
 def _recorded_pages(call: AnyCall) -> PagedCache | None:
-    """Return the pages that the call itself has, if its keys lie in pages."""
+    """Return the call's own pages, if its keys are paged."""
     if call.page_table is None or call.seqused_k is None:
         return None
     from attention_kernels.decode.paging import PagedCache
@@ -117,12 +117,12 @@ def _recorded_pages(call: AnyCall) -> PagedCache | None:
 
 
 def _as_int32(tensor: Tensor) -> Tensor:
-    """Return an int32 tensor, without asking PyTorch where it is one already."""
+    """Return an int32 tensor; PyTorch is not called if the tensor is int32 already."""
     return tensor if tensor.dtype == torch.int32 else tensor.int()
 
 
 def _mask_alone(call: AnyCall) -> str | None:
-    """Refuse a mask beside a diagonal, a window or lengths: a sequence in pages begins at 0."""
+    """Refuse a mask with a diagonal, window or lengths, because a sequence in pages starts at 0."""
     diagonal = call.is_causal or call.variant.window != (None, None)
     if call.attn_mask is None or not (diagonal or call.seqused_k is not None):
         return None

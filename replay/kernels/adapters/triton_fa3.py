@@ -1,7 +1,7 @@
 """Our prefill for Hopper GPUs (`attention_kernels/hopper/hopper_prefill.py`, in Triton's Gluon).
 
-It has FlashAttention 3's schedule, for 16 bits and head dimensions that are multiples of 8.
-`triton-fa2` serves other calls and other GPUs. Gluon has no interpreter, so this kernel cannot be
+The kernel has FlashAttention 3's schedule, for 16 bits and head dimensions that are multiples of 8.
+`triton-fa2` handles other calls and other GPUs. Gluon has no interpreter, so this kernel cannot be
 checked on the CPU.
 """
 

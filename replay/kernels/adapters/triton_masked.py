@@ -1,6 +1,7 @@
-"""Our FlashAttention-2-style kernel in Triton that skips the blocks of keys a mask hides.
+"""Our FlashAttention-2-style kernel in Triton that skips key blocks hidden by a mask.
 
-The core starts with the mask's blocks already found, as in a model whose layers share a mask.
+The core starts with the mask's visible blocks already computed, as in a model whose layers share a
+mask.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Our FlashAttention-2-style kernel in Triton: any mask, stride, length and head_dim up to 256.
+"""Our FlashAttention-2-style kernel in Triton for any mask, stride, length and head_dim up to 256.
 
-It also takes windows, sinks, soft caps and bottom-right diagonals. `triton-varlen` takes packed
-sequences.
+The kernel also supports windows, sinks, soft caps and bottom-right diagonals. `triton-varlen`
+supports packed sequences.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ bits), `triton-fp8` has both products in FP8, and `triton-sage-fp8` has INT8 QKá
 `[smooth_k=off]` no mean is subtracted from the keys. PV in FP8 is summed in float32 from block to
 block, or with `[accum=tensor]` in the tensor cores, as in FlashAttention 3 and cuDNN. The drop-in
 quantises key and value with every call. The core starts with quantised keys and values and a mask's
-blocks already found; it quantises the query itself.
+visible blocks already computed; it quantises the query itself.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ def _attend(call: Arguments, **options: Any) -> Tensor:
 
 
 def _lengths_of(call: AnyCall) -> Any:
-    """Return the rows that belong to each sequence, where the call has lengths.
+    """Return the rows that belong to each sequence; None if the call has no lengths.
 
-    It waits for the GPU where the call does not say how long the longest sequence is.
+    The function waits for the GPU if the call does not state the longest packed sequence.
     """
     offsets, used = call.cu_seqlens_q, call.seqused_k
     if offsets is None and used is None:

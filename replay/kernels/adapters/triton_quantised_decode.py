@@ -1,8 +1,8 @@
 """Our decode over a key/value cache in 8 bits: `triton-decode-int8` and `triton-decode-fp8`.
 
-The core reads a cache that is in 8 bits already, as a server has it. The drop-in gets 16 bits and
-quantises all of them with every call, so it takes longer than decode in 16 bits. The cache of
-`triton-paged-decode-int8` and `triton-paged-decode-fp8` lies in pages of 128 tokens.
+The core reads a cache that is already in 8 bits, as in a server. The drop-in gets a 16-bit cache
+and quantises all of it at every call, so it takes longer than decode in 16 bits. The cache of
+`triton-paged-decode-int8` and `triton-paged-decode-fp8` has pages of 128 tokens.
 """
 
 from __future__ import annotations

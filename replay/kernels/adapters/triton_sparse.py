@@ -3,7 +3,7 @@
 The drop-in chooses tokens and attends to them. The core attends to given tokens, as in a model with
 a cheap way of choosing. The choice is the highest-scoring keys of each key head
 (`attention_kernels/sparse/token_choice.py`). Scoring reads every key, so the drop-in cannot be much
-faster than attention to all of them. Its error is the least that any choice of as many keys leaves.
+faster than attention to all keys. Its error is the minimum for any choice of equally many keys.
 Options are `keep`, the share of keys kept, and `page_size`, as in
 `triton-sparse-decode[keep=0.05]`.
 

@@ -1,9 +1,8 @@
-"""Our Triton kernel for sequences of different lengths: it reads the keys that count, in place.
+"""Our Triton kernel for sequences of different lengths; it reads only visible keys, in place.
 
-In a padded batch they are the keys that the mask leaves, in a packed one each sequence's, in a
-cache as many as `seqused_k` says. Nothing is copied. The lengths are found on the GPU, without the
-host waiting for them. The core starts with known lengths, as all layers of a model except the first
-do.
+In a padded batch the mask determines the visible keys, in a packed batch the sequences, and in a
+cache `seqused_k`. Nothing is copied. The lengths are computed on the GPU, without making the host
+wait. The core starts with known lengths, as all layers of a model except the first do.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from replay.kernels.wrapping import adapt, at_once
 
 
 def _mask_and_lengths(call: AnyCall) -> str | None:
-    """Refuse a mask beside lengths: a padded batch has its diagonal where the padding leaves it."""
+    """Refuse a mask with lengths: the diagonal of a padded batch depends on its padding."""
     if call.attn_mask is None:
         return None
     if not {"bottom-right", "packed", "key-lengths"}.intersection(call.features):
@@ -60,7 +59,9 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
         ranges = varlen.key_ranges(keys)
-        if options.bottom_right:  # without effect here: `_mask_and_lengths` refuses other calls
+        if (
+            options.bottom_right
+        ):  # the option has no effect here: `_mask_and_lengths` refuses other calls
             options = replace(options, bottom_right=False)
     return lambda: varlen.padded_prefill(
         call.query,

@@ -1,13 +1,14 @@
-"""xFormers: `xformers.ops.memory_efficient_attention`, which chooses among kernels of its own.
+"""xFormers: `xformers.ops.memory_efficient_attention`, which chooses among its own kernels.
 
-It takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the query's dtype;
-and masks of its own: `LowerTriangularMask`, aligned top left like SDPA's causal mask, and others
-for bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool mask becomes a bias
-inside the timed call. Bias rows must be aligned to 8 elements: parts of a larger mask are copied if
-they are not, and masks over other numbers of keys are refused rather than padded.
+The function takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the
+query's dtype; and the library's own masks: `LowerTriangularMask`, aligned top left like SDPA's
+causal mask, and others for bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool
+mask becomes a bias inside the timed call. Bias rows must be aligned to 8 elements: parts of a
+larger mask are copied if they are not, and masks over other numbers of keys are refused rather than
+padded.
 
-Windows only run on its FlashAttention, all else also on PyTorch's efficient kernel. Without its
-compiled part the library can be imported, but refuses every call.
+Windows run only on the library's FlashAttention; everything else also runs on PyTorch's efficient
+kernel. Without its compiled part the library can be imported, but refuses every call.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def _window_of_flash(call: AttentionCall) -> str | None:
 
 
 def _enough_keys(call: AttentionCall) -> str | None:
-    """Refuse causal packed sequences with fewer keys than queries, which waits for the GPU."""
+    """Refuse causal packed sequences with fewer keys than queries; this check waits for the GPU."""
     offsets_q, offsets_k = call.cu_seqlens_q, call.cu_seqlens_k
     if offsets_q is None or offsets_k is None:
         return None
@@ -86,7 +87,7 @@ def _causal_packed_window(call: AnyCall) -> str | None:
 
 
 def _structure(call: AnyCall) -> object:
-    """Return causality, window and sequences as a mask of the library; None if there are none."""
+    """Return causality, window and sequences as a mask of the library; None if unlimited."""
     module: Any = LIBRARY.load()
     left, right = call.variant.window
     is_causal = call.is_causal or right == 0
