@@ -1,6 +1,6 @@
-"""Record the attention inputs a real model produces, replay them, and choose a kernel.
+"""Record the attention inputs of a real model, replay them, and choose a kernel.
 
-Everything that programs use is here, and is imported on first use:
+This package contains the full Python interface. Each name is imported on first use:
 
     import attention_replay as ar
 
@@ -88,7 +88,7 @@ _HOMES = {
     "use_plan": "replay.patch.use_kernel",
     "verify": "replay.api.verify_model",
 }
-"""Module of each public name that takes time to import."""
+"""Modules of the public names that are imported on first use."""
 
 
 def __getattr__(name: str) -> Any:

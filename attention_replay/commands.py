@@ -1,8 +1,8 @@
-"""Entry points of the commands `capture` and `replay`, which notice other packages of their names.
+"""Entry points of the commands `capture` and `replay`, with checks for name conflicts.
 
-The packages are called `capture`, `replay` and `models`, as files of yours may be. Where Python
-finds a `replay.py` of yours first, the command would end in a puzzling ImportError. This module has
-a name of its own, and looks before it imports.
+A user's files may have the same names as our packages `capture`, `replay` and `models`. If Python
+found a user's `replay.py` first, the command would fail with a confusing ImportError. Therefore
+this module has a unique name, and checks the packages before it imports them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import sys
 from pathlib import Path
 
 PACKAGES = {"capture": ("capture",), "replay": ("capture", "replay")}
-"""Packages that must be ours, by command. Not `models`, which is loaded by its path."""
+"""Our packages that each command imports by name. `models` is loaded by its path instead."""
 
 MAINS = {"capture": "capture.cli.main", "replay": "replay.cli.main"}
-"""Module with the `main` of each command."""
+"""Module with the `main` function of each command."""
 
 
 def capture() -> None:
@@ -57,11 +57,11 @@ def _start(command: str) -> None:
 
 
 def _hiding(package: str) -> Path | None:
-    """Return the path that Python finds in place of our package; None where it finds ours."""
+    """Return the path that Python finds instead of our package; None if it finds our package."""
     spec = importlib.util.find_spec(package)
     ours = Path(__file__).resolve().parents[1] / package
     if spec is None:
-        return None  # not there at all, which the import says
+        return None  # missing; the import will raise an error
     directories = [Path(place).resolve() for place in spec.submodule_search_locations or ()]
     if ours in directories:
         return None

@@ -1,7 +1,7 @@
-"""Base class of every error that users are meant to read."""
+"""Base class of every error that is shown to users."""
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """An error that the user can remedy; its text is one sentence that says how."""
+    """An error that the user can fix; the message is one sentence with the remedy."""

@@ -1,8 +1,8 @@
-"""Runnable models: build one, and run one representative inference through its full pipeline.
+"""Runnable models: build a model, and run one representative inference through its full pipeline.
 
-This package is independent of recording and replaying attention. Importing it does not import
-torch. All imports inside the package are relative, so that it also works under another name
-alongside a user's own ``models``. A file imports only from the lines below its own:
+This package is independent of recording and replaying attention. Importing this package does not
+import torch. All imports inside the package are relative, so that it also works under another name
+alongside a user's own ``models``. In this list, a file imports only from lines below its own line:
 
     __init__                                     load: from the user's arguments to a runnable
     built_in/  checkpoint  userfunction          build: by name, from a directory, by a function
@@ -13,7 +13,7 @@ alongside a user's own ``models``. A file imports only from the lines below its 
     language  libraries  outputs
     errors
 
-Adding a model: one file in ``built_in/``, whose docstring says what it declares.
+To add a model, add one file to ``built_in/`` (see the docstring of that package).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def load(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Runnable:
-    """Build ``model`` and return it with one full inference, ready to run.
+    """Build ``model``, and return a `Runnable` of the model and one full inference.
 
     Args:
         model: A name from ``NAMES``, the directory of a diffusers or transformers checkpoint, or
@@ -59,18 +59,18 @@ def load(
             (official sequence lengths; the default on CUDA and with ``checkpoint``).
         weights: ``"pretrained"`` (the default; for tiny, the trained weights shipped with this
             package, which exist for some names) or ``"random"``.
-        checkpoint: Hub id or directory to load instead of the official one; with
+        checkpoint: Hub id or directory to load instead of the official checkpoint; with
             ``weights="random"``, only its configuration is used.
-        prompt: Text to run on; the default depends on the model.
-        steps: Denoising steps, or new tokens of a language model.
-        seed: Seed of random weights, the initial noise and everything else drawn.
+        prompt: Input text; the default depends on the model.
+        steps: Number of denoising steps, or of new tokens of a language model.
+        seed: Seed of random weights, initial noise and all other random numbers.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by default bfloat16 on CUDA, else
             float32.
         device: A torch device such as ``"cuda:1"``; by default CUDA if available.
 
     Raises:
-        ModelError: The request cannot be met; the message names the remedy. Other weights or
-            another size are never substituted silently.
+        ModelError: The request cannot be fulfilled; the message names the remedy. Other weights or
+            sizes are never substituted silently.
 
     Example:
         >>> runnable = load("llama", size="tiny")
@@ -78,7 +78,7 @@ def load(
     """
     if model not in NAMES and not _is_user_function(model) and not Path(model).is_dir():
         raise ModelError(_unknown(model))
-    # Late, so that --help needs no torch; and before the builders' own imports, which log.
+    # Imported late, so that --help does not import torch, but before the builders, which log.
     from .inference import quiet
     from .request import from_user
 

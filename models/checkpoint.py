@@ -1,4 +1,4 @@
-"""A user's own checkpoint: any directory that diffusers or transformers can read."""
+"""Builds a user's own checkpoint: any directory that diffusers or transformers can read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def build(request: Request) -> Runnable:
     """Build the pipeline or model in the directory ``request.name``.
 
     Raises:
-        ModelError: The directory contains neither, or one that cannot be read or run.
+        ModelError: The directory contains no pipeline or model, or it cannot be read or run.
     """
     directory = Path(request.name)
     if (directory / "model_index.json").is_file():
@@ -69,12 +69,12 @@ def _pipeline(request: Request) -> Runnable:
             f"{request.name} is a {type(pipeline).__name__}, which takes no number of steps: leave "
             "out --steps"
         )
-    # CogVideoX fixes its text length in the transformer, and the pipeline's default ignores that.
+    # CogVideoX has a fixed text length in the transformer, which the pipeline's default ignores.
     transformer = pipeline.components.get("transformer")
     text_tokens = getattr(getattr(transformer, "config", None), "max_text_seq_length", None)
     if text_tokens is not None and "max_sequence_length" in parameters:
         arguments["max_sequence_length"] = text_tokens
-    # Tensors rather than pictures, so that two runs can be compared exactly.
+    # The output is tensors rather than pictures, so that two runs can be compared exactly.
     if "output_type" in parameters and parameters["output_type"].default in ("pil", "np"):
         arguments["output_type"] = "pt"
     return pipeline_runnable(
@@ -141,7 +141,7 @@ def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
 def _input_ids(
     tokenizer: PreTrainedTokenizerBase | None, request: Request, config: Any, steps: int
 ) -> tuple[torch.Tensor, str]:
-    """Return the prompt's token ids (1, length), short enough for the model's positions."""
+    """Return the prompt's token ids (1, length), within the model's number of positions."""
     positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
     return prompt_ids(
         tokenizer,
@@ -159,7 +159,7 @@ def _forward_runnable(
     prompt: str,
     weights: str,
 ) -> Runnable:
-    """Make a runnable of one forward pass of a model that generates no text, e.g. an encoder."""
+    """Build a runnable of one forward pass of a model that generates no text, e.g. an encoder."""
     model.to(request.device).eval()
     inputs = {"input_ids": input_ids.to(request.device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])

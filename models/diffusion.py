@@ -1,4 +1,4 @@
-"""Code shared by the diffusers pipelines: from a pipeline to a runnable."""
+"""Loads diffusers pipelines, and builds runnables of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_pipeline(
     """Load a full pipeline from a directory or a hub id.
 
     Raises:
-        ModelError: It cannot be read, or some of its weights are missing.
+        ModelError: The pipeline cannot be read, or some of its weights are missing.
     """
     options = {dtype_keyword("diffusers"): dtype}
     pipeline = read_checkpoint(pipeline_class.from_pretrained, source, **options)
@@ -45,10 +45,10 @@ def read_pipeline(
 def read_built_in(
     pipeline_class: type[DiffusionPipeline], directory: Path, request: Request
 ) -> DiffusionPipeline:
-    """Load our own pipeline in ``directory``, trained or with random weights.
+    """Load our own pipeline from ``directory``, with trained or random weights.
 
     Raises:
-        ModelError: It cannot be read, or some of its weights are missing.
+        ModelError: The pipeline cannot be read, or some of its weights are missing.
     """
     pipeline = read_pipeline(pipeline_class, str(directory), request.dtype)
     if request.weights == "random":
@@ -66,10 +66,10 @@ def pipeline_runnable(
     settings: dict[str, Any],
     note: str = "",
 ) -> Runnable:
-    """Make a runnable of ``pipeline(**arguments)``, with noise drawn from the seed.
+    """Build a runnable of ``pipeline(**arguments)``, with noise drawn from the seed.
 
-    The noise comes from a CPU generator, so it is the same on every device. If the pipeline exposes
-    its latents after each step, the result has the last ones as ``latents``.
+    The noise comes from a CPU generator, so the noise is the same on every device. If the pipeline
+    exposes its latents after each step, the result has the last step's latents as ``latents``.
     """
     pipeline.to(request.device)
     pipeline.set_progress_bar_config(disable=True)
@@ -110,7 +110,7 @@ def pipeline_runnable(
 
 
 def tiny_t5(vocabulary: int) -> T5EncoderModel:
-    """Build a T5 encoder with two layers, two heads of 64, and width 64."""
+    """Build a T5 encoder of width 64, with 2 layers of 2 heads (D = 64)."""
     config = T5Config(
         vocab_size=vocabulary, d_model=64, d_kv=64, d_ff=128, num_layers=2, num_heads=2
     )
@@ -118,13 +118,13 @@ def tiny_t5(vocabulary: int) -> T5EncoderModel:
 
 
 def embeddings(*shape: int, request: Request, stream: int) -> torch.Tensor:
-    """Draw normal noise of ``shape`` in place of a text encoder's output, one per ``stream``."""
+    """Draw normal noise in place of a text encoder's output; each ``stream`` is different."""
     generator = torch.Generator().manual_seed(request.seed + stream)
     return torch.randn(shape, generator=generator).to(request.device, request.dtype)
 
 
 def refuse_prompt(request: Request) -> None:
-    """Refuse a prompt: with random embeddings, there is no text encoder to read it.
+    """Reject a prompt, because random embeddings replace the text encoder that would read it.
 
     Raises:
         ModelError: A prompt was given.
@@ -137,9 +137,10 @@ def refuse_prompt(request: Request) -> None:
 
 
 def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Name in one sentence the prompt's words that a trained picture model never saw, if any.
+    """Return a sentence with the prompt's words that a trained picture model never saw.
 
-    ``tokenizer`` has a token for each word it was trained on (``offline_tokenizers.t5_tokenizer``).
+    The result is empty if there are none. ``tokenizer`` has a token for each word of the model's
+    training (``offline_tokenizers.t5_tokenizer``).
     """
     if request.weights != "pretrained" or request.prompt is None:
         return ""

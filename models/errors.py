@@ -1,4 +1,4 @@
-"""The error that every file in this package raises."""
+"""Error that every file in this package raises."""
 
 from attention_replay.errors import Error
 

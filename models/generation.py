@@ -1,4 +1,4 @@
-"""Language models: prompts of a given length, and prefill with greedy decode."""
+"""Loads language models, and builds runnables of prefill and greedy decode."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_language_model(
     """Load a transformers model from a directory or a hub id.
 
     Raises:
-        ModelError: It cannot be read, or some of its weights are missing.
+        ModelError: The model cannot be read, or some of its weights are missing.
     """
     options: dict[str, Any] = {dtype_keyword("transformers"): dtype, "output_loading_info": True}
     model, report = read_checkpoint(model_class.from_pretrained, source, **options)
@@ -49,10 +49,10 @@ def prompt_ids(
     vocabulary: int,
     passage: str = PASSAGE,
 ) -> tuple[torch.Tensor, str]:
-    """Return token ids (1, length) on the CPU, and a phrase that describes them.
+    """Return token ids (1, length) on the CPU, and a description of the prompt.
 
-    The user's prompt is used in full. Without one, there are exactly ``tokens`` ids: of
-    ``passage``, repeated as often as needed, or drawn from the seed if there is no tokenizer.
+    The user's prompt is used in full. Without a prompt, the result has exactly ``tokens`` ids, from
+    repetitions of ``passage``. Without a tokenizer, the ids are random, by the seed.
 
     Raises:
         ModelError: The prompt is empty.
@@ -83,7 +83,7 @@ def generation_runnable(
     weights: str,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Runnable:
-    """Prefill ``input_ids`` (1, length), then decode exactly ``steps`` tokens greedily."""
+    """Build a runnable that prefills ``input_ids`` (1, length), then decodes ``steps`` tokens."""
     model.to(request.device).eval()
     inputs = input_ids.to(request.device)
     end = model.config.get_text_config().eos_token_id
@@ -94,7 +94,7 @@ def generation_runnable(
             inputs,
             attention_mask=torch.ones_like(inputs),
             do_sample=False,
-            # Both, so that an end-of-text token cannot shorten the run.
+            # Both limits are set, so that an end-of-text token cannot shorten the run.
             min_new_tokens=steps,
             max_new_tokens=steps,
             use_cache=True,
@@ -106,7 +106,7 @@ def generation_runnable(
     def score(ids: torch.Tensor) -> torch.Tensor:
         ids = ids.to(request.device)
         with torch.no_grad(), quiet():
-            # With a mask, as in generation, so that attention takes the same code path.
+            # The mask is passed as in generation, so that attention takes the same code path.
             read = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         return read.logits[0].cpu()
 

@@ -1,4 +1,4 @@
-"""Read checkpoints from a directory or the Hugging Face hub, or explain why they cannot be read."""
+"""Reads checkpoints from a directory or the Hugging Face hub, and explains failures."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _PROBE_SECONDS = 5.0
 
 
 def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) -> Loaded:
-    """Call ``load(source, local_files_only=…, **options)``, a library's ``from_pretrained``.
+    """Call ``load(source, local_files_only=…, **options)`` and explain its errors.
 
     Args:
+        load: A library's ``from_pretrained``.
         source: A directory or a hub id.
 
     Raises:
-        ModelError: The hub cannot be reached and nothing is cached, or it does not have ``source``
-            or denies access to it; or the directory does not contain what ``load`` reads.
+        ModelError: The hub cannot be reached and nothing is cached; the hub does not have
+            ``source`` or denies access; or the directory lacks files that ``load`` needs.
     """
     if Path(source).is_dir():
         try:
@@ -51,7 +52,7 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
 
 
 def refuse_missing(source: str, keys: Sequence[str]) -> None:
-    """Refuse missing weights: the libraries only warn about them and use random ones.
+    """Raise if weights are missing, because the libraries only warn and use random weights.
 
     Raises:
         ModelError: ``keys`` is not empty.
@@ -64,10 +65,12 @@ def refuse_missing(source: str, keys: Sequence[str]) -> None:
 
 
 def _why_unreachable(source: str) -> Exception | None:
-    """Query the hub once; the libraries would retry each file for half a minute.
+    """Return the hub's error if the hub is unreachable but ``source`` is cached; else None.
+
+    The hub is queried once, because the libraries would retry each file for half a minute.
 
     Raises:
-        ModelError: The hub did not answer, and no part of ``source`` is cached.
+        ModelError: The query failed, and no part of ``source`` is cached.
     """
     try:
         HfApi().model_info(source, timeout=_PROBE_SECONDS)

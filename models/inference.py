@@ -1,4 +1,4 @@
-"""One inference: quiet, without gradients and reproducible."""
+"""Makes an inference quiet and reproducible, without gradients."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def repeatable(infer: Callable[[], Any], *, seed: int, device: torch.device) -> 
 
 @contextmanager
 def seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Draw torch's random numbers from ``seed``, and restore the global generators on exit.
+    """Seed torch's random numbers with ``seed``, and restore the global generators on exit.
 
-    A builder that draws on the CPU makes the same weights for every device.
+    Weights that are drawn on the CPU are the same for every device.
     """
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(seed)

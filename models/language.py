@@ -11,19 +11,19 @@ from transformers import PreTrainedTokenizerBase
 from .errors import ModelError
 
 SCORED_TOKENS = 4096
-"""Most tokens of a text that are scored: their logits over 128k tokens take 1 GiB in bfloat16."""
+"""Maximum number of scored tokens of a text. Their logits (128k each) take 1 GiB in bfloat16."""
 
 
 @dataclass(frozen=True)
 class Language:
-    """Tokenizer and model that score, encode and decode a text.
+    """Model and tokenizer that score, encode and decode texts.
 
     Attributes:
-        score: Computes logits (T, V) on the CPU for token ids (1, T) read in one forward, as in
-            prefill; row t predicts token t + 1. None for an encoder-decoder, which cannot read a
-            text alone.
-        tokenizer: None if there is none, as with random weights of full size.
-        positions: How many tokens the model can read.
+        score: Function that computes logits (T, V) on the CPU for token ids (1, T) in one forward
+            pass, as in prefill; row t predicts token t + 1. None for an encoder-decoder model,
+            which cannot score a single text.
+        tokenizer: Tokenizer of the model; None for random weights of full size, which have none.
+        positions: Maximum number of tokens that the model can read.
     """
 
     score: Callable[[torch.Tensor], torch.Tensor] | None
@@ -31,10 +31,10 @@ class Language:
     positions: int
 
     def encode(self, text: str) -> torch.Tensor:
-        """Return token ids (1, T) of the start of the text, on the CPU: at most `SCORED_TOKENS`.
+        """Return the token ids (1, T) of at most the first `SCORED_TOKENS` tokens, on the CPU.
 
         Raises:
-            ModelError: There is no tokenizer, or the text has fewer than two tokens.
+            ModelError: The model has no tokenizer, or the text has fewer than two tokens.
         """
         if self.tokenizer is None:
             raise ModelError("these weights have no tokenizer to read a text: leave out the text")
@@ -45,7 +45,7 @@ class Language:
         return torch.tensor([ids])
 
     def decode(self, ids: torch.Tensor) -> str:
-        """Convert token ids (1, T) to text; without a tokenizer, return the ids themselves."""
+        """Convert token ids (1, T) to text; without a tokenizer, return the ids as text."""
         if self.tokenizer is None:
             return " ".join(str(token) for token in ids[0].tolist())
         return str(self.tokenizer.decode(ids[0]))

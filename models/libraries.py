@@ -1,4 +1,4 @@
-"""The installed versions of diffusers and transformers, and the differences between versions."""
+"""Checks the installed versions of diffusers and transformers, and handles their differences."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from .errors import ModelError
 
 Library = Literal["diffusers", "transformers"]
 Version = tuple[int, int]
-"""Major and minor."""
+"""Major and minor version."""
 
 DTYPE_SINCE: dict[Library, Version] = {"diffusers": (0, 40), "transformers": (4, 56)}
-"""The first version whose `from_pretrained` takes `dtype` instead of `torch_dtype`."""
+"""First version of each library whose `from_pretrained` takes `dtype`, not `torch_dtype`."""
 
 
 def dtype_keyword(library: Library) -> str:
@@ -23,10 +23,10 @@ def dtype_keyword(library: Library) -> str:
 
 
 def check(model: str, needs: Mapping[Library, Version]) -> None:
-    """Refuse libraries that are missing, or older than `model` needs.
+    """Check that the libraries are installed in versions that `model` supports.
 
     Raises:
-        ModelError: with the library, the required version and the installed one.
+        ModelError: a library is missing or too old; the message names the required version.
     """
     for library, oldest in needs.items():
         required = ".".join(map(str, oldest))
@@ -46,12 +46,12 @@ def check(model: str, needs: Mapping[Library, Version]) -> None:
 
 
 def is_failed_import(error: Exception) -> bool:
-    """Return whether an import failed: lazy imports of both libraries also raise RuntimeError."""
+    """Return whether an error is a failed import; lazy imports may raise RuntimeError."""
     return isinstance(error, ImportError) or str(error).startswith("Failed to import ")
 
 
 def not_importable(model: str, error: Exception) -> ModelError:
-    """Explain that a library that builds `model` is missing or cannot be imported."""
+    """Return the error that a library for `model` is missing or cannot be imported."""
     if isinstance(error, ModuleNotFoundError) and error.name and "." not in error.name:
         package = {"PIL": "pillow", "google": "protobuf"}.get(error.name, error.name)
         return ModelError(f"{model} needs {package}, which is not installed: pip install {package}")

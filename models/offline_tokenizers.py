@@ -1,6 +1,6 @@
-"""Tokenizers of the real classes, built without a download.
+"""Builds tokenizers of the official classes without a download.
 
-They have one token per character, so they read any text, and one for each of ``words``, if given.
+The tokenizers have one token per character or byte, and one token for each of the given ``words``.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from transformers import CLIPTokenizer, PreTrainedTokenizerFast, T5Tokenizer
 
 
 def t5_tokenizer(words: Sequence[str] = ()) -> T5Tokenizer:
-    """Build a tokenizer with unigram pieces for printable ASCII; anything else is ``<unk>``."""
+    """Build a tokenizer with unigram pieces for printable ASCII; other text is ``<unk>``."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -10.0), ("▁", -2.0)]
     characters = string.ascii_letters + string.digits + string.punctuation
     pieces = [(character, -3.0) for character in characters]
-    # Likelier than "▁" and a character, so that no word is split into characters.
+    # A word is more probable than "▁" and a character, so that no word is split into characters.
     pieces += [(f"▁{word}", -4.0) for word in words]
     return T5Tokenizer(vocab=special + pieces, extra_ids=0)
 
 
 def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
-    """Build a tokenizer of bytes, each alone and at the end of a word, as in CLIP's vocabulary.
+    """Build a tokenizer with two tokens per byte, as in CLIP: inside and at the end of a word.
 
-    Merges compete: a word that contains the start of another may stay in pieces.
+    A word that contains the start of another word may be split, because merges compete.
     """
     byte_characters = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = ["<|startoftext|>", "<|endoftext|>", *byte_characters]
     tokens += [character + "</w>" for character in byte_characters]
     merges: list[tuple[str, str]] = []
-    for word in words:  # from its first character, adding one at a time
+    for word in words:  # merges add one character at a time to the first character
         pieces = [*word[:-1], word[-1] + "</w>"]
         for end in range(1, len(pieces)):
             merge = ("".join(pieces[:end]), pieces[end])
@@ -43,7 +43,7 @@ def clip_tokenizer(max_length: int, words: Sequence[str] = ()) -> CLIPTokenizer:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer of single bytes: any text of n bytes is n tokens, and decodes to itself."""
+    """Build a byte tokenizer: a text of n bytes has n tokens, which decode to the same text."""
     tokens = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))

@@ -1,4 +1,4 @@
-"""The outputs of a run as named tensors on the CPU, so that runs can be compared and saved."""
+"""Converts the outputs of a run to named CPU tensors, so that runs can be compared and saved."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ Kind = Literal["language", "diffusion", "tensor"]
 
 @dataclass(frozen=True)
 class Outputs:
-    """The outputs of one run: contiguous, on the CPU, in the model's own dtypes.
+    """Outputs of one run: contiguous CPU tensors in the model's own dtypes.
 
     Attributes:
-        kind: The kind of model that they come from.
-        tensors: Empty if the run returned none of these. By kind:
+        kind: Kind of the model.
+        tensors: Tensors by name; empty if the run returned no known output. The names by kind:
 
             - ``language``: ``sequences`` (1, T), prompt and new tokens; ``logits`` (steps, V), one
-              row per new token, if the run returned them.
-            - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if it
-              exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W), both in
-              [0, 1], if it decodes; ``output`` if it makes something else, such as sound.
+              row per new token, if the run returned logits.
+            - ``diffusion``: ``latents`` after the last step, in the pipeline's own layout, if the
+              pipeline exposes them; ``frames`` (F, C, H, W) of a video or ``images`` (N, C, H, W),
+              both in [0, 1], if the pipeline decodes; ``output`` for other results such as sound.
             - ``tensor``: ``output``, of any shape.
     """
 
@@ -36,7 +36,7 @@ class Outputs:
 
 
 def of_generation(result: Any) -> Outputs:
-    """Name the result of transformers' ``generate``: the first sequence of a batch."""
+    """Return the outputs of transformers' ``generate``, for the first sequence of a batch."""
     tensors = {"sequences": result.sequences[:1]}
     logits = getattr(result, "logits", None)
     if logits is not None:
@@ -45,7 +45,7 @@ def of_generation(result: Any) -> Outputs:
 
 
 def of_pipeline(result: Any, *, decoded: bool) -> Outputs:
-    """Name the result of a diffusers pipeline.
+    """Return the outputs of a diffusers pipeline.
 
     Args:
         result: The pipeline's own result, with the last step's ``latents`` if known.
@@ -61,7 +61,7 @@ def of_pipeline(result: Any, *, decoded: bool) -> Outputs:
 
 
 def of_anything(result: Any) -> Outputs:
-    """Name a result of unknown type: a generation, pictures, or else its first tensor."""
+    """Return the outputs in a result of unknown type: tokens, pictures, or the first tensor."""
     if isinstance(getattr(result, "sequences", None), Tensor):
         return of_generation(result)
     if pictures := _pictures(result):
@@ -74,7 +74,7 @@ def of_anything(result: Any) -> Outputs:
 
 
 def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:
-    # Copy: a view would keep the entire tensor alive, and save all of it.
+    # Copied, because a view would keep the entire tensor alive, and saving it would save all of it.
     layout = torch.contiguous_format
     return Outputs(
         kind,
@@ -83,12 +83,12 @@ def _outputs(kind: Kind, tensors: dict[str, Tensor]) -> Outputs:
 
 
 def _pictures(result: Any) -> dict[str, Tensor]:
-    """Return a pipeline's ``frames`` or ``images``, if these are pictures and not latents."""
+    """Return a pipeline's ``frames`` or ``images`` if they are pictures rather than latents."""
     for name in ("frames", "images"):
         pictures = _channels_first(getattr(result, name, None))
         if pictures is None or pictures.ndim < 4 or pictures.shape[-3] not in (1, 3, 4):
             continue
-        known = pictures.nan_to_num()  # a kernel's NaNs are left for the comparison to find
+        known = pictures.nan_to_num()  # ignores a kernel's NaNs, which the comparison detects later
         if known.min() >= 0 and known.max() <= 1:
             return {name: pictures.flatten(0, -4)}
     return {}

@@ -1,4 +1,4 @@
-"""Random weights of any size, allocated once, on the device that will use them."""
+"""Draws random weights of any size directly on the device that uses them."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ def build_random(
 ) -> Module:
     """Construct a model with random parameters of ``dtype`` directly on ``device``, in eval mode.
 
-    Norm scales are 1, biases are 0, and all else is normal with a standard deviation of
+    Norm scales are 1 and biases are 0. All other parameters are normal with a standard deviation of
     1/√(fan-in), which keeps activations near unit size and thus finite in half precision at any
-    depth. Buffers keep the values and dtype from their constructors: rotary frequencies would be
-    wrong in half precision.
+    depth. Buffers keep the values and dtypes from their constructors, because rotary frequencies
+    would be wrong in half precision.
 
     Args:
-        construct: Makes the model. It runs with parameters on the meta device, so it needs neither
-            memory for them nor time for an initialisation that is then discarded.
+        construct: Function that constructs the model. During the call, parameters are on the meta
+            device, so that they need neither memory nor time for an initialisation.
     """
     with init_empty_weights(include_buffers=False):
         model = construct()
     _draw_parameters(model, seed=seed, dtype=dtype, device=device)
-    return model.to(device).eval()  # only the buffers are left to move
+    return model.to(device).eval()  # moves the buffers; parameters are already on the device
 
 
 def redraw(models: Iterable[nn.Module], *, seed: int) -> None:
-    """Replace the models' weights with random ones, by the same rule; each has its own seed."""
+    """Replace the models' weights with random weights as in `build_random`.
+
+    Each model has its own seed.
+    """
     for stream, model in enumerate(models):
         first = next(model.parameters())
         _draw_parameters(model, seed=seed + stream, dtype=first.dtype, device=first.device)
@@ -55,4 +58,4 @@ def _draw_parameters(
                 values.fill_(0.0 if name.endswith("bias") else 1.0)
             setattr(module, name, nn.Parameter(values, requires_grad=False))
     if isinstance(model, PreTrainedModel):
-        model.tie_weights()  # drawing each name separately has untied them
+        model.tie_weights()  # tied weights were drawn separately above

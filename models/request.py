@@ -1,4 +1,4 @@
-"""A user's request, completed with defaults and checked before anything is built."""
+"""Completes a user's request with defaults, and checks the request before anything is built."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Request:
-    """Model to build and run. ``prompt`` and ``steps`` stay None if the model's own apply.
+    """Request to build and run a model.
 
-    ``size`` and ``weights`` are set for the named models; for a user's directory or function both
-    are None, since these have their own.
+    ``prompt`` and ``steps`` are None if the model's own defaults apply. ``size`` and ``weights``
+    are None for a user's directory or function, which determines both itself.
     """
 
     name: str
@@ -31,20 +31,20 @@ class Request:
     dtype: torch.dtype
     device: torch.device
     given: frozenset[str] = frozenset()
-    """Names among prompt, steps, dtype and device that the user gave."""
+    """Names of the options that the user gave, among prompt, steps, dtype and device."""
 
     @property
     def is_tiny(self) -> bool:
-        """A short run: few steps, few tokens."""
+        """True for a short run with few steps and tokens."""
         return self.size == "tiny"
 
     @property
     def is_built_in(self) -> bool:
-        """Our own tiny model, rather than an official or given configuration."""
+        """True for our own tiny model, rather than an official or given configuration."""
         return self.is_tiny and self.checkpoint is None
 
     def settings(self, **more: Any) -> dict[str, Any]:
-        """Return the request as plain JSON, plus what the model adds (``prompt``, ``steps``, …)."""
+        """Return the request as plain JSON with the model's own settings (``prompt``, …) added."""
         return {
             "size": self.size,
             "weights": self.weights,
@@ -69,10 +69,13 @@ def from_user(
     dtype: str | None,
     device: str | None,
 ) -> Request:
-    """Complete and check a request; ``named`` says whether ``name`` is one of ``models.NAMES``.
+    """Complete and check a request.
+
+    Args:
+        named: True if ``name`` is one of ``models.NAMES``.
 
     Raises:
-        ModelError: A value is invalid, or two of them contradict each other.
+        ModelError: A value is invalid, or two values contradict each other.
     """
     _one_of("size", size, ("tiny", "full"))
     _one_of("weights", weights, ("random", "pretrained"))

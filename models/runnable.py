@@ -1,4 +1,4 @@
-"""The type that every builder in this package returns."""
+"""Result type of every builder in this package."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ if TYPE_CHECKING:  # the package must be importable without importing torch
 
 @dataclass
 class Runnable:
-    """A model in eval mode, and one full inference through it.
+    """A model in eval mode, and one full inference with the model.
 
     Attributes:
-        name: The model as the user gave it.
+        name: The model's name, directory or function, as the user gave it.
         roots: The modules to watch, by name: ``{"transformer": …, "text_encoder": …, "vae": …}``
             for a pipeline, ``{"": model}`` for a single model.
-        run: Runs one full inference without gradients, the same on every call: noise is redrawn
-            from the seed and the key/value cache starts empty. Returns the pipeline's own result:
-            diffusers' output object (``frames`` or ``images``, and the last ``latents``), or
-            transformers' generation output (``sequences``, and ``logits`` of each new token).
-        outputs: Converts the result of ``run`` to named tensors on the CPU.
-        weights: Where the weights come from, for people and manifests.
-        settings: What was run, as plain JSON; recordings keep it to build the model again.
-        note: One sentence to know before trusting its outputs; empty if there is none.
-        language: Scores and decodes text, if this is a language model that supports it.
+        run: Function that runs one full inference without gradients. Every call is the same: noise
+            is redrawn from the seed, and the key/value cache starts empty. Returns the pipeline's
+            own result: diffusers' output object (``frames`` or ``images``, and the last
+            ``latents``), or transformers' generation output (``sequences``, and ``logits`` of each
+            new token).
+        outputs: Function that converts the result of ``run`` to named tensors on the CPU.
+        weights: Origin of the weights, for users and manifests.
+        settings: Settings of the run as plain JSON; recordings store them to rebuild the model.
+        note: One sentence of warning about the model's outputs; usually empty.
+        language: Object that scores and decodes text; None if this is not a language model.
     """
 
     name: str

@@ -1,9 +1,10 @@
-"""A user's own model: ``path/file.py:function``, a function that builds the model and its run.
+"""Builds a user's own model with a function, given as ``path/file.py:function``.
 
-The function returns ``(module, run)``: an ``nn.Module``, or a dictionary of them by name, and a
-callable without arguments that runs one inference. It may declare any of ``seed``, ``device`` (a
-``torch.device``), ``dtype`` (a ``torch.dtype``), ``steps`` and ``prompt``. The last two are passed
-only if the user gave them, so that the function's own defaults apply.
+The function returns ``(module, run)``. ``module`` is an ``nn.Module``, or a dictionary of modules
+by name; ``run`` is a callable without arguments that runs one inference. The function may declare
+any of the arguments ``seed``, ``device`` (a ``torch.device``), ``dtype`` (a ``torch.dtype``),
+``steps`` and ``prompt``. ``steps`` and ``prompt`` are passed only if the user gave them, so that
+the function's own defaults apply.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def build(request: Request) -> Runnable:
     """Build a runnable by calling the user's function.
 
     Raises:
-        ModelError: The file or the function is missing, raises, or returns something else. The
-            cause is the user's own exception.
+        ModelError: The file or function is missing, raises, or returns another type. If it raises,
+            the cause is the user's own exception.
     """
     file, _, name = request.name.rpartition(":")
     path = Path(file).expanduser().resolve()
@@ -56,7 +57,7 @@ def build(request: Request) -> Runnable:
         with _importable(path.parent), torch.no_grad(), seeded(request.seed, request.device):
             try:
                 return run()
-            except SystemExit as error:  # which would end the command as if all were well
+            except SystemExit as error:  # would end the command as if it had succeeded
                 raise ModelError(f"the run of {name} in {file} ended in {_describe(error)}") from (
                     error
                 )
@@ -74,7 +75,7 @@ def build(request: Request) -> Runnable:
 
 @contextmanager
 def _importable(directory: Path) -> Iterator[None]:
-    """Let only the user's file import its neighbours, also late, while ``run`` is active."""
+    """Allow imports from the user's directory, but only while the user's code runs."""
     entry = str(directory)
     sys.path.insert(0, entry)
     try:
@@ -89,7 +90,7 @@ def _import(path: Path, file: str) -> ModuleType:
     assert spec is not None  # the name ends in .py, so it has a loader
     assert spec.loader is not None
     module = module_from_spec(spec)
-    sys.modules[private_name] = module  # dataclasses and pickle look their module up
+    sys.modules[private_name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
@@ -116,7 +117,7 @@ def _function(module: ModuleType, name: str, file: str) -> Callable[..., Any]:
 def _arguments(function: Callable[..., Any], request: Request, file: str) -> dict[str, Any]:
     """Return the available arguments that the function declares."""
     declared = inspect.signature(function).parameters
-    # A default may be dropped; what the user gave may not.
+    # Defaults may be ignored, but not options that the user gave.
     if ignored := sorted(request.given - declared.keys()):
         raise ModelError(
             f"the function in {file} takes no {' or '.join(ignored)}: leave out "
@@ -155,5 +156,5 @@ def _describe(error: BaseException) -> str:
     name = type(error).__name__
     try:
         return f"{name}: {error}".splitlines()[0]
-    except Exception:  # the user's own class need not have a text
+    except Exception:  # the user's own class may fail to produce a text
         return name

@@ -1,7 +1,7 @@
-"""The named models: one file per family, found by what it declares.
+"""Named models, with one file per family.
 
-To add one, write a file with the three members of `Family`. These files are imported to list the
-names, e.g. by ``--help``, so they import torch and the libraries inside functions.
+To add a family, write a file with the three members of `Family`. To list the names, e.g. for
+``--help``, all these files are imported, so they import torch and the libraries inside functions.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Family(Protocol):
-    """The members of each file in this folder.
+    """Members of each file in this folder.
 
     Attributes:
         NAMES: The name of each model of the family, with a one-line description.
-        NEEDS: The oldest versions of the libraries that build it.
+        NEEDS: The oldest supported versions of the libraries that build the models.
     """
 
     NAMES: Mapping[str, str]
@@ -34,7 +34,7 @@ class Family(Protocol):
 
 
 def families() -> dict[str, Family]:
-    """Return the family of each name, in the order of the files."""
+    """Return the family of each model name, in the order of the files."""
     found: dict[str, Family] = {}
     for file in pkgutil.iter_modules(__path__):
         family: Any = import_module(f".{file.name}", __package__)

@@ -1,4 +1,4 @@
-"""CogVideoX: text to video. 2b has fixed, 5b rotary positions."""
+"""CogVideoX: text to video. The 2b model has fixed positions, the 5b model rotary positions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt
 
 @dataclass(frozen=True)
 class Variant:
-    """A published model: its hub id, and how it differs from the class's defaults."""
+    """A published model: its hub id, and its differences from the class's defaults."""
 
     hub_id: str
     transformer: dict[str, Any]
@@ -134,7 +134,7 @@ def build(request: Request) -> Runnable:
 
 
 def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
-    """Build the published noise schedule."""
+    """Build the scheduler with the published noise schedule."""
     from diffusers import CogVideoXDDIMScheduler
 
     return CogVideoXDDIMScheduler(
@@ -150,7 +150,7 @@ def scheduler(variant: Variant) -> CogVideoXDDIMScheduler:
 
 
 def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
-    """Build four layers of four heads of 64, with 64 text and 3·12·16 = 576 video tokens."""
+    """Build a pipeline with 4 layers of 4 heads (D = 64), 64 text and 3·12·16 video tokens."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 
     from ..diffusion import tiny_t5
@@ -188,7 +188,7 @@ def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
 
 
 def _random(variant: Variant, request: Request) -> CogVideoXPipeline:
-    """Build only the transformer, at full size: it contains the attention."""
+    """Build a pipeline of only the full-size transformer, which contains the attention."""
     from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
     from ..hub import read_checkpoint

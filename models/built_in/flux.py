@@ -1,4 +1,4 @@
-"""FLUX.1: text to image. dev takes the guidance scale as an input, schnell needs four steps."""
+"""FLUX.1: text to image. The dev model has the guidance scale as input; schnell needs 4 steps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Variant:
     guidance_scale: float
 
 
-# The defaults of FluxTransformer2DModel are the published configuration, less the guidance.
+# The defaults of FluxTransformer2DModel are the published configuration, except for the guidance.
 VARIANTS = {
     "flux": Variant(
         "black-forest-labs/FLUX.1-dev",
@@ -148,7 +148,10 @@ def build(request: Request) -> Runnable:
 
 
 def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
-    """Build two double and four single blocks of two heads of 128; 64 text, 20·20 image tokens."""
+    """Build a pipeline with 2 double and 4 single blocks of 2 heads (D = 128).
+
+    There are 64 text tokens and 20·20 image tokens.
+    """
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -205,7 +208,7 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
 
 
 def _random(variant: Variant, request: Request) -> FluxPipeline:
-    """Build only the transformer, at full size: it contains the attention."""
+    """Build a pipeline of only the full-size transformer, which contains the attention."""
     from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
     from ..hub import read_checkpoint

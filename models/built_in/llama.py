@@ -1,4 +1,7 @@
-"""Llama: prefill and greedy decode. Multi-head (2-7b), or 4 query per key/value head (3.1-8B)."""
+"""Llama: prefill and greedy decode.
+
+Llama-2-7b has multi-head attention. Llama-3.1-8B has 4 query heads per key/value head.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ FULL_STEPS = 64
 
 @dataclass(frozen=True)
 class Variant:
-    """A published model: its hub id, configuration and the length of our prefill."""
+    """A published model: its hub id, its configuration and the length of our prompt."""
 
     hub_id: str
     config: dict[str, Any]
@@ -129,7 +132,7 @@ def build(request: Request) -> Runnable:
     config = model.config
     steps = request.steps or (TINY_STEPS if request.is_tiny else FULL_STEPS)
     wanted = TINY_PROMPT_TOKENS if request.is_tiny else variant.prompt_tokens
-    if trained:  # it was not trained on positions beyond these
+    if trained:  # the model was not trained on later positions
         wanted = max(1, min(BUILT_IN_PROMPT_TOKENS, config.max_position_embeddings - steps))
     input_ids, prompt = prompt_ids(
         tokenizer,
@@ -156,7 +159,7 @@ def build(request: Request) -> Runnable:
 
 
 def _tiny(variant: Variant, request: Request, *, vocabulary: int) -> LlamaForCausalLM:
-    """Build four layers of four query heads of 128 and two key/value heads (grouped queries)."""
+    """Build 4 layers with 4 query heads and 2 key/value heads (D = 128)."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from ..inference import seeded
@@ -201,7 +204,7 @@ def _random(variant: Variant, request: Request) -> LlamaForCausalLM:
 
 
 def _config(source: str) -> LlamaConfig:
-    """Read a checkpoint's configuration; others than Llama would load but compute wrong results."""
+    """Read a Llama checkpoint's configuration; other models would load but give wrong results."""
     from transformers import AutoConfig
 
     from ..hub import read_checkpoint
