@@ -1,1 +1,1 @@
-"""Calls spread over several devices, with one call at a time on each."""
+"""The distribution of calls over several devices, with one call at a time on each device."""

@@ -1,6 +1,6 @@
-"""The GPUs of this host that calls are spread over, with CPU cores and a lock for each.
+"""The GPUs of this host that run calls, with CPU cores and a lock for each GPU.
 
-Imports torch late, because workers start before.
+This module imports torch late, because workers must start first.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
     import torch
 
 DEVICE_FILES = Path("/dev")
-"""Directory where the driver has a file `nvidia0`, `nvidia1` … for each usable GPU."""
+"""Directory with a driver file `nvidia0`, `nvidia1` … for each usable GPU."""
 
 
 class DeviceError(Error):
-    """Devices that cannot be used; the message names the remedy."""
+    """Unusable devices; the message names the remedy."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """Device whose processes see no other device."""
+    """Device with processes that see no other device."""
 
     name: str
     """Unique name for people, e.g. `GPU 1`."""
@@ -39,11 +39,11 @@ class Device:
     """Type of device, e.g. `NVIDIA H200`."""
     uuid: str = ""
     variables: dict[str, str] = field(default_factory=dict)
-    """Environment variables of its processes."""
+    """Environment variables of the device's processes."""
     cpus: frozenset[int] = frozenset()
-    """Logical CPUs of its processes; empty to share all."""
+    """Logical CPUs of the device's processes; empty to share all CPUs."""
     host: str = ""
-    """Node of a cluster; empty for this machine."""
+    """Node of a cluster that has the device; empty for this machine."""
 
     def __str__(self) -> str:
         """Format as in a row: `GPU 1 (GPU-5f…)`."""
@@ -51,10 +51,10 @@ class Device:
 
 
 def gpus(asked: str) -> list[Device]:
-    """Return the GPUs that `--gpus` names, each with its own CPU cores.
+    """Return the GPUs that `--gpus` names, each with separate CPU cores.
 
     Args:
-        asked: `all`, or comma-separated indices as PyTorch counts.
+        asked: `all`, or comma-separated indices in PyTorch's numbering.
 
     Raises:
         DeviceError: a GPU does not exist, or their types differ.
@@ -67,7 +67,7 @@ def gpus(asked: str) -> list[Device]:
     found = []
     for index in _indices(asked, count):
         properties = torch.cuda.get_device_properties(index)
-        uuid = getattr(properties, "uuid", "")  # not in every build of PyTorch
+        uuid = getattr(properties, "uuid", "")  # some builds of PyTorch lack it
         device = _device(index, count)
         found.append(replace(device, kind=properties.name, uuid=f"GPU-{uuid}" if uuid else ""))
     kinds = {device.kind for device in found}
@@ -80,9 +80,9 @@ def gpus(asked: str) -> list[Device]:
 
 
 def probable_gpus(asked: str) -> list[Device]:
-    """Guess what `gpus` will return, without types and without importing PyTorch.
+    """Guess the result of `gpus`, without types and without importing PyTorch.
 
-    Empty if the driver tells too little, or if `gpus` will probably raise.
+    The list is empty if the driver reports too little, or if `gpus` will probably raise.
     """
     if asked != "all":
         _numbers(asked)
@@ -96,7 +96,7 @@ def probable_gpus(asked: str) -> list[Device]:
 
 
 def _device(index: int, count: int) -> Device:
-    """Make one of `count` GPUs, numbered as this process sees them."""
+    """Make the device of one of `count` GPUs, in this process's numbering."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
     return Device(f"GPU {index}", "", variables=variables)
@@ -128,10 +128,10 @@ def _numbers(asked: str) -> list[int]:
 
 
 def with_own_cores(devices: Sequence[Device]) -> list[Device]:
-    """Divide this process's cores among devices, so that compilers of one do not disturb others.
+    """Divide this process's cores among devices, so that their compilers do not disturb each other.
 
-    Neighbouring cores, which share caches and memory, stay together, and so do hardware threads.
-    Nothing is divided if the system cannot bind processes to cores.
+    Neighbouring cores, which share caches and memory, stay together. The hardware threads of a core
+    stay together too. Cores are not divided if the system cannot bind processes to cores.
     """
     if not hasattr(os, "sched_setaffinity") or len(devices) < 2:
         return list(devices)
@@ -154,7 +154,7 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
     """Lock devices against other replays on this host; a process that ends releases its locks.
 
     Raises:
-        DeviceError: another replay has locked one of them.
+        DeviceError: another replay has locked one of the devices.
     """
     try:
         import fcntl
@@ -182,9 +182,9 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_if_free(device: torch.device) -> Iterator[str]:
-    """Lock a device if it is free; otherwise yield a sentence that another replay uses it.
+    """Lock a device if it is free; otherwise yield a sentence that another replay uses the device.
 
-    The sentence is empty for a free device, and on a CPU.
+    The sentence is empty for a free device and for a CPU.
     """
     with contextlib.ExitStack() as stack:
         trouble = ""
@@ -203,7 +203,7 @@ def _lock_file(path: Path) -> int:
     """Open a file that every user's replay can lock, without following links."""
     flags = os.O_RDWR | os.O_NOFOLLOW
     try:
-        # Without O_CREAT, which Linux refuses for another user's file in /tmp.
+        # Linux refuses O_CREAT for another user's file in /tmp.
         return os.open(path, flags)
     except FileNotFoundError:
         descriptor = os.open(path, flags | os.O_CREAT, 0o666)

@@ -21,25 +21,25 @@ from replay.workloads.call_metadata import CallMetadata
 from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15
-"""Runs of a kernel on a call besides its samples: checks and warm-up."""
+"""Number of runs of a kernel on a call in addition to samples, for checks and warm-up."""
 SECONDS_TO_NOTE = 30.0
-"""Shortest replay that the history notes, because shorter ones predict little."""
+"""Minimum duration of a replay for the history, because shorter replays predict little."""
 REFERENCE_RUNS = 5
-"""Cost of the reference, in runs of a kernel at the reference's rate."""
+"""Cost of the reference, in kernel runs at the reference's rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rough rates of a device; the history of replays corrects them."""
+    """Rough rates of a device, which the history of replays corrects."""
 
     flops: float
-    """Floating-point operations of a kernel."""
+    """Floating-point operations per second of a kernel."""
     reference_flops: float
-    """Floating-point operations of the reference, in float64."""
+    """Floating-point operations per second of the reference, in float64."""
     sample_seconds: float
-    """Overhead of each sample."""
+    """Overhead of each sample, in seconds."""
     kernel_seconds: float
-    """Overhead of each kernel on a call."""
+    """Overhead of each kernel on a call, in seconds."""
 
     @classmethod
     def of(cls, device: torch.device) -> Rates:
@@ -58,7 +58,7 @@ def expected_seconds(
 ) -> dict[str, float]:
     """Estimate the seconds of each call with all its kernels, by label, without compilation.
 
-    A call of unknown size counts as the mean of the others.
+    A call of unknown size counts as the mean of the other calls.
     """
     kernels = sum(map(len, assigned.values()))
     metadata = {call.label: call.source.metadata() for call in calls}
@@ -72,14 +72,14 @@ def expected_seconds(
 
 
 def flops(metadata: CallMetadata) -> float:
-    """Return the operations of a call; of masks, only the causal one is counted."""
+    """Return the number of operations of a call, with `is_causal` as the only mask."""
     shape = metadata.shape or Shape(0, 0, 0, 0, 0, 0, 0)
     pairs = shape.batch * shape.q_heads * shape.q_len * shape.kv_len
     return 2 * pairs * (shape.head_dim + shape.v_head_dim) / (2 if metadata.is_causal else 1)
 
 
 def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -> float:
-    """Estimate the seconds of a call, from its operations and the number of kernels."""
+    """Estimate the seconds of a call from its operations and the number of kernels."""
     run = flops / rates.flops + 1e-5
     sample = run * (1 + settings.calls_before) + rates.sample_seconds
     rounds = min(settings.rounds, max(settings.max_seconds / sample, MINIMUM_ROUNDS))
@@ -90,7 +90,7 @@ def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -
 
 
 def together(seconds: Sequence[float], at_a_time: int) -> float:
-    """Return the seconds that calls take if `at_a_time` of them run together."""
+    """Return the total seconds of calls if `at_a_time` calls run at the same time."""
     return max(sum(seconds) / at_a_time, max(seconds, default=0.0))
 
 
@@ -106,12 +106,12 @@ class History:
         self._path = Path(state) / "attention-replay" / "pace.json"
 
     def scale(self, machines: Sequence[Machine]) -> float | None:
-        """Return the ratio of the last replay on these machines; None without one."""
+        """Return the ratio of the last replay on these machines; None if there was none."""
         found = self._all().get(_key(machines))
         return float(found) if isinstance(found, int | float) and found > 0 else None
 
     def note(self, machines: Sequence[Machine], scale: float, seconds: float) -> None:
-        """Keep the ratio of a replay that took `seconds`."""
+        """Store the ratio of a replay that took `seconds`."""
         if seconds < SECONDS_TO_NOTE:
             return
         found = {**self._all(), _key(machines): scale}

@@ -1,4 +1,4 @@
-"""Calls spread over several devices, each with its own workers and one call at a time."""
+"""The distribution of calls over devices, each with separate workers and one call at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CONTINUES = "; --resume continues on others"
 """End of an error message about lost devices."""
 ATTEMPTS = 2
-"""Devices that a call is tried on, if its worker ends and no kernel is to blame."""
+"""Number of devices that try a call, if its worker ends and no kernel is to blame."""
 
 W = TypeVar("W")
 T = TypeVar("T")
@@ -52,12 +52,12 @@ class DeviceWorkers(Execution, Protocol):
 
 @dataclass
 class DeviceSlot:
-    """A device with the workers that measure on it."""
+    """A device with its workers."""
 
     device: Device
     workers: DeviceWorkers
     is_lost: bool = False
-    """True if no worker can compute on the device any more."""
+    """True if workers can no longer compute on the device."""
 
 
 class CallOutcome(NamedTuple):
@@ -66,12 +66,12 @@ class CallOutcome(NamedTuple):
     device: Device
     rows: list[Row]
     trouble: str = ""
-    """Reason to try the call on another device; empty after success or a kernel's fault."""
+    """Reason to try the call on another device; empty after success or the failure of a kernel."""
     is_device_lost: bool = False
 
 
 class Attempt(NamedTuple):
-    """A call that failed on a device."""
+    """A failed attempt to replay a call on a device."""
 
     device: Device
     trouble: str
@@ -80,9 +80,9 @@ class Attempt(NamedTuple):
 class Fleet:
     """An `Execution` that gives each device one call at a time, with all its kernels.
 
-    So a kernel and its baseline share a device and rounds, and nothing else runs on the device. If
-    a worker ends and no kernel is to blame, the call is tried once more on another device of the
-    same type.
+    So a kernel and its baseline share a device and rounds, and no other call runs on the device. If
+    a worker ends and no kernel is to blame, another device of the same type tries the call once
+    more.
     """
 
     def __init__(self, slots: Sequence[DeviceSlot], pool: ThreadPoolExecutor) -> None:
@@ -99,7 +99,7 @@ class Fleet:
         return [machine for slot in first for machine in slot.workers.machines(device)]
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
-        """Return results of the first type of device that can run each kernel."""
+        """Return the results from the first type of device that can run each kernel."""
         merged: Findings = {}
         for slot in self._of_each_kind():
             for name, found in slot.workers.probe(kernels, device).items():
@@ -109,7 +109,7 @@ class Fleet:
         return merged
 
     def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        """Assign each kernel to the environments that can run it on any type of device."""
+        """Assign each kernel to the environments that can run the kernel on any type of device."""
         merged: Assignment = {}
         for slot in self._of_each_kind():
             for name, able in slot.workers.assign(kernels, device).items():
@@ -133,7 +133,7 @@ class Fleet:
         compiled = self._compile(schedule, assigned, settings, report)
         failed: dict[int, list[Attempt]] = {}
         unfinished: dict[int, CallOutcome] = {}
-        """Last outcome of calls that wait for another device."""
+        """Last outcome of each call that waits for another device, by the id of the call."""
 
         def take(slot: DeviceSlot) -> Workload | None:
             return None if slot.is_lost else schedule.take(slot.device.name, slot.device.kind)
@@ -156,7 +156,7 @@ class Fleet:
             yield from _finished(outcome, attempts, first_ms)
         left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
-        for outcome in unfinished.values():  # no other device was left to try them
+        for outcome in unfinished.values():  # these calls found no other device
             if outcome.rows or outcome.device.kind in left:
                 yield from _finished(outcome, [], {})
                 waiting -= 1
@@ -170,7 +170,8 @@ class Fleet:
     ) -> dict[tuple[str, str], dict[KernelId, float]]:
         """Compile every kernel for each form of call, on one device of each host and type.
 
-        Returns milliseconds of first calls, by host and call.
+        Returns:
+            Milliseconds of first calls, by host and call.
         """
         waiting = {
             place: compilations(
@@ -186,7 +187,7 @@ class Fleet:
         work = partial(self._first_calls, settings=settings)
         for slot, job, future in self._spread(take, work, report):
             schedule.prefer(job.workload, slot.device.name)
-            with contextlib.suppress(WorkerError):  # the replay will handle the same error
+            with contextlib.suppress(WorkerError):  # the replay will report the same error
                 made = found.setdefault((slot.device.host, job.workload.label), {})
                 made.update(future.result())
         return found
@@ -197,7 +198,7 @@ class Fleet:
         work: Callable[[DeviceSlot, W], T],
         report: Progress,
     ) -> Iterator[tuple[DeviceSlot, W, Future[T]]]:
-        """Keep every device at work, with one job at a time, until no job is left."""
+        """Keep every device busy, with one job at a time, until no job remains."""
         idle = list(self._slots)
         busy: dict[Future[T], tuple[DeviceSlot, W]] = {}
         while True:
@@ -221,11 +222,11 @@ class Fleet:
     def _replay_call(
         self, slot: DeviceSlot, workload: Workload, assigned: Assignment, settings: Settings
     ) -> CallOutcome:
-        """Replay a call on a device, in a thread of its own."""
+        """Replay a call on a device, in a separate thread."""
         on_stage = partial(self._say, slot)
         try:
             rows = list(slot.workers.replay(Schedule([workload]), assigned, settings, on_stage))
-            if any(not row.machine.device for row in rows):  # a worker died before it could say
+            if any(not row.machine.device for row in rows):  # a worker died before its report
                 (machine,) = slot.workers.machines(settings.device)
                 rows = [
                     row if row.machine.device else replace(row, machine=machine) for row in rows
@@ -242,7 +243,7 @@ class Fleet:
     def _first_calls(
         self, slot: DeviceSlot, job: Compilation, settings: Settings
     ) -> Mapping[KernelId, float]:
-        """Make first calls on a device, in a thread of its own."""
+        """Make first calls on a device, in a separate thread."""
         named = replace(job.workload, name=f"first calls, {job.workload.name}")
         return slot.workers.first_calls(named, job.assigned, settings, partial(self._say, slot))
 
@@ -254,10 +255,10 @@ class Fleet:
 def _finished(
     outcome: CallOutcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
 ) -> list[Row]:
-    """Add to the rows of a call where it ran and where it failed before.
+    """Add the device of a call, and earlier failures of the call, to its rows.
 
     Args:
-        first_ms: milliseconds of first calls of kernels that compiled on this call.
+        first_ms: milliseconds of first calls, for kernels that were compiled on this call.
     """
     if not outcome.rows:
         raise WorkerError(outcome.trouble + CONTINUES * outcome.is_device_lost)
@@ -279,13 +280,13 @@ def _finished(
 
 
 def _place(slot: DeviceSlot) -> tuple[str, str]:
-    """Return the host and type of a device; such devices share what compilers keep."""
+    """Return the host and type of a device; equal devices share the compilers' caches."""
     return slot.device.host, slot.device.kind
 
 
 @contextlib.contextmanager
 def running_fleet(slots: Sequence[DeviceSlot], stopped: threading.Event) -> Iterator[Fleet]:
-    """Run devices for the `with` block; their work is stopped at its end."""
+    """Run devices for the `with` block, and stop their work at its end."""
     with ThreadPoolExecutor(len(slots), "device") as pool:
         try:
             yield Fleet(slots, pool)
@@ -306,9 +307,9 @@ def fleet(
     Args:
         interpreters: other Python environments by name.
         timeout: seconds without a message after which a worker is ended.
-        stopped: set to stop their work, within a second or two.
-        early: processes that were started before the devices were known; those at another place
-            than a device's are ended.
+        stopped: event that stops all work, within a second or two.
+        early: processes that were started before the devices were known. A process is ended if its
+            place does not belong to any device.
 
     Raises:
         DeviceError: another replay measures on one of the devices.

@@ -52,8 +52,9 @@ class Node:
 
     Args:
         share: index of this device and number of devices in use on the node.
-        directory: directory of the command, which file names refer to, if it exists on this node.
-        interpreters: other Python environments by name; paths on this node.
+        directory: working directory of the command, used if it exists on this node, because file
+            names may be relative to it.
+        interpreters: other Python environments by name, with paths on this node.
         timeout: seconds without a message after which a worker is ended.
     """
 
@@ -69,7 +70,7 @@ class Node:
         self._stack = contextlib.ExitStack()
 
     def start(self, device: str) -> Introduction:
-        """Start the workers, and check that each can compute.
+        """Start the workers, and check that each worker can compute.
 
         Args:
             device: `cuda` for the only GPU that this process sees, or `cpu`.
@@ -107,21 +108,21 @@ class Node:
         return self._workers.work_on(torch.device(device))
 
     def expect(self, files: Sequence[FileFacts]) -> tuple[Path, list[FileFacts]]:
-        """Return the directory for the files of a call, and the files to send to it first."""
+        """Return the directory for the files of a call, and the files that are missing in it."""
         directory = directory_here(files)
         return directory, lacking(files, directory)
 
     def receive(self, facts: FileFacts, content: bytes, directory: Path) -> None:
-        """Write a file that was sent."""
+        """Write a file that another machine sent."""
         receive(facts, content, directory)
 
     def replay(
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
     ) -> Iterator[str | list[Row]]:
-        """Yield the stages of a call as they are reached, and then its rows.
+        """Yield each stage of a call when it is reached, and finally the rows.
 
         Args:
-            source: JSON of a source whose files are on this node.
+            source: JSON of a source with files on this node.
 
         Raises:
             WorkerError: an environment does not work.
@@ -139,7 +140,7 @@ class Node:
     def first_calls(
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
     ) -> Iterator[str | dict[KernelId, float]]:
-        """Yield the kernels as they are called, and then the milliseconds of their first calls."""
+        """Yield each kernel when it is called, and finally the milliseconds of all first calls."""
         workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 

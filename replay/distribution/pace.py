@@ -1,4 +1,4 @@
-"""Times of the calls of a replay, and a prediction of the time left."""
+"""The times of a replay's calls, and the prediction of the remaining time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ logger = logging.getLogger(__name__)
 
 
 class Pace:
-    """Times of the finished calls of a replay, which predict the time of the rest.
+    """Times of the finished calls of a replay, which predict the time of the remaining calls.
 
     Args:
-        expected: seconds expected for each call; only their proportions count once some calls are
+        expected: seconds expected for each call; only the proportions matter once some calls are
             finished.
         at_a_time: number of calls that run at the same time.
         scale: ratio of measured to expected seconds in earlier replays.
-        clock: returns seconds, from any start.
+        clock: function that returns seconds since any start.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Pace:
         self._took: dict[str, float] = {}
         """Seconds of each finished call."""
         self.stages: dict[str, float] = defaultdict(float)
-        """Seconds by stage; a kernel is a stage of its name."""
+        """Seconds by stage; each kernel is a stage named after it."""
 
     @property
     def total(self) -> int:
@@ -58,15 +58,15 @@ class Pace:
 
     @property
     def is_reliable(self) -> bool:
-        """Return whether a call is finished that did not wait for compilers."""
+        """Return whether any call has finished without waiting for compilers."""
         return self.done > self.at_a_time
 
     @property
     def scale(self) -> float | None:
         """Return the ratio of measured to expected seconds; None if it is not known yet.
 
-        The first call on each device waits for compilers. It counts only until other calls are
-        finished, and only without a ratio from earlier replays.
+        The first call on each device waits for compilers. So it counts only until other calls are
+        finished, and only if there is no ratio from earlier replays.
         """
         if not self.is_reliable and self._earlier_scale is not None:
             return self._earlier_scale
@@ -78,11 +78,11 @@ class Pace:
 
     @property
     def proven_scale(self) -> float | None:
-        """Return `scale`, but None while it rests on first calls, which say too little."""
+        """Return a `scale` that does not depend on this replay's first calls, or None."""
         return self.scale if self.is_reliable else self._earlier_scale
 
     def left(self) -> float | None:
-        """Return the seconds that the remaining calls will take; None if they are not known yet."""
+        """Return the predicted seconds of the remaining calls; None without a prediction."""
         if self.scale is None or self.done >= self.total:
             return None
         now, left = self._clock(), 0.0

@@ -1,7 +1,8 @@
-"""The devices of a Ray cluster, as places to measure on: `replay --ray`.
+"""The devices of a Ray cluster, for measurements with `replay --ray`.
 
 Ray starts the processes of `replay.distribution.node` on the nodes, one for each device, and
-carries messages between them and this process. The fleet distributes the calls, as on one host.
+carries messages between these processes and this one. The fleet distributes the calls, as on one
+host.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ logger = logging.getLogger(__name__)
 
 CONNECTING_SECONDS = 5.0
 JOINING_SECONDS = 90.0
-"""Time that Ray gets to connect; it looks for a local node of the cluster for 60 seconds."""
+"""Time limit for Ray to connect; Ray searches for a local node of the cluster for 60 seconds."""
 STARTING_SECONDS = 300.0
-"""Time that a node gets until its workers have imported PyTorch, from a cold network disk."""
+"""Time limit for a node until its workers have imported PyTorch, from a cold network disk."""
 LOOK_SECONDS = 0.5
 """Interval between checks whether the replay was stopped."""
 ANSWERING_SECONDS = 120.0
-"""Time that a node gets to answer whether a device still works."""
+"""Time limit for a node to report whether a device still works."""
 
 LAST_PORT = 0xFFFF
 
@@ -63,16 +64,17 @@ QUIET = {
     "RAY_DEDUP_LOGS_SKIP_REGEX": ".",  # messages about nodes that die, on stdout
     "RAY_IGNORE_UNHANDLED_ERRORS": "1",
 }
-"""Environment variables that keep Ray from printing and from reporting its use."""
+"""Environment variables that keep Ray from printing and from sending usage reports."""
 SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-"""Arguments of `ray.init` that silence it."""
+"""Arguments of `ray.init` that silence Ray."""
 
 WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
-"""Keeps Ray from killing workers, which otherwise could not end what their kernels started."""
+"""Environment variable that keeps Ray from killing workers. A killed worker could not end the
+processes of its kernels."""
 
 
 class ClusterError(Error):
-    """Cluster that cannot be used; the message names the remedy."""
+    """Unusable cluster; the message names the remedy."""
 
 
 @dataclass(frozen=True)
@@ -84,14 +86,14 @@ class NodeDevice:
     share: tuple[int, int]
     """Index of the device and number of devices of the node."""
     cpus: float
-    """CPUs that are reserved with it."""
+    """Number of CPUs that are reserved with the device."""
 
 
 class Cluster:
     """Ray cluster that this process is connected to.
 
-    If any node has a GPU, all GPUs are used, one call at a time on each. Otherwise each node
-    measures on its CPU.
+    If any node has a GPU, all GPUs are used, with one call at a time on each GPU. Otherwise each
+    node measures on its CPU.
     """
 
     def __init__(self, nodes: Sequence[Mapping[str, Any]]) -> None:
@@ -116,10 +118,10 @@ class Cluster:
     ) -> Iterator[Fleet]:
         """Start workers on every device; all end with the `with` block.
 
-        A device on which they do not work is left out, and a line on stderr reports it.
+        A device is left out if its workers do not work; a line on stderr reports the device.
 
         Raises:
-            ClusterError: the workers work on no device.
+            ClusterError: the workers do not work on any device.
         """
         with contextlib.ExitStack() as stack:
             slots = self._slots(interpreters, timeout, stopped, stack)
@@ -161,7 +163,7 @@ class Cluster:
         deadline: float,
         others: Sequence[DeviceSlot],
     ) -> DeviceSlot:
-        """Wait until the workers of a device have started, and check their versions."""
+        """Wait until the workers of a device have started, and check the versions."""
         node: Introduction = workers.get(answer, deadline)
         if node.version != __version__:
             raise WorkerError(
@@ -182,13 +184,13 @@ class Cluster:
 
 
 class RemoteWorkers:
-    """Workers of one device, behind Ray.
+    """Workers of one device, reached through Ray.
 
     Args:
         actor: Ray's handle of a `Node`.
-        host: name of the node, for people.
+        host: name of the node, for messages.
         sending: lock that is held while a file is sent to the node.
-        stopped: set by any thread to stop the replay.
+        stopped: event that any thread sets to stop the replay.
     """
 
     at_a_time = 1
@@ -217,10 +219,10 @@ class RemoteWorkers:
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
-        """Yield rows of the calls, whose files are sent to the node first if needed.
+        """Yield the rows of calls; files are sent to the node first if needed.
 
         Raises:
-            WorkerError: the node is gone, or something but a kernel failed on it.
+            WorkerError: the node is lost, or failed for a reason other than a kernel.
             Stopped: the replay was stopped.
         """
         for workload in schedule:
@@ -250,7 +252,7 @@ class RemoteWorkers:
         ray.kill(self._actor)
 
     def get(self, answer: Any, deadline: float = math.inf) -> Any:
-        """Return the node's answer."""
+        """Return the node's reply."""
         import ray
         from ray.exceptions import RayError, RayTaskError
 
@@ -296,7 +298,7 @@ class RemoteWorkers:
             report(workload, found)
 
     def _sent(self, source: Source) -> Source:
-        """Return the source of a call on the node; files that are not there are sent to it."""
+        """Return the source of a call on the node, and send files that the node lacks."""
         files = []
         for path in source.files():
             with contextlib.suppress(OSError):  # the node will report an unreadable file
@@ -316,8 +318,8 @@ def connected(address: str) -> Iterator[Cluster]:
     """Connect to a Ray cluster for the `with` block.
 
     Args:
-        address: address of its head node; `auto` for the cluster that this machine belongs to, or
-            `local` to start one on this machine.
+        address: address of the head node, `auto` for the cluster that this machine belongs to, or
+            `local` to start a cluster on this machine.
 
     Raises:
         MissingPackage: Ray is not installed.
@@ -350,7 +352,7 @@ def connected(address: str) -> Iterator[Cluster]:
 
 
 def _join(address: str, connect: Callable[[], object]) -> None:
-    """Let Ray connect in a thread, because it may hang beyond its own limits and ignore Ctrl-C."""
+    """Connect to Ray in a thread, because Ray may hang beyond its time limits and ignore Ctrl-C."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -360,7 +362,7 @@ def _join(address: str, connect: Callable[[], object]) -> None:
         except BaseException as error:
             done.set_exception(error)
 
-    # A daemon thread, because the interpreter does not wait for it at exit.
+    # The interpreter does not wait for a daemon thread at exit.
     threading.Thread(target=run, name="connecting", daemon=True).start()
     if not wait([done], JOINING_SECONDS).done:
         raise ClusterError(
@@ -372,9 +374,10 @@ def _join(address: str, connect: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
-    """End by SIGTERM only after the block has cleaned up, which Ray's handlers do not ensure.
+    """Delay the end by SIGTERM until the block has cleaned up, which Ray's handlers do not ensure.
 
-    Yields a function to call once Ray has set its own handlers.
+    Yields:
+        A function to call after Ray has set its own handlers.
     """
     before, has_come = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL, False
 
@@ -413,9 +416,9 @@ def _variables(wanted: Mapping[str, str]) -> Iterator[None]:
 
 
 def _private_cluster() -> dict[str, str]:
-    """Return variables for a new cluster that answers only on 127.0.0.1 and requires a token."""
+    """Return variables for a new cluster that listens only on 127.0.0.1 and requires a token."""
     return {
-        # Despite its name, Ray reads it on every system.
+        # Despite the variable's name, Ray reads it on every system.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
@@ -423,7 +426,7 @@ def _private_cluster() -> dict[str, str]:
 
 
 def _check(address: str) -> None:
-    """Check that something answers at an address, because Ray would wait for minutes."""
+    """Check that a server answers at an address, because Ray would wait for minutes."""
     if address != "auto":
         _host_and_port(address, address)
     used = _used(address)
@@ -453,7 +456,7 @@ def _host_and_port(used: str, address: str) -> tuple[str, int]:
 
 
 def _used(address: str) -> str:
-    """Return the address that Ray uses: for 127.0.0.1, usually another one of this machine."""
+    """Return the address that Ray uses, usually another local address instead of 127.0.0.1."""
     try:
         from ray._private.services import canonicalize_bootstrap_address
     except ImportError:  # a private function, which may disappear
@@ -462,7 +465,7 @@ def _used(address: str) -> str:
 
 
 def _unanswered(address: str, used: str, error: OSError) -> str:
-    """Return the message, with its remedy, that nothing answers at the address Ray uses."""
+    """Return a message, with a remedy, for an address at which no server answers."""
     if used == address:
         return (
             f"nothing answers there ({error}): check the address that `ray start --head` printed, "

@@ -1,6 +1,6 @@
 """The compilation of kernels before anything is timed, divided among devices.
 
-Compilers keep their results on disk, so one device compiles for all of its type.
+Compilers keep their results on disk, so one device compiles for all devices of its type.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from replay.workers.execution import Assignment
 from replay.workloads.workload import Workload
 
 PIECES_PER_DEVICE = 2
-"""Least number of pieces per device, as some kernels compile for minutes and others not at all."""
+"""Minimum number of pieces per device; some kernels compile for minutes and others not at all."""
 
 
 class Compilation(NamedTuple):
-    """Kernels to be called once on a call, on one device."""
+    """Job for one device: a call, and the kernels to run once on this call."""
 
     workload: Workload
     assigned: Assignment
@@ -27,7 +27,7 @@ class Compilation(NamedTuple):
 def compilations(
     calls: Sequence[Workload], assigned: Assignment, devices: int
 ) -> list[Compilation]:
-    """Return jobs that call every kernel on the first call of each form.
+    """Return jobs that run every kernel on the first call of each form.
 
     The kernels of a form stay together if there are enough forms for all devices.
     """

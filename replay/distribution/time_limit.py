@@ -1,4 +1,4 @@
-"""The time at which a replay has to end. Imports no torch."""
+"""The time limit of a replay. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def in_words(seconds: float) -> str:
 
 
 class TimeLimit:
-    """The time that a replay may take, from now on.
+    """Time limit of a replay, counted from construction.
 
     Args:
-        seconds: None for no limit.
-        clock: returns seconds, from any start.
+        seconds: the limit; None for no limit.
+        clock: function that returns seconds since any start.
     """
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
         self.stopped = threading.Event()
-        """Set by a thread of `watched` when the time is over."""
+        """Event that a thread of `watched` sets when the time is over."""
         self._clock = clock
         self._began = clock()
 
     def allows(self, seconds: float) -> bool:
-        """Return whether work that takes this long would end in time."""
+        """Return whether work of this duration would end in time."""
         return self.seconds is None or self._clock() - self._began + seconds <= self.seconds
 
     @contextlib.contextmanager

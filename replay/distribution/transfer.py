@@ -1,4 +1,4 @@
-"""The transfer of recorded calls to another machine, which keeps the files that it received."""
+"""The transfer of recorded calls to another machine, which keeps the received files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 from capture.storage import cache
 
 EDGE_BYTES = 1 << 16
-"""Bytes at each end of a file that identify it. They include its header, and loading the file
-verifies its checksum."""
+"""Number of bytes at each end of a file that identify the file. They include the header, and the
+checksum is verified when the file is loaded."""
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class FileFacts:
     """Identity of a file on every machine."""
 
     path: Path
-    """Path on the machine that has it."""
+    """Path on the machine that has the file."""
     nbytes: int
     digest: str
-    """Digest of both ends."""
+    """Digest of both ends of the file."""
 
     @classmethod
     def of(cls, path: Path) -> FileFacts:
@@ -47,7 +47,7 @@ class FileFacts:
 
 
 def directory_here(files: Sequence[FileFacts]) -> Path:
-    """Return the directory of a workload's files on this machine: their own or the cache's."""
+    """Return the directory of a workload's files on this machine: the original or a cache."""
     (home,) = {facts.path.parent for facts in files}
     if all(facts.is_at(facts.path) for facts in files):
         return home
@@ -56,12 +56,12 @@ def directory_here(files: Sequence[FileFacts]) -> Path:
 
 
 def lacking(files: Sequence[FileFacts], directory: Path) -> list[FileFacts]:
-    """Return the files that are missing in a directory of `directory_here`."""
+    """Return the files that are missing in a directory returned by `directory_here`."""
     return [facts for facts in files if not facts.is_at(directory / facts.path.name)]
 
 
 def receive(facts: FileFacts, content: bytes, directory: Path) -> None:
-    """Write a file into a directory of `directory_here`."""
+    """Write a file into a directory returned by `directory_here`."""
     cache.require_room(directory, facts.nbytes, facts.path.name)
     with cache.placed(directory / facts.path.name) as temporary, cache.writing(directory):
         temporary.write_bytes(content)
