@@ -1,31 +1,32 @@
 """Quantisation of key and value to 8 bits, in the layout of the kernels of `quantised_prefill.py`.
 
 Key: INT8 or FP8 (e4m3), one scale for every `GROUP` keys of a head. By default a mean of the head's
-keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024). It takes away the offset
-that the keys of many models share, which would use up the 8 bits. A number that is subtracted from
-all keys adds the same number to all scores of a query, which softmax ignores. So the mean need not
-be that of all keys, for which the key would have to be read once more. It is that of `SAMPLE` keys
-spread over the sequence, and an eighth of a standard deviation may be left. A soft cap and a sink
-depend on the mean, so it is kept for them.
+keys is subtracted first ("K smoothing", SageAttention, Zhang et al. 2024). This removes the offset
+that the keys of many models share, which would use up the 8 bits. Subtracting the same vector from
+all keys shifts all scores of a query by the same number, which softmax ignores. The exact mean is
+therefore not needed; it would require another read of the key. The mean is taken over `SAMPLE` keys
+spread over the sequence, and an offset of an eighth of a standard deviation may remain. Soft caps
+and sinks depend on the mean, so it is stored for them.
 
 Value: FP8, one scale for every `GROUP` keys of a head. It is transposed, because 8-bit operands of
 the tensor cores must be adjacent along the summed dimension, here the keys. Within every 16 keys
-the order is `KEY_ORDER`: a thread that has computed scores holds them in that order when it passes
-probabilities to the second product. So no number has to change threads.
+the order is `KEY_ORDER`, in which a thread holds its scores, so that probabilities go into the
+second product without being exchanged between threads.
 
-The query is quantised by the attention kernel itself, a scale for each row, since it is read only
-once.
+The attention kernel itself quantises the query, with one scale per row, because the query is read
+only once.
 
-All of this is one launch. Rows beyond the last key are zeros, and their scores are masked.
+Key and value are quantised in one launch. Rows beyond the last key are zeros, and their scores are
+masked.
 
-Batch elements with lengths of their own (`Lengths`) each begin with a new group, so that they share
-no scale and no mean. A padded element begins at its first key that counts. Sequence n of a packed
-batch, whose first key is number s, begins with group s // `GROUP` + n. For any lengths, which the
-host does not know, the next sequence begins behind it.
+With `Lengths`, each batch element begins with a new group and has its own scales and mean. A padded
+element begins at its first valid key. Sequence n of a packed batch, whose first key is number s,
+begins with group s // `GROUP` + n. Sequences then never overlap, whatever their lengths, which the
+host does not know.
 
-A NaN or an infinity in an INT8 group of keys makes the scale NaN, and every score of that group. In
-FP8 it becomes NaN in its place. In a sampled key it makes the mean NaN too, and all scores of that
-head.
+A NaN or an infinity in an INT8 group of keys makes the scale and every score of that group NaN. In
+FP8, only that element becomes NaN. In a sampled key, a NaN or an infinity makes the mean and all
+scores of the head NaN.
 """
 
 from __future__ import annotations
@@ -53,21 +54,23 @@ from attention_kernels.tiles.eight_bits import (
 )
 
 GROUP = 128
-"""Keys that share a scale."""
+"""Number of keys that share a scale."""
 
 KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1) for i in (0, 1))
 """Key whose value is stored at each position of 16.
 
 Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
-accumulator of `wgmma` and `mma.m16n8`), and as 8-bit left operand 4l … 4l+3.
+accumulator of `wgmma` and `mma.m16n8`). In an 8-bit left operand, that lane holds columns 4l …
+4l+3.
 """
 
 
 @dataclass(frozen=True)
 class QuantisedKeyValue:
-    """Key and value as the attention kernels of `quantised_prefill.py` read them.
+    """Key and value in the form that the attention kernels of `quantised_prefill.py` read.
 
-    N = Sk rounded up to `GROUP`; in a packed batch, the most that its sequences can take.
+    N is Sk rounded up to a multiple of `GROUP`; in a packed batch, the maximum that its sequences
+    can need.
     """
 
     key: Tensor
@@ -77,19 +80,20 @@ class QuantisedKeyValue:
     value: Tensor
     """(B, Hkv, D', N) float8_e4m3fn in `KEY_ORDER`, or the value (B, Hkv, Sk, Dv) unchanged."""
     value_scale: Tensor | None
-    """(B, Hkv, N / GROUP) float32; None with a value in 16 bits."""
+    """(B, Hkv, N / GROUP) float32; None if the value is in 16 bits."""
     kv_len: int
     v_head_dim: int
     is_smooth: bool
     """True where a mean was subtracted from the key."""
     key_mean: Tensor | None = None
-    """(B, Hkv, D') float32, that mean, where it is kept; of each sequence of a packed batch."""
+    """(B, Hkv, D') float32, the subtracted mean, if it is stored; B is the number of sequences of a
+    packed batch."""
     lengths: Lengths | None = None
-    """Keys that belong to each batch element; None where all belong to their own."""
+    """Valid keys of each batch element; None if all are valid."""
 
     @functools.cached_property
     def layouts(self) -> Hashable:
-        """Return all that a plan may depend on, except the value's layout."""
+        """Return everything that a plan may depend on, except the value's layout."""
         return (
             *map(layout, (self.key, self.value_scale, self.key_mean)),
             self.kv_len,
@@ -99,7 +103,7 @@ class QuantisedKeyValue:
 
 
 def padded_dim(head_dim: int) -> int:
-    """Return the size of a tensor-core tile that holds `head_dim`: a power of two from 32."""
+    """Return the size of a tensor-core tile that holds `head_dim`: a power of two, at least 32."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
@@ -120,7 +124,8 @@ def _quantise_key(
     KEEP_MEAN: tl.constexpr,
     MAY_BE_EMPTY: tl.constexpr,
 ):
-    """Quantise one group of keys. Pointers are to its head, `output_ptr` is to the group."""
+    """Quantise one group of keys. `output_ptr` points to the group, the other pointers to its
+    head."""
     rows = group * GROUP + tl.arange(0, GROUP)
     columns = tl.arange(0, BLOCK_D)
     is_key = (rows[:, None] < kv_len) & (columns[None, :] < HEAD_DIM)
@@ -160,8 +165,9 @@ def _quantise_value(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Quantise one group of values, transposed and in `KEY_ORDER`. Pointers are to its head."""
-    # KEY_ORDER: bit 1 of a position is the pair's, bits 2 and 3 are the lane's.
+    """Quantise one group of values, transposed and in `KEY_ORDER`. The pointers point to its
+    head."""
+    # KEY_ORDER: bit 1 of a position is the pair, bits 2 and 3 are the lane.
     position = tl.arange(0, GROUP)
     order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2
     rows = group * GROUP + order
@@ -186,8 +192,8 @@ def first_group(k_start, sequence, GROUP: tl.constexpr):
 
 @triton.jit
 def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
-    """Return the sequence of a packed batch that a group is for: the last that begins there or
-    before."""
+    """Return the sequence of a packed batch to which a group belongs: the last one that begins at
+    or before it."""
     before = 0
     for some in range(0, sequences, 128):
         each = some + tl.arange(0, 128)
@@ -230,8 +236,8 @@ def _quantise(
 ):
     """Quantise one group of keys, or one group of values in programs whose third index is 1.
 
-    `sequences` is the number of a packed batch's. `k_starts_ptr` and `k_lengths_ptr` are those of
-    `Lengths`. They are None where a batch has none.
+    `sequences` is the number of sequences of a packed batch. `k_starts_ptr` and `k_lengths_ptr`
+    point to the tensors of `Lengths`, or are None.
     """
     group, head = tl.program_id(0), tl.program_id(1).to(tl.int64)
     groups = tl.num_programs(0)
@@ -253,7 +259,7 @@ def _quantise(
         if k_lengths_ptr is not None:
             length = tl.load(k_lengths_ptr + element).to(tl.int32)
             kv_len = tl.minimum(kv_len, length)
-        # Groups without keys are not read, except the first of an element without any.
+        # Groups without keys are skipped, except the first group of an element without keys.
         if (group < 0) | ((group > 0) & (group * GROUP >= kv_len)):
             return
         key_ptr += tl.cast(k_start, tl.int64) * key_stride_s
@@ -302,13 +308,12 @@ def quantise_key_value(
     keep_mean: bool = False,
     lengths: Lengths | None = None,
 ) -> QuantisedKeyValue:
-    """Quantise the key to `key_dtype` (int8 or float8_e4m3fn) and, with `fp8_value`, the value to
-    float8_e4m3fn.
+    """Quantise the key to `key_dtype` (int8 or float8_e4m3fn) and, with `quantise_value`, the value
+    to float8_e4m3fn.
 
-    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) have any strides, float16 or bfloat16, Sk at
-    least 1; neither is changed. `smooth_k` subtracts a mean over the sequence from the key.
-    `keep_mean` keeps it, for soft caps and sinks. With `lengths`, keys and values that do not count
-    are not read.
+    `key` (B, Hkv, Sk, D) and `value` (B, Hkv, Sk, Dv) are float16 or bfloat16, with any strides and
+    Sk at least 1. `smooth_k` subtracts a mean over the sequence from the key. `keep_mean` stores
+    that mean, for soft caps and sinks. With `lengths`, invalid keys and values are not read.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -342,7 +347,8 @@ def quantise_key_value(
 
 
 def groups_for(kv_len: int, lengths: Lengths | None) -> int:
-    """Return how many groups hold `kv_len` keys of a head, for any lengths of their sequences."""
+    """Return the number of groups that can hold `kv_len` keys of a head, for any lengths of the
+    sequences."""
     if lengths is not None and lengths.kind == "packed":
         return kv_len // GROUP + lengths.batches
     return -(-kv_len // GROUP)
@@ -357,7 +363,7 @@ def launch_of(
     keep_mean: bool,
     lengths: Lengths | None = None,
 ) -> Launch:
-    """Return the launch of `quantise_key_value`; arguments are those of it."""
+    """Return the launch of `quantise_key_value`, given the same arguments."""
     return _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),
@@ -386,7 +392,7 @@ def _planned(
     """Return the launch for keys and values of one shape, type and device.
 
     Args:
-        lengths: their kind, how many, and the layouts of `k_starts` and `k_lengths`.
+        lengths: kind, number of batch elements, and the layouts of `k_starts` and `k_lengths`.
     """
     check_shapes(shapes[0], *shapes)
     (batch, kv_heads, kv_len, head_dim), (*_, v_head_dim) = shapes

@@ -25,8 +25,8 @@ from attention_kernels.tiles.online_softmax import LN_2
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 SLOWER = 1.035
-"""Factor of a block's time where programs share tiles, as measured with 8,190 keys at head_dim 128
-and 17,776 at 64 (H100). The reason is not known."""
+"""Slowdown of a block if programs share tiles, measured with 8,190 keys at head_dim 128 and 17,776
+keys at head_dim 64 (H100, reason unknown)."""
 
 
 class HopperTile(NamedTuple):
@@ -34,21 +34,22 @@ class HopperTile(NamedTuple):
 
     consumers: int
     heads: int
-    """Query heads of one group side by side; divides the consumers."""
+    """Number of query heads of one group in a tile; a divisor of `consumers`."""
     keys: int
     stages: int
     registers: int
-    """Registers of a consumer's thread; with 24 of a producer's they must fill 65536."""
+    """Registers per thread of a consumer; with 24 per thread of the producer they must fill
+    65536."""
     in_turn: bool
-    """True where consumers give the tensor cores to each other in a fixed order."""
+    """True if consumers use the tensor cores in turns."""
     tile_times: TileTimes
     """Times in FP8."""
 
 
 def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
-    """Return the tile for a padded head dimension, as measured on an H200 (docs/kernel-notes.md).
+    """Return the fastest tile on an H200 for a padded head dimension (docs/kernel-notes.md).
 
-    There are `group` query heads a key head, and queries see up to `seen` keys.
+    There are `group` query heads per key head, and queries see up to `seen` keys.
     """
     if head_dim > 64:
         return HopperTile(2, 1, 128, 2, 240, True, TileTimes(1.1, 2.5))
@@ -58,12 +59,13 @@ def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
 
 
 def tile_of_visited_blocks(head_dim: int) -> HopperTile:
-    """Return the tile for a mask that has been looked through: 128 queries of one head."""
+    """Return the tile for a mask that has been scanned: 128 queries of one head."""
     return HopperTile(2, 1, 128, 2 if head_dim > 64 else 3, 240, True, TileTimes(1.1, 2.5))
 
 
 def visited_tiles(head_dim: int) -> tuple[int, int]:
-    """Return the queries of such a tile and the keys of a block, for `find_visited_blocks`."""
+    """Return the number of queries in such a tile and of keys in a block, for
+    `find_visited_blocks`."""
     tile = tile_of_visited_blocks(head_dim)
     return tile.consumers * ROWS.value, tile.keys
 
@@ -86,11 +88,11 @@ def plan(
     visited: VisitedBlocks | None = None,
     tile: HopperTile | None = None,
 ) -> PlannedCall:
-    """Plan a call: everything except its tensors' addresses.
+    """Plan a call: everything except the addresses of its tensors.
 
-    `query`, `value` and `output` are as a tensor descriptor takes them, `numbers` is from
-    `numbers_of`. Queries see `left` keys before the diagonal and `right` after it; None for all.
-    `mask` is from `loadable_mask`, and `visited` has the blocks that it leaves to tiles of
+    `query`, `value` and `output` must suit a tensor descriptor, and `numbers` comes from
+    `numbers_of`. Queries see `left` keys before the diagonal and `right` keys after it; None for
+    all. `mask` comes from `loadable_mask`, and `visited` has its blocks for tiles of
     `tile_of_visited_blocks`.
     """
     batch, q_heads, _, _ = query.shape

@@ -1,16 +1,17 @@
-"""The kernel of `quantised_prefill.py` for Hopper (sm_90), in Gluon: same operands and arithmetic.
+"""Hopper (sm_90) kernel of `quantised_prefill.py`, in Gluon, with the operands and arithmetic of
+the portable kernel.
 
-Roles are as in FlashAttention 3 and `hopper_prefill_kernel.py`: one warp of a program keeps loading
-blocks of keys and values, and two to four warp groups, 64 queries each, consume them
-(`pipeline.py`). A consumer quantises its own queries (`quantised_hopper_operands.py`). It starts PV
-of one block and QKᵀ of the next together, and while they run it completes the block before
-(`_step`). While it takes exponentials (`quantised_hopper_softmax.py`), the tensor cores serve the
-other consumers. A program stays on its multiprocessor and works through a list of tiles
-(`persistent.py`), so that the next tile's first keys are there when one is done.
+Roles are as in FlashAttention 3 and `hopper_prefill_kernel.py`: one warp of a program loads blocks
+of keys and values, and two to four warp groups of 64 queries each consume the blocks
+(`pipeline.py`). A consumer quantises its own queries (`quantised_hopper_operands.py`). The consumer
+starts PV of one block and QKᵀ of the next together, and completes the previous block while these
+products run (`_step`). While a consumer computes exponentials (`quantised_hopper_softmax.py`), the
+tensor cores serve the other consumers. A program stays on its multiprocessor and computes a list of
+tiles (`persistent.py`), so that the next tile's first keys are already loaded when a tile is done.
 
-Keys are visited from the first to the last. Among the blocks that need a mask, blocks
-that a window's left side cuts come first (`key_ranges.py`). A given mask leaves lists of blocks,
-the ones that it cuts last.
+Keys are visited from the first to the last. Among the blocks that need a mask, blocks that a
+window's left side cuts come first (`key_ranges.py`). If a mask is given, its visited blocks come
+from lists, and the blocks that it cuts are last.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ from attention_kernels.tiles.division import quotient
 from attention_kernels.tiles.eight_bits import LOG2_FP8_MAX
 
 MASK_STAGES = gl.constexpr(2)
-"""Blocks of the mask that each consumer has room for."""
+"""Number of mask blocks that fit for each consumer."""
 
 
 class QuantisedRings(NamedTuple):
@@ -94,21 +95,21 @@ class QuantisedRings(NamedTuple):
     key: Any
     """STAGES of (KEYS, D)."""
     value: Any
-    """STAGES of (1, 1, KEYS, Dv), or in FP8, where they are transposed, of (Dv, KEYS)."""
+    """STAGES buffers of (1, 1, KEYS, Dv), or in FP8 of (Dv, KEYS), transposed."""
     mask: Any
     """MASK_STAGES buffers for each consumer, (1, 1, ROWS, KEYS / 2) uint16, two bytes of a bool
-    mask in each number; None where a call has none."""
+    mask in each number; None without a mask."""
 
 
 class QuantisedExtras(NamedTuple):
-    """Operands of scores beside query and key; None for operands that a call lacks."""
+    """Operands of scores other than query and key; None for operands that a call does not have."""
 
     factor: Any
-    """Softmax's scale · log2 e, or with a cap the factor from product to tanh's argument."""
+    """Softmax's scale · log2 e; with a cap, the factor from a product to tanh's argument."""
     cap: Any
     """Cap times log2 e."""
     key_mean: Any
-    """(B, Hkv, D), the mean that was subtracted from the keys, where a cap or a sink needs it."""
+    """(B, Hkv, D), the mean that was subtracted from the keys, if a cap or a sink needs it."""
     sinks: Any
     """(Hq,)."""
 
@@ -177,13 +178,14 @@ def quantised_hopper_kernel(
 ):
     """Set up a persistent program's shared memory, and start its loading warp and its consumers.
 
-    `groups` are the scales of a key head. Arguments that a call lacks are None, and no arguments of
-    the compiled program: `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right`, `cap`,
-    sinks, the mean of the keys, lengths, the fields of a `ProgramShare`, and the mask with its
-    `VisitedBlocks`. `mask_batch` and `mask_head` are 1, or 0 where all share one mask. `output` is
-    a descriptor. For a packed call, where a tile may end amid another sequence's rows, it is a
-    pointer. BY_LENGTH: tiles differ in length, and are worked on from the longest. Without IN_TURN,
-    each consumer starts its products when it can. IN_TENSOR_CORES: as in the portable kernel.
+    `groups` is the number of scales of a key head. Unused arguments are None, and the compiled
+    program does not have them: `diagonal` and `most_cut` (as in `CallBounds`), `left`, `right`,
+    `cap`, sinks, the mean of the keys, lengths, the fields of a `ProgramShare`, and the mask with
+    its `VisitedBlocks`. `mask_batch` and `mask_head` are 1, or 0 if all batch elements or heads
+    share one mask. `output` is a descriptor, or a pointer in a packed call, where a tile may end
+    within another sequence's rows. BY_LENGTH: tiles differ in length; the longest come first.
+    Without IN_TURN, each consumer starts its products when it can. IN_TENSOR_CORES: as in the
+    portable kernel.
     """
     D: gl.constexpr = key_desc.block_type.shape[1]
     QUERY: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], key_desc.dtype)
@@ -210,7 +212,7 @@ def quantised_hopper_kernel(
         mask,
     )
     if IN_TURN:
-        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first turn is the first consumer's
+        pass_turn(CONSUMERS - 1, CONSUMERS)  # so the first consumer has the first turn
     visited = None
     if visited_ptr is not None:
         visited = (visited_ptr, visit_counts_ptr, visit_batch, visit_head)
@@ -235,7 +237,7 @@ def quantised_hopper_kernel(
         pointer = output
     outputs = Outputs(o_buffers, output_desc, pointer, stride_output_head, stride_output_token)
     attend = (queries, rings, scales, outputs, work, bounds, extras)
-    # The first consumer is the program's own four warps. Gluon wants every list written out.
+    # The first consumer is the program's own four warps. Gluon requires every list to be explicit.
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -273,15 +275,15 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """Load all blocks of all tiles, each as soon as there is room, as the loading warp."""
+    """Load all blocks of all tiles, each as soon as a buffer is free, as the loading warp."""
     descriptors, rings, work, bounds, of_group, groups, mask_steps = arguments
     query_desc, key_desc, value_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     STAGES: gl.constexpr = rings.key.buffers.shape[0]
     KEYS: gl.constexpr = rings.key.buffers.shape[1]
-    count = 0  # key blocks so far, of all tiles
-    masks = 0  # those with a block of the mask
+    count = 0  # number of key blocks so far, in all tiles
+    masks = 0  # number of key blocks with a block of the mask
     done = 0
     for turn in range(turns_of_program(work, BY_LENGTH)):
         batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
@@ -388,14 +390,14 @@ def _attend_tile(
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
     FP8_VALUE: gl.constexpr = rings.value.buffers.dtype == gl.float8e4nv
     DV: gl.constexpr = outputs.buffers.shape[4]
-    # The layout that `start_scores` returns; an instruction of INT8 or FP8 takes 32 of the head
-    # dimension.
+    # The layout of the result of `start_scores`; an INT8 or FP8 instruction multiplies 32 columns
+    # of the head dimension.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 32])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [4, 1], [16, DV, 32 if FP8_VALUE else 16]
     )
     wait_for(rings.query, WHO, done)
-    # Finding the tile hides behind loading the query.
+    # The tile is computed while the query is loaded.
     batch, q_head, block = tile_of(turn, work, HEADS, BY_LENGTH)
     q_head += WHO % HEADS
     element = element_bounds_of(batch, bounds)
@@ -433,7 +435,7 @@ def _attend_tile(
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = (scores, output, maximum, total, of_keys, of_values)
     rows = QueryRows(query, of_queries, shift, first)
-    # Blocks without a mask, those with one, and the last.
+    # Blocks without a mask, blocks with a mask, and the last block.
     if bounds.visited is None:
         whole_first, whole_end = blocks[1], blocks[2]
         for i in range(whole_first, whole_end):
@@ -455,7 +457,7 @@ def _attend_tile(
             count += 1
         current = block_at(0, blocks, bounds)
     else:
-        # A block's place is looked up two blocks ahead, its scales one.
+        # A block's position is looked up two blocks ahead, its scales one block ahead.
         following = visited_key(gl.maximum(steps - 2, 0), visited, bounds, KEYS) // KEYS
         for i in range(steps - masked):
             later = visited_key(gl.maximum(steps - 3 - i, 0), visited, bounds, KEYS) // KEYS
@@ -490,12 +492,12 @@ def _attend_tile(
         output, maximum, total, is_whole = gather(
             output, maximum, total, turn - work.turns, work.share, end - begin, WHO, CONSUMERS
         )
-    if extras.cap is not None:  # scores then have it themselves
+    if extras.cap is not None:  # scores already include the shift
         shift = None
     LOG2_UNIT: gl.constexpr = LOG2_FP8_MAX if FP8_VALUE else 0.0
     if is_whole:
         sink = sink_of(extras.sinks, q_head)
-        if sink is not None and shift is not None:  # which the keys' mean would add to scores
+        if sink is not None and shift is not None:  # the mean's term is missing in scores
             sink = sink - gl.convert_layout(shift, total.type.layout)
         at = (batch, work.q_heads, q_head, first)
         finish(output, maximum, total, sink, outputs, at, element, WHO, V_HEAD_DIM, LOG2_UNIT)
@@ -522,11 +524,11 @@ def _step(
     IN_TENSOR_CORES: gl.constexpr,
     IS_LAST: gl.constexpr,
 ):
-    """Compute block number `count`, whose scores are there: its softmax, and PV beside QKᵀ of the
-    next.
+    """Compute the softmax of block number `count`, whose scores are ready, and PV together with QKᵀ
+    of the next block.
 
-    Leave the scores and the scales of the next block, unless this is a tile's last. `block` is its
-    number among those of the batch element's keys, `next_block` that of the next.
+    Return the scores and the scales of the next block, unless this is a tile's last block. `block`
+    and `next_block` are the numbers of the two blocks within the batch element.
     """
     scores, output, maximum, total, of_keys, of_values = state
     meet()
@@ -549,7 +551,7 @@ def _step(
     next_stage, next_phase = buffer_of(count + 1, STAGES)
     HAS_LENGTHS: gl.constexpr = bounds.k_lengths is not None or bounds.q_offsets is not None
     if IS_LAST and HAS_LENGTHS and not FP8_VALUE:
-        # Values behind the last key belong to another sequence, or do not count.
+        # Values after the last key belong to another sequence or are invalid.
         left_over = element.kv_len - block * KEYS
         if left_over < KEYS:
             wait_for(rings.value, stage, phase)

@@ -1,5 +1,5 @@
-"""Operands of `quantised_hopper_kernel.py` in 8 bits: queries, which a consumer quantises itself,
-and the places of stored keys and values and of their scales."""
+"""8-bit operands of `quantised_hopper_kernel.py`: queries, which a consumer quantises itself, and
+the positions of stored keys and values and of their scales."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from attention_kernels.tiles.eight_bits import (
 
 ALL = gl.constexpr(PropagateNan.ALL)
 SCALE_GROUP = gl.constexpr(GROUP)
-"""Keys, and values, that share a scale."""
+"""Number of keys, or values, that share a scale."""
 
 
 class QueryRows(NamedTuple):
@@ -34,19 +34,19 @@ class QueryRows(NamedTuple):
     query: Any
     """(ROWS, D) in 8 bits, in shared memory."""
     scale: Any
-    """(ROWS,), scales that include softmax's own."""
+    """(ROWS,), scales of the queries times softmax's scale."""
     shift: Any
     """(ROWS,), the term that the mean of the keys would add to scores, or None."""
     first: Any
 
 
 class StoredKeys(NamedTuple):
-    """Place of a tile's keys and values in 8 bits."""
+    """Position of a tile's keys and values in 8 bits."""
 
     head: Any
-    """Key head, counted over the tensors' batch."""
+    """Key head, numbered over the whole batch."""
     group: Any
-    """First group of the batch element among the head's."""
+    """First group of the batch element within the head."""
 
 
 @gluon.jit
@@ -57,7 +57,7 @@ def times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
         block: (1, 1, ROWS, D) queries in shared memory, in 16 bits.
         mean_ptr: pointer to the head's mean, (D,).
         factor: factor of products of query and key.
-        SCORES: the layout of scores.
+        SCORES: layout of scores.
     """
     LAYOUT: gl.constexpr = _four_threads_a_row(D)
     query = block.reshape((ROWS, D)).load(LAYOUT).to(gl.float32)
@@ -68,10 +68,10 @@ def times_mean(block, mean_ptr, factor, D: gl.constexpr, SCORES: gl.constexpr):
 
 @gluon.jit
 def quantise_query(block, factor, buffer, SCORES: gl.constexpr):
-    """Quantise a consumer's queries times `factor`, from `block` as above, into `buffer` (ROWS, D)
-    in shared memory, and return their scales (ROWS,).
+    """Quantise a consumer's queries times `factor` into `buffer` (ROWS, D) in shared memory, and
+    return their scales (ROWS,). `block` is as for `times_mean`.
 
-    Where a row is not finite, one of its numbers is NaN in FP8, and its scale in INT8.
+    If a row is not finite, one of its numbers (FP8) or its scale (INT8) is NaN.
     """
     D: gl.constexpr = buffer.shape[1]
     query = block.reshape((ROWS, D)).load(_four_threads_a_row(D)).to(gl.float32)
@@ -96,13 +96,13 @@ def _larger_or_nan(left, right):
 
 @constexpr_function
 def _four_threads_a_row(D):
-    """Return the layout of (ROWS, D) queries in which a thread has the rows that it has of scores.
+    """Return the layout of (ROWS, D) queries in which each thread has the same rows as in scores.
 
-    Its columns are such that eight threads, which read 16 bytes each at a time, find them in
-    different banks of shared memory, in TMA's layout of 16 bits.
+    The columns are chosen so that eight threads, each reading 16 bytes at a time, access different
+    banks of shared memory in TMA's 16-bit layout.
     """
     columns = [[0, 1 << bit] for bit in range(D.bit_length() - 1)]
-    quad = 4 if D >= 64 else 3  # the bits of columns that tell a row's four threads apart
+    quad = 4 if D >= 64 else 3  # first column bit that differs between a row's threads
     lanes = [*columns[quad : quad + 2], [1, 0], [2, 0], [4, 0]]
     registers = [*columns[:quad], *columns[quad + 2 :], [8, 0]]
     return gl.DistributedLinearLayout(registers, lanes, [[16, 0], [32, 0]], [], [ROWS.value, D])
@@ -110,8 +110,8 @@ def _four_threads_a_row(D):
 
 @gluon.jit
 def stored_keys_of(batch, q_head, element, work, bounds, of_group):
-    """Return the place of a query head's keys; `of_group` is the `reciprocal` of the heads that
-    share them."""
+    """Return the position of a query head's keys; `of_group` is the `reciprocal` of the number of
+    query heads that share a key head."""
     first = 0
     if bounds.q_offsets is None:
         at = quotient(batch * work.q_heads + q_head, of_group)
@@ -123,16 +123,16 @@ def stored_keys_of(batch, q_head, element, work, bounds, of_group):
 
 @gluon.jit
 def scales_of(scales, block, bounds, KEYS: gl.constexpr, FP8_VALUE: gl.constexpr):
-    """Return a block's scales of keys and of values; values of 16 bits have none.
+    """Return the key scale and the value scale of a block; 16-bit values have no scale.
 
     Args:
         scales: pointers to the first scales of the batch element.
-        block: its number among those of the batch element's keys.
+        block: number of the block within the batch element.
     """
     key_scale_ptr, value_scale_ptr = scales
     group = block * KEYS // SCALE_GROUP
     if bounds.visited is not None:
-        # Where no key is seen, the visited block may be behind the last.
+        # If no key is visible, the visited block may be after the last.
         group = gl.minimum(group, (bounds.kv_len - 1) // SCALE_GROUP)
     of_keys = gl.load(key_scale_ptr + group)
     of_values = gl.load(value_scale_ptr + group) if FP8_VALUE else of_keys

@@ -34,19 +34,19 @@ def weigh(
     """Return the weights of one block (ROWS, KEYS) in the layout OUTPUT for PV, the new maximum
     (ROWS,) and sums (ROWS, 4) of `own_sums`, and the factor (ROWS,) of earlier sums.
 
-    FP8 weights include the scale of the block's values, and so does the maximum of their exponents.
-    The sums do not include it.
+    FP8 weights, and the maximum of their exponents, include the scale of the block's values. The
+    sums do not include that scale.
 
     Args:
         scores: (ROWS, KEYS), products of 8-bit numbers.
-        scale: (ROWS,), not negative: scores times it are in base 2, or with a cap the tanh's
-            argument.
-        rows: the `QueryRows` of the scores.
+        scale: (ROWS,), not negative: scores times `scale` are in base 2; with a cap, they are the
+            argument of tanh.
+        rows: `QueryRows` of the scores.
         exponent: log₂ of `of_values` in FP8, else 0.
-        of_values: the scale of the block's values.
-        masks: how many blocks of the mask there have been.
-        block: its number among those of the batch element's keys.
-        cap: times log₂ e, or None.
+        of_values: scale of the block's values.
+        masks: number of blocks of the mask so far.
+        block: number of the block within the batch element.
+        cap: soft cap times log₂ e, or None.
     """
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     DTYPE: gl.constexpr = rings.value.buffers.dtype
@@ -57,8 +57,8 @@ def weigh(
         scores *= scale[:, None]
         if rows.shift is not None:
             scores += rows.shift[:, None]
-        # A soft cap waits for three special functions a score. This leaves two. Its 11 exact bits
-        # are enough beside scores of 8 bits.
+        # A soft cap needs three special functions per score; `tanh.approx` reduces them to two. Its
+        # 11 exact bits are enough for scores of 8-bit operands.
         scores = approximately(TANH, scores)
     if IS_MASKED:
         if rings.mask is not None:
@@ -73,7 +73,7 @@ def weigh(
     if SPREADS_NAN:
         not_finite = gl.where(largest > float("-inf"), scale * 0.0, 0.0)
         scale = gl.where(scale == scale, scale, 1.0)
-    # Scales are not negative, so the largest product is the largest score.
+    # Scales are not negative, so the largest product gives the largest score.
     largest = largest * (scale if cap is None else cap)
     new_maximum = gl.maximum(maximum, largest + exponent)
     subtracted = new_maximum
@@ -85,7 +85,7 @@ def weigh(
         or rings.mask is not None
     )
     if IS_MASKED and MAY_SEE_NOTHING:
-        # A row that has seen no key yet: -inf minus itself would be NaN.
+        # For a row that has not seen a key, -inf minus -inf would be NaN.
         subtracted = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
     origin = subtracted - exponent
     if FP8_VALUE:
@@ -101,7 +101,7 @@ def weigh(
     total = total * gl.convert_layout(shrink, gl.SliceLayout(1, sums.type.layout))[:, None]
     if FP8_VALUE:
         total = total + sums * approximately(RECIPROCAL, of_values)
-        # Into KEY_ORDER, which for the thread that holds them is a change of names only.
+        # Reordering to KEY_ORDER only renames the registers of a thread.
         weights = weights.to(DTYPE).reshape((ROWS, KEYS // 16, 2, 4, 2))
         weights = weights.permute((0, 1, 3, 2, 4)).reshape((ROWS, KEYS))
     else:

@@ -1,4 +1,4 @@
-"""Operands as both quantised kernels take them, the portable one and Hopper's."""
+"""Operands of both quantised kernels, the portable kernel and the Hopper kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attention_kernels.quantised.quantise import QuantisedKeyValue
 
 
 def describable(tensor: Tensor) -> Tensor:
-    """Return a query or value, or a copy where a tensor descriptor cannot describe it."""
+    """Return a query or value, or a copy if a tensor descriptor cannot describe the tensor."""
     if is_describable(tensor):
         return tensor
     step = 16 // tensor.element_size()
@@ -22,8 +22,8 @@ def describable(tensor: Tensor) -> Tensor:
 def is_describable(tensor: Tensor) -> bool:
     """Return whether a tensor descriptor can describe a tensor in place.
 
-    The last stride must be 1. The others must be positive multiples of 16 bytes, and so must the
-    address.
+    The last stride must be 1. The address and the other strides must be positive multiples of 16
+    bytes.
     """
     fits = _are_describable(tensor.shape, tensor.stride(), tensor.element_size())
     return fits and tensor.data_ptr() % 16 == 0
@@ -38,8 +38,8 @@ def _are_describable(sizes: tuple[int, ...], strides: tuple[int, ...], itemsize:
 
 
 def strides_of(tensor: Tensor) -> list[int]:
-    """Return strides for a tensor descriptor, which does not accept every stride of a dimension of
-    size 1."""
+    """Return strides that a tensor descriptor accepts: some strides of dimensions of size 1 are
+    replaced."""
     strides = [
         stride if size > 1 else 64
         for size, stride in zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
@@ -54,11 +54,11 @@ def numbers_of(
     cap: float | None,
     in_tensor_cores: bool,
 ) -> dict[str, Any]:
-    """Return the numbers of a call's tensors as arguments, by the kernels' names for them.
+    """Return the numeric arguments of a call, by the kernels' names for them.
 
     Args:
-        factor, cap: as `online_softmax.base_2` returns them.
-        in_tensor_cores: whether FP8 products are summed there from the first block to the last.
+        factor, cap: result of `online_softmax.base_2`.
+        in_tensor_cores: whether the tensor cores sum FP8 products over all blocks.
     """
     _, q_heads, q_len, _ = query.shape
     return {

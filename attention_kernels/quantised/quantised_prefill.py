@@ -1,7 +1,7 @@
 """Prefill with 8-bit operands: INT8 or FP8 QKᵀ, and 16-bit or FP8 PV.
 
-`quantise.py` says which operands are quantised and how. `quantised_prefill_kernel.py` computes
-attention with them, and on Hopper up to a head_dim of 128 `quantised_hopper_kernel.py`.
+`quantise.py` describes the quantisation of the operands. `quantised_prefill_kernel.py` computes
+attention with them; on Hopper, `quantised_hopper_kernel.py` does for head dimensions up to 128.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PortableTile(NamedTuple):
 def tile_for(head_dim: int, q_len: int, has_tma: bool) -> PortableTile:
     """Return the tile for a padded head dimension.
 
-    Without TMA, loads take registers too, so that more keys at a time would not fit (not measured).
+    Without TMA, loads also take registers, so larger blocks of keys would not fit (not measured).
     """
     if q_len <= 64:
         return PortableTile(64, 64, 4, 3)
@@ -76,19 +76,18 @@ def attend_to_quantised(
     heads share key heads in groups where there are more of them.
 
     Args:
-        is_causal: aligned top left, or as `options` says.
+        is_causal: aligned top left, unless `options` specifies bottom right.
         scale: factor of the scores; None for 1/√D.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         in_tensor_cores: sum FP8 products in the tensor cores from the first key to the last, which
             is faster and less exact.
-        attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Blocks that it hides are not
-            read.
+        attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Hidden blocks are not read.
         visited: result of `visited_blocks_of` for the mask; None to find the blocks now.
 
     Raises:
-        ValueError: there is a soft cap or a sink, and the mean that was subtracted from the keys
-            was not kept; a mask lies beside lengths, a diagonal or a window, or is not bool; or the
-            shapes do not fit together.
+        ValueError: there is a soft cap or a sink, but the mean that was subtracted from the keys
+            was not stored; a mask is combined with lengths, a diagonal or a window, or is not bool;
+            or the shapes do not fit together.
     """
     sees_mean = options.softcap is not None or sinks is not None
     if sees_mean and quantised.is_smooth and quantised.key_mean is None:
@@ -141,7 +140,8 @@ def attend_to_quantised(
 def visited_blocks_of(
     query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor
 ) -> VisitedBlocks:
-    """Return the blocks that a bool mask leaves, to be found once for calls with the same mask.
+    """Return the blocks that a bool mask does not hide. Calls with the same mask can share the
+    result.
 
     The tensors are those of `attend_to_quantised`.
     """
@@ -160,7 +160,7 @@ def _is_for_hopper(query: Tensor, largest_dim: int) -> bool:
 
 
 def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> Tensor:
-    """Return a bool mask as the kernel for these tensors reads it."""
+    """Convert a bool mask to the form that the kernel reads for these tensors."""
     if attn_mask.dtype != torch.bool:
         raise ValueError(f"attn_mask in {attn_mask.dtype}: needs bool")
     shape = (*query.shape[:3], quantised.kv_len)
@@ -185,7 +185,7 @@ def _planned(
     mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> PlannedCall:
-    """Call `_plan` once for all calls of one shape."""
+    """Return the cached result of `_plan` for calls of one shape."""
     shape = (
         query.device,
         layout(query),
@@ -221,8 +221,8 @@ _calls: PlanCache[PlannedCall] = PlanCache()
 
 
 def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
-    """Return (B, Hq, Sq, Dv), on Hopper in rows of whole 16 bytes, as a tensor descriptor takes
-    them."""
+    """Return an empty output (B, Hq, Sq, Dv). On Hopper, its rows are padded to multiples of 16
+    bytes, as a tensor descriptor requires."""
     step = 8 if has_gluon_kernels(query.device) else 1
     if v_head_dim % step == 0:
         return query.new_empty((*query.shape[:3], v_head_dim))
@@ -243,10 +243,10 @@ def _plan(
     mask: Tensor | None,
     visited: VisitedBlocks | None,
 ) -> PlannedCall:
-    """Plan a call: everything except its tensors' addresses.
+    """Plan a call: everything except the addresses of its tensors.
 
-    `value`, and `query` on Hopper, are as a tensor descriptor takes them, `mask` is from
-    `_mask_of`, `sinks` is a shape.
+    `value`, and `query` on Hopper, must suit a tensor descriptor. `mask` comes from `_mask_of`, and
+    `sinks` is a shape.
     """
     batch, q_heads, q_rows, head_dim = query.shape
     lengths = quantised.lengths
@@ -328,22 +328,22 @@ def quantised_prefill(
     attn_mask: Tensor | None = None,
     lengths: Lengths | None = None,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ) · V with operands in 8 bits, quantisation included.
+    """Return softmax(scale · QKᵀ) · V with operands in 8 bits, including the quantisation.
 
     The result is (B, Hq, Sq, Dv) in the query's dtype. FP8 needs compute capability 8.9.
 
     Args:
         query, key, value: (B, Hq, Sq, D), (B, Hkv, Sk, D) and (B, Hkv, Sk, Dv) of any strides,
             float16 or bfloat16. Hq is a multiple of Hkv, D and Dv are at most 256.
-        score_dtype: int8 or float8_e4m3fn, in which QKᵀ is computed.
+        score_dtype: type in which QKᵀ is computed, int8 or float8_e4m3fn.
         fp8_value: whether PV is in FP8 instead of the call's dtype.
-        smooth_k: subtract a mean of the keys from all; the key itself is not changed.
-        lengths: rows that count. A packed batch has one batch element; a padded one is answered as
-            by `padded_prefill`.
+        smooth_k: whether a mean key is subtracted from all keys.
+        lengths: valid rows. A packed batch has one batch element; a padded batch is handled as in
+            `padded_prefill`.
         is_causal, scale, in_tensor_cores, options, sinks, attn_mask: as for `attend_to_quantised`.
 
     Raises:
-        ValueError: as `attend_to_quantised` does, for masks and shapes.
+        ValueError: as for `attend_to_quantised`, for masks and shapes.
     """
     is_aligned = (query.data_ptr() | key.data_ptr() | value.data_ptr()) % 16 == 0
     shape = (
@@ -402,18 +402,18 @@ def quantised_prefill(
 
 
 class _Repetition(NamedTuple):
-    """A call that repeats one made step by step, at half the cost to the host.
+    """Repetition of an earlier call of the same shape, at half the cost to the host.
 
-    Quantised operands lie in one piece of memory, without tensors.
+    The quantised operands share one piece of memory and have no tensors.
     """
 
     quantise: Launch
     attend: PlannedCall
     places: tuple[int, ...]
-    """Bytes from its beginning to the key, its scales, and if it is quantised, the value and its
+    """Byte offsets of the key, its scales and, if the value is quantised, the value and its
     scales."""
     room: int
-    """Bytes of all."""
+    """Size of the memory for quantised operands, in bytes."""
     output: tuple[tuple[int, ...], tuple[int, ...]]
     """Sizes and strides of the output."""
 
@@ -421,8 +421,7 @@ class _Repetition(NamedTuple):
     def of(
         cls, quantise: Launch, attend: PlannedCall, quantised: QuantisedKeyValue, output: Tensor
     ) -> _Repetition | None:
-        """Return the repetition, or None where its launches cannot be repeated with addresses
-        alone."""
+        """Return the repetition, or None if its launches cannot be repeated with only addresses."""
         if not (quantise.is_compiled and attend.launch.is_compiled):
             return None
         parts = [quantised.key, quantised.key_scale]

@@ -1,24 +1,26 @@
-"""Attention with 8-bit operands, in Triton, for any GPU that has them.
+"""Attention with 8-bit operands, in Triton, for any GPU that supports these types.
 
-The algorithm is FlashAttention's (Dao 2023): blocks of keys in turn, with a running maximum and sum
-for every row. `quantise.py` says which operands are quantised and how. Scales enter in a
-multiplication that is needed anyway: that of scores by softmax's scale · log2 e, which is part of
-the query's scale.
+The algorithm is that of FlashAttention (Dao 2023): a loop over blocks of keys, with a running
+maximum and sum for every row. `quantise.py` describes the quantisation of the operands. The scales
+are part of a multiplication that is needed anyway, of scores by softmax's scale · log2 e.
 
-FP8 probabilities use the whole range of e4m3: exp2(score - maximum) · 448. A block's value scale is
-a factor of its probabilities instead of its output, in the form of an addend to the exponent. Since
-the running maximum includes the scale's logarithm, they still end at 448. The sum that the output
-is divided by removes it again, with one multiplication a row.
+FP8 probabilities use the whole range of e4m3: exp2(score - maximum) · 448. A block's value scale
+multiplies its probabilities instead of its output, as an addend to the exponent. The running
+maximum includes the scale's logarithm, so the probabilities still end at 448. The sum by which the
+output is divided excludes the scale, with one multiplication per row.
 
-The tensor cores add FP8 products with some 14 bits, and lose more the more the accumulator holds
-(DeepSeek-V3 report, 2024). So each block's product starts at zero and is added in float32, unless
-IN_TENSOR_CORES asks for one accumulator for all blocks, as in FlashAttention 3 and cuDNN.
+The tensor cores add FP8 products with some 14 bits, and lose more precision as the accumulator
+grows (DeepSeek-V3 report, 2024). Each block's product therefore starts at zero and is added in
+float32, unless IN_TENSOR_CORES requests one accumulator for all blocks, as in FlashAttention 3 and
+cuDNN.
 
-Softmax does not depend on the mean that was subtracted from the keys, but a soft cap and a sink do.
-For them the query's product with it is added to a row's scores, or subtracted from its sink.
+Softmax does not depend on the mean that was subtracted from the keys, but soft caps and sinks do.
+The product of the query and the mean is added to a row's scores for a soft cap, or subtracted from
+the row's sink.
 
-A NaN in a query makes its row NaN. A NaN in a key makes every row NaN that sees its group, a NaN in
-an FP8 value that column of every such row. Infinity counts as NaN, except in a value of 16 bits.
+A NaN in a query makes its row NaN. A NaN in a key makes every row that sees its group NaN. A NaN in
+an FP8 value makes that column of every such row NaN. Infinity counts as NaN, except in a value of
+16 bits.
 """
 
 from __future__ import annotations
@@ -99,16 +101,16 @@ def quantised_prefill_kernel(
 ):
     """Compute one block of queries of one head.
 
-    `factor` is softmax's scale · log2 e, or with a soft cap that of the exponent in tanh
-    (`online_softmax.base_2`). Arguments that a call lacks are None: `sinks_ptr`, `cap`, `left` and
-    `right`; `key_mean_ptr` where neither sink nor cap needs it; the mask and its `VisitedBlocks`;
-    offsets, starts and lengths as in `Lengths`. In a packed batch `q_len` is the longest sequence's
-    and `q_rows` are all queries, else None.
+    `factor` is softmax's scale · log2 e, or with a soft cap the factor of the exponent in tanh
+    (`online_softmax.base_2`). Unused arguments are None: `sinks_ptr`, `cap`, `left` and `right`;
+    `key_mean_ptr` if neither a sink nor a cap needs the mean; the mask and its `VisitedBlocks`;
+    offsets, starts and lengths as in `Lengths`. In a packed batch, `q_len` is the length of the
+    longest sequence, and `q_rows` is the total number of queries, else None.
     """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks
     if IS_CAUSAL:
-        # The longest rows come first, so that the last programs to end are short ones.
+        # The longest rows come first, so that short programs end last.
         q_block = q_blocks - 1 - q_block
     batch, q_head = head // q_heads, head % q_heads
     kv_head = q_head // (q_heads // kv_heads)
@@ -116,7 +118,7 @@ def quantised_prefill_kernel(
     rows = q_block * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, BLOCK_D)
     at = batch * kv_heads + kv_head
-    # Rows and keys count from a batch element's own first; packed ones lie in the tensors' first.
+    # Rows and keys are numbered within their sequence. Packed tensors have one batch element.
     q_start, q_len, k_start, kv_len, diagonal = _lengths_of(
         batch, q_len, kv_len, q_offsets_ptr, k_starts_ptr, k_lengths_ptr, IS_BOTTOM_RIGHT
     )
@@ -211,8 +213,8 @@ def _lengths_of(
     k_lengths_ptr,
     IS_BOTTOM_RIGHT: tl.constexpr,
 ):
-    """Return a batch element's first query in memory, how many it has, its first key, how many
-    count, and the distance from a query to the key beside it, both counted from the first."""
+    """Return a batch element's first query in memory, its number of queries, its first key, its
+    number of valid keys, and the distance from a query to its diagonal key within the element."""
     q_start = 0
     k_start = 0
     diagonal = 0
@@ -273,11 +275,11 @@ def _attend_blocks(
     FP8_VALUE: tl.constexpr,
     IN_TENSOR_CORES: tl.constexpr,
 ):
-    """Add keys [first, last) in blocks, or that range of `blocks`, whose entries are first keys, to
-    the running output, maximum and sum.
+    """Add the keys [first, last), or that range of `blocks`, whose entries are the first keys of
+    blocks, to the running output, maximum and sum.
 
-    `diagonals` are the keys beside the rows, `shift` is the term that a soft cap adds to the
-    scores. IS_PART: values past the last key may belong to another sequence.
+    `diagonals` are the diagonal keys of the rows. `shift` is the term that is added to scores
+    before a soft cap. IS_PART: values past the last key may belong to another sequence.
     """
     STEP: tl.constexpr = BLOCK_N if blocks is None else 1
     next_start = first
@@ -308,7 +310,7 @@ def _attend_blocks(
                 scores = tl.where(seen, scores, float("-inf"))
             largest = tl.max(scores, axis=1)
         else:
-            # Scales are not negative, so the largest product is the largest score.
+            # Scales are not negative, so the largest product gives the largest score.
             largest = tl.max(scores, axis=1) * scale
         if FP8_VALUE:
             value_scale = tl.load(value_scale_ptr + group)
@@ -319,7 +321,7 @@ def _attend_blocks(
             new_maximum = tl.maximum(maximum, largest)
             origin = new_maximum
         if IS_MASKED:
-            # A row that has seen no key yet: -inf minus itself would be NaN.
+            # For a row that has not seen a key, -inf minus -inf would be NaN.
             origin = tl.where(new_maximum == float("-inf"), 0.0, origin)
         if is_scaled:
             weights = tl.exp2(scores - origin[:, None])
@@ -332,7 +334,7 @@ def _attend_blocks(
         output *= shrink[:, None]
         if FP8_VALUE:
             total = total * shrink + tl.sum(weights, axis=1) / value_scale
-            # Into KEY_ORDER, which for the thread that holds them is a change of names only.
+            # Reordering to KEY_ORDER only renames the registers of a thread.
             weights = round_to_fp8(weights).reshape(BLOCK_M, BLOCK_N // 16, 2, 4, 2)
             weights = weights.permute(0, 1, 3, 2, 4).reshape(BLOCK_M, BLOCK_N)
             value = value_desc.load([value_batch, value_key + start])
@@ -353,7 +355,8 @@ def _attend_blocks(
 
 @triton.jit
 def _quantise_query(query, IS_INT8: tl.constexpr):
-    """Return (M, D) float32 in 8 bits and (M,) scales, NaN where a row is not finite."""
+    """Return (M, D) float32 numbers in 8 bits, and scales (M,), which are NaN for rows that are not
+    finite."""
     is_finite = tl.abs(query) < float("inf")
     not_finite = tl.sum(query * 0.0, axis=1)
     query = tl.where(is_finite, query, 0.0)

@@ -111,7 +111,7 @@ def compile_for(capability: str, head_dim: int | None) -> list[dict[str, Any]]:
     """Compile all kernels, in a separate process because kernels cache facts about the GPU.
 
     Args:
-        head_dim: of queries and keys; None for every supported head dimension.
+        head_dim: head dimension of queries and keys; None for every supported one.
     """
     lines = []
     with as_if_on(capability), torch.no_grad():

@@ -3,11 +3,12 @@
     python -m benchmarks.attention_kernels.sass --out FILE
     python -m benchmarks.attention_kernels.sass --compare BEFORE AFTER
 
-The first compiles kernels for Hopper (sm_90a), as `other_gpus` does, for calls of every family, in
-five minutes of CPU time and two processes. It prints and writes a line for each program, with a
-digest of its SASS, encodings included. Functions are numbered there, since their names may include
-the path of a module. The second lists the differences between two such files, and exits with 1 if
-there are any. A change that only moves kernels should have none.
+The first command compiles kernels for Hopper (sm_90a), as `other_gpus` does, for calls of every
+family, in five minutes of CPU time and two processes. It prints and writes a line for each program,
+with a digest of its SASS, encodings included. Functions are numbered in the SASS, because their
+names may include the path of a module. The second command lists the differences between two such
+files, and exits with 1 if there are any. A change that only moves kernels should cause no
+differences.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ A program that a group has already compiled is not compiled again."""
 
 
 def compile_group(group: str) -> list[dict[str, Any]]:
-    """Compile a group's cases, in a process of its own, since kernels keep what they compiled.
+    """Compile a group's cases, in a separate process because kernels cache what they compiled.
 
     Raises:
         ValueError: a case compiles nothing new.
@@ -281,7 +282,8 @@ def compile_group(group: str) -> list[dict[str, Any]]:
         programs.append((name, program))
         return None, None, 0, 0, 1024
 
-    # Nothing is in Gluon for 9.1. All tensors begin at one address, as a key and its first part do.
+    # No Gluon kernel supports 9.1. All tensors have the same address, like a key and its first
+    # part.
     capability = (9, 0) if group == "hopper" else (9, 1)
     with (
         torch.no_grad(),
@@ -320,7 +322,8 @@ def machine_code(program: bytes) -> dict[str, Any]:
 
 
 def differences(before: Path, after: Path) -> tuple[list[str], int]:
-    """List programs that are in one file only or not the same in both, and count all."""
+    """Return the programs that are in one file only or differ between the files, and the number of
+    all programs."""
     old, new = ({row["name"]: row for row in results.read(path)} for path in (before, after))
     found = []
     for name in old | new:
