@@ -9,7 +9,7 @@ Non-finite values are never dropped silently:
   that value, so the element counts as zero on both sides.
 - Any other non-finite element makes its figures NaN or infinite, by IEEE arithmetic, and is counted
   in `mismatched_nonfinite`.
-- `nan_count` and `inf_count` count all such elements of the output, in agreement or not.
+- `nan_count` and `inf_count` count all NaN and all infinite elements of the output.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The error of honest 8-bit attention on one call, which quantised kernels are compared with.
 
 A call is computed in two plain 8-bit ways, both coarser than published kernels, with the
-reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger of
-their errors:
+reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger
+error of the two ways:
 
 - INT8: query and key have a scale per 128 rows, value a scale per channel, and probabilities a
   scale per row. Nothing is subtracted from the keys. SageAttention 1 and 2 (Zhang et al. 2024) have

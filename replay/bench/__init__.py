@@ -1,1 +1,1 @@
-"""The replay of one kernel on one call, in this process: check, time, check again, make a row."""
+"""The replay of a kernel on a call: check it, time it, check it again, and make a row."""

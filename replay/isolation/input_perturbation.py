@@ -204,7 +204,7 @@ class PerturbationSequence:
             self._ready[values_only] = number, perturbation
 
     def next(self, *, values_only: bool = False) -> tuple[int, InputPerturbation]:
-        """Undo the last perturbation and apply a new one; return its number and the new one."""
+        """Replace the last perturbation with a new one; return the new number and perturbation."""
         self.get_ready(values_only=values_only)
         number, self._perturbation = self._ready.pop(values_only)
         self._perturbation.apply()
