@@ -57,7 +57,7 @@ def attention(
         enable_gqa: Hkv may be a divisor of Hq.
 
     Returns:
-        (B, Hq, Sq, Dv) in the query's dtype; zeros where a query sees no key.
+        (B, Hq, Sq, Dv) in the query's dtype; zeros for queries that see no key.
 
     Raises:
         NotImplementedError: the call has dropout, gradients, or a device, dtype or head dimension

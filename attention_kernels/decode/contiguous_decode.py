@@ -38,7 +38,7 @@ def contiguous_decode(
         scale: factor of the scores; None for 1/√D.
         seqused_k: (B,) int32, number of valid keys, counted from the first; None for all.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
-        options: bottom right, window and soft cap. Keys before the windows of all queries are not
+        options: bottom right, window and soft cap. Keys before the first query's window are not
             read.
     """
     if seqused_k is not None and seqused_k.dtype != torch.int32:

@@ -34,7 +34,7 @@ def paged_decode(
         scale: factor of the scores; None for 1/√D.
         is_causal: query i sees tokens 0 to i, unless `options` specifies bottom right.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
-        options: bottom right, window and soft cap. Pages before the windows of all queries are not
+        options: bottom right, window and soft cap. Pages before the first query's window are not
             read.
     """
     cache = Cache.in_pages(key_pages, value_pages, block_table, lengths)

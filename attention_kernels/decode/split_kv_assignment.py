@@ -1,4 +1,4 @@
-"""Assignment of keys to programs for sequences whose different lengths only the GPU knows.
+"""Assignment of keys to programs for sequences of different lengths that only the GPU knows.
 
 The host launches the same number of programs for any lengths. Each program reads all lengths,
 computes the same maximum size of a part, and finds its own part by counting the parts before it. A

@@ -138,8 +138,8 @@ class Merging(NamedTuple):
 def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:
     """Return the way to merge for the sizes of a `plan`; `tiling` may differ from the plan's own.
 
-    Programs wait for each other only where all of them run at once. Otherwise waiting programs
-    would keep others from starting.
+    Programs wait for each other only if all of them run at once. Otherwise waiting programs would
+    keep others from starting.
     """
     programs = (
         heads * tiling.splits if tiling.assignment is None else tiling.assignment.programs(heads)

@@ -42,7 +42,7 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
-    """Replace scores by -inf where a bool mask hides them.
+    """Replace scores that a bool mask hides by -inf.
 
     A thread's scores are pairs of neighbours, so a thread loads the two bytes of a pair at once.
     """

@@ -170,7 +170,7 @@ def meet():
 
     Triton inserts such a meeting before a wait for a buffer, unless the warps have met since the
     previous wait. Without an earlier call of `meet`, that meeting would come at the end of a
-    softmax, where some warps are late, and delay the request for the buffer.
+    softmax, when some warps are late, and would delay the request for the buffer.
     """
     _all_warps_meet()
 

@@ -84,7 +84,7 @@ class QuantisedKeyValue:
     kv_len: int
     v_head_dim: int
     is_smooth: bool
-    """True where a mean was subtracted from the key."""
+    """True if a mean was subtracted from the key."""
     key_mean: Tensor | None = None
     """(B, Hkv, D') float32, the subtracted mean, if it is stored; B is the number of sequences of a
     packed batch."""

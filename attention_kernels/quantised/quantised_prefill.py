@@ -72,8 +72,8 @@ def attend_to_quantised(
 ) -> Tensor:
     """Return attention of `query` (B, Hq, Sq, D), any strides, to a quantised key and value.
 
-    The result is (B, Hq, Sq, Dv) in the query's dtype; a query that sees no key gets zeros. Query
-    heads share key heads in groups where there are more of them.
+    The result is (B, Hq, Sq, Dv) in the query's dtype; a query that sees no key gets zeros. If
+    there are more query heads than key heads, groups of query heads share a key head.
 
     Args:
         is_causal: aligned top left, unless `options` specifies bottom right.
@@ -166,7 +166,7 @@ def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> 
     shape = (*query.shape[:3], quantised.kv_len)
     if not _is_for_hopper(query, max(quantised.key.shape[3], padded_dim(quantised.v_head_dim))):
         return attn_mask.expand(shape).view(torch.uint8)
-    # Gluon is imported only where it is of use.
+    # Gluon is imported only if it may be used.
     from attention_kernels.hopper.operands import loadable_mask
 
     return loadable_mask(attn_mask, shape)
@@ -263,7 +263,7 @@ def _plan(
     numbers = numbers_of(query, quantised, factor, cap, in_tensor_cores)
     largest_dim = max(block_dim, block_v_dim)
     if _is_for_hopper(query, largest_dim):
-        # Gluon is imported only where it is of use.
+        # Gluon is imported only if it may be used.
         from attention_kernels.quantised import quantised_hopper
 
         right = 0 if is_causal else right

@@ -261,7 +261,7 @@ def expected(case: Case, n: int) -> Tensor:
 
 
 def error(output: Tensor, references: dict[int, Tensor]) -> float:
-    """Return the largest error of some sequences, relative to the norm."""
+    """Return the largest error of the sequences in `references`, relative to the norm."""
     return max(
         float((output[n : n + 1].float() - right).norm() / right.norm())
         for n, right in references.items()
@@ -304,7 +304,8 @@ def runs(case: Case, alternatives: Alternatives) -> Iterator[tuple[str, Run, int
 
 
 def show(case: Case, alternatives: Alternatives, copied: float) -> list[dict[str, Any]]:
-    """Check and time one case, print it and return its lines; `copied` is in bytes a second."""
+    """Check and time one case, print it and return its lines; `copied` is the bandwidth of copies
+    in bytes per second."""
     print(f"{case.name} ({sum(case.lengths)} keys)", flush=True)
     longest, shortest = (pick(case.lengths) for pick in (max, min))
     references = {

@@ -103,7 +103,7 @@ def main() -> None:
 
 
 def timed(spec: Spec, device: torch.device) -> dict[str, Any]:
-    """Return the fields of a call's line."""
+    """Return the fields of the line for a call."""
     call = spec.call(device, torch.Generator(device).manual_seed(0))
     runs: dict[str, Run] = {
         f"{name}, ms": functools.partial(find(name).attention, **call.arguments())

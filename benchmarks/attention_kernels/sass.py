@@ -127,8 +127,8 @@ def in_a_row(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int
 def in_pages(
     head_dim: int, size: int, tokens: int, *, latent: int = 0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pages of keys and of values of four sequences, their table and lengths; with `latent`
-    there is one head, whose values are the first part of its keys."""
+    """Return pages of keys and values of four sequences, the page table and the lengths. With
+    `latent`, there is one head, whose values are the first part of its keys."""
     each = tokens // size
     key = empty(4 * each, size, 1 if latent else 2, head_dim)
     return key, key[..., :latent] if latent else empty(*key.shape), numbers(4, each), numbers(4)
@@ -351,7 +351,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         os.environ.update(ENVIRONMENT, TRITON_CACHE_DIR=cache)
         with spawned.Pool(2, maxtasksperchild=1) as pool:
-            # Not `map`, which would take a StopIteration in a case for the end of the cases.
+            # Not `map`, which would treat a StopIteration in a case as the end of the cases.
             compiling = [pool.apply_async(compile_group, [group]) for group in GROUPS]
             lines = [line for each in compiling for line in each.get()]
     for line in lines:
