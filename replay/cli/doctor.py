@@ -106,9 +106,7 @@ def _record(arguments: argparse.Namespace, device: str | None) -> None:
 
     runnable = import_models().load(arguments.model, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", RecordingWarning
-        )  # problems of the recording are printed below
+        warnings.simplefilter("ignore", RecordingWarning)  # problems are printed below
         with record(
             runnable.roots,
             arguments.dir,

@@ -51,9 +51,7 @@ def next_step(
     if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
         return "see what the other kernels need: replay kernels"
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    baselines.add(
-        given.get("baseline_kernel") or DEFAULT_BASELINE
-    )  # used for rows without a speed-up
+    baselines.add(given.get("baseline_kernel") or DEFAULT_BASELINE)  # if no row has a speed-up
     compared = [row for row in rows if row.kernel not in baselines] or rows
     is_none_correct = not any(row.is_correct for row in compared)
     wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))

@@ -37,7 +37,7 @@ def machine_type(machine: Machine) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Tell whether a baseline's name is a path."""
+    """Return True if a baseline's name is a path."""
     return "/" in name or os.sep in name or name.endswith(SUFFIX)
 
 

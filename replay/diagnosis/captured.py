@@ -35,7 +35,7 @@ CAPTURED = Kernel(NAME, _cannot_run, about="the recorded output")
 
 
 def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence | None, str]:
-    """Find out what is wrong with the recorded output, without running anything.
+    """Find the error of the recorded output, without running a kernel.
 
     Returns:
         The evidence if the output is wrong, and the reason if it cannot be judged.

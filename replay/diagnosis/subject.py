@@ -148,7 +148,7 @@ class Subject:
         """Score rows of an output by the rule of the kernel's class.
 
         Args:
-            call: call whose reference the output is compared with.
+            call: call that provides the reference for the output.
             place: rows to score; default: the subject's own.
         """
         batch, head, rows = place or self.place

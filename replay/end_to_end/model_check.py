@@ -319,7 +319,7 @@ def _checked(
     except ValueError as error:
         checked.status, checked.reason = "error", str(error)
         return checked
-    # The counts of another model predict nothing about this one.
+    # Call counts of a different model predict nothing about this model.
     checked.unpredicted = mismatch
     if mismatch:
         return checked

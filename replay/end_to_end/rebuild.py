@@ -53,8 +53,7 @@ def load_arguments(
 
 
 def _gone(arguments: dict[str, Any]) -> str:
-    """Return the missing file or directory that the model is built from; empty if nothing is
-    missing.
+    """Return the missing file or directory of the model; empty if nothing is missing.
 
     A path that may be a name on the Hub does not count as missing.
     """

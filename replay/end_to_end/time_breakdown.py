@@ -1,8 +1,11 @@
 """Breakdown of a model's time with a kernel, from the core's speed-up to the measured time.
 
 Outside the model, a kernel's core is s times as fast as the model's own attention, which takes the
-time a of the model's T_old. If nothing else mattered, Amdahl's law would give T_old − a · (1 − 1 /
-s). The following terms are added:
+time a of the model's T_old. If nothing else mattered, Amdahl's law would give
+
+    T_old − a · (1 − 1 / s)
+
+The following terms are added:
 
     + a_refused · (1 − 1 / s)       for refused calls, which stay as they are
     + preparation                   for layout changes and quantisation before the core

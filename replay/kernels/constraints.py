@@ -93,7 +93,7 @@ def causal_only_square(call: AnyCall) -> str | None:
 
 
 def window_only_square(call: AnyCall) -> str | None:
-    """Limit windows, for kernels whose features other than causal masks align bottom right."""
+    """Limit windows, for kernels that align windows bottom right but causal masks either way."""
     is_plain = call.variant.window == (None, None) and call.cu_seqlens_q is None
     return None if is_plain else causal_only_square(call)
 

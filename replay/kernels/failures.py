@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
 
 class ContextLost(Exception):
-    """Loss of this process to a kernel: the GPU refuses work, or memory is exhausted."""
+    """Loss of this process to a kernel: its GPU refuses work, or its memory is unusable."""
 
     def __init__(self, reason: str, status: Status = "crash") -> None:
         super().__init__(reason)

@@ -488,7 +488,7 @@ def _raised_recompile_limit(kernels: Iterable[str]) -> Iterator[None]:
     Beyond the limit, a function would silently run eagerly.
     """
     _compiled_with.update(kernels)
-    # If it is not imported, nothing has been compiled yet, and importing it takes seconds.
+    # If dynamo is not imported, nothing has been compiled yet, and the import would take seconds.
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield

@@ -18,7 +18,7 @@ from capture.recording.sampling import PHASES
 from replay.rows.row import CallFacts, KernelId, Mask, Row
 
 REACH = 1.25
-"""Maximum ratio between a key length and the nearest replayed one whose time is used for it.
+"""Maximum ratio between a key length and a replayed length whose time may stand for it.
 
 Times are never extrapolated: the slope between two nearby lengths is mostly noise.
 """

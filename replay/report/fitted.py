@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 
 class FittedTable(Table):
-    """Table whose columns first get the width of their longest word, then of their longest line.
+    """Table whose columns get the width of their longest word, then that of their longest line.
 
     A column with `no_wrap` gets the width of its longest line at once. Text in a column with a
     `min_width`, such as a module's path, may be broken anywhere until the column has that width. If

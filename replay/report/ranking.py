@@ -22,7 +22,7 @@ class Fastest:
 
 
 def is_correct(group: Group, kernel: KernelId) -> bool:
-    """Tell whether a kernel is correct on all calls that it ran."""
+    """Return True if a kernel is correct on all calls that it ran."""
     return all(row.is_correct for row in group.rows[kernel])
 
 

@@ -63,7 +63,7 @@ class Reproduced:
     """Result of a reproduction."""
 
     whole: TrialOutcome
-    """Outcome on the recorded call; without a failure, there is nothing to show."""
+    """Outcome on the recorded call; if it is not a failure, nothing is written."""
     smallest: Smallest | None = None
     """Smallest failing part, if there is a failure."""
     no_script: str = ""

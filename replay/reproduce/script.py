@@ -1,8 +1,8 @@
-"""`reproduce.py`: a kernel's failure, shown with only PyTorch, safetensors and the kernel's
-library.
+"""`reproduce.py`: a script that shows a kernel's failure without this project.
 
-The same directory contains the call, the expected output with its tolerances (`EXPECTED`), and the
-files of a kernel that belongs to no library (`kernel/`).
+The script needs only PyTorch, safetensors and the kernel's library. Its directory also contains the
+call, the expected output with its tolerances (`EXPECTED`), and the files of a kernel that belongs
+to no library (`kernel/`).
 """
 
 from __future__ import annotations

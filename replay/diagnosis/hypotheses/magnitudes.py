@@ -159,7 +159,7 @@ def outlier_channel(subject: Subject) -> Evidence | None:
     centred = (key - mean).to(call.dtype)
     score = subject.tried(replace(call.with_tensors({"key": centred}), output=None))
     way, how = "centred", "with the mean of the keys subtracted, which does not change attention,"
-    # Centring does not help channels whose outliers vary from key to key.
+    # Centring does not help if the outliers of a channel vary from key to key.
     if not _is_better(subject, score, channels):
         without = call.key.clone()
         without[..., channels] = 0

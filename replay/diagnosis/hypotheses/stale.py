@@ -56,9 +56,7 @@ def stale(probe: Probe) -> Evidence | None:
     _write(memory, other)
     in_place = _copy(probe.run_on(memory))
     elsewhere_memory = recorded.to(recorded.device)
-    _write(
-        memory, other
-    )  # a kernel that reads the old memory returns the other output in this case
+    _write(memory, other)  # a kernel that reads the old memory then returns the other output
     elsewhere = _copy(probe.run_on(elsewhere_memory))
     trials = (
         (in_place, old, _Trial("new values in the same memory", other, recorded)),

@@ -1,7 +1,7 @@
 """SageAttention 2's kernels alone, on tensors quantised beforehand, as timed in its papers.
 
-Each function does what the public function of the same name does (with its default options) up to
-the launch, through the names that `sageattention.core` imports: the quantisers of
+Each function performs the steps of the public function of the same name (with default options) up
+to the launch, through the names that `sageattention.core` imports: the quantisers of
 `sageattention.quant` and the compiled parts. The library pads head dimensions other than 64 and 128
 first; such calls have no core time.
 """

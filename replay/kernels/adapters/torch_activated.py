@@ -31,8 +31,7 @@ from replay.kernels.registry import Attention, Kernel, register
 
 @contextlib.contextmanager
 def activated(implementation: str) -> Iterator[None]:
-    """Make `FA3` or `FA4` the flash backend inside the block; restore the previous one
-    afterwards."""
+    """Make `FA3` or `FA4` the flash backend inside the block, and restore it afterwards."""
     functions = torch.nn.attention
     before = functions.current_flash_attention_impl()
     functions.activate_flash_attention_impl(implementation)

@@ -1,7 +1,7 @@
 """PyTorch's own SDPA: one kernel per backend, eager, compiled and autotuned.
 
-`torch-default` leaves the choice to PyTorch, as a model does. `-compiled` is `torch.compile` in its
-default mode, `-autotuned` in `max-autotune`, which on a GPU also records CUDA graphs.
+`torch-default` lets PyTorch choose the backend, as a model does. `-compiled` is `torch.compile` in
+its default mode, `-autotuned` in `max-autotune`, which on a GPU also records CUDA graphs.
 """
 
 from __future__ import annotations

@@ -108,8 +108,7 @@ def _mask_type(call: Arguments) -> str:
 
 
 def _window(call: Arguments) -> dict[str, tuple[int, int]]:
-    """Return the window; the library limits both sides or neither, or the left side of causal
-    calls."""
+    """Return the window; a causal window ends at the diagonal, others are limited on both sides."""
     left, right = call.variant.window
     if (left, right) == (None, None):
         return {}

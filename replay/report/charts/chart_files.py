@@ -68,7 +68,7 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
 
 
 def _with_unique_names(found: Iterable[Chart]) -> Iterator[Chart]:
-    """Number charts of models or machines whose file names would be equal."""
+    """Number charts of different models or machines that would have equal file names."""
     seen: Counter[str] = Counter()
     for chart in found:
         seen[chart.name] += 1
