@@ -5,14 +5,13 @@
     python -m benchmarks.capture_overhead --without-model             tiny calls on the CPU alone
 
 Runs one model five ways, in shuffled rounds: plain; hooked, with one call kept in the first step
-and none afterwards; with the hardest call kept, for which the difficulty of each is measured; with
-`--max` calls kept, spread over the run; and with as many kept at once, in the first step. Every
-ratio is taken within a round. What is kept at once is compared with a plain write of as many bytes
-to the same directory and, on a GPU, with a copy to pinned memory.
+and none afterwards; with the hardest call kept, for which each call's difficulty is measured; with
+`--max` calls kept, spread over the run; and with the same number kept in the first step. Every
+ratio is taken within a round. The calls kept in the first step are compared with a plain write of
+as many bytes to the same directory and, on a GPU, with a copy to pinned memory.
 
-Then tiny calls on the CPU: what one that is not kept costs the thread that makes it, and what each
-of 1,000 and of 10,000 kept ones does. Writes `benchmarks/results/capture_overhead.csv`, one line
-per figure.
+Also measures tiny calls on the CPU: the cost of a call that is not kept, and of each of 1,000 and
+10,000 kept calls. Writes `benchmarks/results/capture_overhead.csv`, one line per figure.
 """
 
 from __future__ import annotations
@@ -56,18 +55,18 @@ COLUMNS = (
 
 @dataclass
 class Run:
-    """One run of the model: seconds, and what was kept."""
+    """One run of the model: its seconds and kept calls."""
 
     steps: list[float]
     until_returned: float
     flush: float = 0.0
-    """From the model's return until everything is on disk."""
+    """Seconds from the model's return until everything is on disk."""
     allocation: float = 0.0
     """Part of `until_returned`: allocating and pinning host memory."""
     waited: float = 0.0
     """Part of `until_returned`: waiting for host memory to become free."""
     written: int = 0
-    """Bytes of all files, also of those deleted later."""
+    """Bytes of all files, including files that were deleted later."""
     nbytes: int = 0
     kept: int = 0
 
@@ -143,7 +142,8 @@ def of_model(
     rounds: int,
     figures: Figures,
 ) -> None:
-    """Measure the model plain, hooked, with the hardest call, calls over the run, and a burst."""
+    """Measure the model plain, hooked, with the hardest call, with spread calls, and with a
+    burst."""
     clock = Clock(runnable.roots, device)
 
     def plain() -> Run:
@@ -238,7 +238,7 @@ def report(
 
 
 def bare_seconds(burst: Run, device: torch.device, scratch: Path) -> tuple[float, float]:
-    """Time a plain write and a copy of what the burst kept, in as many equal parts."""
+    """Time a plain write and a copy of the burst's bytes, in as many equal parts."""
     size = burst.nbytes // burst.kept
     on_gpu = device.type == "cuda"
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
@@ -277,8 +277,8 @@ STATES = (1, 2, 4, 8)
 def not_kept(scratch: Path, figures: Figures, blocks: int = 40, calls: int = 1_000) -> None:
     """Time tiny calls on the CPU with recording on and none kept, minus the calls themselves.
 
-    Both in turn, in blocks, in the CPU time of a single thread, which other processes hardly
-    change; what is called without a recorder is the function that the recorder calls.
+    Blocks of calls with and without recording take turns. The CPU time of a single thread is
+    measured, which other processes hardly change.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -291,7 +291,7 @@ def not_kept(scratch: Path, figures: Figures, blocks: int = 40, calls: int = 1_0
             record(attention, out, max=1, sample=sample),
         ):
             hooked = F.scaled_dot_product_attention
-            attention(states, calls, hooked)  # the first ones are kept, or replace each other
+            attention(states, calls, hooked)  # the first calls are kept, or replace each other
             for _ in range(blocks):
                 seconds = {
                     attend: cpu_seconds(lambda attend=attend: attention(states, calls, attend))  # type: ignore[misc]

@@ -2,11 +2,11 @@
 
     python -m benchmarks.cold_cache [--out FILE]
 
-Microbenchmarks write a large buffer before each sample, so that nothing of the kernel's inputs is
-cached. What was written there last is still in the cache, and has to go to memory while the kernel
-runs. `written` is a call's time behind that, `read` behind a buffer that is read instead, as
-`replay` does it, and `layer` behind the products of a model's MLP, whose weights are larger than
-the cache. The three take turns in shuffled rounds. Writes `benchmarks/results/cold_cache.csv`.
+Microbenchmarks write a large buffer before each sample, so that the kernel's inputs are not cached.
+The end of the buffer is still in the cache, and is written to memory while the kernel runs.
+`written` is a call's time after such a write, `read` after reading a buffer, as in `replay`, and
+`layer` after the products of a model's MLP, whose weights are larger than the cache. The three take
+turns in shuffled rounds. Writes `benchmarks/results/cold_cache.csv`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from replay.workloads.random_calls import Spec
 
 ROUNDS = 30
 BYTES = 2**28
-"""Size of the buffer that is written or read: five times an H100's L2 cache."""
+"""Size in bytes of the buffer that is written or read: five times an H100's L2 cache."""
 HIDDEN, INSIDE = 4096, 11008
-"""Llama-2-7b's."""
+"""Sizes of Llama-2-7b's MLP."""
 WAIT_CYCLES = 2_000_000
-"""Until the host has enqueued a sample."""
+"""GPU cycles to wait until the host has enqueued a sample."""
 
 CALLS = {
     "decode 1×32×4096": Spec(1, 32, 32, 1, 4096, 128, 128),
@@ -47,7 +47,7 @@ CALLS = {
 }
 KERNELS = {1: ("torch-cudnn", "torch-flash", "triton-decode")}
 OTHERS = ("torch-cudnn", "torch-flash", "triton-fa3")
-"""Where there is more than one query."""
+"""Kernels for calls with more than one query."""
 
 BEHIND = ("written", "read", "layer")
 COLUMNS = (
@@ -111,7 +111,7 @@ def _before(device: torch.device) -> dict[str, Callable[[], object]]:
 
 
 def measure(run: Callable[[], Tensor], before: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median µs of a call behind each of them."""
+    """Return the median µs of a call after each of these functions."""
     for _ in range(3):
         run()
     samples: dict[str, list[float]] = {name: [] for name in before}

@@ -5,11 +5,12 @@
     python -m benchmarks.coverage --device cpu --pairs 400 --max-noise 0.1
     python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.02
 
-Every pair is a replay of one random call with three kernels: one, the same under a second name, and
-the same with 3 % more work (a wait, calibrated first). The first two must tie, the third must be
-found slow. Rounds are 30; what fewer would have said is computed from the first of them. With
-`--max-noise` or `--max-seconds` the replay itself decides when to stop, after 100 rounds at most.
-Replaces the lines of this machine, ended in this way, of `benchmarks/results/coverage.csv`.
+Every pair is a replay of one random call with three kernels: a kernel, the same kernel under a
+second name, and the same with 3 % more work (a calibrated wait). The first two must tie, and the
+third must be found slow. There are 30 rounds; verdicts of fewer rounds are computed from the first
+rounds. With `--max-noise` or `--max-seconds` the replay itself decides when to stop, after 100
+rounds at most. Replaces this machine's lines with the same end of rounds in
+`benchmarks/results/coverage.csv`.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ BASELINE = "torch-flash"
 ROUNDS = (6, 10, 30)
 ROUNDS_UNTIL_STOPPED = 100
 MORE_WORK = 0.03
-"""Extra work, to which launching adds a little: at least what counts as a difference."""
+"""Extra work as a share, the minimum that counts as a difference; launching adds a little."""
 SPECS = {
     "cuda": Spec(1, 24, 24, 4096, 4096, 128, 128),
     "cpu": Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32),
@@ -130,7 +131,7 @@ def main() -> None:
 
 
 def stop_of(max_noise: float | None, max_seconds: float) -> str:
-    """Return the option that ends the rounds; empty where their number is given."""
+    """Return the option that ends the rounds; empty if their number is given."""
     if max_noise is not None:
         return f"--max-noise {max_noise:g}"
     return "" if max_seconds == SECONDS else f"--max-seconds {max_seconds:g}"
@@ -148,7 +149,7 @@ def slower(device: torch.device) -> Kernel:
     }
     with torch.no_grad():
         measured = measure(functions, device, cache=CACHES[device.type], rounds=200)
-    # At its quickest on a CPU, which other processes do not move.
+    # On a CPU, the minimum, which other processes hardly change.
     typical = median if device.type == "cuda" else min
     ms = {name: typical(samples.ms) for name, samples in measured.items()}
     amount = int(much * MORE_WORK * ms["plain"] / ms["wait"])
@@ -173,7 +174,7 @@ def ratios(rows: list[Row]) -> dict[str, list[float]]:
 
 
 def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
-    """Return a line of the result file: the verdicts of at most so many rounds."""
+    """Return a line of the result file: the verdicts after at most `rounds` rounds."""
     said: dict[str, list[Speedup]] = {
         name: [speedup_of(pair[name][:rounds]) for pair in found] for name in ("again", "slower")
     }

@@ -1,12 +1,12 @@
-"""Measures what it costs a replay that what is timed is judged.
+"""Measures the cost of judging timed calls in a replay.
 
     python -m benchmarks.defence_overhead --device cuda             three random calls, on a GPU
     python -m benchmarks.defence_overhead --dir captured_inputs     recorded ones, as of `make demo`
 
-Replays the same calls in worker processes in turns: as `replay` does; without the judging of timed
-calls (`benchmarks.undefended`), with outputs judged in the worker; and with that worker and a judge
-of its own, which is what the second process costs. Each repetition starts its processes anew, and
-says wall and processor time of all of them. Replaces this machine's lines of
+Replays the same calls in worker processes in turns: like `replay`; without judging timed calls
+(`benchmarks.undefended`), with outputs judged in the worker; and with that worker and a judge
+process, to measure the cost of the second process. Each repetition starts new processes, and
+reports the wall and processor time of all of them. Replaces this machine's lines of
 `benchmarks/results/defence_overhead.csv`.
 """
 
@@ -145,7 +145,7 @@ def paired(seconds: tuple[float, ...], of_plain: tuple[float, ...]) -> float:
 def replay_once(
     arm: str, calls: list[Workload], kernels: list[Kernel], settings: Settings
 ) -> tuple[float, float, list[Row]]:
-    """Wall and processor seconds of a replay, its processes' start and end included."""
+    """Return wall and processor seconds of a replay, including start and end of its processes."""
     began, began_cpu = time.perf_counter(), _cpu_seconds()
     worker, judges = Process(sys.executable, TIMEOUT), judge_process(TIMEOUT)
     if arm != "as it is":
@@ -178,7 +178,7 @@ def _cpu_seconds() -> float:
 
 
 def write(lines: list[dict[str, object]], path: Path) -> None:
-    """Replace the lines of this machine and so many calls."""
+    """Replace the lines of this machine and this number of calls."""
     key = ("device", "threads", "calls")
     of_this = tuple(results.cell(lines[0][name]) for name in key)
     written = results.read(path) if path.exists() else []

@@ -1,4 +1,4 @@
-"""Measures what a call's difficulty costs (`capture --sample hard`), beside the call's attention.
+"""Measures the cost of a call's difficulty (`capture --sample hard`), compared with its attention.
 
     python -m benchmarks.difficulty_overhead
 

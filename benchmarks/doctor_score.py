@@ -87,7 +87,7 @@ def diagnose(directory: Path, kernels: Sequence[str], out: Path) -> list[Finding
     """Run the command and return its findings.
 
     Raises:
-        RuntimeError: it failed, or its exit code says other than its findings.
+        RuntimeError: the command failed, or its exit code contradicts its findings.
     """
     command = [sys.executable, "-m", "replay", "doctor", "--dir", str(directory)]
     command += ["--kernels", ",".join(kernels), "--json", str(out)]
@@ -102,7 +102,7 @@ def diagnose(directory: Path, kernels: Sequence[str], out: Path) -> list[Finding
 
 
 def graded(fault: Fault, scratch: Path) -> Grade:
-    """Give one fault to the doctor; prints what it says if that is wrong."""
+    """Give one fault to the doctor; print the findings if they are wrong."""
     out = scratch / f"{fault.cause}-{fault.function}.json"
     try:
         findings, said = diagnose(scratch / fault.recording, [fault.kernel], out), ""

@@ -2,7 +2,7 @@
 
     replay --dir captured_inputs --kernels torch-default,benchmarks/emulated_8_bit.py:int8
 
-They are slow, so that only their errors mean something.
+The kernels are slow, so only their errors are meaningful.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Measures what a call of each kernel costs the host (needs a GPU; a minute, mostly compiling).
+"""Measures the host time of a call of each kernel (needs a GPU; a minute, mostly compiling).
 
     python -m benchmarks.launch_cost [--out FILE]
 
-Small calls, so that the GPU is never waited for. `back to back` is the time of a call in a loop of
-calls; `among other work` that of one call behind a layer's worth of other PyTorch calls, as in a
-model, where the processor's caches hold other things. All calls and kernels take turns in shuffled
-rounds, so that each can be compared with each. Where a kernel has a core, another line has its
-time. Writes `benchmarks/results/launch_cost.csv`.
+Calls are small, so that the host never waits for the GPU. `back to back` is the time of a call in a
+loop; `among other work` is the time of a call after a layer of other PyTorch calls, as in a model,
+where the processor's caches hold other data. All calls and kernels take turns in shuffled rounds. A
+kernel's core has a separate line. Writes `benchmarks/results/launch_cost.csv`.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class Layer:
 def measure(
     parts: dict[Part, Callable[[], Tensor]], layer: Callable[[], None]
 ) -> dict[Part, tuple[float, float]]:
-    """Median µs of a call back to back, and among other work."""
+    """Return the median µs of a call back to back, and among other work."""
     for run in parts.values():
         for _ in range(3):
             run()

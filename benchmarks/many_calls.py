@@ -1,10 +1,10 @@
-"""Measures what sharing calls out costs by itself: processor time of the command's own process.
+"""Measures the cost of distributing calls: processor time of the command's own process.
 
     python -m benchmarks.many_calls
 
-Devices whose workers return rows at once take calls that each have a row for every kernel; the
-rows are written as `--json` does. Writes `benchmarks/results/many_calls.csv`, a line for each
-number of rows, of kernels and of devices. Needs no GPU, and about two minutes.
+Simulated workers return rows at once, one for every call and kernel; rows are written as by
+`--json`. Writes `benchmarks/results/many_calls.csv`, a line for each number of rows, of kernels and
+of devices. Needs no GPU, and about two minutes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COLUMNS = ("rows", "kernels", "forms", "devices", "cpu_seconds", "machine.device
 
 
 class Instant:
-    """Workers whose rows cost nothing."""
+    """Workers that return rows at once."""
 
     def __init__(self, times: TimeSummary) -> None:
         self._times = times
@@ -90,7 +90,7 @@ def call(number: int, form: int) -> Workload:
 
 
 def cpu_seconds(calls: list[Workload], kernels: int, devices: int) -> float:
-    """Processor seconds of this process until all rows are written."""
+    """Return this process's processor seconds until all rows are written."""
     settings = Settings(torch.device("cpu"), "warm")
     named = [Kernel(f"kernel-{number}", torch.clone) for number in range(kernels)]
     times = summarize([1.0] * settings.rounds)

@@ -1,13 +1,13 @@
-"""Measures what a second GPU gains: one replay on one and on two, times and rows (needs a GPU).
+"""Compares times and rows of a replay on one and on two GPUs (needs a GPU).
 
     python -m benchmarks.many_gpus                    four replays, on two GPUs about four minutes
     python -m benchmarks.many_gpus --calls 4 --only warm --kernels torch-default,torch-flash
 
 Records 16 calls of random values in sizes of FLUX.1, CogVideoX-2b and Llama 3 and replays them with
-the command: on all GPUs with empty compile caches, on one and on all with the caches that this
-left, on one with empty caches. With `--only warm`, a replay of one call of each size fills the
-caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay; what is
-there of other calls or kernels stays.
+the command: on all GPUs with empty compile caches, on one and on all GPUs with the filled caches,
+and on one GPU with empty caches. With `--only warm`, a replay of one call of each size fills the
+caches. Writes `benchmarks/results/many_gpus.csv`, one line per figure, after each replay; figures
+of other calls or kernels are kept.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ CACHES = {
 
 
 class Attention(nn.Module):
-    """One call of random values; nothing of it matters but its size."""
+    """One call of random values; only the size matters."""
 
     def forward(self, name: str, device: torch.device) -> Tensor:
         batch, q_heads, kv_heads, length, dim, is_causal = SIZES[name]
@@ -179,7 +179,7 @@ def replay(
 
 
 def add_ratios(figures: Figures, state: str, one: Replayed, several: Replayed) -> None:
-    """Return how much more is measured in the same time, and how many rows agree."""
+    """Add the speed-up of measuring, and the number of rows that agree."""
     figures.add(f"{state} caches: throughput, the command", "×", [one.seconds / several.seconds])
     figures.add(f"{state} caches: throughput, measuring", "×", [one.measuring / several.measuring])
     before, after = (Run(path.stem, read_jsonl(path).rows) for path in (one.rows, several.rows))

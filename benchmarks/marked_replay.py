@@ -1,8 +1,8 @@
-"""The `replay` command, which also writes when it reported what (`benchmarks.replay_overhead`).
+"""The `replay` command, which also writes the time of each report (`benchmarks.replay_overhead`).
 
 python -m benchmarks.marked_replay FILE [arguments of replay]
 
-Like the command itself it starts the workers before it imports PyTorch.
+Like the command, it starts the workers before it imports PyTorch.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from replay.cli.main import main
 from replay.rows.row import Row
 
 _marks: list[tuple[float, str, str]] = []
-"""Time, call and stage of each report; neither for the end of the last row."""
+"""Time, call and stage of each report; call and stage are empty at the end of the last row."""
 _rows = Session.rows
 
 
 def _marked(session: Session) -> Iterator[Row]:
-    """Measure, and mark the progress."""
+    """Measure and mark the progress."""
     from replay.bench.runner import DONE
     from replay.distribution.pace import Pace
     from replay.report import progress

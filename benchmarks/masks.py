@@ -2,9 +2,9 @@
 
     python -m benchmarks.masks [--out FILE]
 
-Times a mask that hides every third pair, and one that adds a number to each, beside the same call
-without it, at two head dimensions and in a small call; and masks of documents, each causal (an
-eighth of the pairs that causality leaves, in tensors of all). Writes
+Times a mask that hides every third pair and a mask that adds a number to each pair, compared with
+the same call without a mask, at two head dimensions and in a small call. Also times dense masks of
+causal documents, which keep an eighth of the causal pairs visible. Writes
 `benchmarks/results/masks.csv` and prints its table.
 """
 
@@ -42,7 +42,7 @@ def adding(spec: Spec) -> dict[str, Any]:
 
 
 def _documents(spec: Spec, *, is_float: bool) -> dict[str, Any]:
-    """Eight documents of the same length, as a mask that does not say what it is for."""
+    """Return a dense mask of eight documents of the same length, without other information."""
     position = torch.arange(spec.q_len)
     mask = position[:, None] >= position
     mask &= position[:, None] * 8 // spec.q_len == position * 8 // spec.q_len

@@ -3,9 +3,9 @@
     python -m benchmarks.misleading_inputs                full size, with random weights (one GPU)
     python -m benchmarks.misleading_inputs --size tiny    the trained built-in models, also on a CPU
 
-Captures a few calls of each model and replays them with `--versus-random --metric all`: beside
-standard normal values, and beside values with the mean and deviation of each recorded channel. Puts
-the lines of this machine and size into `benchmarks/results/misleading_inputs.csv`.
+Captures a few calls of each model and replays them with `--versus-random --metric all`, compared
+with standard normal values and with values of each channel's recorded mean and deviation. Puts the
+lines of this machine and size into `benchmarks/results/misleading_inputs.csv`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def summary(rows: list[Row], size: str) -> Iterator[dict[str, Any]]:
 
 
 def _with_others(lines: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
-    """Follow these by the file's lines of another machine or size."""
+    """Append the file's lines of other machines or sizes."""
 
     def place(line: dict[str, Any]) -> tuple[str, str]:
         return line["size"], line["machine.device"]

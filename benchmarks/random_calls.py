@@ -6,10 +6,10 @@
     TRITON_INTERPRET=1 python -m benchmarks.random_calls --device cpu --seconds 900 --processes 2
 
 Head dimensions, types, masks, windows, lengths, strides and values are drawn from a seed. A family
-is what one program is compiled for, at a few seconds each, so calls come in families of 40 and
-families are shared out among processes. Writes `benchmarks/results/random_calls.csv`, a line for
-each kernel; on a CPU, where calls are small and none are for Gluon, only if `--out` names a file.
-Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
+is a set of calls that share one compiled program. Compiling takes seconds, so calls come in
+families of 40, which are shared out among processes. Writes `benchmarks/results/random_calls.csv`,
+a line for each kernel; on a CPU, where calls are small and none are for Gluon, only if `--out`
+names a file. Exits 1 if an output is wrong, and 2 if time ran out before every call was made.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ HEAD_DIMS = (64, 64, 128, 128, 32, 40, 72, 80, 96, 112, 192, 256)
 
 
 class Sizes(NamedTuple):
-    """The most that a call has."""
+    """Maximum sizes of a call."""
 
     scores: int
     queries: int
@@ -84,12 +84,13 @@ class Sizes(NamedTuple):
 
 
 SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**12, 100, 300, 2000)}
-"""So that float64 attention takes a GPU milliseconds, and the interpreter less than a second."""
+"""Sizes with which float64 attention takes milliseconds on a GPU, and the interpreter under a
+second."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Calls for which one program is compiled, or few."""
+    """Calls that share one or a few compiled programs."""
 
     number: int
     kernel: str
@@ -126,7 +127,7 @@ def family(seed: int, number: int) -> Family:
 
 
 def families_of(seed: int, calls: int, kernel: str | None) -> list[Family]:
-    """Return the first families that make so many calls, for all kernels or for one."""
+    """Return the first families with this many calls, for all kernels or for one."""
     turn, turns = (0, 1) if kernel is None else (list(FORMS).index(kernel), len(FORMS))
     numbers = itertools.islice(itertools.count(turn, turns), -(-calls // CALLS_OF_A_FAMILY))
     return [family(seed, number) for number in numbers]
@@ -137,7 +138,7 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def _odd(tensor: Tensor) -> Tensor:
-    """At an odd address, rows an odd number of elements apart."""
+    """Return a copy at an odd address, with rows an odd number of elements apart."""
     batch, heads, length, dim = tensor.shape
     room = tensor.new_full((batch, heads, length, dim + 1 + dim % 2), math.nan)
     return room[..., 1 : dim + 1].copy_(tensor)
@@ -173,7 +174,7 @@ def draw(drawn: Family, seed: int, number: int, device: torch.device) -> Attenti
     kv_len = _length(rng, most.cached if is_decode else most.keys)
     kv_len = min(kv_len, max(1, most.scores // (batch * kv_heads * group * q_len)))
     if drawn.form in ("bottom right", "window", "window both ways") or is_packed:
-        kv_len = max(kv_len, q_len)  # so that every query sees a key
+        kv_len = max(kv_len, q_len)  # every query must see a key
     spec = Spec(
         batch,
         kv_heads * group,
@@ -198,7 +199,8 @@ def draw(drawn: Family, seed: int, number: int, device: torch.device) -> Attenti
 
 
 def _length(rng: random.Random, most: int) -> int:
-    """Short lengths are as frequent as long ones; multiples of blocks and their neighbours too."""
+    """Draw a length: short and long lengths, multiples of blocks and their neighbours are
+    frequent."""
     length = int(math.exp(rng.uniform(0, math.log(most))))
     if rng.random() < 0.3:
         length = max(1, -(-length // 64) * 64 + rng.choice((-1, 0, 0, 1)))
@@ -241,7 +243,7 @@ def _with_form(
 def _packed(
     call: AttentionCall, form: str, rng: random.Random, window: AttentionVariant
 ) -> AttentionCall:
-    """Several sequences in a row, some of them empty; none of fewer keys than queries."""
+    """Return several packed sequences, some empty, none with fewer keys than queries."""
     q_len, kv_len = call.shape.q_len, call.shape.kv_len
     cuts = sorted(rng.randint(0, q_len) for _ in range(rng.randint(0, 4)))
     more = sorted(rng.randint(0, kv_len - q_len) for _ in cuts)
@@ -354,7 +356,7 @@ def main() -> int:
 
 
 def write(made: Counter[str], failures: list[Failure], machine: Machine, path: Path) -> None:
-    """Write what is known so far, since a machine may be gone before all calls are made."""
+    """Write the results so far, because the machine may be lost before the end."""
     wrong = Counter(failure.family.kernel for failure in failures)
     lines = [
         {
@@ -371,7 +373,7 @@ def write(made: Counter[str], failures: list[Failure], machine: Machine, path: P
 
 
 def report(failures: list[Failure]) -> int:
-    """Print what failed; 1 if anything did."""
+    """Print the failures; return 1 if there are any."""
     for drawn, number, sentence in failures:
         print(f"family {drawn.number}, call {number} ({drawn.kernel}, {drawn.form},", end=" ")
         print(f"head_dim {drawn.head_dim}/{drawn.v_head_dim}, {drawn.layout}): {sentence}")

@@ -1,13 +1,14 @@
-"""Measures what a replay costs beside the kernels' own time: loading calls, and everything else.
+"""Measures the cost of a replay in addition to the kernels' time: loading calls, and everything
+else.
 
     python -m benchmarks.replay_overhead                         calls made here, on the CPU
     python -m benchmarks.replay_overhead --dir captured_inputs --device cuda
 
 Loads every call of a recording with and without checksums and reads the same files plainly, in
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
-(`benchmarks.marked_replay`), and compares the whole with its timed rounds and their warm-up; on a
-GPU again with `--metric all`, which times blocks of calls for their energy too. Replaces the
-figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
+(`benchmarks.marked_replay`), and compares the total time with the timed rounds and their warm-up.
+On a GPU, this is repeated with `--metric all`, which also times blocks of calls for their energy.
+Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def main() -> None:
 
 
 class Attention(nn.Module):
-    """One call of random values; nothing of it matters but its size."""
+    """One call of random values; only the size matters."""
 
     def forward(self, length: int) -> Tensor:
         query, key, value = torch.randn(3, 1, 8, length, 128).unbind()
@@ -106,7 +107,7 @@ def made_here(scratch: Path, calls: int, length: int) -> Path:
 
 
 def loading(directory: Path, rounds: int, figures: Figures) -> None:
-    """Time loading to the CPU beside reading the files, cold and warm."""
+    """Time loading to the CPU and plain reading of the files, cold and warm."""
     dataset = Dataset.open(directory)
     paths = [entry.path for entry in dataset.entries]
     size = dataset.nbytes / GIB
@@ -141,7 +142,7 @@ def load_all(directory: Path, *, check: bool) -> None:
 def read_all(paths: list[Path]) -> None:
     """Read each file into memory of its own, as loading has to."""
     for path in paths:
-        buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # untouched, as loading's
+        buffer = torch.empty(path.stat().st_size, dtype=torch.uint8)  # untouched, as in loading
         with path.open("rb", buffering=0) as file:
             rest = memoryview(buffer.numpy().data)
             while rest and (read := file.readinto(rest)):
@@ -194,7 +195,7 @@ def whole(
     figures.add(f"{name}: {END}", "s", [seconds - sum(stages.values())])
     own = stages[ROUNDS] + stages.get(ENERGY, 0.0)
     figures.add(f"{name}: the command / timed work and warm-up", "×", [seconds / own])
-    # What compiles, and what a library sets up for its first call, is work of the kernels too.
+    # Compiling, and a library's set-up in its first call, count as kernel time.
     first_calls = sum(row["first_call_ms"] or 0.0 for row in rows) / 1e3
     figures.add(f"{name}: first calls of kernels, in these checks", "s", [first_calls])
     own += first_calls
@@ -213,7 +214,7 @@ def by_stage(
     """Return the seconds of each stage of a command until its last row.
 
     Args:
-        marks: time, call and stage of each report; the last has neither.
+        marks: time, call and stage of each report; the last has neither call nor stage.
     """
     stages: dict[str, float] = defaultdict(float)
     stages[START] = marks[0][0] - begin
@@ -229,11 +230,11 @@ def by_stage(
 def _spent(
     seen: list[tuple[float, str]], end: float, timed: int, with_energy: bool
 ) -> list[tuple[str, float]]:
-    """Name the stage of each report of one call: kernels' names come in three of them, or four.
+    """Name the stage of each report of one call: kernels are named in three or four stages.
 
     Args:
-        timed: kernels that were timed; each is reported once more at the end.
-        with_energy: every kernel is also reported before that.
+        timed: timed kernels; each has one more report at the end.
+        with_energy: every kernel also has a report for its energy.
     """
     times = [at for at, _ in seen] + [end]
     names = [stage for _, stage in seen]

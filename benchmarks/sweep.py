@@ -28,8 +28,8 @@ from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload
 
 Sweeps = dict[str, dict[str, tuple[Spec, Mapping[str, Any]]]]
-"""Calls by name, each with fields of `AttentionCall` that a `Spec` has none for, under the kernels
-that are timed on them."""
+"""Calls by name, each with extra fields of `AttentionCall` that `Spec` lacks, grouped by the
+kernels that are timed on them."""
 
 
 def parser(
@@ -97,7 +97,7 @@ def sweep_all(sweeps: Sweeps, arguments: argparse.Namespace) -> None:
 def _written(
     directory: Path, model: str, name: str, spec: Spec, beyond: Mapping[str, Any]
 ) -> Workload:
-    """Write a file of the call that workers can load."""
+    """Write the call to a file that workers can load."""
     call = spec.call("cpu", torch.Generator().manual_seed(0), model)
     call = AttentionCall(**{**vars(call), **beyond})
     return recorded_call(PackedCall.of(call).write(directory / f"{name}.safetensors"))

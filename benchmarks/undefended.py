@@ -1,8 +1,8 @@
-"""A worker that judges nothing of what is timed, to compare with (`benchmarks.defence_overhead`).
+"""A worker that does not judge timed calls, for comparison (`benchmarks.defence_overhead`).
 
-It stands in for `replay.workers.kernel_server` in a process of its own. Left out are what the
-replay does because a kernel may cheat: other inputs for every timed call, rows of what that
-returned, looks at settings and functions, and the block of calls by another clock.
+It replaces `replay.workers.kernel_server` in a separate process. It omits the defences against
+cheating kernels: new inputs for every timed call, sampled rows of the outputs, checks of settings
+and functions, and the block of calls by another clock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["handle"]
 
 
 class Blind:
-    """In place of `replay.bench.sampled_outputs.SampledOutputs`."""
+    """Replacement for `replay.bench.sampled_outputs.SampledOutputs`."""
 
     def __init__(self, *_: object) -> None:
         self.changed: dict[str, set[str]] = {}

@@ -1,9 +1,9 @@
-"""Compares kernels on what calls ask beyond SDPA, on random values (needs a GPU).
+"""Compares kernels on features beyond SDPA, on random values (needs a GPU).
 
     python -m benchmarks.variants [--env NAME=PYTHON] [--out FILE]
 
-Times a window of 1,024 keys beside the same call without it, at 8k and 32k keys and when decoding,
-soft caps, sinks as in gpt-oss, queries behind a cache, and packed sequences. Writes
+Times a window of 1,024 keys and the same call without a window, at 8k and 32k keys and in decode;
+soft caps; sinks as in gpt-oss; queries behind a cache; and packed sequences. Writes
 `benchmarks/results/variants.csv` and prints its table.
 """
 
@@ -21,7 +21,7 @@ from capture.call.attention_variant import AttentionVariant
 from replay.workloads.random_calls import Spec
 
 LONG_WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(4095, None))}
-"""Mistral's and Gemma 2's."""
+"""Window of Mistral and Gemma 2."""
 WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(1023, None))}
 SHORT_WINDOW = {"variant": AttentionVariant(bottom_right=True, window=(127, None))}
 SOFT_CAP = {"variant": AttentionVariant(softcap=50.0)}
@@ -89,7 +89,7 @@ SWEEPS: Sweeps = {
         ),
     },
 }
-"""Calls by name, under the kernels that are timed on them."""
+"""Calls by name, grouped by the kernels that are timed on them."""
 
 
 def main() -> None:

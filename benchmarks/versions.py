@@ -1,14 +1,14 @@
-"""Times our kernels beside those of another checkout of this project, in turn.
+"""Times our kernels and those of another checkout of this project, in turn.
 
     git worktree add ../before main
     python -m benchmarks.versions ../before [--kernels 'triton-fa3,triton-fp8'] [--only head_dim]
 
-Each checkout has a process of its own, and they take turns in shuffled rounds, so that a GPU that
-cools or slows meets both alike. A sample is the median of some calls with a cold L2. Printed are
-the medians over rounds, TFLOPS of this checkout, its speed as a multiple of the other's with the
-least and the greatest of a round, and both errors: relative L1 beside float64 attention, of some
-rows of two heads. `--core` times what is left when a kernel has prepared the call. Needs a GPU of
-30 GB; a minute for each kernel, most of it compiling.
+Each checkout has its own process, and the two take turns in shuffled rounds, so that changes of the
+GPU's speed affect both equally. A sample is the median of some calls with a cold L2. The output
+shows medians over rounds, TFLOPS of this checkout, its speed as a multiple of the other's with
+minimum and maximum over rounds, and both relative L1 errors against float64 attention, on some rows
+of two heads. `--core` times only the kernels' cores. Needs a GPU of 30 GB; a minute for each
+kernel, most of it compiling.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ CALLS: dict[str, tuple[Sizes, bool, dict[str, Any]]] = {
     "4096 head_dim 192/128 causal": ((1, 128, 128, 4096, 4096, 192, 128), True, {}),
     "8192 head_dim 256": ((1, 16, 8, 8192, 8192, 256, 256), False, {}),
 }
-"""Sizes, whether causal, and fields of `AttentionVariant`."""
+"""Sizes, causality, and fields of `AttentionVariant`."""
 SERVE = "--serve"
 
 
@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 class _Version:
-    """The process of a checkout, which times what it is asked for."""
+    """The process of a checkout, which times requested calls."""
 
     def __init__(self, checkout: Path) -> None:
         self._process = subprocess.Popen(
@@ -96,7 +96,7 @@ class _Version:
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return its answer: ms and error, or the fault."""
+        """Return the process's answer: ms and error, or the fault."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -159,7 +159,7 @@ def serve() -> None:
 
 
 def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float]:
-    """Return what is timed, the ms of one run, and its output's error."""
+    """Return the function to time, the ms of one run, and the error of its output."""
     from dataclasses import replace
 
     import torch
@@ -192,7 +192,7 @@ def _prepared(question: dict[str, Any]) -> tuple[Callable[[], Any], float, float
 
 
 def _error(call: Any, output: Any) -> float:
-    """Relative L1 of some rows of the first two heads, beside attention in float64."""
+    """Return the relative L1 of some rows of the first two heads, against float64 attention."""
     import torch
 
     q_len, kv_len = call.query.shape[2], call.key.shape[2]
@@ -243,7 +243,7 @@ def _sample(run: Callable[[], Any], count: int, device: str) -> float:
 
 if __name__ == "__main__":
     if sys.argv[1:] == [SERVE]:
-        del sys.path[0]  # this folder, whose modules are not meant
+        del sys.path[0]  # this folder, whose modules must not be imported
         serve()
     else:
         main()

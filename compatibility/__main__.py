@@ -22,7 +22,7 @@ from compatibility.smoke import STEPS
 
 PAGE = REPOSITORY / "docs" / "index.md"
 MARK = "<!-- compatibility -->\n"
-"""Line of the page behind which the results stand."""
+"""Line of the page after which the results follow."""
 SHOWN = ("torch", "triton", "transformers", "diffusers")
 WORKS = "works"
 SECONDS = 600

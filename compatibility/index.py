@@ -40,9 +40,10 @@ class Question:
 
     python: str
     extra: str
-    """Empty for a plain `pip install attention-replay`."""
+    """Name of the extra; empty for a plain `pip install attention-replay`."""
     pinned: bool
-    """With the exact versions in constraints.txt, as `make` installs them; otherwise the newest."""
+    """True for the exact versions in constraints.txt, as installed by `make`; False for the
+    newest."""
 
     def __str__(self) -> str:
         what = f"attention-replay[{self.extra}]" if self.extra else "attention-replay"

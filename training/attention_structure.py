@@ -52,7 +52,8 @@ def per_layer(runnable: models.Runnable) -> dict[str, CallStatistics]:
 
 
 def compare(name: str, steps: int | None = None) -> list[list[str]]:
-    """Return a row per layer of ``name``, and one for all: trained / random for each figure."""
+    """Return a row per layer of ``name``, and a row for all layers: trained / random for each
+    figure."""
     layers = {
         weights: per_layer(models.load(name, size="tiny", weights=weights, steps=steps))
         for weights in ("pretrained", "random")

@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("cogvideo", __doc__, arguments)
     require_muon()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # training.flux says why
+    torch.backends.cuda.enable_cudnn_sdp(False)  # training.flux explains why
     scale = SMOKE if given.smoke else FULL
     stages = given.limited([scale.autoencoder, scale.transformer])
     canvas, device, seed = scale.canvas, given.device, given.seed
@@ -124,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
     second = train_transformer(stages[1], pipeline, latents, scenes, scale, given)
     pipeline.to(torch.bfloat16).save_pretrained(given.out)
 
-    # From here on, use the saved model, loaded as a user would.
+    # From here on, use the saved model, loaded the way a user would load it.
     saved = CogVideoXPipeline.from_pretrained(given.out, dtype=torch.bfloat16).to(device)
     saved.set_progress_bar_config(disable=True)
     order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(seed)).tolist()

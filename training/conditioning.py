@@ -26,7 +26,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], lengt
 def draw_times(
     count: int, progress: float, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw (count,) times of the noise schedule, 0 data, 1 noise: at first mostly noise, later all.
+    """Draw (count,) times of the noise schedule, 0 data, 1 noise: at first mostly noisy, later
+    uniform.
 
     A thing that is visible need not be read from the caption, so captions are learned only at noisy
     times that hide it; if these are rare, captions are not learned. Each batch has one time from

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SMALLEST, LARGEST = 200, 400_000  # bytes; larger files are tables
-# Tables in Python's syntax, packages that are not Python's own, and what old versions generated.
+# Tables written as Python, packages outside the standard library, and generated files.
 LEFT_OUT = {"encodings", "site-packages", "dist-packages", "__pycache__", "pydoc_data", "_vendor"}
 ONE_IN = 40
 

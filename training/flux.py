@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
     second = train_transformer(stages[1], pipeline, latents, scenes, scale, given)
     pipeline.to(torch.bfloat16).save_pretrained(given.out)
 
-    # From here on, use the saved model, loaded as a user would.
+    # From here on, use the saved model, loaded the way a user would load it.
     saved = FluxPipeline.from_pretrained(given.out, dtype=torch.bfloat16).to(device)
     saved.set_progress_bar_config(disable=True)
     wanted = shapes.sample(held_out, scale.judged, torch.Generator().manual_seed(seed))

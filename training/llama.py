@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
     if texts.licence:
         (given.out / "PYTHON-LICENSE.txt").write_text(texts.licence, encoding="utf-8")
 
-    # From here on, use the saved model, loaded as a user would.
+    # From here on, use the saved model, loaded the way a user would load it.
     saved = LlamaForCausalLM.from_pretrained(given.out, dtype=torch.bfloat16).to(given.device)
     reloaded = AutoTokenizer.from_pretrained(given.out)
     perplexity = math.exp(log_loss(saved, tokens["test"], scale.context, given.device))

@@ -6,10 +6,10 @@
 
 The tests are the libraries', unchanged; `flash_attn` and `flashinfer` are shims that call our
 kernels (needs pytest and einops, not the libraries). There are hundreds of thousands of
-parametrisations, so each test runs on a random sample of them, the same for the same seed. Those
-that ask for what ours does not compute are skipped, with the reason; gradients are not compared.
-Writes `benchmarks/results/public_tests.csv`, a line for each test and kernel, as it goes. Exits 1
-if a comparison fails, and 2 if time runs out before all are made.
+parametrisations, so each test runs on a random sample of them, the same for the same seed.
+Parametrisations with features that our kernels lack are skipped, with the reason; gradients are not
+compared. Writes `benchmarks/results/public_tests.csv`, a line for each test and kernel, as it goes.
+Exits 1 if a comparison fails, and 2 if time runs out before all are made.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def main() -> int:
 def write(
     found: dict[tuple[Listed, str], Ran], versions: dict[str, str], machine: Machine, path: Path
 ) -> None:
-    """Write what is known so far, since a machine may be gone before all is known."""
+    """Write the results so far, because the machine may be lost before the end."""
     lines = []
     for (test, kernel), ran in found.items():
         counts = Counter(outcome.result for _, outcome in ran)

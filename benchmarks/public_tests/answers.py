@@ -15,7 +15,7 @@ from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import Kernel, find
 
 GATHERS_PAGES = "triton-varlen"
-"""It reads no pages, and it alone stands for FlashInfer's prefill of them: pages are gathered."""
+"""Kernel without pages that replaces FlashInfer's paged prefill: pages are gathered first."""
 
 
 class Answers:
@@ -23,8 +23,8 @@ class Answers:
 
     Args:
         kernel: the one under test.
-        asked: the functions that it answers; None for all. What a test compares them with, if it
-            is another function of the library, is attention in float64.
+        asked: library functions that the kernel replaces; None for all. Other functions, with which
+            a test compares, are replaced by attention in float64.
     """
 
     def __init__(self, kernel: str, asked: Collection[str] | None = None) -> None:
@@ -34,7 +34,8 @@ class Answers:
         """Name of the kernel."""
 
     def __call__(self, call: AttentionCall, function: str) -> Tensor:
-        """Attention; skips the test, with the kernel's own reason, where it refuses the call."""
+        """Compute attention; skip the test with the kernel's reason if the kernel refuses the
+        call."""
         if self.asked is not None and function not in self.asked:
             return reference.attention(call).to(call.dtype)
         fitted = self._fitted(call)
@@ -44,10 +45,11 @@ class Answers:
         return output.transpose(0, 1).flatten(1, 2)[None] if is_unpacked else output
 
     def with_lse(self, call: AttentionCall, function: str) -> tuple[Tensor, Tensor]:
-        """Also the natural logarithm of each row's sum of exponentials, (B, Hq, Sq).
+        """Return attention and the natural logarithm of each row's sum of exponentials, (B, Hq,
+        Sq).
 
-        It is of `triton-varlen`, for packed sequences. Elsewhere it is NaN, with which no
-        comparison passes.
+        The logarithm comes from `triton-varlen`, for packed sequences. For other kernels it is NaN,
+        which fails every comparison.
         """
         fitted = call.without_pages()
         is_asked = self.asked is None or function in self.asked

@@ -1,4 +1,4 @@
-"""Loads a library's tests as they are, from a checkout, with shims where the library would be."""
+"""Loads a library's unchanged tests from a checkout, with shims in place of the library."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def load(test: Listed, checkout: Path, answers: Answers) -> Callable[..., None]:
 
 @contextlib.contextmanager
 def _importing(folders: list[Path]) -> Iterator[None]:
-    """Import afresh what an earlier test brought, which has the answers of another kernel."""
+    """Reimport modules of an earlier test, which use another kernel."""
     names = ("flash_attn", "flash_attn_interface", "flashinfer", "padding", "test_util", "tests")
     for name in [each for each in sys.modules if each.partition(".")[0] in names]:
         del sys.modules[name]

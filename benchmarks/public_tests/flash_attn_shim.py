@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 and 3 that their tests call, answered by a kernel of ours.
 
-Arguments that say how to compute, and not what, are ignored. What ours does not compute skips the
-test, with the reason. The tests' own helpers (padding) are theirs.
+Arguments that affect only speed are ignored. Features that our kernels lack skip the test, with the
+reason. The tests use their own helpers (padding).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ NOT_DONE = {
     "rotary_cos": "rotary embeddings",
     "cache_leftpad": "caches padded left",
 }
-"""Arguments that ask for something else than attention, or for more of it than ours does."""
+"""Arguments for features that our kernels lack."""
 CHANGE_NOTHING = {
     *("deterministic", "num_splits", "pack_gqa", "sm_margin", "scheduler_metadata"),
     *("rotary_sin", "rotary_interleaved", "rotary_seqlens", "cu_seqlens_k_new"),
@@ -48,7 +48,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class FlashAttn:
-    """flash-attn's functions; their names, and those of their parameters, are the library's."""
+    """flash-attn's functions, with the library's names and parameters."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -131,7 +131,7 @@ class FlashAttn:
         cu_seqlens_q: Tensor | None = None,
         **given: Any,
     ) -> Any:
-        """New keys and values are written into the cache first, as the library does."""
+        """Write new keys and values into the cache first, as the library does."""
         table = block_table if page_table is None else page_table
         _check(given)
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -235,5 +235,5 @@ def _append(
 
 
 def _no_lse(output: Tensor) -> Tensor:
-    """NaN, with which no comparison passes."""
+    """Return NaN, which fails every comparison."""
     return torch.full_like(output[..., 0], torch.nan, dtype=torch.float32)

@@ -1,7 +1,7 @@
 """The functions of FlashInfer that its tests call, answered by a kernel of ours.
 
-Their names, and those of their parameters, are the library's. Whatever else the tests import from
-`flashinfer` is an `Absent`, which skips the test that calls it.
+Names and parameters are the library's. Anything else that the tests import from `flashinfer` is an
+`Absent`, which skips the test that calls it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CHANGE_NOTHING = {
 
 
 class Absent:
-    """Something of the library that computes no attention."""
+    """Part of the library that computes no attention."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -141,7 +141,7 @@ class Wrapper:
     ) -> None:
         self.kv_layout = kv_layout
         self.given = given
-        """Options of the call, of the instance and then also of its plan."""
+        """Options of the instance and, later, of its plan."""
 
     def _answer(
         self,
@@ -277,7 +277,7 @@ class Paged(Decode):
 
 
 def page_table(indptr: Tensor, indices: Tensor) -> Tensor:
-    """Return the page table (B, most pages) int32; -1 after a sequence's last page."""
+    """Return the page table (B, maximum pages) int32; -1 after a sequence's last page."""
     rows = indices.split(indptr.diff().tolist())
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=-1).int()
 
@@ -306,7 +306,7 @@ def call_of(
     page_table: Tensor | None = None,
     **given: Any,
 ) -> AttentionCall:
-    """FlashInfer's options in ours: its windows and causal masks end bottom right."""
+    """Translate FlashInfer's options into ours: its windows and causal masks end bottom right."""
     if pos_encoding_mode != "NONE":
         pytest.skip("rotary embeddings or ALiBi")
     for name, what in NOT_DONE.items():
@@ -336,5 +336,5 @@ def call_of(
 
 
 def _bhsd(tensor: Tensor, layout: str) -> Tensor:
-    """Return one sequence, or several behind one another, as (1, H, S, D)."""
+    """Return one sequence, or several concatenated, as (1, H, S, D)."""
     return (tensor.transpose(0, 1) if layout == "NHD" else tensor)[None]

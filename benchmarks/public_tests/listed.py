@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 
 Against = Literal["PyTorch", "float64", "itself"]
 """`PyTorch`: the test's own formula; flash-attn's tests allow two or three times the error that it
-has in 16 bits. `float64`: attention in float64, where a test asks another function of the library.
-`itself`: the kernel's answer to the same question put differently."""
+has in 16 bits. `float64`: attention in float64, if a test compares with another function of the
+library. `itself`: the kernel's output for an equivalent call."""
 
 
 class Listed(NamedTuple):
@@ -20,12 +20,12 @@ class Listed(NamedTuple):
 
     library: Literal["flash-attention", "flashinfer"]
     file: str
-    """In the library's checkout."""
+    """Path in the library's checkout."""
     name: str
     kernels: tuple[str, ...]
     against: Against = "PyTorch"
     asked: tuple[str, ...] | None = None
-    """The functions of the library that the kernel stands for (`Answers`)."""
+    """Functions of the library that the kernel replaces (`Answers`)."""
 
 
 FA2, FA3, VARLEN = "triton-fa2", "triton-fa3", "triton-varlen"

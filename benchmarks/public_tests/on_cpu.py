@@ -33,7 +33,7 @@ def _cpu(value: Any) -> Any:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Have everything that is made for a GPU be made for the CPU, which passes for an H100."""
+    """Create all GPU tensors on the CPU, which reports itself as an H100."""
     stands_for: dict[str, Any] = {
         "get_device_capability": lambda *device: (9, 0),
         "get_device_properties": lambda *device: SimpleNamespace(total_memory=80 * 2**30),

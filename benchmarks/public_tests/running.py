@@ -21,17 +21,17 @@ from benchmarks.public_tests.answers import Answers
 
 Arguments = dict[str, Any]
 DRAWN_FOR_EACH = 30
-"""Parametrisations that are tried for each that is judged: most ask for ALiBi, dropout and such."""
+"""Parametrisations tried for each one judged: most use ALiBi, dropout or similar features."""
 
 
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
-"""Messages of errors that other processes' use of the GPU's memory causes."""
+"""Error messages that occur when other processes use the GPU's memory."""
 
 
 class Outcome(NamedTuple):
     result: Literal["passed", "failed", "skipped"]
     sentence: str = ""
-    """Why it was skipped or failed."""
+    """Reason why the test was skipped or failed."""
 
 
 def parametrisations(test: Callable[..., None]) -> tuple[list[tuple[str, ...]], list[list[Any]]]:
@@ -107,9 +107,8 @@ def _in_general(reason: str) -> str:
 def without_gradients() -> Iterator[None]:
     """Have every gradient be zeros.
 
-    The tests compare outputs and then gradients, or ask for gradients before they compare
-    anything. Their comparisons of outputs are left as they are; those of gradients, zeros with
-    zeros, say nothing.
+    The tests compare outputs and then gradients, or compute gradients before any comparison.
+    Comparisons of outputs are unchanged; comparisons of gradients see only zeros.
     """
     grad = torch.autograd.grad
 
@@ -134,12 +133,12 @@ def sample(
     until: float,
     largest: int | None = None,
 ) -> Iterator[tuple[Arguments, Outcome]]:
-    """Run a test until it was judged often enough, with what it skipped in between.
+    """Run a test until it was judged often enough; include skipped runs in between.
 
     Args:
-        judged: how many times it is to pass or fail.
-        share: which of the parametrisations drawn are this one's.
-        until: of the monotonic clock, after which none begins.
+        judged: number of runs that must pass or fail.
+        share: share of the drawn parametrisations to run.
+        until: time of the monotonic clock after which no run begins.
     """
     drawn = itertools.islice(draw(test, seed, largest), share.start, None, share.step)
     count = 0

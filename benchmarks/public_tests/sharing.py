@@ -18,7 +18,7 @@ from benchmarks.public_tests.on_cpu import on_cpu
 from benchmarks.public_tests.running import Arguments, Outcome, sample
 
 JUDGED_AT_ONCE = 4
-"""Comparisons of a job, which then takes seconds: most of that is compiling."""
+"""Comparisons of a job, which takes seconds, mostly for compiling."""
 
 
 class Job(NamedTuple):
@@ -44,7 +44,8 @@ def play(job: Job, seed: int, until: float, device: str, largest: int | None) ->
 
 
 def jobs(tests: list[tuple[Listed, str, Path]], per_test: int) -> Iterator[Job]:
-    """Yield the first share of every test, then the second: each had some when time runs out."""
+    """Yield the first share of every test, then the second, so that each test has run when time
+    ends."""
     shares = -(-per_test // JUDGED_AT_ONCE)
     for number in range(shares):
         judged = per_test // shares + (number < per_test % shares)
@@ -55,9 +56,9 @@ def jobs(tests: list[tuple[Listed, str, Path]], per_test: int) -> Iterator[Job]:
 def played(
     some: list[Job], processes: int, options: tuple[int, float, str, int | None]
 ) -> Iterator[tuple[Job, Ran]]:
-    """Yield each job with what it ran.
+    """Yield each job with its outcomes.
 
-    A job that raises ends its process's use of the GPU, so no further ones begin.
+    A job that raises may have lost the GPU, so no further jobs begin.
     """
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         futures = {pool.submit(play, job, *options): job for job in some}

@@ -19,7 +19,7 @@ def glossary() -> str:
     lines = ["| column | meaning | over several calls |", "|---|---|---|"]
     for path, column in COLUMNS.items():
         text, over_calls = _escaped(meaning[path]), OVER_CALLS[column.over_calls]
-        if column.over_calls == "range":  # its path is that of the lower end
+        if column.over_calls == "range":  # the column has the lower end's path
             text = f"10th to 90th percentile{text.removeprefix('10th percentile')}"
         lines.append(f"| {column.heading} | {text} | {over_calls} |")
     return "\n".join(lines) + "\n"
@@ -58,8 +58,8 @@ def distributions() -> str:
 
 
 def features() -> str:
-    """List what each kernel knows beyond SDPA; kernels without such features are left out, and so
-    are variants that know the same as their kernel."""
+    """List the features that each kernel supports beyond SDPA; kernels without any are omitted, and
+    so are variants with the same features as their kernel."""
     kernels = catalogue()
     lines = {
         f"`{name}`": ["yes" if feature in kernel.features else "" for feature in FEATURES]

@@ -28,7 +28,7 @@ def trained_weights() -> str:
 
 
 def misleading_inputs() -> str:
-    """List, by size and machine, figures on recorded calls and what random values make of them."""
+    """List, by size and machine, figures on recorded calls and on random values."""
     tables: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
     for row in results.read(results.DIRECTORY / "misleading_inputs.csv"):
         tables[row["size"], row["machine.device"]].append(row)

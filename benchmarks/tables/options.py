@@ -41,7 +41,7 @@ def parser_of(command: str, verb: str = "") -> argparse.ArgumentParser:
     def noted(self: argparse.ArgumentParser, file: object = None) -> None:
         found.append(self)
 
-    # The commands build parsers where they need them, so the help tells which one it is.
+    # The commands build parsers on demand, so the parser is found by printing the help.
     argparse.ArgumentParser.print_help = noted  # type: ignore[method-assign]
     try:
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):

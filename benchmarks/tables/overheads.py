@@ -10,7 +10,7 @@ from benchmarks.tables.markdown import machine_line, markdown_table
 
 
 def by_figure(file: str) -> str:
-    """List what recording or a replay costs, by figure; each workload has a table of its own."""
+    """List the costs of recording or replaying, by figure; each workload has its own table."""
     return "\n".join(
         _of_workload(workload, list(rows))
         for workload, rows in itertools.groupby(
@@ -30,7 +30,7 @@ def _of_workload(workload: str, rows: list[dict[str, str]]) -> str:
 
 
 def defence_overhead() -> str:
-    """List what judging what is timed adds to a replay, and the judge's process alone."""
+    """List the overhead of judging timed calls in a replay, and of the judge's process alone."""
     rows = results.read(results.DIRECTORY / "defence_overhead.csv")
     arms: dict[tuple[str, ...], dict[str, dict[str, str]]] = defaultdict(dict)
     for row in rows:
@@ -56,7 +56,7 @@ def defence_overhead() -> str:
 
 
 def launch_cost() -> str:
-    """List what a call of each kernel costs the host, by call."""
+    """List the host time of each kernel, by call."""
     rows = results.read(results.DIRECTORY / "launch_cost.csv")
     calls = list(dict.fromkeys(row["call"] for row in rows))
     lines: dict[str, list[str]] = {}

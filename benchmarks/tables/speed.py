@@ -82,7 +82,7 @@ def by_shape(
 
 
 def by_call(path: Path) -> str:
-    """List ms of the drop-in by call and kernel; nothing where it is not supported."""
+    """List ms of the drop-in by call and kernel; cells of unsupported calls are empty."""
     rows = _each_kernel_once(path)
     kernels = list(dict.fromkeys(row["kernel"] for row in rows))
     calls: dict[str, dict[str, str]] = {}
@@ -95,9 +95,9 @@ def by_call(path: Path) -> str:
 
 
 def per_pair(path: Path) -> str:
-    """List what a visible (query, key) pair costs a kernel, over what it costs in a plain call.
+    """List the time per visible (query, key) pair, relative to a plain call.
 
-    The drop-in's figure first, then that of the core, if there is one, in square brackets.
+    The drop-in's figure comes first, then any core's figure in square brackets.
     """
     rows = results.read(path)
     cells = {
@@ -116,9 +116,9 @@ def per_pair(path: Path) -> str:
 
 
 def decode(path: Path) -> str:
-    """List ms of decode by what is read, and in brackets how much of that the memory needs.
+    """List ms of decode by cache, and in brackets the share that reading the memory needs.
 
-    Of each cache the tiling that the kernel plans; others are beside it where they were asked for.
+    Only the tiling that the kernel plans is listed, not alternatives.
     """
     rows = [
         row for row in results.read(path) if row["tiling"].startswith("plan") or not row["tiling"]
@@ -135,7 +135,7 @@ def decode(path: Path) -> str:
 
 
 def cold_cache(path: Path) -> str:
-    """List µs behind what may have filled the cache, as multiples of those behind a layer."""
+    """List µs after each way to fill the cache, as multiples of the time after a layer."""
     rows = results.read(path)
     lines: dict[str, list[str]] = {}
     for row in rows:
@@ -146,8 +146,8 @@ def cold_cache(path: Path) -> str:
 
 
 def narrow_heads(path: Path) -> str:
-    """List ms of calls with head_dim 64, and of each number of consumers; the one that is taken is
-    in bold."""
+    """List ms of calls with head_dim 64, and of each number of consumers; the chosen number is in
+    bold."""
     rows = results.read(path)
     counts = [name.partition(" ")[0] for name in rows[0] if name.endswith(" consumers, ms")]
     lines: dict[str, list[str]] = {}

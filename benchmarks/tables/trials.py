@@ -68,7 +68,7 @@ def capture_faults() -> str:
 
 
 def public_tests() -> str:
-    """List how many comparisons of other libraries' tests each kernel passed, if there are any."""
+    """List the number of comparisons in other libraries' tests that each kernel passed."""
     path = results.DIRECTORY / "public_tests.csv"
     if not path.is_file():
         return ""
@@ -102,7 +102,7 @@ def _tests_of(row: dict[str, str]) -> str:
 
 
 def accumulation() -> str:
-    """List errors by kernel and what values are around, and by the number of keys."""
+    """List errors by kernel and mean of the values, and by the number of keys."""
     rows = results.read(results.DIRECTORY / "accumulation.csv")
     lengths = list(dict.fromkeys(row["keys"] for row in rows))
     lines: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Expected results of our kernels: the textbook formula in float64, which no kernel imports."""
+"""Expected results of our kernels, by the textbook formula in float64."""
 
 from __future__ import annotations
 

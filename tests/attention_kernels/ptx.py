@@ -1,7 +1,7 @@
 """An interpreter of the PTX in our inline assembly, for the 32 threads of a warp together.
 
-It knows the part of PTX that we use: straight lines, predicates, exchanges between threads, and
-branches that all threads take or none does. Another function searches compiled programs.
+It supports the part of PTX that we use: straight lines, predicates, exchanges between threads, and
+branches that all threads or no threads take. Another function searches compiled programs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _fused(left: Tensor, right: Tensor, addend: Tensor) -> Tensor:
 
 
 def _larger(left: Tensor, right: Tensor) -> Tensor:
-    return torch.fmax(left, right)  # NaN only where both are, like the instruction
+    return torch.fmax(left, right)  # NaN only if both are NaN, like the instruction
 
 
 def _pair(dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:

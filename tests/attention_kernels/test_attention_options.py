@@ -1,4 +1,4 @@
-"""The prefill and decode kernels on options beyond SDPA, by the replay's own verdict."""
+"""The prefill and decode kernels with options beyond SDPA, judged as by the replay."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def verify(name: str, call: AttentionCall) -> None:
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
 def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> None:
-    """tanh x computed as 1 - 2 / (e^2x + 1) is rounded like 1, even for a small x."""
+    """Computing tanh x as 1 - 2 / (e^2x + 1) would round like 1, even for small x."""
     variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
@@ -251,7 +251,7 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
     ("q_len", "is_causal", "variant"), pairwise(product([1, 5], [False, True], DECODED)), ids=str
 )
 def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
-    """The keys have more than one part, and programs some rows."""
+    """The keys have several parts, and programs have several rows."""
     call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
     verify("triton-paged-decode", call)

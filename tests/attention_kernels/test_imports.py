@@ -39,8 +39,8 @@ def test_folders_import_from_those_drawn_below() -> None:
     lines = re.findall(r"^    (\w+)(?:/|\.py) ", attention_kernels.__doc__ or "", re.MULTILINE)
     rank = {name: place for place, name in enumerate(lines)}
     graph = import_graph("attention_kernels")
-    TopologicalSorter(graph).prepare()  # a CycleError names the circle
-    graph.pop("attention_kernels")  # its imports are for type checkers, and late
+    TopologicalSorter(graph).prepare()  # a CycleError names the cycle
+    graph.pop("attention_kernels")  # its imports are lazy or for type checkers
     folders = {name.split(".")[1] for name in graph}
     assert folders == set(lines)
     for importing, others in graph.items():
@@ -51,7 +51,7 @@ def test_folders_import_from_those_drawn_below() -> None:
 
 
 def test_public_names_stay_functions() -> None:
-    """A module of a function's name would take its place once it is imported."""
+    """A module with a function's name would replace the function once it is imported."""
     for name in attention_kernels.__all__:
         first, again = getattr(attention_kernels, name), getattr(attention_kernels, name)
         assert first is again

@@ -16,7 +16,8 @@ from benchmarks.attention_kernels.other_gpus import KERNELS, SHARED_KIB
 
 @pytest.mark.slow
 def test_kernels_compile_where_the_table_says_so(tmp_path: Path) -> None:
-    """One head dimension and the smallest shared memory: compiling takes the time."""
+    """Only one head dimension and the smallest shared memory are tested, because compiling is
+    slow."""
     capability, out = "8.6", tmp_path / "found.csv"
     command = [sys.executable, "-m", "benchmarks.attention_kernels.other_gpus", "--out", str(out)]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""Kernels that are faster than attention, for reasons that only a GPU has."""
+"""Kernels that are faster than attention by cheats that only a GPU allows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _kept: dict[int, Tensor] = {}
 _side = torch.cuda.Stream() if torch.cuda.is_available() else None
 _graphs: dict[tuple[int, ...], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
 _thread = ThreadPoolExecutor(1)
-"""Always the same: cuDNN's plans are a thread's own, and end with it, after the GPU's work."""
+"""One thread for all calls, because cuDNN's plans belong to a thread and end with the thread."""
 _copies: list[Tensor] = []
 _calls: dict[tuple[int, ...], int] = {}
 
 
 def on_a_stream_that_nobody_joins(query: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A library with streams of its own forgets to make the current one wait."""
+    """Runs on its own stream and forgets to make the current stream wait."""
     assert _side is not None
     _side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(_side):
@@ -50,7 +50,7 @@ def with_a_clock_of_its_own(*arguments: Any, **options: Any) -> Tensor:
 def on_two_streams_of_which_one_is_joined(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """Half of the batch and heads on each, and the last wait is forgotten."""
+    """Runs half of the batch and heads on each stream, and forgets the last wait."""
     assert _side is not None
     here = torch.cuda.current_stream()
     output = torch.empty_like(query)
@@ -64,7 +64,7 @@ def on_two_streams_of_which_one_is_joined(
 
 
 def from_a_thread(query: Tensor, *others: Any, **options: Any) -> Tensor:
-    """A thread launches on a stream of its own, and only the thread is waited for."""
+    """Launches from a thread on a separate stream, and waits only for the thread."""
     return _thread.submit(on_a_stream_that_nobody_joins, query, *others, **options).result()
 
 
@@ -85,7 +85,7 @@ def replays_a_graph_of_old_inputs(
 def replays_a_graph_that_lost_a_launch(
     query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> Tensor:
-    """From its third call on half of the heads are what an earlier call left there."""
+    """From the third call on, half of the heads are left over from an earlier call."""
     place = (query.data_ptr(), -key.data_ptr(), value.data_ptr())
     if place not in _graphs:
         _graphs[place] = _captured(query, key, value, *others, **options)
@@ -101,7 +101,7 @@ def replays_a_graph_that_lost_a_launch(
 
 
 def records_the_timers_event_again(*arguments: Any, **options: Any) -> Tensor:
-    """Lets the clock begin once its work is enqueued, with the event its caller holds."""
+    """Records its caller's start event again once its work is enqueued."""
     output = scaled_dot_product_attention(*arguments, **options)
     frame = sys._getframe(1)
     while frame is not None:
@@ -133,7 +133,7 @@ def replays_a_graph(
 
 
 def _captured(*arguments: Any, **options: Any) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of attention over these tensors, and where it leaves its output."""
+    """Capture a graph of attention over these tensors; return the graph and its output."""
     scaled_dot_product_attention(*arguments, **options)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

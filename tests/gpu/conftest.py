@@ -10,8 +10,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _give_memory_back() -> Iterator[None]:
-    """PyTorch keeps what a test has freed for the next one of its process: fifteen of them kept
-    all of 80 GB, and some of the tests found none left."""
+    """Return cached memory after each test: fifteen processes together would keep all of 80 GB, so
+    that some tests would fail."""
     yield
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Recording on a GPU: copies are made while the model goes on, and hold what it had at the call."""
+"""Recording on a GPU: copies are made while the model runs, with the values at the call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 class ChangesInPlace(nn.Module):
-    """Attention over views of one buffer, which it overwrites at once, as static caches do."""
+    """Attention over views of one buffer, which is then overwritten, as in static caches."""
 
     def __init__(self, length: int = 2048) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class ChangesInPlace(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """One call, and nothing else."""
+    """Model with a single call."""
 
     def forward(self, states: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(states, states, states)

@@ -1,4 +1,4 @@
-"""Cheats that only a GPU makes possible are found, and honest kernels are not."""
+"""Cheats that only a GPU allows are found, and honest kernels are not accused."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_cheats_cost_their_own_row_and_no_other(
         assert found[name]["status"] in ("error", "inaccurate"), told
     for name in ("torch-default", "torch-flash", *HONEST):
         assert found[name]["status"] == "ok", told
-    # Nobody else was measured with another clock.
+    # The clock of other kernels did not change.
     ratio = found["torch-flash"]["time_ms"]["p50"] / found["torch-default"]["time_ms"]["p50"]
     assert 0.3 < ratio < 3

@@ -118,7 +118,7 @@ def test_packed_sequences_of_flash_attention_2_are_replayed(tmp_path: Path) -> N
 
 
 def test_padding_of_flash_attention_2_is_replayed(tmp_path: Path) -> None:
-    """Transformers packs a padded batch and calls flash-attn on what is left."""
+    """Transformers removes the padding of a batch and calls flash-attn on the packed tokens."""
     model = _model("Llama", "flash_attention_2")
     mask = torch.ones(2, LENGTH, dtype=torch.long, device="cuda")
     mask[1, :200] = 0

@@ -43,7 +43,7 @@ def spec_call(spec: Spec) -> AttentionCall:
 
 
 def calls() -> dict[str, AttentionCall]:
-    """Plain calls, masks, and whatever a library may know beyond SDPA."""
+    """Return plain calls, calls with masks, and calls with features beyond SDPA."""
     found = {
         str(spec): spec_call(spec)
         for spec in (

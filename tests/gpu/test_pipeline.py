@@ -44,7 +44,7 @@ def test_bfloat16_is_recorded_on_the_gpu_and_reproduced(
 
 def test_every_eager_torch_kernel_is_replayed(recorded: Path, tmp_path: Path) -> None:
     rows_file = tmp_path / "rows.jsonl"
-    # Not the libraries that may be there as well: some compile for minutes.
+    # Installed libraries are left out, because some compile for minutes.
     kernels = "torch-default,torch-math,torch-flash,torch-efficient,torch-cudnn,flex"
     arguments = ["--dir", str(recorded), "--rounds", "5", "--kernels", kernels]
     arguments += ["--json", str(rows_file)]

@@ -1,6 +1,6 @@
 """The command that `replay profile` prints profiles the kernels of that call, and no other.
 
-Run it alone, where Nsight Compute may read counters: `pytest tests/gpu/test_profiling.py`.
+Run this file alone, with permission to read counters: `pytest tests/gpu/test_profiling.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""On a GPU: what `replay reproduce` writes shows failures of libraries, and of a lost GPU."""
+"""`replay reproduce` on a GPU: its scripts show failures of libraries and of a lost GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ same_dtype_factor = 1e-9
 [quantised]
 maximum_relative_l1 = 1e-9
 """
-"""Under these no kernel is right, so that each has something to be shown."""
+"""Tolerances that every kernel fails, so that each kernel has a failure to reproduce."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def _recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reproduce(kernel: str, *others: str) -> str:
-    """The script, which has failed."""
+    """Return the script of a failing kernel."""
     call = ["--dir", "recorded", "--call", "model-000000", "--kernel", kernel, "--out", "bug"]
     with pytest.raises(SystemExit) as ended:
         cli.main(["reproduce", *call, "--max-seconds", "20", *others])
@@ -62,7 +62,7 @@ def reproduce(kernel: str, *others: str) -> str:
 
 
 def _libraries() -> str:
-    """PYTHONPATH without this project, for libraries that were never installed."""
+    """Return PYTHONPATH without this project, for libraries that are not installed as packages."""
     paths = map(Path, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     return os.pathsep.join(str(path) for path in paths if path.is_absolute() and path != REPOSITORY)
 

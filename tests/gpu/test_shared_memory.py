@@ -1,4 +1,4 @@
-"""Tensors of a GPU that another process takes, through pages that are locked for it, or are not."""
+"""Tensors of a GPU that are passed to another process through locked or unlocked pages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared() -> Iterator[SharedFile]:
 
 def test_tensors_arrive_as_they_were(shared: SharedFile) -> None:
     outbox, inbox = Outbox(shared.path, CUDA), Inbox(CUDA)
-    for length in (100, CHUNK_BYTES, 200):  # it grows, and is locked anew
+    for length in (100, CHUNK_BYTES, 200):  # the file grows and is locked again
         sent = torch.randn(2, 3, length, dtype=torch.bfloat16, device=CUDA)
         found = inbox.take(outbox.put({"output": sent, "transposed": sent.mT}))
         assert found["output"].is_cuda

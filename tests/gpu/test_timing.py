@@ -1,4 +1,4 @@
-"""Timing on a real GPU: only relations that hold on any, never an absolute time."""
+"""Timing on a real GPU: relations that hold on any GPU, not absolute times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 
 def spin(milliseconds: float) -> Callable[[], None]:
-    """Keeps the GPU busy without memory; a cycle is a cycle whatever the clock."""
+    """Return a function that keeps the GPU busy for a number of cycles, without using memory."""
     cycles = int(milliseconds * 1_000_000)
     return lambda: torch.cuda._sleep(cycles)
 
@@ -37,7 +37,7 @@ def test_twice_the_work_takes_twice_the_time(cache: str) -> None:
 
 
 class Read(TorchDispatchMode):
-    """Notes the sizes in bytes of the tensors that are added up."""
+    """Records the sizes in bytes of the tensors that are summed."""
 
     def __init__(self) -> None:
         super().__init__()

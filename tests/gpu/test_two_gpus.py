@@ -29,7 +29,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Relative L1."""
+    """Return the relative L1 error."""
     found, expected = found.double(), expected.double()
     return float((found - expected).abs().sum() / expected.abs().sum())
 
@@ -48,7 +48,7 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def test_joined_inputs_are_those_of_the_unsplit_model(
     recordings: Path, scenario: str, limit: float
 ) -> None:
-    """Projections of fewer rows may round otherwise, in bfloat16 by a hundredth of a value."""
+    """Projections of fewer rows may round differently, in bfloat16 by 1 % of a value."""
     parts, whole = load(recordings / "parts" / scenario), load(recordings / "whole" / scenario)
     joined = parts.joined()
     assert (len(parts), len(joined), joined.note) == (2 * len(whole), len(whole), "")

@@ -1,4 +1,5 @@
-"""Every installed kernel on what calls ask beyond SDPA, at lengths that no block divides."""
+"""Every installed kernel with features beyond SDPA, at lengths that are not multiples of a
+block."""
 
 from __future__ import annotations
 
@@ -239,7 +240,7 @@ def test_one_of_our_kernels_takes_the_call(name: str) -> None:
 
 
 def test_keys_outside_a_window_cost_only_their_memory() -> None:
-    """They are not read, so a NaN among them reaches no query that does not see it."""
+    """Keys outside the window are not read, so a NaN in one affects only queries that see it."""
     call, _ = _expected("window")
     expected = find("triton-fa2").attention(**call.arguments())
     key, value = call.key.clone(), call.value.clone()

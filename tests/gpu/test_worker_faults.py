@@ -1,4 +1,4 @@
-"""A fault that makes a GPU unusable costs one row, of the right kernel."""
+"""A fault that makes a GPU unusable loses only the row of the faulty kernel."""
 
 from __future__ import annotations
 

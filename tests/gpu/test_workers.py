@@ -1,4 +1,4 @@
-"""On a GPU one kernel's illegal memory access ends everything in its process, and no more."""
+"""On a GPU, a kernel's illegal memory access affects only its own process."""
 
 from __future__ import annotations
 

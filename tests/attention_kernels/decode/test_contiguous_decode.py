@@ -1,4 +1,4 @@
-"""Decoding with keys in one piece: any shape, stride and mask, for any split of the keys."""
+"""Decoding with contiguous keys, for any shape, stride, mask and split of the keys."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_causal_is_aligned_top_left(q_len: int, kv_len: int) -> None:
 
 @pytest.mark.parametrize("splits", [1, 2, 5, 40])
 def test_splits_change_nothing_but_rounding(splits: int) -> None:
-    """With 40 splits of 7 blocks of keys, most have none."""
+    """With 40 splits of 7 blocks of keys, most splits are empty."""
     query, key, value = inputs(2, q_len=2, kv_len=100)
     tiles = Tiling(16, 4, 1, splits)
     output = split_kv.attend_to_cache(query, Cache(key, value), tiles=tiles)
@@ -133,7 +133,7 @@ def test_keys_assigned_by_length(
     in_pages: bool, assignment: KeyAssignment, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Blocks of 16 keys, two heads. The expected parts are written, unless there is only one, and
-    no others. Counters are zeros again. Memory behind a sequence is not read."""
+    no others. Counters are zeros again. Memory after a sequence is not read."""
     query, key, value = inputs(len(LENGTHS), kv_len=160)
     lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
     for n, length in enumerate(LENGTHS):
@@ -158,7 +158,8 @@ def test_keys_assigned_by_length(
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
 def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_causal: bool) -> None:
-    """A diagonal and a window leave different keys of each sequence. Rows share a program."""
+    """A diagonal and a window keep different keys of each sequence visible. Rows share a
+    program."""
     query, key, value = inputs(5, q_len=3, kv_len=160)
     lengths = torch.tensor([160, 0, 97, 5, 64], dtype=torch.int32, device=DEVICE)
     sinks = normal(4, seed=4)
@@ -210,7 +211,7 @@ def test_fully_masked_rows_are_zeros() -> None:
 def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
     dtype: torch.dtype, rows: int
 ) -> None:
-    """Such a row becomes the mean of all values, as in SDPA."""
+    """A row masked by the lowest number becomes the mean of all values, as in SDPA."""
     query, key, value = inputs(2, q_len=3, dtype=dtype)
     mask = torch.zeros(2, 1, rows, 100, dtype=dtype, device=DEVICE)
     mask[0, 0, -1] = torch.finfo(dtype).min
@@ -237,7 +238,7 @@ def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
 
 
 def test_nothing_outside_is_read_or_written() -> None:
-    """Inputs are windows of tensors of NaN."""
+    """Inputs are views into tensors of NaN."""
     windows = []
     for each in inputs(2, q_len=3, kv_len=37, head_dim=40):
         around = each.new_full([size + 2 for size in each.shape], math.nan)

@@ -1,4 +1,4 @@
-"""16-bit keys loaded in whole blocks: keys that do not count are not read."""
+"""16-bit keys are loaded in whole blocks, and keys beyond a sequence's length are not read."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def in_pages(key: Tensor, value: Tensor, lengths: Tensor, page_size: int, after:
 
 
 def in_one_piece(key: Tensor, value: Tensor, lengths: Tensor) -> Cache:
-    """Return a cache with NaN behind each sequence."""
+    """Return a cache with NaN after each sequence."""
     for n, length in enumerate(lengths.tolist()):
         key[n, :, length:] = math.nan
         value[n, :, length:] = math.nan
@@ -128,7 +128,7 @@ def test_head_dims_of_models(latent: bool) -> None:
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
 @pytest.mark.parametrize("options", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
 def test_queries_that_do_not_see_all(latent: bool, options: AttentionOptions) -> None:
-    """NaN begins right behind the last token that a query sees, or that counts."""
+    """NaN begins directly after the last visible token."""
     query, key, value, _ = tensors(latent, q_len=3)
     lengths = torch.tensor([150, 0, 3, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
     cache = in_pages(key, value, lengths, 64, 0)

@@ -1,4 +1,4 @@
-"""Decoding where the value is the first part of the key: DeepSeek's absorbed latent attention."""
+"""Decoding with a value that is the first part of the key: DeepSeek's absorbed latent attention."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_follows_a_sequence_is_not_read() -> None:
 
 @pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
 def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
-    """Sequences have more parts than one each, on a GPU of 132 processors."""
+    """Each sequence has more than one part on a GPU with 132 processors."""
     assignment = plan(
         sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
     ).tiling.assignment
@@ -98,8 +98,8 @@ def test_some_queries_a_diagonal_and_a_soft_cap() -> None:
 def test_many_rows_are_merged_some_at_a_time(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last of three programs merges, or, where all run at once, the programs that are still
-    there. Interpreted programs run one after the other, so that the others have left."""
+    """The last of three programs merges, or several if they run at once. Interpreted programs run
+    one after the other, so only the last remains."""
     monkeypatch.setattr(split_kv, "_processors", lambda device: processors)
     rooms = watched_rooms(monkeypatch)
     query, key, value = inputs(64, 512, 64, kv_len=100 + processors)

@@ -1,4 +1,4 @@
-"""Decoding with keys in pages: tokens that a page table names are read, and no others."""
+"""Decoding with keys in pages: only tokens named by a page table are read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def padded_call(lengths: list[int], kv_len: int, at_end: bool, q_len: int = 1) -> AttentionCall:
-    """Return a call whose keys that do not count are at the end, or at the beginning."""
+    """Return a call with padding keys at the end or at the beginning."""
     batch = len(lengths)
     place = torch.arange(kv_len, device=DEVICE)
     counted = torch.tensor(lengths, device=DEVICE)[:, None]
@@ -45,7 +45,7 @@ def expected_of(call: AttentionCall) -> Tensor:
 
 
 def poisoned(cache: PagedCache) -> PagedCache:
-    """Return a cache with NaN wherever there is no token of a sequence."""
+    """Return a cache with NaN in every slot without a token."""
     pages, page_size = cache.key_pages.shape[:2]
     is_used = torch.zeros(pages, page_size, dtype=torch.bool, device=DEVICE)
     for sequence, length in enumerate(cache.lengths.tolist()):

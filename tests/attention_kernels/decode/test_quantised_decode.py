@@ -1,4 +1,4 @@
-"""Decode over a cache in 8 bits: attention to the stored numbers, which are near the call's."""
+"""Decode over an 8-bit cache: attention to the stored numbers, which approximate the call's."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
 def assert_attends_to_what_is_stored(
     call: AttentionCall, dtype: torch.dtype, *, is_prepared: bool
 ) -> None:
-    """Check the core, on a cache in 8 bits, or the drop-in, which quantises it itself."""
+    """Check the core on an 8-bit cache, or the drop-in, which makes the cache itself."""
     kernel = find(NAMES[dtype])
     assert kernel.refuses(call) is None
     assert kernel.prepare is not None
@@ -119,7 +119,7 @@ def test_a_cache_that_grows_within_its_last_block() -> None:
 @each_dtype
 def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
     call = call_of(batch=2, kv_len=200, head_dim=40, v_head_dim=72)
-    call.key[..., 3] += 20  # for every token: the mean takes it away
+    call.key[..., 3] += 20  # for every token: subtracting the mean removes it
     call.value[:, :, 7] *= 100  # one token: other tokens' scales are their own
     strided = call.with_tensors({"key": call.key.mT.contiguous().mT})
     before = strided.key.clone()
@@ -224,7 +224,7 @@ def test_tiles_change_nothing_but_rounding(tiles: Tiling, dtype: torch.dtype) ->
 def test_keys_assigned_by_length(
     options: AttentionOptions, in_pages: bool, dtype: torch.dtype
 ) -> None:
-    """A window begins anywhere in a block, and is read from the block's first key."""
+    """A window may begin anywhere in a block, and is read from the block's first key."""
     lengths = torch.tensor([0, 1, 128, 129, 191, 300], dtype=torch.int32, device=DEVICE)
     call = call_of(batch=6, q_len=2, seqused_k=lengths)
     table = random_pages(call.key) if in_pages else None
@@ -269,7 +269,7 @@ def test_pages_change_no_bit(
 
 @each_dtype
 def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
-    """Queries are beyond its range, and probabilities times the scale of values below it."""
+    """Queries exceed float16's range, and probabilities times the scale of values are below it."""
     call = call_of(dtype=torch.bfloat16)
     expected = quantised_decode(call.query, call.key, call.value, dtype=dtype)
     large, small = call.query * 2.0**30, call.value * 2.0**-30

@@ -62,7 +62,7 @@ def test_blocks_that_queries_see(visible: VisibleKeys) -> None:
             if (left is None or key >= query + diagonal - left)
             and (right is None or key <= query + diagonal + right)
         }
-        counted.append(max(1, len(seen)))  # one block is visited even where no key is seen
+        counted.append(max(1, len(seen)))  # one block is visited even if no key is visible
     assert blocks_seen(visible).tolist() == counted
 
 
@@ -92,8 +92,8 @@ def test_every_block_of_every_head_has_one_number(head_group: int, by_length: bo
 @pytest.mark.parametrize("head_bytes", [2**17, 2**20, 2**23])
 @pytest.mark.parametrize("kv_len", [512, 4096, 8192, 16384])
 def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, heads: int) -> None:
-    """They end as nearly together as the smallest tiles allow. Groups of as many heads as the L2
-    cache holds gave the busiest of these programs up to 1.7 times the average."""
+    """Programs end as nearly together as the smallest tiles allow. With groups of as many heads as
+    fit in the L2 cache, the busiest program had up to 1.7 times the average work."""
     visible = CAUSAL_8K._replace(q_len=kv_len, kv_len=kv_len)
     times = blocks_seen(visible) + TILE_BLOCKS
     head_group = head_group_size(visible, head_bytes, heads, 1, PROGRAMS)

@@ -154,7 +154,7 @@ def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> 
 @pytest.mark.parametrize(
     ("sizes", "is_causal", "consumers"),
     [
-        ((40, 1, 1024, 1024), False, 3),  # SDXL: two turns of 240 tiles and not of 160
+        ((40, 1, 1024, 1024), False, 3),  # SDXL: two turns of 240 tiles instead of 160
         ((24, 1, 77, 77), True, 2),  # CLIP
         ((16, 1, 577, 577), False, 2),  # a vision transformer, one image
         ((32, 4, 2048, 2048), True, 4),  # Llama-3.2-1B

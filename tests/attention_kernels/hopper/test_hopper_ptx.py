@@ -31,7 +31,7 @@ def places(count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 class Softmax:
-    """Attention of a warp's rows, block by block, as a consumer computes it."""
+    """Attention of a warp's rows, computed block by block like a consumer."""
 
     def __init__(self, dtype: torch.dtype, v_dim: int = 8) -> None:
         self.dtype = dtype
@@ -74,7 +74,7 @@ class Softmax:
 
 
 def blocks(count: int, deviation: float, rise: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Return scores (count, 16, 128), each block's `rise` above the one before, and values."""
+    """Return scores (count, 16, 128), each block `rise` above the previous block, and values."""
     generator = torch.Generator().manual_seed(0)
     scores = deviation * torch.randn(count, ROWS, KEYS, generator=generator)
     scores += rise * torch.arange(count)[:, None, None]
@@ -101,7 +101,7 @@ def attention(scores: Tensor, values: Tensor) -> Tensor:
 def test_weights_are_those_of_a_softmax(
     deviation: float, rise: float, least: int, most: int, dtype: torch.dtype
 ) -> None:
-    """A warp begins again in the first block, and where weights would be above 2^15."""
+    """A warp restarts in the first block, and when weights would exceed 2^15."""
     scores, values = blocks(BLOCKS, deviation, rise)
     softmax = Softmax(dtype)
     for of_block in zip(scores, values, strict=True):
@@ -117,7 +117,7 @@ def test_weights_are_those_of_a_softmax(
 def test_a_row_gets_the_bits_that_it_gets_beside_others(rising: int) -> None:
     scores, values = blocks(3, 2.0)
     beside, alone = scores.clone(), scores.clone()
-    beside[1, rising] += 40.0  # so that the warp begins again
+    beside[1, rising] += 40.0  # so that the warp restarts
     beside[2, 12] = math.nan
     results = []
     for each in (beside, alone):

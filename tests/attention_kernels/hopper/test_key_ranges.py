@@ -1,4 +1,4 @@
-"""Blocks of keys that a tile goes through, as plain arithmetic, compared with every pair."""
+"""Blocks of keys that a tile visits, as plain arithmetic, compared with every pair."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ masked_of, block_at = key_ranges.masked_of.fn, key_ranges.block_at.fn
 
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make Gluon's functions plain Python; a pointer is a list and a place in it."""
+    """Make Gluon's functions plain Python; a pointer becomes a list and a position."""
     plain = SimpleNamespace(
         minimum=min,
         maximum=max,
@@ -103,7 +103,7 @@ def test_blocks(
             assert numbered[masked:] == list(reversed(range(whole_first, whole_end)))
             if left is not None:
                 continue
-            # A consumer's rows, which skips the first.
+            # Rows of one consumer, which skips the first blocks.
             for own in range(row, row + rows, rows // 2):
                 *_, own_end = key_blocks_of(own, element, bounds, rows // 2, keys)
                 skipped = end - own_end

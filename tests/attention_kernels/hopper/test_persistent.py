@@ -1,4 +1,4 @@
-"""The order of tiles, as plain arithmetic: every tile once, and work that sums up evenly."""
+"""The order of tiles, as plain arithmetic: every tile occurs once, and work is balanced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/kernel-notes.md names only things that exist in the code."""
+"""docs/kernel-notes.md contains only names that exist in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ KERNELS = REPOSITORY / "attention_kernels"
 
 
 def wrong_names(page: str) -> list[str]:
-    """Return names in backticks that are not a file, a registered kernel or in the code."""
+    """Return names in backticks that are neither files, registered kernels nor names in the
+    code."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in KERNELS.rglob("*.py"))
     known = set(re.findall(r"\w+", code))
     wrong = []

@@ -36,7 +36,7 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def cut_for(tiles: int, blocks: int, are_equal: bool) -> StreamCut | None:
-    """Return how so many tiles of at most so many blocks are shared."""
+    """Return how this many tiles, each of at most `blocks` blocks, are shared."""
     right = None if are_equal else blocks * 128
     visible = VisibleKeys(128, blocks * 128, 0, None, right, queries=128, keys=128)
     return stream_k.cut_for(visible, tiles, PROGRAMS, PACE)
@@ -97,7 +97,7 @@ def test_every_block_of_every_tile_is_in_one_piece(
         if tile < whole:
             assert len(pieces) == 1
             continue
-        # A program that adds the pieces up looks for them at these programs, one after the other.
+        # The program that adds the pieces up expects them at consecutive programs.
         share = ProgramShare(*cut, None, None)
         first, last = programs_of_tile(tile - whole, lengths[tile], share)
         assert [program for program, *_ in pieces] == list(range(first, last + 1))
@@ -159,7 +159,8 @@ def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
 
 
 def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
-    """One tile of 64 blocks could be 64 pieces, but adding them up takes longer than the blocks."""
+    """One tile of 64 blocks could be 64 pieces, but adding them up takes longer than the blocks
+    do."""
     cut = cut_for(1, 64, True)
     assert cut is not None
     pieces = cut.row // cut.each

@@ -22,7 +22,7 @@ STREAM = 17
 
 @pytest.fixture(autouse=True)
 def _current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton has no driver where there is no GPU."""
+    """Replace the current stream, because Triton has no driver without a GPU."""
     active = SimpleNamespace(get_current_stream=lambda device: STREAM + device)
     monkeypatch.setattr(launch_module, "driver", SimpleNamespace(active=active))
 

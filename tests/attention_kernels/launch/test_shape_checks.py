@@ -45,7 +45,7 @@ LENGTHS = torch.tensor([5, 40, 33], dtype=torch.int32, device=DEVICE)
 
 
 def apart(tensor: Tensor, other: int) -> Tensor:
-    """Return the same numbers, each followed by another."""
+    """Return the same numbers with `other` after each of them."""
     return torch.stack([tensor, torch.full_like(tensor, other)], dim=-1)[..., 0]
 
 
@@ -76,7 +76,7 @@ def test_lengths_may_lie_apart(attend: Callable[[Tensor], Tensor]) -> None:
 def test_lengths_of_64_bits_are_passed_as_32(
     attend: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton does not compile descriptors at places of 64 bits."""
+    """Triton does not compile descriptors with 64-bit positions."""
     launched, launch = [], Launch.__call__
     monkeypatch.setattr(
         Launch, "__call__", lambda self, *given: launched.extend(given) or launch(self, *given)

@@ -52,7 +52,7 @@ def tensor() -> Tensor:
 
 
 def test_the_installed_triton_is_put_together_as_we_think(encoded: list[Any]) -> None:
-    """If it is not, every launch is Triton's own, which is correct and slower."""
+    """Otherwise Triton launches every kernel, which is correct but slower."""
     run = Launcher(SIGNATURE, [METADATA] * 2)
     kept = nowhere(described(tensor(), 8, 32))
     unwrapped, maps = with_maps(run, [(1, kept), (3, kept)])

@@ -1,4 +1,4 @@
-"""Size of the memory that is kept: enough, hardly more, and seldom another size."""
+"""Size of the memory that is kept: sufficient, hardly larger, and rarely changed."""
 
 from __future__ import annotations
 

@@ -40,13 +40,12 @@ def additive(mask: Tensor) -> Tensor:
 
 
 def finite(mask: Tensor) -> Tensor:
-    """Return the mask with -finfo.max in the place of -inf. Rows that hide everything then hide
-    nothing."""
+    """Return the mask with -finfo.max in place of -inf. Fully masked rows then hide nothing."""
     return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
 
 
 def by_head(mask: Tensor) -> Tensor:
-    """Return a mask in which one head sees what the others do not."""
+    """Return a mask in which one head sees keys that are hidden from the others."""
     return torch.stack([mask, mask, ~mask, mask])
 
 
@@ -111,7 +110,7 @@ def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
 
 
 def test_rows_that_see_nothing_read_nothing() -> None:
-    """Such are rows of padding before the others: values there reach nothing, even NaN."""
+    """Padding rows at the beginning see nothing, so even NaN values there reach no output."""
     counts = torch.arange(256, device=DEVICE) >= 128
     call = call_of(counts[:, None] & counts)
     for tensor in (call.key, call.value):
@@ -130,7 +129,7 @@ def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
 
 
 def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
-    """They may be of a mask with other strides, on GPUs where the tiles depend on strides."""
+    """They may come from a mask with other strides, and tiles depend on strides on some GPUs."""
     mask = band(128, 256, 40)
     call = call_of(mask, 128)
     visited = visited_blocks_of(call.query, call.value, mask)
@@ -144,8 +143,7 @@ def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
 def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:
-    """A block is visited without the mask where the mask changes nothing, as PyTorch finds for each
-    block."""
+    """A block is visited without the mask if the mask changes nothing, as checked with PyTorch."""
     batches, heads = (data.draw(st.integers(1, 2)) for _ in range(2))
     q_len, k_len = (data.draw(st.integers(1, 90)) for _ in range(2))
     rows, keys = (data.draw(st.sampled_from([16, 32])) for _ in range(2))

@@ -34,7 +34,7 @@ normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 
 @pytest.fixture(scope="module")
 def verify() -> Verify:
-    """Return `verify(call)`: output by the replay's rule for exact kernels, and the log-sum-exp."""
+    """Return `verify(call)`, which judges the output as an exact kernel's, and the log-sum-exp."""
     from replay.accuracy.verdict import Expected, judge
 
     def check(call: AttentionCall, **options: Any) -> None:
@@ -212,7 +212,7 @@ def test_queries_without_keys_get_zeros() -> None:
 
 
 def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(verify: Verify) -> None:
-    """Such a row becomes the mean of all values, as in SDPA."""
+    """A row masked by the lowest number becomes the mean of all values, as in SDPA."""
     mask = torch.zeros(40, 150, dtype=HALF)
     for dtype in (HALF, BRAIN, SINGLE):
         call = call_of((1, 2, 2, 40, 150, 64, 64), dtype)
@@ -258,7 +258,7 @@ def test_keys_to_the_right_of_the_diagonal_reach_nothing() -> None:
 
 
 def inside(tensor: Tensor) -> Tensor:
-    """Return a view of the tensor amid NaN on all sides, with equal strides between its rows."""
+    """Return a view of the tensor surrounded by NaN, with equal strides between its rows."""
     around = torch.full([size + 2 for size in tensor.shape], math.nan).to(tensor)
     view = around[tuple(slice(1, 1 + size) for size in tensor.shape)]
     view.copy_(tensor)

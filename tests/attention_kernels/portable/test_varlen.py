@@ -1,4 +1,4 @@
-"""Batches whose sequences differ in length: each is answered as if it were alone."""
+"""Batches whose sequences differ in length: each sequence is computed as if alone."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_any_packed_batch(data: st.DataObject) -> None:
 
 @pytest.mark.usefixtures("size")
 def test_what_another_element_holds_reaches_nobody_else() -> None:
-    """A block may reach past a sequence's end, into the next one's keys."""
+    """A block may extend past a sequence's end, into the next sequence's keys."""
     query, key, value = (normal(150, 2, 64, seed=seed) for seed in range(3))
     at = offsets([70, 80])
     expected = packed_prefill(query, key, value, at, at, 80)

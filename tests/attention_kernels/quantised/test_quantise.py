@@ -1,4 +1,4 @@
-"""Key and value in 8 bits: every number is near the original, scales are right, nothing else is
+"""Key and value in 8 bits: numbers are near the originals, scales are right, and no other memory is
 written."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ROUNDING = {torch.int8: 0.5 / 127, FP8: 16 / 448}
 
 
 def dequantised_key(quantised: QuantisedKeyValue, head_dim: int) -> Tensor:
-    """Return (B, Hkv, Sk, D) float32, without the mean where that was subtracted."""
+    """Return (B, Hkv, Sk, D) float32, without a subtracted mean."""
     groups = quantised.key.float().unflatten(2, (-1, GROUP))
     key = (groups * quantised.key_scale[..., None, None]).flatten(2, 3)
     return key[:, :, : quantised.kv_len, :head_dim]

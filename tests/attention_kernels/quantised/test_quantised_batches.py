@@ -1,4 +1,4 @@
-"""8-bit prefill of packed and padded batches, and under masks, each sequence by itself."""
+"""8-bit prefill of packed, padded and masked batches: each sequence is quantised separately."""
 
 from __future__ import annotations
 
@@ -81,7 +81,8 @@ PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": o
 def test_each_sequence_is_quantised_as_if_it_stood_alone(
     each: list[int], key_dtype: torch.dtype, smooth_k: bool
 ) -> None:
-    """The bits are equal, in groups of its own; a sequence without keys has a group of zeros."""
+    """Each sequence has its own groups with equal bits; a sequence without keys has a group of
+    zeros."""
     tokens = sum(each) + 1
     key, value = (normal(1, 2, tokens, 40, dtype=torch.float16, seed=seed) for seed in (1, 2))
     begins = offsets(*each)
@@ -157,8 +158,8 @@ def test_packed(form: str, head_dim: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
-    """They differ by the rounding of probabilities, which are in other blocks where queries are
-    few, and by less than 8 bits allow."""
+    """Outputs differ only by the rounding of probabilities, whose blocks differ if queries are
+    few."""
     call = call_of(271, 320, **PACKED, is_causal=True)
     output = find(name).attention(**call.arguments())
     at_q, at_k = offsets(*Q_LENGTHS), offsets(*K_LENGTHS)
@@ -214,7 +215,7 @@ def test_lengths_of_keys(name: str, form: str) -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("fp8_value", [False, True])
 def test_padding_before_the_keys(fp8_value: bool, is_causal: bool) -> None:
-    """The diagonal stays where the padding leaves it, as in `padded_prefill`."""
+    """The padding does not move the diagonal, as in `padded_prefill`."""
     starts, counts = lengths(0, 90, 199), lengths(130, 110, 1)
     call = call_of(200, 200, batch=3, is_causal=is_causal)
     places = torch.arange(200, device=DEVICE)

@@ -97,7 +97,7 @@ BEYOND = {
         True,
     ),
 }
-"""Shape, whether causal, options beyond SDPA, and whether there are sinks."""
+"""Shape, causality, options beyond SDPA, and presence of sinks."""
 
 
 def random_call(
@@ -160,7 +160,7 @@ class Interpreted:
         self._launch._kernel[grid](*tensors, *rest, **self._launch._options)
 
     def _at(self, first: Any, given: Any) -> Any:
-        """Return an argument of the launch, with all that is known from its first."""
+        """Return an argument of the launch, with the properties of the first launch's argument."""
         if first is None:
             assert given is None
             return None
@@ -203,7 +203,7 @@ def run(call: AttentionCall, kind: str, smooth_k: bool = True) -> Tensor:
 
 
 def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
-    """Check that the output is that of the 8-bit operands, apart from the rounding of
+    """Check that the output follows from the 8-bit operands, apart from rounding of
     probabilities."""
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k)
@@ -248,14 +248,14 @@ def test_its_operands_say(
 def test_its_operands_say_beyond_sdpa(
     device: torch.device, name: str, kind: str, smooth_k: bool
 ) -> None:
-    """The keys share an offset, so that the mean that was subtracted changes caps and sinks."""
+    """The keys share an offset, so that the subtracted mean affects caps and sinks."""
     shape, is_causal, variant, has_sinks = BEYOND[name]
     call = random_call(*shape, device=device, is_causal=is_causal, offset=2.0)
     sinks = torch.linspace(-3.0, 9.0, shape[1], device=device) if has_sinks else None
     call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
-    # The mean is not in 8 bits: it is multiplied with the original query.
+    # The mean is not quantised: it is multiplied with the original query.
     queries = [quantised_query(call, score_dtype)]
     keys = [dequantised_key(quantised, shape[5])]
     if quantised.key_mean is not None:
@@ -302,7 +302,7 @@ def test_near_the_reference(
 def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(
     device: torch.device, name: str
 ) -> None:
-    """Their rounding cannot be tested here, but that all blocks are in the sum can."""
+    """Their rounding cannot be tested here, only that the sum includes all blocks."""
     call = random_call(1, 2, 1, 140, 520, 64, device=device, is_causal=True)
     plain, tensor = find(name), find(f"{name}[accum=tensor]")
     expected = plain.attention(**call.arguments())
@@ -446,7 +446,7 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     )
     expected = run(second, kind)
     run(first, kind)
-    # Step by step it would fail.
+    # Running step by step would now fail.
     monkeypatch.setattr(quantised_prefill_module, "quantise_key_value", None)
     before = [each.clone() for each in (second.query, second.key, second.value)]
     torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)

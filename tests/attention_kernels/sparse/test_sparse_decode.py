@@ -1,4 +1,4 @@
-"""Decoding with chosen tokens: the choice, and attention to them alone."""
+"""Decoding with chosen tokens: the choice, and attention to the chosen tokens only."""
 
 from __future__ import annotations
 

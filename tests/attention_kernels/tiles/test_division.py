@@ -22,7 +22,7 @@ def in_python(number: int, reciprocal: int) -> int:
 
 @pytest.mark.parametrize("divisor", DIVISORS)
 def test_quotients_are_exact(divisor: int) -> None:
-    """The wrong quotients of an int32 that is not negative would be beside a multiple."""
+    """Wrong quotients would occur next to multiples of the divisor."""
     rng = random.Random(divisor)
     most = LARGEST // divisor
     for multiple in {0, 1, 2, most - 1, most, *(rng.randint(0, most) for _ in range(200))}:
@@ -32,5 +32,5 @@ def test_quotients_are_exact(divisor: int) -> None:
 
 
 def test_it_has_the_same_type_for_every_divisor() -> None:
-    """Triton would compile a kernel again for an int32 in the place of an int64."""
+    """Triton would recompile a kernel for an int32 in place of an int64."""
     assert all(2**31 <= reciprocal(divisor) < 2**63 for divisor in DIVISORS)

@@ -44,7 +44,7 @@ def test_what_is_no_range(text: str) -> None:
         ((0, 3), 4, 1, [0]),
         ((0, 1, 4, 5), 8, 2, [0, 1]),
         ((2, 3), 8, 2, [0]),
-        ((0, 1, 4), 8, 2, None),  # two query heads, one key head
+        ((0, 1, 4), 8, 2, None),  # two heads of one group, one of the other
         ((0, 4), 4, 4, None),  # there is no head 4
     ],
 )

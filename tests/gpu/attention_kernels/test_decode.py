@@ -99,8 +99,8 @@ def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
     ],
 )
 def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
-    """Lengths are from none to all, and large enough for an assignment. Calls are repeated three
-    times, since programs that merge must leave their counters as they found them."""
+    """Lengths range from zero to all keys, and are large enough for an assignment. Calls are
+    repeated three times, since programs that merge must leave their counters as they found them."""
     batch, kv_len = sizes[0], sizes[4]
     lengths = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
     used = torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device="cuda")
@@ -123,14 +123,14 @@ def test_latents_dealt_by_length(name: str, heads: int) -> None:
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latents_in_one_piece(heads: int) -> None:
-    """Large enough for tensor descriptors."""
+    """The calls are large enough for tensor descriptors."""
     call = call_of((4, heads, 1, 1, 17000, 576, 512))
     assert_kernel_right("triton-decode", replace(call, value=call.key[..., :512]))
 
 
 def test_programs_merge_together_whatever_else_runs() -> None:
-    """Beside another stream's calls some programs wait for longer than they do alone. The bits are
-    the same each time, since a row's parts are added in their order."""
+    """With calls on another stream, some programs wait longer. The bits stay the same, since a
+    row's parts are added in order."""
     call = call_of((8, 16, 1, 1, 9000, 576, 512))
     arguments = replace(call, value=call.key[..., :512]).arguments()
     decode = find("triton-decode").attention
@@ -216,7 +216,7 @@ def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
     ("name", "dtype"), zip(IN_8_BITS, [torch.int8, torch.float8_e4m3fn], strict=True)
 )
 def test_every_8_bit_number_is_converted_exactly(name: str, dtype: torch.dtype) -> None:
-    """Each number is a value of its own, and each query's weight is all on one key."""
+    """Each number is a separate value, and each query attends to a single key."""
     numbers = torch.arange(256, device="cuda", dtype=torch.uint8).view(dtype).half()
     numbers = numbers[numbers.isfinite() & (numbers != -128)]  # as many on either side of 0
     numbers = torch.nn.functional.pad(numbers, (0, 256 - len(numbers))).view(2, 128)

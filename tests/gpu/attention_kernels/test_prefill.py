@@ -1,7 +1,7 @@
 """The prefill and variable-length kernels compiled, on shapes that models have.
 
-Each head_dim, type, kind of mask and causal or not is another program, which takes seconds to
-compile: not every combination is tested.
+Each combination of head_dim, type, mask and causality is a separate program that takes seconds to
+compile, so only some combinations are tested.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def verify(name: str, call: AttentionCall) -> None:
         ((2, 4, 2, 7, 1, 64, 64), False, torch.bfloat16),
         ((2, 4, 2, 1, 7, 256, 256), False, torch.bfloat16),
         ((1, 4, 2, 1000, 1000, 192, 128), True, torch.bfloat16),
-        # So few scores are loaded through pointers.
+        # Calls with few scores are loaded through pointers.
         ((1, 16, 4, 300, 512, 128, 128), True, torch.bfloat16),
         ((2, 16, 16, 77, 77, 64, 64), False, torch.float16),
         ((2, 10, 10, 3000, 77, 64, 128), False, torch.bfloat16),
@@ -130,7 +130,7 @@ def test_more_elements_than_an_int32_counts() -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("is_float", [False, True])
 def test_what_a_mask_hides_is_skipped(head_dim: int, is_float: bool) -> None:
-    """Each head has a window of another width; the last head sees everything."""
+    """Each head has a window of a different width; the last head sees everything."""
     distance = (
         torch.arange(2100, device="cuda") - torch.arange(1500, device="cuda")[:, None]
     ).abs()

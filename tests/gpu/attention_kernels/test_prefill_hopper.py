@@ -1,7 +1,7 @@
 """`triton-fa3` on a Hopper GPU: every shape, stride and type against float64 attention.
 
-Head dimensions to 64 share one tile, and so do those from there to 128. A program is compiled for a
-tile, a type, causal or not, with or without logarithms, and a schedule. These tests need 16.
+Head dimensions up to 64 share one tile, and so do larger ones up to 128. A program is compiled for
+each tile, type, causality, schedule, and with or without logarithms. These tests need 16.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def call_of(
 
 
 def poison(shape: torch.Size, dtype: torch.dtype) -> None:
-    """Leave NaN in the memory that the next output of this shape gets."""
+    """Fill the memory that the next output of this shape gets with NaN."""
     torch.full(shape, float("nan"), device=DEVICE, dtype=dtype)
 
 
@@ -91,7 +91,7 @@ def test_float16(head_dim: int, is_causal: bool, sizes: Sizes) -> None:
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("head_dim", [128, 72, 64])
 def test_views_of_one_projection(head_dim: int, is_causal: bool) -> None:
-    """Query, key and value lie as a fused linear layer leaves them, a token's heads together."""
+    """Query, key and value have the layout of a fused linear layer, a token's heads together."""
     packed = torch.randn(2, 333, 3, 4, head_dim, device=DEVICE, dtype=torch.bfloat16)
     query, key, value = (packed[:, :, part].transpose(1, 2) for part in range(3))
     check(AttentionCall(query, key, value, is_causal=is_causal))
@@ -183,7 +183,7 @@ def stairs(head_dim: int, step: float, dtype: torch.dtype) -> AttentionCall:
 @pytest.mark.parametrize("step", [3.0, 9.0, 30.0, 150.0])
 @pytest.mark.parametrize("head_dim", [64, 128, 96, 256])
 def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtype) -> None:
-    """Weights relative to an earlier largest score would overflow."""
+    """Weights relative to an earlier maximum score would overflow."""
     call = stairs(head_dim, step, dtype)
     check(call)
     check(replace(call, query=call.query[:, :, :100], is_causal=True, variant=BOTTOM_RIGHT))
@@ -191,7 +191,7 @@ def test_scores_that_rise_and_fall(head_dim: int, step: float, dtype: torch.dtyp
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
-    """A warp moves the reference only of rows whose weights get too large."""
+    """A warp moves the reference only for rows whose weights get too large."""
     call = call_of((1, 2, 1, 300, 3000), head_dim, is_causal=False)
     moving = torch.arange(300, device=DEVICE) % 3 == 0
     rising = torch.linspace(0, 60, 3000, device=DEVICE)[:, None].to(torch.bfloat16)
@@ -292,7 +292,7 @@ def test_packed(head_dims: tuple[int, int], form: str) -> None:
         output = kernel.attention(**asked.arguments())
         verdict = judge(output, expected, "exact")
         assert verdict.passed, verdict.sentence
-    # A sequence whose keys are all NaN is NaN alone.
+    # Only the sequence whose keys are all NaN becomes NaN.
     for tensor in (call.key, call.value):
         tensor[:, :, 751:2051] = float("nan")
     is_nan = kernel.attention(**call.arguments()).isnan().any(-1)[0]
@@ -303,7 +303,7 @@ def test_packed(head_dims: tuple[int, int], form: str) -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_padded(head_dim: int) -> None:
-    """NaN in the padding, before and after the keys that count, reaches nothing."""
+    """NaN in the padding, before and after the keys, reaches no output."""
     lengths = torch.tensor([[0, 500], [130, 370], [61, 64]], device=DEVICE)
     keys = torch.arange(500, device=DEVICE)
     counts = (keys >= lengths[:, :1]) & (keys < lengths[:, 1:] + lengths[:, :1])

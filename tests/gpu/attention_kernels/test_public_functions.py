@@ -1,4 +1,4 @@
-"""Every public function of attention_kernels, called once; needs torch, Triton and pytest alone.
+"""Every public function of attention_kernels, called once; needs only torch, Triton and pytest.
 
 To test a wheel installed by itself, copy this file away from the checkout and run it with pytest.
 """

@@ -34,7 +34,7 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
     from attention_kernels.quantised import quantised_prefill
 
     monkeypatch.setattr(quantised_prefill, "has_gluon_kernels", lambda device: False)
-    for plans in ("_calls", "_repetitions"):  # without those for Hopper
+    for plans in ("_calls", "_repetitions"):  # without plans for Hopper
         monkeypatch.setattr(quantised_prefill, plans, PlanCache())
 
 
@@ -188,9 +188,9 @@ BEYOND: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": -math.inf},
     "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
 }
-"""Options beyond SDPA; `sinks` is that of a head, the others are random."""
+"""Options beyond SDPA; `sinks` is one head's sink, other sinks are random."""
 LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
-"""Numbers of queries and keys; the last are so few tiles that programs share them."""
+"""Numbers of queries and keys; the last pair has so few tiles that programs share them."""
 
 
 def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:
