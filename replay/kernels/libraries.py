@@ -51,8 +51,7 @@ class Library:
         return found
 
     def unavailable(self, device: torch.device) -> str | None:
-        """Return the reason why the library cannot be used on a device, the hardest to fix
-        first."""
+        """Return why the library cannot be used on a device, the hardest problem first."""
         if reason := self.wrong_device(device):
             return reason
         installed = version(self.package)

@@ -46,8 +46,7 @@ class TrialOutcome:
         return self.status in FAILURES
 
     def is_like(self, other: TrialOutcome) -> bool:
-        """Return True if both failures have the same status and, if they raise, the same
-        exception."""
+        """Return True if both failures have the same status and exception."""
         return self.status == other.status and self._exception == other._exception
 
     @property

@@ -49,8 +49,7 @@ def _gathered(call: AnyCall) -> AnyCall:
 
 
 def _seen(call: AnyCall) -> Tensor | None:
-    """Return visible keys apart from the mask, (B or 1, 1, Sq, Sk) bool; None if all are
-    visible."""
+    """Return the keys visible without `attn_mask`, (B or 1, 1, Sq, Sk) bool; None for all."""
     q_len, kv_len, device = call.query.shape[2], call.key.shape[2], call.query.device
     if not (call.is_causal or call.features):
         return None

@@ -114,8 +114,7 @@ def _smoothing(smooth_k: bool, smooth_v: bool = False) -> list[str]:
 
 
 def _cuda_variants(accumulators: dict[str, bool], takes_smooth_v: bool = True) -> Variants:
-    """Return the variants of a CUDA function; `accumulators` tells where `smooth_v` has an
-    effect."""
+    """Return a CUDA function's variants; `accumulators` tells where `smooth_v` has an effect."""
     found: Variants = {}
     for quant, (accum, effective), smooth_k, smooth_v in itertools.product(
         ("per_warp", "per_thread"), accumulators.items(), (True, False), (False, True)
