@@ -118,5 +118,8 @@ def _refusal(name: str, error: Exception) -> str:
         installed = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
         return f"{__name__}.{name} needs Triton: pip install triton"
+    if isinstance(error, ModuleNotFoundError) and error.name and "triton" not in error.name:
+        # Triton's interpreter needs NumPy, which neither Triton nor PyTorch requires.
+        return f"{__name__}.{name} needs {error.name}: pip install {error.name}"
     least = "3.6" if name == "hopper_prefill" else "3.4"
     return f"{__name__}.{name} needs Triton {least} or newer ({installed} is installed): {error}"

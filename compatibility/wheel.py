@@ -47,7 +47,8 @@ def try_wheel(wheel: Path, commands: tuple[tuple[str, ...], ...]) -> None:
         pip = [str(programs / "python"), "-m", "pip", "install", "--quiet"]
         pip += ["--disable-pip-version-check", "--constraint", str(REPOSITORY / "constraints.txt")]
         # torch first and on its own: only its exact version determines which wheel is installed.
-        for what in ("torch", str(wheel)):
+        # Triton's interpreter needs NumPy.
+        for what in ("torch", "numpy", str(wheel)):
             subprocess.run([*pip, what], check=True)
         for program, *arguments in commands:
             print("$", program, *arguments, flush=True)
