@@ -59,7 +59,7 @@ def without_collecting() -> Iterator[None]:
 def import_for_good(*names: str) -> None:
     """Import modules that stay loaded until the process ends.
 
-    If the first module was not loaded yet, this process runs one of our commands. In that case the
+    If the first module has not been loaded yet, this process runs one of our commands. Then the
     garbage collector ignores the modules' objects, and they are not freed one by one at exit.
     """
     is_own = names[0] not in sys.modules

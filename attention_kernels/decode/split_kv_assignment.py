@@ -5,9 +5,9 @@ computes the same maximum size of a part, and finds its own part by counting the
 longer sequence has more parts, and all parts are about equally long, so that programs end at about
 the same time. Programs beyond the last part end at once.
 
-If a part has at most c blocks, the n blocks of a head make ⌈n / c⌉ parts, at most n / c + 1. If c
-is at least the total number of blocks divided by `shares`, all heads together have at most `shares`
-parts plus one per head, which is the number of programs.
+If a part has at most c blocks, the n blocks of a head make ⌈n / c⌉ parts, at most n / c + 1. Let c
+be at least the total number of blocks divided by `shares`. Then there are at most `shares` parts
+plus one per head, and as many programs are launched.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from benchmarks.public_tests.on_cpu import on_cpu
 from benchmarks.public_tests.running import Arguments, Outcome, sample
 
 JUDGED_AT_ONCE = 4
-"""Comparisons of a job, which takes seconds, mostly for compiling."""
+"""Number of comparisons per job. A job takes seconds, most of them spent compiling."""
 
 
 class Job(NamedTuple):

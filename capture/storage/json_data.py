@@ -44,7 +44,7 @@ def fields_of(kind: type, data: Any, *, ignore_unknown: bool = False) -> dict[st
     `dict[str, Any]`. A missing field keeps its default.
     """
     if not isinstance(data, dict):
-        raise ValueError(f"{kind.__name__} is not an object: {shown(data)}")
+        raise ValueError(f"expected a JSON object for {kind.__name__}, got {shown(data)}")
     hints = _hints(kind)
     known = {item.name: item for item in dataclasses.fields(kind)}
     if unknown := sorted(data.keys() - known.keys()):

@@ -257,7 +257,9 @@ def add_workers(group: argparse._ActionsContainer, *, in_process: bool = True) -
     )
     if in_process:
         waiting.add_argument(
-            "--in-process", action="store_true", help="use no worker processes: a crash ends all"
+            "--in-process",
+            action="store_true",
+            help="run without workers; a crash then ends the run",
         )
 
 

@@ -374,7 +374,7 @@ def _join(address: str, connect: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
-    """Delay the end by SIGTERM until the block has cleaned up, which Ray's handlers do not ensure.
+    """On SIGTERM, exit only after the block has cleaned up; Ray's handlers do not ensure this.
 
     Yields:
         A function to call after Ray has set its own handlers.

@@ -144,7 +144,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
 
 
 def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], process_state: ProcessState) -> Hear:
-    """Return `hear` with a warm-up before the first reply, for which the judge takes longest."""
+    """Return `hear`, wrapped to warm up before the first reply, which takes the judge longest."""
     waiting = list(kernels)
 
     def hear_busily() -> dict[str, Any]:

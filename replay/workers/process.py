@@ -353,7 +353,7 @@ class First(NamedTuple):
     judge: Process
 
     def prepare(self, device: str | None) -> None:
-        """Let both processes start a device, without waiting; None for the default device."""
+        """Tell both processes to initialise a device (None: the default one), without waiting."""
         for process in self:
             process.prepare(do="touch", device=device)
 

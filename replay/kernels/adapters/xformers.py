@@ -3,9 +3,9 @@
 The function takes BSHD; grouped heads as views with a fifth dimension; a mask as a bias of the
 query's dtype; and the library's own masks: `LowerTriangularMask`, aligned top left like SDPA's
 causal mask, and others for bottom right, windows and packed sequences (`BlockDiagonalMask`). A bool
-mask becomes a bias inside the timed call. Bias rows must be aligned to 8 elements: parts of a
-larger mask are copied if they are not, and masks over other numbers of keys are refused rather than
-padded.
+mask becomes a bias inside the timed call. Bias rows must be aligned to 8 elements: an
+unaligned slice of a larger mask is copied. A mask whose number of keys is not a multiple of 8 is
+refused, not padded.
 
 Windows run only on the library's FlashAttention; everything else also runs on PyTorch's efficient
 kernel. Without its compiled part the library can be imported, but refuses every call.

@@ -1,4 +1,4 @@
-"""The decode kernels compiled, on shapes that models have, in graphs and on several streams."""
+"""Compiled decode kernels on shapes of real models, in CUDA graphs and on several streams."""
 
 from __future__ import annotations
 

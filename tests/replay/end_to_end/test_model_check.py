@@ -203,7 +203,7 @@ def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> No
     second = process.log[process.log.index("build", 1) + 1 :]
     for name in (BASELINE.name, "b"):
         assert own.measured[RUN].ms.n == b.measured[RUN].ms.n == 3
-        # Every variant ran once in the first process, three times timed, and once as warm-up.
+        # Each variant ran once in the first process, once to warm up, and three times to be timed.
         assert process.log.count(name) == 5
         assert second.count(name) >= 2
     assert process.log.count("a") == 3

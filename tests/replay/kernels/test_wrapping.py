@@ -156,8 +156,8 @@ ADAPTED = [
     if kernel.library and not kernel.variant_of
     if not name.startswith("torch-") and name != "flash-mla"
 ]
-"""Kernels of libraries, except wrappers of PyTorch's SDPA, which repeat PyTorch's reasons, and
-FlashMLA, which supports no call of SDPA."""
+"""Library kernels, with two exceptions: wrappers of PyTorch's SDPA only repeat PyTorch's reasons,
+and FlashMLA supports no SDPA call."""
 
 
 def supported(kernel: Kernel, make_call: MakeCall, **changes: Any) -> AttentionCall:
