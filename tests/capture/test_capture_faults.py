@@ -333,13 +333,13 @@ def test_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_pat
         taken, done = threading.Event(), threading.Event()
 
         def hold() -> None:
-            with recording._lock:
+            with recording.calls.lock:
                 taken.set()
                 done.wait(60)
 
         thread = threading.Thread(target=hold)
         thread.start()
-        taken.wait(60)
+        assert taken.wait(60)
 
         def leaves() -> None:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -352,7 +352,7 @@ def test_child_that_is_forked_while_a_thread_records_can_leave_the_block(tmp_pat
     assert os.waitstatus_to_exitcode(status) == 7
 
 
-@pytest.mark.parametrize("held", ["_writer._changed", "_lock", "_target._journal._lock"])
+@pytest.mark.parametrize("held", ["_writer._changed", "calls.lock", "_target._journal._lock"])
 @ending
 def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
     held: str, sent: signal.Signals, tmp_path: Path
@@ -532,7 +532,7 @@ def test_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
         recording = recorded(out, int, replace, int)
     assert (recording.kept, recording.lost) == (0, 3)
     assert recording.problems[1] == (
-        f"{out} was replaced meanwhile: the calls are not listed; if it was moved, "
+        f"{out} was replaced meanwhile, so the calls are not listed; if it was moved, "
         "`capture repair` lists its calls in the new place"
     )
     assert not any(elsewhere.iterdir())

@@ -164,7 +164,7 @@ def test_the_paragraph_that_explains_a_kernel(
     [
         ('{"kernel": "fast"}', "was not written by `replay verify --checks` of this version"),
         ("[1]", "was not written by `replay verify --checks` of this version"),
-        ("[" * 100_000, "was not written by `replay verify --checks` of this version"),
+        ("[" * 100_000, "was not written by `replay verify --checks`"),
         ("", "has no kernel to explain: choose some with --kernels"),
         (None, "cannot read"),
     ],
