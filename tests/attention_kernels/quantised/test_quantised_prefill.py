@@ -431,7 +431,7 @@ def test_core_alone(device: torch.device) -> None:
 
 @each_kind
 def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
-    """Where kernels are compiled, later calls take another path than the first."""
+    """Compiled kernels take another path in later calls than in the first."""
     calls = [random_call(2, 4, 2, 70, 200, 40, device, offset=offset) for offset in (0, 2, 0.5)]
     for call in (*calls, *calls):
         check(call, kind)
