@@ -209,7 +209,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
 
 @pytest.mark.usefixtures("package")
 def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
-    # Not all kernels: those that other tests registered would change the columns' widths.
+    # Kernels that other tests registered would change the widths of the columns.
     code, out, err = run_cli("kernels", "offered*", "--device", "cpu")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
