@@ -210,7 +210,7 @@ def test_a_package_offers_kernels(run: Run) -> None:
 @pytest.mark.usefixtures("package")
 def test_offered_kernels_are_listed(run_cli: RunCli) -> None:
     # Kernels that other tests registered would change the widths of the columns.
-    code, out, err = run_cli("kernels", "offered*", "--device", "cpu")
+    code, out, err = run_cli("kernels", "offered*", "--device", "cpu", "--in-process")
     assert (code, err) == (0, "")
     text = " ".join(out.split())
     assert "offered from my_file:my_attention available" in text
