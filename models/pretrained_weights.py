@@ -1,7 +1,7 @@
 """Finds the weights that ship with this package: small models of the official classes.
 
 ``models/pretrained/NAME`` is a directory that ``save_pretrained`` wrote, with a model card.
-``python -m training.NAME`` in the repository retrains it.
+``python -m benchmarks.training.NAME`` in the repository retrains it.
 """
 
 from __future__ import annotations

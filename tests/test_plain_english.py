@@ -25,7 +25,6 @@ HOUSES = (
     "compatibility",
     "models",
     "replay",
-    "training",
     "tests",
 )
 

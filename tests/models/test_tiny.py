@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from huggingface_hub import HfApi
 
 import models
+from benchmarks.training import judge, shapes
 from models import pretrained_weights
-from training import judge, shapes
 
 Tiny = Callable[[str], models.Runnable]
 Calls = list[tuple[torch.Tensor, torch.Tensor]]

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.training import judge, shapes
+from benchmarks.training.shapes import Scene, Thing
 from models.offline_tokenizers import clip_tokenizer, t5_tokenizer
-from training import judge, shapes
-from training.shapes import Scene, Thing
 
 ALL = {"pictures": shapes.pictures(), "videos": shapes.videos()}
 CANVAS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,7 @@
 """Measure how structured attention is, layer by layer, with trained and with random weights.
 
-    python -m training.attention_structure                    all three built-in models
-    python -m training.attention_structure llama --steps 2
+    python -m benchmarks.training.attention_structure                    all three built-in models
+    python -m benchmarks.training.attention_structure llama --steps 2
 
 Calls are recorded with our own `capture`, over every layer and step of one full inference; decode
 calls, which have one query, are left out. A Markdown table goes to stdout.
@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 import models
+from benchmarks.training.card import machine, table
 from capture import load, record
 from capture.call.statistics import CallStatistics, call_statistics, mean
-from training.card import machine, table
 
 MOST_CALLS = 400
 
@@ -72,7 +72,7 @@ def compare(name: str, steps: int | None = None) -> list[list[str]]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m training.attention_structure")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training.attention_structure")
     names = ["cogvideo", "flux", "llama"]
     parser.add_argument("models", nargs="*", metavar="MODEL", help=f"any of {', '.join(names)}")
     parser.add_argument("--steps", type=int, help="denoising steps (default: the model's own)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from training.conditioning import NOISIER, draw_times, start_as_identity
+from benchmarks.training.conditioning import NOISIER, draw_times, start_as_identity
 
 CPU = torch.device("cpu")
 

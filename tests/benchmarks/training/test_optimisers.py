@@ -9,8 +9,8 @@ import pytest
 import torch
 from diffusers import CogVideoXTransformer3DModel
 
-from training import cogvideo, flux
-from training.optimisers import adamw, hidden_matrices, muon
+from benchmarks.training import cogvideo, flux
+from benchmarks.training.optimisers import adamw, hidden_matrices, muon
 
 
 def test_only_what_is_inside_of_the_blocks_and_modulates_nothing() -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.optimisers import adamw, muon
+from benchmarks.training.optimisers import adamw, muon
 
 SAVE_SECONDS = 60.0
 REPORT_SECONDS = 5.0

@@ -2,7 +2,7 @@
 
 A scene is what its caption describes; everything else (size, place, speed, the texture of the
 background) is drawn at random. Colours are saturated and backgrounds grey, so that
-``training.judge`` can detect a scene from its pixels.
+``benchmarks.training.judge`` can detect a scene from its pixels.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from training import shapes
-from training.loop import History, Stage, train
-from training.shapes import Scene
+from benchmarks.training import shapes
+from benchmarks.training.loop import History, Stage, train
+from benchmarks.training.shapes import Scene
 
 DIVERGENCE = 5e-4  # weight of the KL term per latent value: gives latents of about unit size
 CROPPED = 0.5  # share of the time spent on crops of half the side

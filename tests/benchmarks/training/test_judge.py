@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from training import judge, shapes
-from training.shapes import Scene, Thing
+from benchmarks.training import judge, shapes
+from benchmarks.training.shapes import Scene, Thing
 
 MOVING = Scene((Thing("striped", "red", "circle"),), "dark", motion="right")
 PAIR = Scene(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from training.shapes import COLOURS, LAYOUTS, MOTIONS, SHAPES, Scene
+from benchmarks.training.shapes import COLOURS, LAYOUTS, MOTIONS, SHAPES, Scene
 
 SATURATED = 0.2  # largest minus smallest channel
 SMALLEST = 0.01  # area of a thing, as a share of the picture

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from training import card, figures
+from benchmarks.training import card, figures
 
 
 def test_sections_stand_in_their_order(tmp_path: Path) -> None:

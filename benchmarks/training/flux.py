@@ -1,4 +1,4 @@
-"""Train the built-in Flux to draw captioned shapes: python -m training.flux"""
+"""Train the built-in Flux to draw captioned shapes: python -m benchmarks.training.flux"""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from diffusers import (
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
+from benchmarks.training import card, figures, judge, options, shapes
+from benchmarks.training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
+from benchmarks.training.conditioning import draw_times, start_as_identity, token_ids
+from benchmarks.training.loop import History, Stage, train
+from benchmarks.training.optimisers import hidden_matrices, require_muon
+from benchmarks.training.shapes import Scene
 from models.built_in.flux import VARIANTS
 from models.diffusion import tiny_t5
 from models.offline_tokenizers import clip_tokenizer, t5_tokenizer
-from training import card, figures, judge, options, shapes
-from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
-from training.conditioning import draw_times, start_as_identity, token_ids
-from training.loop import History, Stage, train
-from training.optimisers import hidden_matrices, require_muon
-from training.shapes import Scene
 
 VARIANT = VARIANTS["flux"]
 TEXT_TOKENS = 64
@@ -164,18 +164,18 @@ def main(arguments: list[str] | None = None) -> None:
         "Built-in Flux",
         {
             "What it is": (
-                "A `FluxPipeline` trained by `python -m training.flux` to draw captioned shapes: "
-                "transformer of 1 double and 2 single blocks of 2 heads of 128, over "
-                f"{TEXT_TOKENS} text and {tokens:,} image tokens; an autoencoder that compresses "
-                "4×4 pixels into 4 channels; a T5 encoder (2 layers, 64 wide) and a CLIP text "
-                "model (2 layers, 64 wide), trained with the transformer. All captions look like "
-                f"“{wanted[0]}”."
+                "A `FluxPipeline` trained by `python -m benchmarks.training.flux` to draw "
+                "captioned shapes: transformer of 1 double and 2 single blocks of 2 heads of 128, "
+                f"over {TEXT_TOKENS} text and {tokens:,} image tokens; an autoencoder that "
+                "compresses 4×4 pixels into 4 channels; a T5 encoder (2 layers, 64 wide) and a "
+                "CLIP text model (2 layers, 64 wide), trained with the transformer. All captions "
+                f"look like “{wanted[0]}”."
             ),
             "Data and licence": (
-                f"Procedural pictures of {scale.side}×{scale.side} pixels (`training/shapes.py`): "
-                f"{len(seen):,} captions to train, {len(held_out):,} held out, "
-                f"{len(scenes):,} pictures. Nothing was downloaded. Data and weights are under "
-                "this package's licence."
+                f"Procedural pictures of {scale.side}×{scale.side} pixels "
+                f"(`benchmarks/training/shapes.py`): {len(seen):,} captions to train, "
+                f"{len(held_out):,} held out, {len(scenes):,} pictures. Nothing was "
+                "downloaded. Data and weights are under this package's licence."
             ),
             "Size": card.sizes(given.out),
             "Training": (
@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> None:
             "Measured": (
                 f"{len(wanted)} pictures of {len(set(wanted))} held-out captions, bfloat16, "
                 f"guidance {VARIANT.guidance_scale:g}; how often what the caption says is seen by "
-                "`training/judge.py`, which reads pixels and not the caption:\n\n"
+                "`benchmarks/training/judge.py`, which reads pixels and not the caption:\n\n"
                 + card.rates_table(rates)
                 + "\n\nA shape or texture counts only where a thing of its colour is seen. The "
                 + f"autoencoder alone has PSNR {psnr:.1f} dB on such pictures. Below: half "

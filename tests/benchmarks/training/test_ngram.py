@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from training.ngram import KneserNey
+from benchmarks.training.ngram import KneserNey
 
 # Bigrams of 0 1 0 1 0 2 (ids below 4): 01 twice, 10 twice, 02 once.
 TOKENS = np.array([0, 1, 0, 1, 0, 2])

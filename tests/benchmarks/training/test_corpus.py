@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from training import corpus, llama
-from training.ngram import KneserNey
+from benchmarks.training import corpus, llama
+from benchmarks.training.ngram import KneserNey
 
 
 @pytest.fixture(scope="module")

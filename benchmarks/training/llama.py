@@ -1,4 +1,4 @@
-"""Train the built-in Llama on the text that Python ships: python -m training.llama"""
+"""Train the built-in Llama on the text that Python ships: python -m benchmarks.training.llama"""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from training import card, corpus, figures, options
-from training.corpus import Document
-from training.loop import Stage, train
-from training.ngram import KneserNey
+from benchmarks.training import card, corpus, figures, options
+from benchmarks.training.corpus import Document
+from benchmarks.training.loop import Stage, train
+from benchmarks.training.ngram import KneserNey
 
 PASSES = 20  # over the text: with more, the model memorises it
 HELD_OUT_CHARACTERS = 6000  # of each document in the shipped prompt
@@ -139,9 +139,9 @@ def main(arguments: list[str] | None = None) -> None:
         "Built-in Llama",
         {
             "What it is": (
-                "A `LlamaForCausalLM` trained by `python -m training.llama` to continue Python "
-                f"source and its documentation: {scale.layers} layers, 4 heads of 128 over 2 "
-                f"key/value heads, {scale.hidden} wide, {len(reloaded)} byte-pair tokens, "
+                "A `LlamaForCausalLM` trained by `python -m benchmarks.training.llama` to continue "
+                f"Python source and its documentation: {scale.layers} layers, 4 heads of 128 over "
+                f"2 key/value heads, {scale.hidden} wide, {len(reloaded)} byte-pair tokens, "
                 f"trained on windows of {scale.context:,} tokens."
             ),
             "Data and licence": (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from training import loop
-from training.loop import History, Stage, train
+from benchmarks.training import loop
+from benchmarks.training.loop import History, Stage, train
 
 STAGE = Stage("a test", steps=24, seconds=1e9, learning_rate=1e-2, average=0.9)
 CPU = torch.device("cpu")

@@ -11,9 +11,9 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from transformers.utils import logging as transformers_logging
 
-from training.loop import Stage
+from benchmarks.training.loop import Stage
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,9 @@ class Options:
 
 
 def parse(name: str, description: str | None, arguments: list[str] | None) -> Options:
-    parser = argparse.ArgumentParser(prog=f"python -m training.{name}", description=description)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks.training.{name}", description=description
+    )
     parser.add_argument("--out", type=Path, help="for weights and card (default models/pretrained)")
     parser.add_argument("--work", type=Path, help="for checkpoints, to resume a stopped run")
     parser.add_argument("--restart", action="store_true", help="delete the checkpoints")
@@ -52,7 +54,7 @@ def parse(name: str, description: str | None, arguments: list[str] | None) -> Op
     parser.add_argument("--library", type=Path, help="another Python's lib/python3.x (llama)")
     parser.add_argument("--smoke", action="store_true", help="a few steps on small data")
     given = parser.parse_args(arguments)
-    runs = ROOT / "training" / "runs"
+    runs = ROOT / "benchmarks" / "training" / "runs"
     work = given.work or runs / (f"{name}-smoke" if given.smoke else name)
     # The output of a smoke run must not pass for real weights.
     out = given.out or (work / "weights" if given.smoke else ROOT / "models" / "pretrained" / name)

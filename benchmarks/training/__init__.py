@@ -1,8 +1,8 @@
 """Train the built-in weights: one script per model, and the code they share.
 
-    python -m training.llama        a language model of the standard library's own text
-    python -m training.flux         pictures of captioned shapes
-    python -m training.cogvideo     videos of a moving captioned shape
+    python -m benchmarks.training.llama        a language model of the standard library's own text
+    python -m benchmarks.training.flux         pictures of captioned shapes
+    python -m benchmarks.training.cogvideo     videos of a moving captioned shape
 
 Each script generates its data, trains, saves, reloads the saved model as a user would, evaluates
 it, and writes the model card next to the weights. Nothing is downloaded. Not part of the installed

@@ -1,4 +1,4 @@
-"""Train the built-in CogVideoX to move captioned shapes: python -m training.cogvideo"""
+"""Train the built-in CogVideoX to move captioned shapes: python -m benchmarks.training.cogvideo"""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from diffusers import AutoencoderKLCogVideoX, CogVideoXPipeline, CogVideoXTransformer3DModel
 from torch import Tensor, nn
 
+from benchmarks.training import card, figures, judge, options, shapes
+from benchmarks.training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
+from benchmarks.training.conditioning import draw_times, start_as_identity, token_ids
+from benchmarks.training.loop import History, Stage, train
+from benchmarks.training.optimisers import hidden_matrices, require_muon
+from benchmarks.training.shapes import Scene
 from models.built_in.cogvideo import VARIANTS, scheduler
 from models.diffusion import tiny_t5
 from models.offline_tokenizers import t5_tokenizer
-from training import card, figures, judge, options, shapes
-from training.autoencoder import Canvas, encode_scenes, reconstruct, train_autoencoder
-from training.conditioning import draw_times, start_as_identity, token_ids
-from training.loop import History, Stage, train
-from training.optimisers import hidden_matrices, require_muon
-from training.shapes import Scene
 
 VARIANT = VARIANTS["cogvideo"]
 TEXT_TOKENS = 64
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, judge, and write the card."""
     given = options.parse("cogvideo", __doc__, arguments)
     require_muon()
-    torch.backends.cuda.enable_cudnn_sdp(False)  # training.flux explains why
+    torch.backends.cuda.enable_cudnn_sdp(False)  # benchmarks.training.flux explains why
     scale = SMOKE if given.smoke else FULL
     stages = given.limited([scale.autoencoder, scale.transformer])
     canvas, device, seed = scale.canvas, given.device, given.seed
@@ -160,8 +160,8 @@ def main(arguments: list[str] | None = None) -> None:
         "Built-in CogVideoX",
         {
             "What it is": (
-                "A `CogVideoXPipeline` trained by `python -m training.cogvideo` to move a "
-                "captioned shape in the captioned direction: transformer of 4 layers of 3 heads "
+                "A `CogVideoXPipeline` trained by `python -m benchmarks.training.cogvideo` to move "
+                "a captioned shape in the captioned direction: transformer of 4 layers of 3 heads "
                 f"of 64, over {TEXT_TOKENS} text and {tokens:,} video tokens; an autoencoder that "
                 f"compresses {FRAMES_PER_LATENT}×4×4 pixels into {LATENT_CHANNELS} channels; a T5 "
                 "encoder (2 layers, 64 wide), trained with the transformer. All captions look "
@@ -169,9 +169,9 @@ def main(arguments: list[str] | None = None) -> None:
             ),
             "Data and licence": (
                 f"Procedural videos of {canvas.frames} frames of {canvas.width}×{canvas.height} "
-                f"pixels (`training/shapes.py`): {len(seen)} captions to train, {len(held_out)} "
-                f"held out, {len(scenes):,} videos. Nothing was downloaded. Data and weights are "
-                "under this package's licence."
+                f"pixels (`benchmarks/training/shapes.py`): {len(seen)} captions to "
+                f"train, {len(held_out)} held out, {len(scenes):,} videos. "
+                "Nothing was downloaded. Data and weights are under this package's licence."
             ),
             "Size": card.sizes(given.out),
             "Training": (
@@ -184,7 +184,8 @@ def main(arguments: list[str] | None = None) -> None:
             ),
             "Measured": (
                 f"{len(wanted)} held-out captions, bfloat16; how often what the caption says is "
-                "seen by `training/judge.py`, which reads pixels and not the caption:\n\n"
+                "seen by `benchmarks/training/judge.py`, which reads pixels and not the "
+                "caption:\n\n"
                 + card.rates_table(rates)
                 + "\n\nA shape or texture counts only where a thing of its colour is seen; given "
                 f"the colour, a guess gets {1 / len(shapes.SHAPES):.0%} of the shapes and "
