@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -91,7 +90,6 @@ def test_the_first_run_is_the_baseline_of_the_next(workspace: Path) -> None:
     assert (workspace / "kept" / "baseline.jsonl").read_text() == (
         results / "rows.jsonl"
     ).read_text()
-    assert {each["unit"] for each in json.loads((results / "benchmark.json").read_text())} == {"ms"}
 
     (workspace / "mine.py").write_text(KERNEL.format(changed=" * 1.1"))
     done = run(workspace)

@@ -5,22 +5,19 @@ from __future__ import annotations
 import io
 import os
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from replay.api.measured_rows import Rowlike, rows_of
-from replay.comparison.baselines import as_run, is_file, load, machine_of
 from replay.comparison.comparison import Comparison, basis_of, to_json
 from replay.comparison.comparison import compare as compare_runs
-from replay.comparison.row_matching import ComparisonError, Run
+from replay.comparison.row_matching import ComparisonError, Run, read_run
 from replay.comparison.speed_change import Basis
 from replay.comparison.spread import read_spread
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import sections
-from replay.rows.row_files import RowsError, read_jsonl
 
 WIDTH = 100
 """Width of a printed comparison, in columns."""
@@ -53,13 +50,12 @@ def compare(
     """Compare two runs: speed and accuracy of the same kernel on the same call.
 
     Args:
-        before: rows of the earlier run, their file, or the name of a baseline stored for the type
-            of machine that `after` was measured on.
+        before: rows of the earlier run, or their file.
         after: rows of the later run, or their file.
         of: `speed-up` or `time`. The default is speed-ups over the baseline, which do not change
             when the whole machine drifts; it is times if the baseline's own version changed.
-        spread: difference between two equal runs: a share such as 0.015 or `1.5%`, the JSON file of
-            a self-test, or a file with the rows of a repetition of `before`.
+        spread: difference between two equal runs: a share such as 0.015 or `1.5%`, or a file with
+            the rows of a repetition of `before`.
 
     Returns:
         A comparison with a verdict for every row; `kernels` has one for each kernel.
@@ -74,22 +70,10 @@ def compare(
     if of not in (None, "speed-up", "time"):
         raise ComparisonError(f"invalid basis {of!r}: choose speed-up or time")
     later = run_of(after, "after")
-    earlier = earlier_run(before, later)
+    earlier = run_of(before, "before")
     basis = of or basis_of(earlier, later)
     found = compare_runs(earlier, later, read_spread(_spread(spread), earlier, basis), basis)
     return ComparedRuns(**{field.name: getattr(found, field.name) for field in fields(found)})
-
-
-def earlier_run(before: Rowlike | Run, after: Run) -> Run:
-    """Return a run, or the baseline stored under that name for the machine of `after`.
-
-    Raises:
-        ComparisonError: the baseline does not exist.
-        RowsError: a file cannot be read.
-    """
-    if isinstance(before, str) and not is_file(before) and not Path(before).exists():
-        return load(before, machine_of(after.rows))
-    return run_of(before, "before")
 
 
 def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
@@ -106,12 +90,7 @@ def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
     if isinstance(given, Run):
         return given
     if isinstance(given, str | os.PathLike):
-        try:
-            return as_run(os.fspath(given), read_jsonl(Path(given)))
-        except FileNotFoundError:
-            raise RowsError(
-                f"{os.fspath(given)}: no such file; write one with `replay --json`"
-            ) from None
+        return read_run(given)
     rows = rows_of(given)
     if not rows:
         raise ComparisonError(f"{name} holds no rows: replay a call first")

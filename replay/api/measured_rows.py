@@ -8,14 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from capture.errors import MissingPackage
 from capture.text.html_table import html_table
 from replay.report.cells import speedup_text
 from replay.report.groups import Group, group_rows, place
 from replay.report.ranking import Fastest, fastest
 from replay.rows.errors_of_output import AccuracyClass
-from replay.rows.frames import Library, to_dataframe
+from replay.rows.fields import FIELDS, leaf
 from replay.rows.row import KernelId, Row
-from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
+from replay.rows.row_files import RowsError, read_jsonl, row_to_json, save_jsonl
 
 Rowlike = str | os.PathLike[str] | Iterable[Row]
 """Rows, or the path of their file."""
@@ -75,23 +76,25 @@ class Rows(list[Row]):
             found += [chosen[name] for name in names if name in chosen]
         return found
 
-    def to_dataframe(self, *, library: Library | None = None) -> Any:
-        """Return a data frame with a line per row and a column per field (docs/fields.md).
+    def to_dataframe(self) -> Any:
+        """Return a `pandas.DataFrame` with a line per row and a column per field (docs/fields.md).
 
-        Args:
-            library: `pandas` or `polars`; by default pandas if it is installed, else polars.
-
-        Returns:
-            A `pandas.DataFrame` or a `polars.DataFrame`.
+        A field without values gives an empty column.
 
         Raises:
-            MissingPackage: the library is not installed.
-            UnknownLibrary: the library is neither of these.
+            MissingPackage: pandas is not installed.
 
         Example:
             >>> rows.to_dataframe().groupby("kernel")["speedup.ratio"].median()
         """
-        return to_dataframe(self, library=library)
+        try:
+            import pandas
+        except ImportError as error:
+            raise MissingPackage("a data frame requires pandas: pip install pandas") from error
+        trees = [row_to_json(row) for row in self]
+        return pandas.DataFrame(
+            {field.path: [leaf(tree, field.path) for tree in trees] for field in FIELDS}
+        )
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write the rows to a file, one JSON object a line, as `replay --json` does.

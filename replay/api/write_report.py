@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,10 +11,7 @@ from capture.storage.json_data import parsed
 from capture.storage.plain_files import given_text
 from replay.api.measured_rows import Rowlike, rows_of
 from replay.api.verify_model import as_json
-from replay.report.benchmark_json import benchmark_entries
-from replay.rows.replacement import replacing, why_not_written
-from replay.rows.row import Row
-from replay.rows.row_files import RowsError, plain
+from replay.rows.row_files import RowsError
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -32,7 +28,6 @@ def report(
     out: str | os.PathLike[str] | None = None,
     *,
     charts: str | os.PathLike[str] | None = None,
-    benchmark_json: str | os.PathLike[str] | None = None,
     checks: Checks = (),
     outputs: str | os.PathLike[str] | None = None,
     budget: str | Budget | None = None,
@@ -43,7 +38,6 @@ def report(
         rows: rows of one type of device, or their file.
         out: the page to write.
         charts: a directory for charts, as SVG, PNG and Vega-Lite.
-        benchmark_json: a file for each kernel's time, in the format of github-action-benchmark.
         checks: checks from `verify`, which the page also shows, or their file.
         outputs: directory of the outputs that these checks saved.
         budget: limit of errors to draw on the page, such as `cosine=0.998`.
@@ -65,7 +59,7 @@ def report(
     from replay.report.charts.chart_files import write_plots
     from replay.report.html.page_writer import ReportError, write_html
 
-    if out is None and charts is None and benchmark_json is None:
+    if out is None and charts is None:
         raise ReportError("nothing to write: give out= for a page, or charts= for charts")
     limit = parse_budget(budget) if isinstance(budget, str) else budget
     found = rows_of(rows)
@@ -81,24 +75,7 @@ def report(
         written.append(Path(out))
     if charts is not None:
         written += write_plots(found, Path(charts))
-    if benchmark_json is not None:
-        _write_benchmark(found, Path(benchmark_json))
-        written.append(Path(benchmark_json))
     return written
-
-
-def _write_benchmark(rows: Sequence[Row], path: Path) -> None:
-    """Write times for github-action-benchmark.
-
-    Raises:
-        RowsError: the file cannot be written.
-    """
-    try:
-        with replacing(path) as file:
-            json.dump(plain(benchmark_entries(rows)), file, indent=1)
-            file.write("\n")
-    except OSError as error:
-        raise RowsError(f"cannot write {path}: {why_not_written(error)}") from error
 
 
 def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:

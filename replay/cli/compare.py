@@ -13,7 +13,7 @@ from rich.console import Console
 from capture.command_line.parser import OneSentenceParser
 from capture.command_line.repeated_options import Listed
 from capture.text.printable import printable
-from replay.api.compare_rows import ComparedRuns, compare, earlier_run, run_of
+from replay.api.compare_rows import ComparedRuns, compare, run_of
 from replay.cli import shared_options as options
 from replay.cli.files import (
     UsageError,
@@ -23,12 +23,10 @@ from replay.cli.files import (
     say_unwritten,
     shared_file,
 )
-from replay.comparison.baselines import machine_of, place, save
 from replay.comparison.conditions import CONDITIONS, Condition, failures, read_conditions
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
 from replay.report.comparison.sections import Sections, sections
-from replay.rows.row import Machine, Row
 from replay.rows.row_files import plain
 
 WRITTEN = ("markdown", "json")
@@ -36,8 +34,6 @@ WRITTEN = ("markdown", "json")
 EXAMPLES = """\
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
   replay compare before.jsonl a.jsonl b.jsonl           each against the first
-  replay compare rows.jsonl --save-baseline nightly     keep a baseline of this type of machine
-  replay compare nightly after.jsonl                    compare with it
   replay compare before.jsonl after.jsonl --fail-on slow:3%,inaccurate --markdown comment.md
 """
 
@@ -50,8 +46,8 @@ def parser() -> OneSentenceParser:
         "on the same call.",
         EXAMPLES,
     )
-    command.add_argument("before", metavar="BEFORE", help="a file of rows, or a baseline's name")
-    command.add_argument("after", metavar="AFTER", nargs="*", help="files of rows")
+    command.add_argument("before", metavar="BEFORE", help="the file of rows to compare with")
+    command.add_argument("after", metavar="AFTER", nargs="+", help="files of rows")
     command.add_argument(
         "--of",
         choices=["speed-up", "time"],
@@ -61,20 +57,14 @@ def parser() -> OneSentenceParser:
     command.add_argument(
         "--spread",
         metavar="WHAT",
-        help="how far two equal runs differ: a share (1.5%%), the --json of `replay selftest`, or "
-        "the rows of a second run of BEFORE",
+        help="how far two equal runs differ: a share (1.5%%), or the rows of a second run of "
+        "BEFORE (default: 0)",
     )
     command.add_argument(
         "--fail-on",
         action=Listed,
         metavar="A,B",
         help=f"exit with 1 if one holds: {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
-    )
-    command.add_argument(
-        "--save-baseline",
-        metavar="NAME",
-        help="keep the last run as the baseline of this name for its type of machine, or in a file "
-        "(x.jsonl)",
     )
     options.add_markdown(command)
     options.add_json(command, resume=False, what="every row of it as JSON")
@@ -97,20 +87,11 @@ def run(argv: Sequence[str]) -> int:
     for option in WRITTEN:
         check_place(getattr(arguments, option))
     conditions = read_conditions(arguments.fail_on)
-    after = [run_of(name) for name in arguments.after or [arguments.before]]
-    machine = machine_of(after[-1].rows)
-    if arguments.save_baseline is not None:
-        check_place(place(arguments.save_baseline, machine))
-    compared: list[ComparedRuns] = []
-    if arguments.after:
-        before = earlier_run(arguments.before, after[0])
-        compared = [compare(before, run, of=arguments.of, spread=arguments.spread) for run in after]
+    after = [run_of(name) for name in arguments.after]
+    before = run_of(arguments.before)
+    compared = [compare(before, run, of=arguments.of, spread=arguments.spread) for run in after]
     unwritten: list[str] = []
-    if arguments.save_baseline is not None:
-        with noted(unwritten):
-            _keep(arguments.save_baseline, after[-1].rows, machine)
-    if compared:
-        _show(compared, arguments, unwritten)
+    _show(compared, arguments, unwritten)
     return max(_exit_code(compared, conditions), say_unwritten(unwritten))
 
 
@@ -142,16 +123,6 @@ def _print(said: Sequence[Sections], console: Console) -> None:
         print_comparison(parts, console)
 
 
-def _keep(name: str, rows: Sequence[Row], machine: Machine) -> None:
-    """Store rows as a baseline, and print its place.
-
-    Raises:
-        Error: the baseline cannot be written.
-    """
-    path = save(name, rows, machine)
-    print(f"baseline {printable(name)} of {printable(machine.device)}: {path}", file=sys.stderr)
-
-
 def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]) -> int:
     """Print the conditions that are met to stderr; return 1 if there are any."""
     failed = failures(compared, conditions)
@@ -162,12 +133,6 @@ def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]
 
 def _misuse(arguments: argparse.Namespace) -> str:
     """Return a sentence about arguments that contradict each other; empty if there are none."""
-    if not arguments.after:
-        if arguments.save_baseline is None:
-            return "only one run is named: give AFTER too, or --save-baseline NAME to keep the run"
-        for name in ("of", "spread", "fail_on", *WRITTEN):
-            if getattr(arguments, name) is not None:
-                return f"--{name.replace('_', '-')} is about two runs: give AFTER too"
     names = [arguments.before, *arguments.after]
     read: dict[str, str] = {}
     for name in names:

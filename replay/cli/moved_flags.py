@@ -27,11 +27,9 @@ OPTIONS = {
     "--text": "replay verify --dir DIR --text FILE",
     "--trust-code": "replay verify --dir DIR --trust-code",
     "--plot": "replay report ROWS --plot DIR",
-    "--benchmark-json": "replay report ROWS --benchmark-json FILE",
-    "--save-baseline": "replay compare ROWS --save-baseline NAME",
     **dict.fromkeys(
         ("--compare-to", "--spread", "--fail-on"),
-        "replay compare NAME ROWS [--spread WHAT] [--fail-on A,B]",
+        "replay compare BEFORE AFTER [--spread WHAT] [--fail-on A,B]",
     ),
     "--env-file": "--env FILE.toml",
     "--compare-stats": "--metric time,accuracy,stats",

@@ -53,12 +53,6 @@ def parser() -> OneSentenceParser:
     )
     command.add_argument("--plot", metavar="DIR", help="the charts, as SVG, PNG and Vega-Lite")
     command.add_argument(
-        "--benchmark-json",
-        type=output_file,
-        metavar="FILE",
-        help="each kernel's time as github-action-benchmark reads it (- for stdout)",
-    )
-    command.add_argument(
         "--checks", type=Path, metavar="FILE", help="what `replay verify --checks` wrote"
     )
     command.add_argument(
@@ -86,7 +80,6 @@ def run(argv: Sequence[str]) -> int:
     out = None if arguments.out is None else Path(arguments.out)
     if out is not None:
         check_report(out)
-    check_place(arguments.benchmark_json)
     charts = None if arguments.plot is None else _made(arguments.plot)
     try:
         rows, is_cut_off = read_jsonl(arguments.rows)
@@ -103,9 +96,6 @@ def run(argv: Sequence[str]) -> int:
     if charts is not None:
         with noted(unwritten):
             _draw(rows, charts)
-    if arguments.benchmark_json is not None:
-        with noted(unwritten):
-            report(rows, benchmark_json=arguments.benchmark_json)
     if is_cut_off:
         say_on_stderr(f"{arguments.rows} ends within a row: its replay was interrupted")
     return say_unwritten(unwritten)
@@ -115,14 +105,13 @@ def _misuse(arguments: argparse.Namespace) -> str:
     """Return a sentence about arguments that contradict each other; empty if there are none."""
     outputs = arguments.outputs
     out = None if arguments.out is None else Path(arguments.out)
-    if out is None and arguments.plot is None and arguments.benchmark_json is None:
+    if out is None and arguments.plot is None:
         return "nothing to write: give -o FILE for a report, --plot DIR for charts"
-    if wrong := shared_file(arguments, (), ("out", "plot", "benchmark_json")):
+    if wrong := shared_file(arguments, (), ("out", "plot")):
         return wrong
     read = [path.resolve() for path in (arguments.rows, arguments.checks) if path is not None]
-    for option, given in (("-o", out), ("--benchmark-json", arguments.benchmark_json)):
-        if given is not None and Path(given).resolve() in read:
-            return f"{option} would overwrite {given}: name another file"
+    if out is not None and out.resolve() in read:
+        return f"-o would overwrite {out}: name another file"
     for name in ("checks", "outputs", "budget"):
         if out is None and getattr(arguments, name) is not None:
             return f"--{name} is shown in a report: give -o FILE too"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from attention_replay.errors import Error
 from replay.rows.row import CallFacts, KernelId, Row
+from replay.rows.row_files import RowsError, read_jsonl
 
 
 class ComparisonError(Error):
@@ -19,7 +22,7 @@ class Run:
     """Rows of one replay."""
 
     name: str
-    """Name of the file or stored baseline."""
+    """Name of the file, or a description of the rows."""
     rows: Sequence[Row]
     is_cut_off: bool = False
     """True if the run was interrupted while a row was being written."""
@@ -33,6 +36,23 @@ class Run:
     def devices(self) -> list[str]:
         """Names of the devices, without duplicates."""
         return sorted({row.machine.device for row in self.rows} - {""})
+
+
+def read_run(path: str | os.PathLike[str]) -> Run:
+    """Read the rows of a file as a run.
+
+    Raises:
+        ComparisonError: the file has no rows.
+        RowsError: the file cannot be read.
+    """
+    name = os.fspath(path)
+    try:
+        stored = read_jsonl(Path(path))
+    except FileNotFoundError:
+        raise RowsError(f"{name}: no such file; write one with `replay --json`") from None
+    if not stored.rows:
+        raise ComparisonError(f"{name} holds no rows: write it with `replay --json`")
+    return Run(name, stored.rows, stored.is_cut_off)
 
 
 class Matched(NamedTuple):

@@ -1,4 +1,4 @@
-"""`replay compare`, kept baselines, and the public function."""
+"""`replay compare` and the public function."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ QUICK = ("--rounds", "6", "--device", "cpu", "--in-process")
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
     save_jsonl(run("before", {"a": 0.5}).rows, Path("before.jsonl"))
     save_jsonl(run("equal", {"a": 0.5}).rows, Path("equal.jsonl"))
@@ -70,14 +69,11 @@ def test_every_format_is_written(run_cli: RunCli) -> None:
 def test_full_disk_costs_one_file_alone(run_cli: RunCli, full: str) -> None:
     places = {name: f"x.{name}" for name in ("markdown", "json")} | {full: "/dev/full"}
     given = [part for name, place in places.items() for part in (f"--{name}", place)]
-    code, out, err = run_cli("compare", *RUNS, *given, "--save-baseline", "main")
+    code, out, err = run_cli("compare", *RUNS, *given)
     assert code == 2
     assert "slower: a" in out
-    assert err.splitlines()[1:] == [
-        "replay: cannot write /dev/full: No space left on device: make room"
-    ]
+    assert err == "replay: cannot write /dev/full: No space left on device: make room\n"
     assert all(Path(place).stat().st_size for name, place in places.items() if name != full)
-    assert run_cli("compare", "main", "before.jsonl")[0] == 0
 
 
 def test_every_unwritten_file_is_named(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,13 +98,8 @@ def test_every_unwritten_file_is_named(run_cli: RunCli, monkeypatch: pytest.Monk
         (("before.jsonl", "picture.jsonl"), "picture.jsonl was not written by `replay --json`"),
         (("before.jsonl", "other.jsonl"), "have no kernel on the same call in common"),
         (("before.jsonl", "./before.jsonl"), "is the same file twice: name two runs"),
-        (
-            ("nightly", "before.jsonl"),
-            "no baseline 'nightly' of GPU 1: keep one with",
-        ),
         (("before.jsonl", "deep.jsonl"), "deep.jsonl, line 1: not a row of `replay --json`"),
-        (("before.jsonl", "slow.jsonl", "--spread", "deep.jsonl"), "not what `replay selftest"),
-        (("before.jsonl", "slow.jsonl", "--spread", "x"), "no such file, and not a share"),
+        (("before.jsonl", "slow.jsonl", "--spread", "x"), "expected a share such as 1.5%"),
         (("before.jsonl", "slow.jsonl", "--spread", "other.jsonl"), "no kernel on the same call"),
         (("before.jsonl", "slow.jsonl", "--fail-on", "fast"), "no such condition, choose from"),
         (("before.jsonl", "slow.jsonl", "--json", "slow.jsonl"), "--json would overwrite slow"),
@@ -119,10 +110,7 @@ def test_every_unwritten_file_is_named(run_cli: RunCli, monkeypatch: pytest.Monk
         (("before.jsonl", "slow.jsonl", "--json", "-", "--markdown", "-"), "both name stdout"),
         (("before.jsonl", "slow.jsonl", "--json", "no/x"), "cannot write no/x: create its"),
         (("before.jsonl", "slow.jsonl", "--markdown", "."), "cannot write .: it is a directory"),
-        (("before.jsonl", "slow.jsonl", "--save-baseline", "no/x"), "cannot write no/x: create"),
-        (("before.jsonl", "slow.jsonl", "--save-baseline", ".."), "invalid baseline name"),
-        (("before.jsonl",), "only one run is named: give AFTER too"),
-        (("before.jsonl", "--save-baseline", "x", "--spread", "1%"), "--spread is about two runs"),
+        (("before.jsonl",), "the following arguments are required: AFTER"),
     ],
 )
 def test_wrong_usage_is_one_sentence(
@@ -136,16 +124,6 @@ def test_wrong_usage_is_one_sentence(
     assert err.startswith("replay")
     assert len(err.splitlines()) == 1
     assert sentence in err
-
-
-def test_baseline_is_kept_under_its_name(run_cli: RunCli) -> None:
-    code, out, err = run_cli("compare", "before.jsonl", "--save-baseline", "main")
-    assert (code, out) == (0, "")
-    assert "baseline main of " in err
-    assert err.strip().endswith("main.jsonl")
-    code, out, _ = run_cli("compare", "main", "slow.jsonl", "--fail-on", "slow")
-    assert code == 1
-    assert "main → slow.jsonl" in out
 
 
 def test_help_needs_no_torch() -> None:
@@ -197,14 +175,12 @@ def test_accuracy_that_a_kernel_lost_is_found(
     assert code == (1 if failed else 0)
 
 
-def test_public_function_compares_rows_files_and_baselines(run_cli: RunCli) -> None:
+def test_public_function_compares_rows_and_files() -> None:
     rows = {name: ar.Rows.read(name) for name in RUNS}
     compared = ar.compare(rows["before.jsonl"], "slow.jsonl", spread=0.01)
     assert "slower: a" in str(compared)
     assert compared.spread.share == 0.01
     assert compared._repr_markdown_().startswith("### before → slow.jsonl")
-    run_cli("compare", "before.jsonl", "--save-baseline", "main")
-    assert ar.compare("main", rows["slow.jsonl"]).to_json()["before"] == "main"
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     assert len(calls(rows)) == 3
 
 
-@pytest.mark.parametrize("option", ["--plan", "--save-baseline"])
+@pytest.mark.parametrize("option", ["--plan", "--json"])
 def test_what_is_replaced_in_one_step_leaves_nothing_behind(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
 ) -> None:

@@ -167,16 +167,6 @@ def test_chart_library_is_missed_before_anything_runs(
     assert not Path("out.html").exists()
 
 
-def test_benchmark_json_has_a_time_per_kernel(run_cli: RunCli, tmp_path: Path) -> None:
-    rows, chart = tmp_path / "rows.jsonl", tmp_path / "chart.json"
-    assert run_cli(*RANDOM, *QUICK, "--json", str(rows))[0] == 0
-    assert run_cli("report", str(rows), "--benchmark-json", str(chart))[0] == 0
-    names = [entry["name"].split()[0] for entry in json.loads(chart.read_text())]
-    assert sorted(names) == ["torch-default", "torch-math"]
-    _, out, _ = run_cli("report", str(rows), "--benchmark-json", "-")
-    assert len(json.loads(out)) == 2
-
-
 def test_public_function_returns_the_files_it_wrote(stored: Path, tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     rows, page = ar.Rows.read(stored), tmp_path / "page.html"
