@@ -109,6 +109,12 @@ def joined(*parts: str) -> str:
     return " · ".join(filter(None, parts))
 
 
+def first_few(names: Sequence[str], most: int) -> str:
+    """List the first names: `a, b and 3 more`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
 def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
     """Add dtype, mask, weights and the first call's place to names that several groups share.
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from attention_replay.errors import Error
 from replay.report.charts.chart import VEGA_LITE, Chart
-from replay.report.charts.layers import layer_charts
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import sweep_charts
 from replay.report.html import chart_library
@@ -44,7 +43,6 @@ def charts(rows: Sequence[Row]) -> Iterator[Chart]:
     """Yield every chart that the rows have figures for, without incorrect kernels."""
     yield from sweep_charts(rows)
     yield from model_charts(rows)
-    yield from layer_charts(rows)
 
 
 def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:

@@ -8,7 +8,7 @@ from capture.text.printable import printable
 from replay.report.charts.chart import CLASS_COLOURS, Chart, Spec, chart
 from replay.report.groups import Group, group_rows, joined
 from replay.report.pooled import pooled_speedup
-from replay.rows.errors_of_output import AccuracyClass
+from replay.report.ranking import is_correct
 from replay.rows.row import Row
 
 
@@ -18,7 +18,11 @@ def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
     Each pair of machine and model has a chart, with a panel for each kind of call. Figures are
     pooled over the paired rounds of all calls, as in the tables.
     """
-    for (device, model), members in by_model(rows).items():
+    models: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        if row.kernel and row.call.phase != "synthetic":
+            models.setdefault((row.machine.device, row.call.model), []).append(row)
+    for (device, model), members in models.items():
         groups = [(group, values) for group in group_rows(members) if (values := _values(group))]
         if not groups:
             continue
@@ -26,8 +30,15 @@ def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
         domain = [0, max(longest, 1) * 1.15]
         classes = {value["class"] for _, values in groups for value in values}
         shown = [name for name in CLASS_COLOURS if name in classes]
+        colour = {
+            "field": "class",
+            "type": "nominal",
+            "title": None,
+            "scale": {"domain": list(CLASS_COLOURS), "range": list(CLASS_COLOURS.values())},
+            "legend": {"orient": "bottom", "values": shown} if len(shown) > 1 else None,
+        }
         spec = {
-            "vconcat": [_panel(group, values, domain, shown) for group, values in groups],
+            "vconcat": [_panel(group, values, domain, colour) for group, values in groups],
             "spacing": 16,
             "resolve": {"scale": {"color": "shared"}},
         }
@@ -35,56 +46,36 @@ def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
         yield chart(("speedup", model, device), model, below, spec)
 
 
-def by_model(rows: Sequence[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Return the rows of recorded calls by machine and model."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for row in rows:
-        if row.kernel and row.call.phase != "synthetic":
-            found.setdefault((row.machine.device, row.call.model), []).append(row)
-    return found
-
-
 def _values(group: Group) -> list[Spec]:
     values = []
     for kernel in group.rows:
-        is_correct = all(row.is_correct for row in group.rows[kernel])
-        if kernel.name == group.baseline or not is_correct:
+        if kernel.name == group.baseline or not is_correct(group, kernel):
             continue
         speedup = pooled_speedup(group, kernel)
         if speedup is None:
             continue
-        low = speedup.ratio if speedup.low is None else speedup.low
-        high = speedup.ratio if speedup.high is None else speedup.high
         values.append(
             {
                 "kernel": printable(str(kernel)),
                 "class": group.class_of(kernel),
                 "ratio": speedup.ratio,
-                "low": low,
-                "high": high,
+                "low": speedup.ratio if speedup.low is None else speedup.low,
+                "high": speedup.ratio if speedup.high is None else speedup.high,
                 "label": f"{speedup.ratio:.2f}×",
             }
         )
     return sorted(values, key=lambda value: -value["ratio"])
 
 
-def _panel(
-    group: Group, values: list[Spec], domain: list[float], classes: Sequence[AccuracyClass]
-) -> Spec:
-    title = (group.phase, group.shape, group.dtype, group.mask, group.place, group.size)
+def _panel(group: Group, values: list[Spec], domain: list[float], colour: Spec) -> Spec:
+    about = (group.phase, group.shape, group.dtype, group.mask, group.place, group.size)
+    style = {"fontSize": 11, "fontWeight": "normal", "anchor": "start", "offset": 4}
     y = {
         "field": "kernel",
         "type": "nominal",
         "sort": [value["kernel"] for value in values],
         "title": None,
         "axis": {"ticks": False, "labelLimit": 260, "labelPadding": 6},
-    }
-    colour = {
-        "field": "class",
-        "type": "nominal",
-        "title": None,
-        "scale": {"domain": list(CLASS_COLOURS), "range": list(CLASS_COLOURS.values())},
-        "legend": {"orient": "bottom", "values": classes} if len(classes) > 1 else None,
     }
 
     def x(field: str) -> Spec:
@@ -93,13 +84,7 @@ def _panel(
         return {"field": field, "type": "quantitative", "title": title, "scale": scale}
 
     return {
-        "title": {
-            "text": joined(*title),
-            "fontSize": 11,
-            "fontWeight": "normal",
-            "anchor": "start",
-            "offset": 4,
-        },
+        "title": {"text": joined(*about), **style},
         "width": 300,
         "height": {"step": 17},
         "data": {"values": values},

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 
-from replay.report.charts.chart import Chart, Spec, chart, line_encoding, line_name, lines
-from replay.rows.row import CallFacts, Row
+from capture.text.printable import printable
+from replay.report.charts.chart import COLOURS, Chart, Spec, chart
+from replay.report.groups import first_few
+from replay.rows.row import HERE, CallFacts, Row
 
 PANEL_WIDTH = 210
+"""Width of a panel, and of a legend's column, in pixels."""
+
+MOST_LINES = len(COLOURS)
+"""Maximum number of kernels in a chart."""
 
 
 def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
@@ -21,14 +28,15 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
         if row.call.phase == "synthetic" and row.kernel:
             sweeps.setdefault(_sweep(row), []).append(row)
     for (device, model, dtype, heads, kind), members in sweeps.items():
-        names, note = lines(members)
-        shown = [row for row in members if row.is_correct and line_name(row) in names]
+        names, notes = _lines(members)
+        shown = [row for row in members if row.is_correct and _line_name(row) in names]
         lengths = sorted({row.call.shape.kv_len for row in shown})
         if len(lengths) < 2:
             continue
         is_decode = kind == "decode"
+        unit = "GB/s" if is_decode else "TFLOPS"
         values = [_value(row, row.gb_per_s if is_decode else row.tflops) for row in shown]
-        panels = sorted({(_head_dim(row.call), row.call.is_causal) for row in shown})
+        panels = sorted({(row.call.shape.head_dim, row.call.is_causal) for row in shown})
         x = {
             "field": "length",
             "type": "ordinal",
@@ -36,9 +44,14 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             "title": "keys" if is_decode else "sequence length",
             "axis": {"labelAngle": 0},
         }
-        width = PANEL_WIDTH * min(2, len(panels))
-        # Both panels share one legend.
-        colour, shape = line_encoding(names, width).values()
+        columns = min(2, len(panels))
+        # Colour and shape share one legend, which lists the fastest kernel first.
+        kernel = {
+            "field": "kernel",
+            "type": "nominal",
+            "scale": {"domain": names},
+            "legend": {"orient": "bottom", "columns": columns, "title": None},
+        }
         spec = {
             "data": {"values": [value for value in values if value is not None]},
             "facet": {
@@ -48,32 +61,70 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
                 "sort": [_panel(head_dim, is_causal) for head_dim, is_causal in panels],
                 "header": {"labelFontSize": 12, "labelFontWeight": "bold"},
             },
-            "columns": 2,
+            "columns": columns,
             "spacing": 20,
             "spec": {
                 "width": PANEL_WIDTH,
                 "height": 160,
-                "layer": _layers(x, "GB/s" if is_decode else "TFLOPS", colour, shape),
+                "encoding": {"x": x, "color": kernel},
+                "layer": [
+                    {
+                        "mark": {"type": "rule", "strokeWidth": 1.2},
+                        "encoding": {"y": _y("low", unit), "y2": {"field": "high"}},
+                    },
+                    {
+                        "mark": {"type": "line", "point": {"filled": True, "size": 45}},
+                        "encoding": {"y": _y("value", unit), "shape": kernel},
+                    },
+                ],
             },
             "resolve": {"axis": {"x": "independent"}},
         }
         about = "one decoded token" if is_decode else "forward"
-        below = [f"{model}, {about}, {dtype}, {heads}", *note]
-        name = ("sweep", model, kind, dtype, heads, device)
-        yield chart(name, device, below, spec)
+        below = [f"{model}, {about}, {dtype}, {heads}", *notes]
+        yield chart(("sweep", model, kind, dtype, heads, device), device, below, spec)
 
 
 def _sweep(row: Row) -> tuple[str, ...]:
     """Return the properties that all calls of a chart share."""
-    call = row.call
-    batch, heads, kv_heads = call.shape.batch, call.shape.q_heads, call.shape.kv_heads
-    shared = f"B={batch}, H={heads}" + (f"/{kv_heads}" if kv_heads != heads else "")
-    kind = "decode" if call.shape.q_len == 1 else ""
-    return (row.machine.device, call.model, call.dtype, shared, kind)
+    shape = row.call.shape
+    kv_heads = f"/{shape.kv_heads}" if shape.kv_heads != shape.q_heads else ""
+    heads = f"B={shape.batch}, H={shape.q_heads}{kv_heads}"
+    kind = "decode" if shape.q_len == 1 else ""
+    return (row.machine.device, row.call.model, row.call.dtype, heads, kind)
 
 
-def _head_dim(call: CallFacts) -> int:
-    return call.shape.head_dim
+def _lines(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
+    """Return the names of the kernels to show, the fastest first, and notes on the others.
+
+    A kernel's rank is its median time over the calls, in units of the fastest kernel's.
+    """
+    baselines = {row.speedup.vs for row in rows if row.speedup}
+    # Every other environment runs the baseline too, to pair its rounds with it.
+    rows = [row for row in rows if row.environment == HERE or row.kernel not in baselines]
+    wrong = list(dict.fromkeys(_line_name(row) for row in rows if row.status == "inaccurate"))
+    timed = [
+        (row, row.time_ms.p50)
+        for row in rows
+        if row.time_ms and row.time_ms.p50 > 0 and row.is_correct and _line_name(row) not in wrong
+    ]
+    best: dict[CallFacts, float] = {}
+    for row, ms in timed:
+        best[row.call] = min(ms, best.get(row.call, ms))
+    slowness: dict[str, list[float]] = {}
+    for row, ms in timed:
+        slowness.setdefault(_line_name(row), []).append(ms / best[row.call])
+    order = sorted(slowness, key=lambda name: statistics.median(slowness[name]))
+    notes = [f"incorrect and not shown: {first_few(wrong, 2)}"] if wrong else []
+    if len(order) > MOST_LINES:
+        notes.append(f"the fastest {MOST_LINES} of {len(order)} correct kernels")
+    return order[:MOST_LINES], notes
+
+
+def _line_name(row: Row) -> str:
+    """Return a name such as `sage2 (quantised)`; the class of exact kernels is left out."""
+    is_exact = row.accuracy_class in ("exact", None)
+    return printable(str(row.id) if is_exact else f"{row.id} ({row.accuracy_class})")
 
 
 def _panel(head_dim: int, is_causal: bool) -> str:
@@ -85,30 +136,18 @@ def _length(keys: int) -> str:
     return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
 
 
+def _y(field: str, unit: str) -> Spec:
+    return {"field": field, "type": "quantitative", "title": unit}
+
+
 def _value(row: Row, figure: float | None) -> Spec | None:
     if figure is None or row.time_ms is None:
         return None
     return {
-        "panel": _panel(_head_dim(row.call), row.call.is_causal),
-        "kernel": line_name(row),
+        "panel": _panel(row.call.shape.head_dim, row.call.is_causal),
+        "kernel": _line_name(row),
         "length": _length(row.call.shape.kv_len),
         "value": figure,
         "low": figure * row.time_ms.p50 / row.time_ms.p90,
         "high": figure * row.time_ms.p50 / row.time_ms.p10,
     }
-
-
-def _layers(x: Spec, unit: str, colour: Spec, shape: Spec) -> list[Spec]:
-    def y(field: str) -> Spec:
-        return {"field": field, "type": "quantitative", "title": unit}
-
-    return [
-        {
-            "mark": {"type": "rule", "strokeWidth": 1.2},
-            "encoding": {"x": x, "y": y("low"), "y2": {"field": "high"}, "color": colour},
-        },
-        {
-            "mark": {"type": "line", "point": {"filled": True, "size": 45}},
-            "encoding": {"x": x, "y": y("value"), "color": colour, "shape": shape},
-        },
-    ]

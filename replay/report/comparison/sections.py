@@ -16,7 +16,7 @@ from capture.text.printable import printable
 from replay.comparison.accuracy_change import AccuracyChange, AccuracyVerdict
 from replay.comparison.comparison import Comparison, KernelChange, Pair
 from replay.comparison.speed_change import SpeedChange
-from replay.report.groups import place
+from replay.report.groups import first_few, place
 from replay.rows.row import HERE, Row, SpeedVerdict
 
 LONGEST = 200
@@ -124,8 +124,7 @@ def _named(
     names = over_all + on_some
     if not names:
         return ""
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{word}: {', '.join(names[:NAMED])}{more}"
+    return f"{word}: {first_few(names, NAMED)}"
 
 
 def _notes(comparison: Comparison) -> list[str]:
@@ -169,9 +168,8 @@ def _notes(comparison: Comparison) -> list[str]:
         if run.is_cut_off:
             notes.append(f"{run.name} was interrupted: its last row is cut off")
         if run.unreadable:
-            notes.append(
-                f"{run.name} has calls that could not be replayed: {_some(run.unreadable)}"
-            )
+            unread = first_few(run.unreadable, 3)
+            notes.append(f"{run.name} has calls that could not be replayed: {unread}")
     return notes
 
 
@@ -256,21 +254,17 @@ def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tupl
     calls: dict[str, list[str]] = {}
     for row in rows:
         name = printable(str(row.id))
-        calls.setdefault(name, []).append(row.call.name)
+        calls.setdefault(name, []).append(printable(row.call.name))
     whole = {printable(str(row.id)) for row in rows if row.id not in known}
-    return [
-        (word, name, f"all {len(names)}" if name in whole else f"{len(names)}: {_some(names)}")
-        for name, names in calls.items()
-    ]
+    lines = []
+    for name, names in calls.items():
+        which = f"all {len(names)}" if name in whole else f"{len(names)}: {first_few(names, 3)}"
+        lines.append((word, name, which))
+    return lines
 
 
 def _call(row: Row) -> str:
     return f"{printable(row.call.name)} ({place(row.call)})" if row.call.module else place(row.call)
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(map(printable, names[:3]))
-    return f"{shown} …" if len(names) > 3 else shown
 
 
 def _devices(names: Sequence[str]) -> str:

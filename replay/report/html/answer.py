@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replay.report.cells import speedup_text
-from replay.report.groups import Group
+from replay.report.groups import Group, first_few
 from replay.report.ranking import fastest
 
 
@@ -23,7 +23,6 @@ def fastest_kernels(group: Group) -> str:
         elif best.kernel.name == group.baseline:
             text += ", the baseline"
         if best.ties:
-            more = f" and {len(best.ties) - 2} more" if len(best.ties) > 2 else ""
-            text += f" (ties with {', '.join(map(str, best.ties[:2]))}{more})"
+            text += f" (ties with {first_few(list(map(str, best.ties)), 2)})"
         found.append(text)
     return "; ".join(found) or "no kernel was both timed and correct"

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 
 from capture.call.shape import Shape
-from replay.report.charts.chart import MOST_LINES, Chart
+from replay.report.charts.chart import Chart
 from replay.report.charts.chart_files import PlotError, charts, write_plots
-from replay.report.charts.layers import layer_charts, layer_labels
 from replay.report.charts.models import model_charts
-from replay.report.charts.sweeps import sweep_charts
+from replay.report.charts.sweeps import MOST_LINES, sweep_charts
 from replay.report.groups import group_rows
 from replay.report.pooled import pooled_speedup
 from replay.rows.row import CallFacts, KernelId, Machine, Row
@@ -130,10 +129,6 @@ def test_a_time_of_zero_is_left_out() -> None:
     assert "fast" in json.dumps(chart.spec)
 
 
-def test_one_length_makes_no_sweep() -> None:
-    assert list(sweep_charts(swept()[:1])) == []
-
-
 def test_a_kernel_that_is_incorrect_once_is_named_and_not_shown() -> None:
     right, wrong = swept("wrong", 0.1)
     (chart,) = sweep_charts([*swept(), right, replace(wrong, status="inaccurate")])
@@ -146,21 +141,17 @@ def test_a_kernel_that_is_incorrect_once_is_named_and_not_shown() -> None:
 def test_fastest_of_many_kernels_are_shown_first() -> None:
     rows = [each for place in range(12) for each in swept(f"kernel-{place}", 12.0 - place)]
     (chart,) = sweep_charts(rows)
-    *_, line = chart.spec["spec"]["layer"]
-    shown = line["encoding"]["color"]["scale"]["domain"]
+    shown = chart.spec["spec"]["encoding"]["color"]["scale"]["domain"]
     assert shown == [f"kernel-{place}" for place in range(11, 11 - MOST_LINES, -1)]
     assert {each["kernel"] for each in values(chart)} == set(shown)
     assert f"the fastest {MOST_LINES} of 12 correct kernels" in chart.spec["title"]["subtitle"]
 
 
 def test_the_baseline_of_another_environment_is_not_a_line_of_its_own() -> None:
-    other = [
-        replace(each, environment="fa4", speedup=speedup_over()) if each.kernel == "fast" else each
-        for each in in_a_model("fast")
-    ]
-    copies = [replace(each, environment="fa4") for each in other if each.kernel == "torch-default"]
-    (chart,) = layer_charts([*other, *copies])
-    assert {each["kernel"] for each in values(chart)} == {"torch-default", "fast@fa4 (quantised)"}
+    there = [replace(each, environment="fa4") for each in [*swept("base"), *swept()]]
+    there[2:] = [replace(each, speedup=speedup_over("base")) for each in there[2:]]
+    (chart,) = sweep_charts([*swept("base"), *there])
+    assert {each["kernel"] for each in values(chart)} == {"base", "fast@fa4"}
 
 
 def test_a_model_has_the_speedups_of_the_tables() -> None:
@@ -198,53 +189,6 @@ def test_a_panel_says_what_its_calls_are_beside_the_model(model: str) -> None:
     ]
 
 
-def test_layers_have_median_speedups_and_largest_errors() -> None:
-    rows = in_a_model("mine", 1.5)
-    later = [
-        replace(
-            each,
-            call=replace(each.call, name=f"later {each.call.name}", step=9),
-            accuracy=accuracy(errors(relative_l1=0.5)),
-            speedup=speedup_over(against=speedup(2.5)),
-        )
-        for each in rows
-        if each.kernel == "mine"
-    ]
-    (chart,) = layer_charts([*rows, *later])
-    mine = [each for each in values(chart) if each["kernel"] == "mine (quantised)"]
-    assert [(each["layer"], each["speedup"], each["relative_l1"]) for each in mine] == [
-        (layer, 2.0, 0.5) for layer in "012"
-    ]
-    assert chart.spec["vconcat"][1]["encoding"]["x"]["title"] == "layer (blocks.*.attn)"
-    baseline = [each for each in values(chart) if each["kernel"] == "torch-default"]
-    assert [each["speedup"] for each in baseline] == [1.0, 1.0, 1.0]
-
-
-def test_layers_are_in_order_whatever_step_was_sampled_first() -> None:
-    rows = in_a_model("mine", layers=12)
-    shuffled = [
-        replace(each, call=replace(each.call, call_index=-each.call.call_index)) for each in rows
-    ]
-    (chart,) = layer_charts(shuffled)
-    assert chart.spec["vconcat"][0]["encoding"]["x"]["sort"] == [str(each) for each in range(12)]
-
-
-@pytest.mark.parametrize(
-    ("modules", "labels", "pattern"),
-    [
-        (["blocks.0.attn1", "blocks.7.attn1"], ["0", "7"], "blocks.*.attn1"),
-        (["a.0.attn", "b.0.attn"], ["a", "b"], "*.0.attn"),
-        (["t.double.0.attn", "t.single.11.attn"], ["double.0", "single.11"], "t.*.attn"),
-        (["attn1", "attn2"], ["attn1", "attn2"], ""),
-        (["", "attn"], ["", "attn"], ""),
-        (["a", "a.b"], ["a", "a.b"], ""),
-        (["x.a", "x.a.b"], ["a", "a.b"], "x.*"),
-    ],
-)
-def test_labels_of_layers(modules: list[str], labels: list[str], pattern: str) -> None:
-    assert layer_labels(modules) == (labels, pattern)
-
-
 def everything(name: str = "mine") -> list[Row]:
     rows = [*swept(), *swept("slow", 6.0), *swept(q_len=1), *in_a_model("mine")]
     return [
@@ -266,7 +210,7 @@ def test_every_chart_is_written_as_svg_png_and_specification(
     rows = everything()
     written = write_plots(rows, tmp_path / "made" / "here")
     names = [chart.name for chart in charts(rows)]
-    assert len(names) == 4
+    assert len(names) == 3
     assert [path.name for path in written] == [
         f"{name}{suffix}" for name in names for suffix in (".vl.json", ".svg", ".png")
     ]
@@ -285,7 +229,7 @@ def test_every_chart_is_written_as_svg_png_and_specification(
 def test_names_from_a_recording_stay_text(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     written = write_plots(everything(HOSTILE), tmp_path)
-    assert len(written) == 12
+    assert len(written) == 9
     assert all(path.parent == tmp_path for path in written)
     pictures = [path for path in written if path.suffix == ".svg"]
     for path in pictures:
@@ -310,7 +254,7 @@ def test_charts_have_no_characters_that_end_the_process() -> None:
         for row in everything(bad)
     ]
     found = list(charts(rows))
-    assert len(found) == 4
+    assert len(found) == 3
     for each in found:
         text = json.dumps(each.spec, ensure_ascii=False)
         assert text.isprintable()
@@ -323,11 +267,11 @@ def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
     rows = [
         replace(each, call=replace(each.call, model=model))
         for model in ("org/model", "org model", f"{long}1", f"{long}2")
-        for each in in_a_model("mine")
+        for each in in_a_model("mine", layers=1)
     ]
     written = write_plots(rows, tmp_path)
-    assert len(set(written)) == len(written) == 4 * 2 * 3
-    assert tmp_path / "layers-org-model-denoise-nvidia-h200-2.svg" in written
+    assert len(set(written)) == len(written) == 4 * 3
+    assert tmp_path / "speedup-org-model-nvidia-h200-2.svg" in written
     titles = {json.loads(path.read_text())["title"]["text"] for path in tmp_path.glob("*.json")}
     assert titles == {row.call.model for row in rows}
 
