@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal, NamedTuple
 
@@ -81,17 +81,19 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
     if before.accuracy is None or after.accuracy is None:
         return None
     old, new = before.accuracy.reference, after.accuracy.reference
-    if before.accuracy.where == after.accuracy.where and _same_figures(old, new):
+    # `repr`, because NaN equals NaN here.
+    if before.accuracy.where == after.accuracy.where and repr(old) == repr(new):
         found = AccuracyChange(1.0, 1.0, 1.0, "same", "identical")
     else:
         found = _judged(_places(before, after), _ratio(old.relative_l1, new.relative_l1))
     if before.status != after.status and "inaccurate" in (before.status, after.status):
-        worse = after.status == "inaccurate"
-        return _told(found, *(("worse", "now-inaccurate") if worse else ("better", "now-ok")))
+        if after.status == "inaccurate":
+            return replace(found, verdict="worse", reason="now-inaccurate")
+        return replace(found, verdict="better", reason="now-ok")
     more = _nonfinite(new) - _nonfinite(old)
-    if more:
-        return _told(found, *(("worse", "more-nan") if more > 0 else ("better", "fewer-nan")))
-    return found
+    if more > 0:
+        return replace(found, verdict="worse", reason="more-nan")
+    return replace(found, verdict="better", reason="fewer-nan") if more < 0 else found
 
 
 def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
@@ -102,14 +104,9 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
     if within is None:
         if alone is None and 1 / DOUBLED <= ratio <= DOUBLED:
             return AccuracyChange(ratio, None, None, "ambiguous", "too-few-places")
-        grew = alone is not None or ratio > 1
-        return AccuracyChange(
-            ratio,
-            None,
-            None,
-            "worse" if grew else "better",
-            "error-grew" if grew else "error-shrank",
-        )
+        if alone is not None or ratio > 1:
+            return AccuracyChange(ratio, None, None, "worse", "error-grew")
+        return AccuracyChange(ratio, None, None, "better", "error-shrank")
     low, high = within
     typical = math.exp(median(finite))
     if low > 1 and high >= RELEVANT:
@@ -154,19 +151,8 @@ def _places(before: Row, after: Row) -> list[_Place]:
     ]
 
 
-def _told(
-    found: AccuracyChange, verdict: AccuracyVerdict, reason: AccuracyReason
-) -> AccuracyChange:
-    return AccuracyChange(found.ratio, found.low, found.high, verdict, reason, found.place)
-
-
 def _nonfinite(errors: Errors) -> int:
     return errors.nan_count + errors.inf_count + errors.mismatched_nonfinite
-
-
-def _same_figures(old: Errors, new: Errors) -> bool:
-    """Compare two sets of figures, in which NaN equals NaN."""
-    return repr(old) == repr(new)
 
 
 def _ratio(before: float, after: float) -> float:

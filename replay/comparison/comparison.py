@@ -24,13 +24,11 @@ from replay.comparison.speed_change import (
     over_calls,
     spread_of,
 )
-from replay.rows.row import KernelId, Row, Status
+from replay.rows.row import KernelId, Row
 from replay.rows.row_files import plain
 
 FAILED = ("error", "crash", "timeout", "out-of-memory")
 REFUSED = ("unsupported", "unavailable")
-
-Presence = Literal["failed", "refused", "recovered", ""]
 
 
 @dataclass(frozen=True)
@@ -45,26 +43,24 @@ class Pair:
     """None if either output was not judged."""
 
     @property
-    def outcome(self) -> Presence:
+    def ran(self) -> tuple[bool, bool]:
+        """Whether the kernel ran, before and after."""
+        before, after = (row.status not in (*FAILED, *REFUSED) for row in (self.before, self.after))
+        return before, after
+
+    @property
+    def outcome(self) -> Literal["failed", "refused", "recovered", ""]:
         """Change of the kernel's ability to run; empty if there is none."""
-        ran = [each not in (*FAILED, *REFUSED) for each in (self.before.status, self.after.status)]
-        if ran == [True, False]:
+        if self.ran == (True, False):
             return "failed" if self.after.status in FAILED else "refused"
-        return "recovered" if ran == [False, True] else ""
+        return "recovered" if self.ran == (False, True) else ""
 
     @property
-    def ran_in_neither(self) -> bool:
-        statuses: tuple[Status, ...] = (self.before.status, self.after.status)
-        return all(each in (*FAILED, *REFUSED) for each in statuses)
-
-    @property
-    def is_changed(self) -> bool:
-        """True if something got better or worse."""
-        return bool(
-            self.outcome
-            or (self.speed and self.speed.verdict in ("fast", "slow"))
-            or (self.accuracy and self.accuracy.verdict in ("better", "worse"))
-        )
+    def changes(self) -> set[str]:
+        """Words for everything that got better or worse; empty if nothing changed."""
+        found = {self.outcome, self.speed and self.speed.verdict}
+        found.add(self.accuracy and self.accuracy.verdict)
+        return {word for word in found if word and word not in ("same", "ambiguous")}
 
 
 @dataclass(frozen=True)
@@ -175,7 +171,7 @@ def basis_of(before: Run, after: Run) -> Basis:
 def _kernels(pairs: Sequence[Pair], spread: Spread) -> list[KernelChange]:
     grouped: dict[KernelId, list[Pair]] = {}
     for pair in pairs:
-        if not pair.ran_in_neither:
+        if any(pair.ran):
             grouped.setdefault(pair.before.id, []).append(pair)
     return [
         KernelChange(
@@ -210,9 +206,13 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
                 },
             },
             "differences": comparison.differences,
-            "baseline_time": _asdict(comparison.baseline_time),
+            "baseline_time": comparison.baseline_time and asdict(comparison.baseline_time),
             "kernels": [
-                {"kernel": each.kernel, "calls": len(each.pairs), "speed": _asdict(each.speed)}
+                {
+                    "kernel": each.kernel,
+                    "calls": len(each.pairs),
+                    "speed": each.speed and asdict(each.speed),
+                }
                 for each in comparison.kernels
             ],
             "rows": [
@@ -220,9 +220,11 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
                     **_subject(each.before),
                     "status": [each.before.status, each.after.status],
                     "outcome": each.outcome,
-                    "time_ms": [_median(each.before), _median(each.after)],
-                    "speed": _asdict(each.speed),
-                    "accuracy": _asdict(each.accuracy),
+                    "time_ms": [
+                        row.time_ms and row.time_ms.p50 for row in (each.before, each.after)
+                    ],
+                    "speed": each.speed and asdict(each.speed),
+                    "accuracy": each.accuracy and asdict(each.accuracy),
                 }
                 for each in comparison.pairs
             ],
@@ -240,11 +242,3 @@ def _subject(row: Row) -> dict[str, Any]:
         "module": row.call.module,
         "step": row.call.step,
     }
-
-
-def _median(row: Row) -> float | None:
-    return None if row.time_ms is None else row.time_ms.p50
-
-
-def _asdict(change: SpeedChange | AccuracyChange | None) -> dict[str, Any] | None:
-    return None if change is None else asdict(change)

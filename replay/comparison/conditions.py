@@ -50,9 +50,9 @@ class Condition:
                 pair.before.is_correct
                 and bool(pair.accuracy and pair.accuracy.reason in ("now-inaccurate", "more-nan"))
             ),
-            "less-accurate": lambda pair: bool(pair.accuracy and pair.accuracy.verdict == "worse"),
-            "error": lambda pair: pair.outcome == "failed",
-            "missing": lambda pair: pair.outcome == "refused",
+            "less-accurate": lambda pair: "worse" in pair.changes,
+            "error": lambda pair: "failed" in pair.changes,
+            "missing": lambda pair: "refused" in pair.changes,
         }[self.name]
 
 

@@ -7,7 +7,6 @@ itself may have changed (another version of PyTorch on the same device), times a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -79,11 +78,6 @@ class _Figure(NamedTuple):
     figure: float
     within: MedianInterval | None
 
-    @property
-    def is_positive(self) -> bool:
-        """False if a figure has no ratio, which happens only with a damaged file."""
-        return all(0 < each < math.inf for each in (self.figure, *(self.within or ())))
-
 
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
     """Choose speed-ups, unless only times are comparable between the two machines."""
@@ -98,7 +92,7 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel that is correct in both runs; None unless both figures are positive, finite.
+    """Compare a kernel that is correct in both runs; None unless both have the figure.
 
     Args:
         spread: share by which two runs of the same kernels differ.
@@ -112,7 +106,7 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
         old, new = _speedup(before), _speedup(after)
     else:
         return None
-    if old is None or new is None or not (old.is_positive and new.is_positive):
+    if old is None or new is None:
         return None
     ratio = new.figure / old.figure
     if old.within is None or new.within is None:

@@ -12,7 +12,7 @@ from capture.text.printable import printable
 from replay.comparison.device_types import AcrossDevices
 from replay.report.call_tables import print_report
 from replay.report.cells import cell
-from replay.report.comparison.markdown import escaped
+from replay.report.comparison.markdown import escaped, markdown_table
 from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows, told_apart
 from replay.report.ranking import fastest, rank
@@ -62,9 +62,7 @@ def devices_markdown(merged: AcrossDevices) -> str:
     """Return the matrices as Markdown."""
     parts = [READING, *filter(None, [left_out(merged)])]
     for title, headings, lines in matrices(merged):
-        rows = [headings, ["---"] * len(headings), *lines]
-        table = "\n".join(f"| {' | '.join(map(escaped, row))} |" for row in rows)
-        parts.append(f"**{escaped(title)}**\n\n{table}")
+        parts.append(f"**{escaped(title)}**\n\n{markdown_table([headings, *lines])}".rstrip())
     return "\n\n".join(parts) + "\n"
 
 

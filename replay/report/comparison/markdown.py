@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from replay.report.comparison.sections import Sections, Table
+from replay.report.comparison.sections import LINES, Sections, Table
 
-BUDGET = 59_000
+BUDGET = 65_000
 """Maximum size of the text in bytes; GitHub accepts 65,536 characters in a comment."""
 
 LONGEST = 200
@@ -18,62 +18,39 @@ NOTES = 10
 
 
 def to_markdown(compared: Sequence[Sections]) -> str:
-    """Write the comparisons in order, with as many table lines as fit.
+    """Write the comparisons in order, with fewer table lines if the text would be too long.
 
     Names from the rows are escaped, so they cannot become Markdown, HTML, mentions or links.
     """
-    heads = [_head(contents) for contents in compared]
-    left = BUDGET - _size(_left_out(len(heads)))
-    written: list[str] = []
-    for at, (contents, head) in enumerate(zip(compared, heads, strict=True)):
-        share = left // (len(heads) - at)
-        if _size(head) > left:
-            written.append(_left_out(len(heads) - at))
+    for lines in (LINES, LINES // 4, 0):
+        text = "".join(_comparison(contents, lines) for contents in compared)
+        if len(text.encode()) <= BUDGET:
             break
-        text = head + _tables(contents, share - _size(head))
-        left -= _size(text)
-        written.append(text)
-    return "".join(written)
-
-
-def _head(contents: Sections) -> str:
-    notes = "".join(f"- {escaped(note)}\n" for note in contents.notes[:NOTES])
-    sign = "🔴" if contents.is_worse else "🟢"
-    return f"### {escaped(contents.title)}\n\n{sign} {escaped(contents.answer)}\n\n{notes}"
-
-
-def _tables(contents: Sections, budget: int) -> str:
-    written = ""
-    for table in (contents.counts, *contents.tables):
-        written += _table(table, budget - _size(written))
-    return f"{written}\n"
-
-
-def _table(table: Table, budget: int) -> str:
-    """Return the lines that fit, and the number of omitted lines; empty if no line fits."""
-    text = (
-        f"\n**{escaped(table.title)}**\n\n"
-        f"| {' | '.join(map(escaped, table.headings))} |\n"
-        f"|{'---|' * len(table.headings)}\n"
-    )
-    left = budget - _size(text) - _size(_left_out(len(table.lines)))
-    if left < 0:
-        return ""
-    for at, cells in enumerate(table.lines):
-        line = f"| {' | '.join(map(escaped, cells))} |\n"
-        left -= _size(line)
-        if left < 0:
-            return text + _left_out(len(table.lines) - at)
-        text += line
     return text
 
 
-def _left_out(count: int) -> str:
-    return f"\nand {count} more\n"
+def _comparison(contents: Sections, lines: int) -> str:
+    notes = "".join(f"- {escaped(note)}\n" for note in contents.notes[:NOTES])
+    sign = "🔴" if contents.is_worse else "🟢"
+    head = f"### {escaped(contents.title)}\n\n{sign} {escaped(contents.answer)}\n\n{notes}"
+    tables = (contents.counts, *contents.tables)
+    return head + "".join(_table(table, lines) for table in tables) + "\n"
 
 
-def _size(text: str) -> int:
-    return len(text.encode())
+def _table(table: Table, lines: int) -> str:
+    left_out = len(table.lines) - lines
+    return (
+        f"\n**{escaped(table.title)}**\n\n"
+        + markdown_table([table.headings, *table.lines[:lines]])
+        + (f"\nand {left_out} more\n" if left_out > 0 else "")
+    )
+
+
+def markdown_table(lines: Sequence[Sequence[str]]) -> str:
+    """Format a table whose first line has the headings."""
+    headings, *others = lines
+    rows = [headings, ["---"] * len(headings), *others]
+    return "".join(f"| {' | '.join(map(escaped, cells))} |\n" for cells in rows)
 
 
 def escaped(text: str) -> str:

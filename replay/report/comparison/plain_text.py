@@ -5,11 +5,8 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from replay.report.comparison.sections import Sections, Table
+from replay.report.comparison.sections import LINES, Sections, Table
 from replay.report.fitted import FittedTable
-
-LINES = 20
-"""Maximum number of lines of a table; the JSON output has all lines."""
 
 
 def print_comparison(contents: Sections, console: Console) -> None:

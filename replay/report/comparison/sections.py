@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from capture.text.counted import counted
@@ -22,11 +22,16 @@ from replay.rows.row import HERE, Row, SpeedVerdict
 LONGEST = 200
 """Maximum length of a sentence from a row, in characters."""
 
+LINES = 20
+"""Maximum number of lines of a table in text and Markdown; the JSON output has all lines."""
+
 NAMED = 5
 """Maximum number of kernels named in a sentence."""
 
 SPEED_WORDS: tuple[SpeedVerdict, ...] = ("same", "fast", "slow", "ambiguous")
 ACCURACY_WORDS: tuple[AccuracyVerdict, ...] = ("same", "better", "worse", "ambiguous")
+FAILING = {"failed", "refused"}
+WORSE = {*FAILING, "worse", "slow"}
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ def sections(comparison: Comparison) -> Sections:
     return Sections(
         title=printable(f"{comparison.before.name} → {comparison.after.name}"),
         answer=_answer(comparison),
-        is_worse=bool(comparison.missing) or any(map(_is_worse, comparison.kernels)),
+        is_worse=bool(comparison.missing)
+        or any(_changes(each.pairs, each.speed) & WORSE for each in comparison.kernels),
         notes=tuple(map(printable, _notes(comparison))),
         counts=_counts(comparison),
         tables=tuple(table for table in tables if table.lines),
@@ -87,10 +93,10 @@ def accuracy_text(change: AccuracyChange) -> str:
 
 def _answer(comparison: Comparison) -> str:
     parts = [
-        _named("failing", comparison, _fails),
-        _named("less accurate", comparison, _lost_accuracy),
-        _named("slower", comparison, _is_slow, "slow"),
-        _named("faster", comparison, _is_fast, "fast"),
+        _named("failing", comparison, FAILING),
+        _named("less accurate", comparison, {"worse"}),
+        _named("slower", comparison, {"slow"}),
+        _named("faster", comparison, {"fast"}),
     ]
     summary = "; ".join(filter(None, parts))
     if comparison.missing:
@@ -107,17 +113,13 @@ def _answer(comparison: Comparison) -> str:
     return "nothing changed"
 
 
-def _named(
-    word: str,
-    comparison: Comparison,
-    holds: Callable[[Pair], bool],
-    overall: SpeedVerdict | None = None,
-) -> str:
-    """Name the kernels for which a condition holds over all calls, or on some of them."""
+def _named(word: str, comparison: Comparison, changes: set[str]) -> str:
+    """Name the kernels that changed in this way over all calls, or on some of them."""
     over_all, on_some = [], []
-    for each in sorted(comparison.kernels, key=_kernel_order):
-        name, count = printable(str(each.kernel)), sum(map(holds, each.pairs))
-        if each.speed is not None and each.speed.verdict == overall:
+    for each in sorted(comparison.kernels, key=_order):
+        name = printable(str(each.kernel))
+        count = sum(bool(pair.changes & changes) for pair in each.pairs)
+        if each.speed is not None and each.speed.verdict in changes:
             over_all.append(name)
         elif count:
             on_some.append(f"{name} ({count:,} of {counted(len(each.pairs), 'call')})")
@@ -195,9 +197,8 @@ def _kernels(comparison: Comparison) -> Table:
             "" if each.speed is None else speed_text(each.speed),
             _counted(each),
         )
-        for each in sorted(comparison.kernels, key=_kernel_order)
-        if any(pair.is_changed for pair in each.pairs)
-        or (each.speed and each.speed.verdict in ("slow", "fast"))
+        for each in sorted(comparison.kernels, key=_order)
+        if _changes(each.pairs, each.speed)
     ]
     return Table("kernels", ("kernel", "calls", "over all calls", "of them"), tuple(lines))
 
@@ -222,8 +223,8 @@ def _rows(comparison: Comparison) -> Table:
             _outcome(pair) or ("" if pair.speed is None else speed_text(pair.speed)),
             "" if pair.accuracy is None else accuracy_text(pair.accuracy),
         )
-        for pair in sorted(comparison.pairs, key=_row_order)
-        if pair.is_changed
+        for pair in sorted(comparison.pairs, key=_order)
+        if pair.changes
     ]
     return Table("rows that changed", ("kernel", "call", "speed", "accuracy"), tuple(lines))
 
@@ -271,34 +272,15 @@ def _devices(names: Sequence[str]) -> str:
     return " and ".join(map(printable, names)) or "unknown device"
 
 
-def _is_slow(pair: Pair) -> bool:
-    return pair.speed is not None and pair.speed.verdict == "slow"
+def _changes(pairs: Sequence[Pair], speed: SpeedChange | None) -> set[str]:
+    """Return words for the changes of a kernel on its calls, and over all of them."""
+    found = {word for pair in pairs for word in pair.changes}
+    return found | ({speed.verdict} & {"slow", "fast"} if speed else set())
 
 
-def _is_fast(pair: Pair) -> bool:
-    return pair.speed is not None and pair.speed.verdict == "fast"
-
-
-def _lost_accuracy(pair: Pair) -> bool:
-    return pair.accuracy is not None and pair.accuracy.verdict == "worse"
-
-
-def _fails(pair: Pair) -> bool:
-    return pair.outcome in ("failed", "refused")
-
-
-def _is_worse(kernel: KernelChange) -> bool:
-    if kernel.speed is not None and kernel.speed.verdict == "slow":
-        return True
-    return any(_fails(each) or _lost_accuracy(each) or _is_slow(each) for each in kernel.pairs)
-
-
-def _kernel_order(kernel: KernelChange) -> tuple[bool, bool, float]:
+def _order(changed: KernelChange | Pair) -> tuple[bool, bool, float]:
     """Return a sort key: failures first, then lost accuracy, then the largest slowdown."""
-    ratio = kernel.speed.ratio if kernel.speed else 1.0
-    return (not any(map(_fails, kernel.pairs)), not any(map(_lost_accuracy, kernel.pairs)), ratio)
-
-
-def _row_order(pair: Pair) -> tuple[bool, bool, float]:
-    """Return a sort key: failures first, then lost accuracy, then the largest slowdown."""
-    return (not _fails(pair), not _lost_accuracy(pair), pair.speed.ratio if pair.speed else 1.0)
+    pairs = changed.pairs if isinstance(changed, KernelChange) else [changed]
+    changes = _changes(pairs, None)
+    ratio = changed.speed.ratio if changed.speed else 1.0
+    return (not changes & FAILING, "worse" not in changes, ratio)
