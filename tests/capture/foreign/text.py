@@ -135,9 +135,7 @@ MODELS = [
     Foreign("Llama (padded)", decoder("llama", mask=PADDED), generated(2)),
     Foreign("Llama (bfloat16)", decoder("llama", dtype=torch.bfloat16), generated(2)),
     Foreign("Llama (eager)", decoder("llama", attn_implementation="eager"), generated(2), REGISTRY),
-    Foreign("Qwen 2", decoder("qwen2"), generated(2)),
     Foreign("Qwen 3", decoder("qwen3"), generated(2)),
-    Foreign("Qwen 3 MoE", decoder("qwen3_moe", **EXPERTS), generated(2)),
     Foreign(
         "Qwen 3 Next",  # one of two layers has linear attention
         decoder(
@@ -152,19 +150,13 @@ MODELS = [
         ),
         generated(1),
     ),
-    Foreign("Mistral", decoder("mistral", sliding_window=4), generated(2)),
-    Foreign("Mixtral", decoder("mixtral", **EXPERTS), generated(2)),
     Foreign(
         "Gemma 2",
         decoder("gemma2", **ALTERNATING, attn_logit_softcapping=1.0),
         generated(2),
         REGISTRY,
     ),
-    Foreign("Gemma 3", decoder("gemma3_text", **ALTERNATING), generated(2)),
     Foreign("gpt-oss", decoder("gpt_oss", **EXPERTS, **ALTERNATING), generated(2), REGISTRY),
-    Foreign(
-        "DeepSeek V2", decoder("deepseek_v2", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
-    ),
     Foreign(
         "DeepSeek V3", decoder("deepseek_v3", **{**GROUPED, **LATENT, **EXPERTS}), generated(2)
     ),
@@ -193,13 +185,6 @@ MODELS = [
         generated(2),
         REGISTRY,
     ),
-    Foreign("Granite SWA", decoder("granite_swa", **ALTERNATING), generated(2), REGISTRY),
-    Foreign(
-        "VaultGemma",
-        decoder("vaultgemma", **ALTERNATING, attn_logit_softcapping=1.0),
-        generated(2),
-        REGISTRY,
-    ),
     Foreign(
         "Gemma 4",
         decoder(
@@ -222,27 +207,17 @@ MODELS = [
         ),
         generated(2),
     ),
-    Foreign("OLMo 3", decoder("olmo3", **ALTERNATING), generated(2)),
     Foreign(
         "MiniMax",
         decoder("minimax", **EXPERTS, layer_types=["linear_attention", "full_attention"]),
         generated(1),
         unseen={"MiniMaxLightningAttention": 3},
     ),
-    Foreign("Phi-3", decoder("phi3", sliding_window=4), generated(2)),
-    Foreign("Phi", decoder("phi"), generated(2)),
     Foreign("Falcon", decoder("falcon", SIZES), generated(2)),
     Foreign("GPT-2", decoder("gpt2", GPT), generated(2)),
-    Foreign("GPT-NeoX", decoder("gpt_neox", SIZES), generated(2)),
     Foreign(
         "OPT", decoder("opt", {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 32}), generated(2)
     ),
-    Foreign("StarCoder 2", decoder("starcoder2", sliding_window=4), generated(2)),
-    Foreign("Cohere 2", decoder("cohere2", **ALTERNATING), generated(2)),
-    Foreign("OLMo 2", decoder("olmo2"), generated(2)),
-    Foreign("GLM-4", decoder("glm4"), generated(2)),
-    Foreign("Granite", decoder("granite"), generated(2)),
-    Foreign("SmolLM 3", decoder("smollm3"), generated(2)),
     Foreign("Jamba", decoder("jamba", attn_layer_period=2, attn_layer_offset=1), generated(1)),
     Foreign("Mamba", decoder("mamba", {**SIZES, "state_size": 4}), NONE),
     Foreign(
@@ -251,14 +226,8 @@ MODELS = [
         NONE,
         unseen={"BloomAttention": 6},
     ),
-    Foreign("GPT-J", decoder("gptj", {**GPT, "rotary_dim": 4}), NONE, unseen={"GPTJAttention": 6}),
     Foreign("BERT", encoder("bert"), encoded(2)),
     Foreign("ModernBERT", encoder("modernbert", pad_token_id=0), encoded(2)),
-    Foreign(
-        "DistilBERT",
-        encoder("distilbert", {"vocab_size": 64, "dim": 32, "n_heads": 4, "n_layers": 2}),
-        encoded(2),
-    ),
     Foreign("DeBERTa V2", encoder("deberta-v2"), NONE, unseen={"DisentangledSelfAttention": 2}),
     Foreign(
         # Each decoder layer attends to itself and to the encoder's output.

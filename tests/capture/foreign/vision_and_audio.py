@@ -46,22 +46,6 @@ def clip() -> tuple[Any, Run]:
     return model, lambda: model(ids, pixels, attention_mask=seen).logits_per_image
 
 
-def blip_2() -> tuple[Any, Run]:
-    torch.manual_seed(0)
-    text = {**SIZES, "ffn_dim": 32, "word_embed_proj_dim": 32, "model_type": "opt"}
-    config = transformers.Blip2Config(
-        vision_config=VISION,
-        qformer_config={**SIZES, "encoder_hidden_size": 32},
-        text_config={**text, "eos_token_id": None},
-        num_query_tokens=4,
-        image_token_index=IMAGE_TOKEN,
-    )
-    model = transformers.Blip2ForConditionalGeneration(config).eval()
-    ids = torch.tensor([[IMAGE_TOKEN] * 4 + [5, 6, 7]])
-    pixels = picture(1, 3, 16, 16)
-    return model, generating(model, pixel_values=pixels, input_ids=ids)
-
-
 def llava() -> tuple[Any, Run]:
     torch.manual_seed(0)
     config = transformers.LlavaConfig(
@@ -155,36 +139,16 @@ def whisper() -> tuple[Any, Run]:
     return model, generating(model, input_features=features)
 
 
-def wav2vec2() -> tuple[Any, Run]:
-    torch.manual_seed(0)
-    config = transformers.Wav2Vec2Config(
-        **SIZES,
-        conv_dim=(8, 8),
-        conv_stride=(4, 4),
-        conv_kernel=(4, 4),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=4,
-        num_conv_pos_embedding_groups=2,
-    )
-    model = transformers.Wav2Vec2Model(config).eval()
-    return model, lambda: model(picture(2, 256)).last_hidden_state
-
-
 MODELS = [
     Foreign("ViT", seeing("vit"), encoded(2)),
-    Foreign("DINOv2", seeing("dinov2"), encoded(2)),
     # Its pooling head is nn.MultiheadAttention, which multiplies matrices where it returns weights.
     Foreign("SigLIP", seeing("siglip_vision_model"), encoded(2), unseen={"MultiheadAttention": 1}),
     Foreign("CLIP", clip, encoded(2 + 2)),
-    Foreign("Swin", seeing("swin", WINDOWS), encoded(2)),
     Foreign("Swin V2", seeing("swinv2", WINDOWS), NONE, unseen={"Swinv2SelfAttention": 2}),
     # Two encoder layers; then two self-, four cross- and one final cross-attention of the decoder.
     Foreign("SAM", sam, encoded(2 + 2 * 3 + 1)),
-    # The Q-Former has two self-attentions, and cross-attention in every other layer.
-    Foreign("BLIP-2", blip_2, encoded(2 + 2 + 1) + generated(2)),
     Foreign("LLaVA", llava, encoded(2) + generated(2)),
     # Without flash-attn, each picture has a separate call.
     Foreign("Qwen 2 VL", qwen2_vl, encoded(2 * 2) + generated(2)),
     Foreign("Whisper", whisper, encoded(2) + generated(4)),
-    Foreign("Wav2Vec 2", wav2vec2, encoded(2)),
 ]
