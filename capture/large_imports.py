@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
@@ -56,16 +54,8 @@ def without_collecting() -> Iterator[None]:
             gc.enable()
 
 
-def import_for_good(*names: str) -> None:
-    """Import modules that stay loaded until the process ends.
-
-    If the first module has not been loaded yet, this process runs one of our commands. Then the
-    garbage collector ignores the modules' objects, and they are not freed one by one at exit.
-    """
-    is_own = names[0] not in sys.modules
+def import_large(*names: str) -> None:
+    """Import modules that take seconds."""
     with interruptible(), without_collecting():
         for name in names:
             importlib.import_module(name)
-    if is_own:
-        gc.freeze()
-        atexit.register(gc.freeze)

@@ -20,19 +20,3 @@ def options(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     """Return the options that set an attribute: all but --help and --version."""
     found = [action for action in parser._actions if action.option_strings]
     return [action for action in found if action.dest not in ("help", "version", argparse.SUPPRESS)]
-
-
-def values_of(action: argparse.Action) -> list[str]:
-    """Return two values that an option takes, or fewer if it takes fewer."""
-    if action.nargs == 0:
-        return []
-    if action.choices is not None:
-        return [str(choice) for choice in action.choices][:2]
-    parse: Any = action.type or str
-    for pair in (["1", "2"], ["0.5", "0.25"], ["first", "hard"]):
-        try:
-            assert parse(pair[0]) != parse(pair[1])
-        except (argparse.ArgumentTypeError, ValueError):
-            continue
-        return pair
-    raise AssertionError(f"no value is known that {action.option_strings} takes")

@@ -16,9 +16,8 @@ from attention_replay.errors import Error
 from capture.call.head_ranges import parse_ranges
 from capture.call.splits import SPLITS
 from capture.cli.verbs import add_common_options, new_parser, with_flags
-from capture.command_line.parser import OneSentenceParser, natural, not_empty, positive
-from capture.command_line.repeated_options import Listed
-from capture.large_imports import import_for_good, interruptible
+from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
+from capture.large_imports import import_large, interruptible
 from capture.models_package import import_models
 from capture.recording.sampling import PHASES, SAMPLES, check_sample
 from capture.text.counted import counted, human_bytes, share
@@ -165,7 +164,7 @@ def run(arguments: argparse.Namespace) -> int:
     begun: list[Recording] = []
     try:
         # This also imports PyTorch's compiler, because recorded code must not be compiled.
-        import_for_good("torch", "capture.recording.record")
+        import_large("torch", "capture.recording.record")
         from capture.storage.target import no_empty_directory
 
         with no_empty_directory(out):

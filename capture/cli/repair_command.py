@@ -6,7 +6,7 @@ import argparse
 
 from capture.cli.verbs import add_common_options, new_parser
 from capture.command_line.parser import OneSentenceParser
-from capture.large_imports import import_for_good
+from capture.large_imports import import_large
 from capture.text.printable import printable
 
 DESCRIPTION = """\
@@ -27,7 +27,7 @@ def parser() -> OneSentenceParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Repair the directory and print what was done; return the exit code."""
-    import_for_good("torch")
+    import_large("torch")
     from capture.storage.repair import repair
 
     for sentence in repair(arguments.dir) or ["nothing to repair"]:

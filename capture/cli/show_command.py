@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from capture.cli.verbs import add_common_options, new_parser
 from capture.command_line.parser import OneSentenceParser
-from capture.large_imports import import_for_good
+from capture.large_imports import import_large
 
 if TYPE_CHECKING:
     from capture.storage.dataset import Dataset
@@ -55,7 +55,7 @@ def open_dataset(where: str, *, quiet: bool, whole: bool) -> Dataset:
     from capture.storage.locations import directory_of
 
     directory_of(where)  # reports a missing directory before torch is imported
-    import_for_good("torch")
+    import_large("torch")
     from capture.storage.dataset import Dataset
 
     with shown_arrivals(quiet=quiet) as report:

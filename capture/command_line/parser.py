@@ -6,7 +6,6 @@ import argparse
 import difflib
 import importlib.metadata
 import math
-import os
 import platform
 import re
 import sys
@@ -14,8 +13,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from attention_replay import __version__
-from capture.command_line.repeated_options import Once, note_flags
-from capture.command_line.standard_streams import give_up_stdout
 from capture.text.limits import must_be_integer
 from capture.text.printable import printable
 
@@ -28,15 +25,12 @@ class OneSentenceParser(argparse.ArgumentParser):
 
     An empty value, such as from an unset shell variable, is invalid unless the option has
     `type=str`. One-letter options cannot be combined, because argparse reads `-hkv 2` as
-    `-h -k -v 2`. An option that is given twice must have the same value, unless its action is
-    `Listed`. The parsed namespace has the explicitly given values in `given`.
+    `-h -k -v 2`.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
         self.register("type", None, not_empty)
-        for action in (None, "store"):
-            self.register("action", action, Once)
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
@@ -50,20 +44,7 @@ class OneSentenceParser(argparse.ArgumentParser):
                 near = difflib.get_close_matches(name, self._meant(), n=2)
                 hint = f": did you mean {' or '.join(near)}?" if near else ""
                 self.error(f"no option {name}{hint}")
-        if namespace is None:
-            namespace = argparse.Namespace()
-        namespace.given = {}
-        namespace, others = super().parse_known_args(given, namespace)
-        note_flags(namespace)
-        self._require_current_directory()
-        return namespace, others
-
-    def _require_current_directory(self) -> None:
-        """Exit if the current directory was deleted; --help and --version run before this check."""
-        try:
-            os.getcwd()
-        except FileNotFoundError:
-            self.exit(2, f"{self.prog}: the current directory was deleted: change to another one\n")
+        return super().parse_known_args(given, namespace)
 
     def _meant(self) -> list[str]:
         """Return the options to suggest for a misspelt option, without -h, -q and -v."""
@@ -102,25 +83,32 @@ class OneSentenceParser(argparse.ArgumentParser):
     def add_version(self, group: Any = None) -> None:
         """Add `--version`, which prints our version and those of torch, Triton and Python."""
         place = self if group is None else group
-        place.add_argument("--version", action=_Version, help="show versions and exit")
-
-
-class _Version(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        # Versions come from package metadata, because importing torch takes seconds.
         others = " · ".join(f"{package} {_version(package)}" for package in ("torch", "triton"))
-        python = platform.python_version()
-        try:
-            print(f"attention-replay {__version__} · {others} · Python {python}", flush=True)
-        except OSError as error:
-            sys.exit(give_up_stdout(parser.prog, error))
-        parser.exit()
+        versions = f"attention-replay {__version__} · {others} · Python {platform.python_version()}"
+        place.add_argument(
+            "--version", action="version", version=versions, help="show versions and exit"
+        )
+
+
+class Listed(argparse._StoreAction):
+    """Action that collects the comma-separated names, or the numbers, of all its uses."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not self.default:
+            is_text = isinstance(values, str)
+            values = f"{before},{values}" if is_text else tuple(sorted({*before, *values}))
+        super().__call__(parser, namespace, values, option_string)
 
 
 def _version(package: str) -> str:
+    # Read from the package's metadata, because importing torch takes seconds.
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Makes stdin, stdout and stderr usable, even if they are closed or lack characters."""
+"""Makes stdout and stderr usable if they lack characters, are full or lose their reader."""
 
 from __future__ import annotations
 
@@ -19,21 +19,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def make_usable() -> None:
-    """Open closed streams, and replace characters that an encoding lacks.
-
-    Otherwise the next file to be opened would get the descriptor of a closed stream, and receive
-    printed text. A width of 0 in `COLUMNS` is ignored.
-    """
-    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor
-            os.set_inheritable(descriptor, True)
-        if getattr(sys, name) is None:
-            mode = "w" if descriptor else "r"
-            opened = open(descriptor, mode, encoding="utf-8", closefd=False)  # noqa: SIM115
-            setattr(sys, name, opened)
+    """Replace characters that an encoding lacks, and ignore a width of 0 in `COLUMNS`."""
     if not os.environ.get("COLUMNS", "").strip("0"):
         os.environ.pop("COLUMNS", None)
     codecs.register_error("attention-replay", _plain)

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from attention_replay.errors import Error
-from capture.large_imports import import_for_good
+from capture.large_imports import import_large
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ def device_of(name: str | None) -> torch.device:
     Raises:
         ChoiceError: there is no such device, or no kernel runs on it.
     """
-    import_for_good("torch")
+    import_large("torch")
     import torch
 
     try:

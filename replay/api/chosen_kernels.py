@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.large_imports import import_for_good
+from capture.large_imports import import_large
 from replay.api.chosen_device import ChoiceError
 from replay.kernels.kernel_names import look_known, parts
 
@@ -37,7 +37,7 @@ def check_kernels(names: str | None, special: Sequence[str], *, parse_files: boo
         _require_python(name)
     if look_known(patterns):
         return
-    import_for_good("torch")
+    import_large("torch")
     from replay.kernels.registry import find, select
 
     select(names)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.repeated_options import Listed
+from capture.command_line.parser import Listed, OneSentenceParser
 from capture.text.printable import printable
 from replay.api.compare_rows import ComparedRuns, compare, run_of
 from replay.cli import shared_options as options

@@ -7,6 +7,7 @@ import re
 import shutil
 
 from capture.command_line.parser import (
+    Listed,
     OneSentenceParser,
     natural,
     not_empty,
@@ -14,7 +15,6 @@ from capture.command_line.parser import (
     positive_number,
     share,
 )
-from capture.command_line.repeated_options import Listed
 from capture.command_line.verbosity import add_verbosity
 from replay.cli.files import output_file
 from replay.rows.fields import METRICS

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -100,28 +99,10 @@ def test_misspelt_option_is_one_sentence(
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "given"),
-    [(capture_parser(), ["--model", "llama", "--out", "x"]), (parser(), ["-b", "1"])],
-    ids=["capture", "replay"],
-)
-def test_current_directory_that_was_deleted_is_one_sentence(
-    command: argparse.ArgumentParser,
-    given: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    (tmp_path / "gone").mkdir()
-    monkeypatch.chdir(tmp_path / "gone")
-    (tmp_path / "gone").rmdir()
-    for arguments, code in ((given, 2), (["--help"], 0)):
-        with pytest.raises(SystemExit) as stopped:
-            command.parse_args(arguments)
-        assert stopped.value.code == code
-        sentence = "the current directory was deleted: change to another one"
-        expected = f"{command.prog}: {sentence}\n" if code else ""
-        assert capsys.readouterr().err == expected
+def test_list_that_is_given_twice_has_the_values_of_both() -> None:
+    assert parser().parse_args(["--metric", "energy"]).metric == "energy"  # without the default
+    assert parser().parse_args(["--metric", "energy", "--metric", "time"]).metric == "energy,time"
+    assert capture_parser().parse_args(["--heads", "0-2", "--heads", "2,9"]).heads == (0, 1, 2, 9)
 
 
 def test_what_else_begins_with_a_dash() -> None:

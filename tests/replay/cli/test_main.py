@@ -135,7 +135,6 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         (("suite", "llama", "-d", "64"), ("no option -d",)),
         (("suite", "nope"), ("invalid choice: 'nope'",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
-        ((*SHAPE, "--rounds", "4"), ("argument --rounds: is given twice, with two values: leave",)),
         ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),
         ((*SHAPE, "--calls-before", "-1"), ("--calls-before: ",)),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
