@@ -57,3 +57,10 @@ def described(error: BaseException) -> str:
         return f"{name}: {error}"
     except Exception:
         return name
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's text in one line: the system's text of an OSError, else with its class."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return described(error).partition("\n")[0]

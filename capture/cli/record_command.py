@@ -19,7 +19,7 @@ from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
 from capture.large_imports import import_large, interruptible
 from capture.models_package import import_models
-from capture.recording.sampling import PHASES, SAMPLES, check_sample
+from capture.recording.sampling import PHASES, SAMPLES, make_sampler
 from capture.text.counted import counted, human_bytes, share
 from capture.text.printable import printable
 
@@ -101,7 +101,7 @@ def _add_storage_options(command: OneSentenceParser) -> None:
         default="spread",
         metavar="HOW",
         help="spread over layers, steps, phases and shapes (default); hard, the most difficult in "
-        "8 bits; first; every:N; or reservoir, at random by --seed",
+        "8 bits; first; or every:N, the first of every N calls",
     )
     store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
     store.add_argument(
@@ -321,7 +321,7 @@ def _capture_name(model: str) -> str:
 def _sample(text: str) -> str:
     not_empty(text)
     try:
-        check_sample(text)
+        make_sampler(text, 1, None)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"must be {SAMPLES}, not {text!r}") from error
     return text

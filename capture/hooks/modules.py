@@ -17,7 +17,6 @@ from torch.jit._trace import TopLevelTracedModule
 from capture.hooks.attention_modules import is_attention
 from capture.hooks.interceptor import calls_handled
 from capture.hooks.phases import RECOMPUTE, ModuleRole, in_backward, roles, takes_time_step
-from capture.hooks.signals import is_meant_for_program
 
 
 class CallSite(NamedTuple):
@@ -92,11 +91,8 @@ class _Enter(_Hook):
             watched.forwards = forwards + 1
             phase = None if outer else "encode"
             if watched.role is not None:
-                try:
+                with contextlib.suppress(Exception):  # from the model's own classes
                     phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
-                except Exception as error:  # from the model's own classes
-                    if is_meant_for_program(error):
-                        raise
             if phase is None and outer is not None:
                 site = CallSite(watched.path, outer.step, outer.phase)
             else:

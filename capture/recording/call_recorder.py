@@ -9,14 +9,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from capture.errors import reason_of
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
 from capture.hooks.modules import CallSite, outside
-from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_builder import has_symbolic_sizes
 from capture.recording.context import RecordingContext
-from capture.recording.kept_calls import KeptCalls, reason_of
+from capture.recording.kept_calls import KeptCalls
 from capture.recording.seen_calls import SeenCalls, SimilarCalls
 
 
@@ -45,7 +45,7 @@ class CallRecorder:
         """
         groups, running = self.seen.groups, self._context.tracker.running
         sampler, next_index = self._context.sampler, self._next_index
-        count_visit = self.seen.visit if self._context.options.rank is not None else None
+        count_visit = self.seen.visit if self._context.rank is not None else None
         is_tracing = torch._C._is_tracing
 
         def observe(
@@ -90,9 +90,7 @@ class CallRecorder:
                         dtype,
                     )
                     group = groups.get(like)
-                except (RuntimeError, TypeError) as error:
-                    if is_meant_for_program(error):
-                        raise
+                except (RuntimeError, TypeError):
                     like = group = None  # some tensors have no comparable shape
                 if group is None:
                     if has_symbolic_sizes(query, key, value):
@@ -180,7 +178,7 @@ class CallRecorder:
         index, sampler = self._next_index(), self._context.sampler
         group.count.calls += 1
         group.count.last_step = site.step
-        if self._context.options.rank is not None:
+        if self._context.rank is not None:
             self.seen.visit(site)
         if group.place is None:
             return
@@ -195,6 +193,4 @@ class CallRecorder:
                     self.kept.store(index, site, group, given, output, function)
 
     def _tell_failure(self, error: Exception) -> None:
-        if is_meant_for_program(error):
-            raise error
         self._tell(f"an attention call could not be recorded: {reason_of(error)}")

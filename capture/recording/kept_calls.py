@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import Origin
+from capture.errors import reason_of
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
 from capture.hooks.interceptor import Arguments
 from capture.hooks.modules import CallSite
-from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_builder import as_call, can_be_copied
 from capture.recording.context import RecordingContext
 from capture.recording.copies import HostCopier, buffer_size, stored_bytes
@@ -41,9 +41,7 @@ class KeptCalls:
         self.writer: Writer | None = None
         """Set before the first call."""
         self._seen, self._tell = seen, tell
-        self._tracker, self._sampler = context.tracker, context.sampler
-        self._capture, self._options = context.capture, context.options
-        self._directory, self._counts = context.target.directory, context.counts
+        self._context, self._counts = context, context.counts
         self._copier = HostCopier()
         self._kept: dict[int, tuple[CallCount, int]] = {}
         """For each kept call, by index: the census count that it belongs to, and its bytes."""
@@ -63,11 +61,11 @@ class KeptCalls:
         sdpa: Callable[..., Tensor],
     ) -> None:
         """Store a call that the sampler wants, if the call has values and fits the limits."""
-        writer, counts, options = self.writer, self._counts, self._options
+        writer, counts, context = self.writer, self._counts, self._context
         assert writer is not None
         assert group.place is not None
         self._forget_failed(writer)
-        part = options.part
+        part = context.part
         if is_distributed(arguments):
             found = as_local(arguments, result)
             if found is None:
@@ -81,19 +79,19 @@ class KeptCalls:
             counts.without_values += 1
             return
         if part is None:
-            stack = self._tracker.running.stack
-            part = WHOLE if options.rank is None else of_weights(stack[-1][0], *arguments[:2])
-        if options.heads is not None:
+            stack = context.tracker.running.stack
+            part = WHOLE if context.rank is None else of_weights(stack[-1][0], *arguments[:2])
+        if context.heads is not None:
             part = WHOLE  # a part that lacks heads cannot be joined with other parts
-        output = result if options.keeps_output else None
+        output = result if context.keeps_output else None
         call = as_call(arguments, output, self._origin(index, site, arguments, sdpa, part))
-        if options.heads is not None:
-            kv_heads = kv_heads_of(options.heads, call.shape.q_heads, call.shape.kv_heads)
+        if context.heads is not None:
+            kv_heads = kv_heads_of(context.heads, call.shape.q_heads, call.shape.kv_heads)
             if kv_heads is None:
                 counts.without_heads += 1
                 return
-            call = pick(call, options.heads, kv_heads)
-        if self._sampler.by_difficulty:
+            call = pick(call, context.heads, kv_heads)
+        if context.sampler.by_difficulty:
             call = with_difficulty(call)
         tensors, header = stored_tensors(call), CallHeader.of(call)
         nbytes = stored_bytes(tensors)
@@ -101,9 +99,9 @@ class KeptCalls:
             self._tell(f"a call cannot be stored: {fault}")
             return
         offered = OfferedCall(index, group.place, site.step, nbytes, call.origin.difficulty)
-        decision = self._sampler.offer(offered)
-        counts.refused_for_bytes = self._sampler.refused_for_bytes
-        if not decision.keep:
+        drop = context.sampler.offer(offered)
+        counts.refused_for_bytes = context.sampler.refused_for_bytes
+        if drop is None:
             return
         try:
             pinned = call.device.type == "cuda"
@@ -117,17 +115,17 @@ class KeptCalls:
             group.count.kept += 1
             counts.nbytes += nbytes
             waiting = WaitingCall(replace(header, layouts=copy.layouts), copy)
-            for dropped in writer.put(waiting, decision.drop):
+            for dropped in writer.put(waiting, drop):
                 self._forget(dropped)
         except Exception as error:
             self.failed(index, error)
-            if is_meant_for_program(error):
-                raise
 
     def failed(self, index: int, error: Exception) -> None:
         """Register a call that could not be stored. The writer's thread calls this method too."""
         self._failed.append(index)
-        self._tell(f"could not store a call in {self._directory}: {reason_of(error)}")
+        self._tell(
+            f"could not store a call in {self._context.target.directory}: {reason_of(error)}"
+        )
 
     def give_up(self) -> None:
         """Forget the calls that are not written yet, and report their number as a problem."""
@@ -166,36 +164,23 @@ class KeptCalls:
         described = device.type
         if device.type == "cuda":
             described = f"cuda ({torch.cuda.get_device_name(device)})"
-        self._capture.device = described
+        self._context.capture.device = described
         return Origin(
-            model=self._capture.model,
-            weights=self._capture.weights,
+            model=self._context.capture.model,
+            weights=self._context.capture.weights,
             module=site.module,
             call_index=index,
             step=site.step,
             phase=site.phase,
             device=described,
-            seed=self._options.seed,
-            rank=self._options.rank,
+            seed=self._context.seed,
+            rank=self._context.rank,
             entry_point=arguments.entry_point,
             backend=arguments.backend or function_or_backend(arguments, sdpa),
             disabled_backends=disabled_backends(),
-            heads=self._capture.heads or part.heads,
+            heads=self._context.capture.heads or part.heads,
             split=part.split,
             split_ranks=[*part.ranks],
-            call_in_step=0 if self._options.rank is None else self._seen.position(site),
-            versions=self._capture.versions,
+            call_in_step=0 if self._context.rank is None else self._seen.position(site),
+            versions=self._context.capture.versions,
         )
-
-
-def reason_of(error: Exception) -> str:
-    """Return an error's text in one line, or only its class if the text cannot be read."""
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}".partition("\n")[0]
-    except Exception as another:  # raised by the text of a model's own class
-        if is_meant_for_program(another):
-            raise
-        return name

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from capture.call.head_ranges import ranges
+from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import observe
-from capture.hooks.modules import ModuleTracker, matches, roots_of
+from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.context import RecordingContext
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
+from capture.recording.memory import default_buffer_bytes
 from capture.recording.nothing_kept import no_match, nothing_kept
-from capture.recording.record_options import RecordOptions
+from capture.recording.parts import declared
 from capture.recording.recording import Recording
+from capture.recording.sampling import PHASES, make_sampler
 from capture.recording.termination import before_termination
 from capture.storage.capture_record import CaptureRecord
-from capture.storage.target import CaptureTarget, no_empty_directory, rank_name
+from capture.storage.target import CaptureTarget, current_rank, no_empty_directory, rank_name
+from capture.text.limits import natural, positive
 
 
 @contextlib.contextmanager
@@ -62,7 +65,7 @@ def record(
             follows, so that all ranks can share a directory.
         sample: `spread` over layers, steps, phases and shapes; `hard`, the most difficult calls for
             a quantised kernel (the model waits at every call that may be stored); `first`;
-            `every:N`, the first of every N calls; or `reservoir`, at random by `seed`.
+            or `every:N`, the first of every N calls.
         modules: comma-separated globs of the module paths whose calls may be stored (default: a
             pipeline's denoisers, that is, all components that take a time step; without denoisers,
             every watched module).
@@ -71,7 +74,7 @@ def record(
             Each of these key/value heads must serve the same number of the query heads.
         weights: description of the model's weights (default: the model's `name_or_path`, if it has
             one).
-        seed: seed of the run, stored for reference, and seed of `reservoir`.
+        seed: seed of the run, stored for reference.
         rank: rank of this process, stored for reference (default: the rank in `torch.distributed`
             or the environment's RANK, if there are several processes).
         split: dimension by which ranks share each call, so that `load(out).joined()` can join the
@@ -108,47 +111,57 @@ def record(
         >>> print(recording.kept, recording.problems)
     """
     roots = roots_of(module)
-    options = RecordOptions.of(
-        roots,
-        max=max,
-        sample=sample,
-        modules=modules,
-        phase=phase,
-        heads=heads,
-        seed=seed,
-        rank=rank,
-        split=split,
-        split_ranks=split_ranks,
-        max_bytes=max_bytes,
-        buffer_bytes=buffer_bytes,
-        durable=durable,
-        output=output,
-        audit=audit,
-    )
+    if phase is not None and phase not in PHASES:
+        raise ValueError(f"phase must be {', '.join(PHASES)} or None, not {phase!r}")
+    if heads is not None and (isinstance(heads, str) or not isinstance(heads, Iterable)):
+        raise ValueError(f"heads must be a list of numbers, such as [0, 2], not {heads!r}")
+    sampler = make_sampler(sample, max, max_bytes)
+    kept_heads = None if heads is None else parse_ranges(",".join(map(str, heads)))
+    seed = None if seed is None else natural("seed", seed)
+    rank = current_rank() if rank is None else natural("rank", rank)
+    part = declared(split, split_ranks, rank, heads)
+    if buffer_bytes is None:
+        buffer_bytes = default_buffer_bytes()
+    buffer_bytes = positive("buffer_bytes", buffer_bytes)
+    if modules is None:
+        modules = ",".join(f"{name},{name}.*" for name in denoisers(roots) if name) or "*"
     capture = checked(
         CaptureRecord(
-            model=rank_name(name or type(module).__name__, options.rank),
+            model=rank_name(name or type(module).__name__, rank),
             weights=weights or name_of_weights(module),
             settings=plain_settings(settings or {}),
             versions=versions(),
             started=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="microseconds"),
             sample=sample,
-            modules=options.modules,
-            phase=options.phase,
-            heads=ranges(options.heads or ()),
+            modules=modules,
+            phase=phase or "",
+            heads=ranges(kept_heads or ()),
         ),
-        options.seed,
-        options.rank,
+        seed,
+        rank,
     )
     tracker = ModuleTracker(roots)
-    if not any(matches(path, options.modules) for path in tracker.paths):
-        raise CaptureError(no_match(options.modules, tracker.paths))
+    if not any(matches(path, modules) for path in tracker.paths):
+        raise CaptureError(no_match(modules, tracker.paths))
     complete = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_empty_directory(Path(out)))
         target = CaptureTarget.check(out, capture.model, overwrite=overwrite)
         recording = Recording(
-            RecordingContext(options, options.new_sampler(), tracker, target, capture)
+            RecordingContext(
+                sampler=sampler,
+                tracker=tracker,
+                target=target,
+                capture=capture,
+                heads=kept_heads,
+                seed=seed,
+                rank=rank,
+                part=part,
+                keeps_output=output,
+                buffer_bytes=buffer_bytes,
+                durable=durable,
+                audit=audit,
+            )
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
         stack.enter_context(tracker.watch())

@@ -13,14 +13,12 @@ import warnings
 import weakref
 from pathlib import Path
 
-from capture.errors import CaptureError, RecordingWarning
+from capture.errors import CaptureError, RecordingWarning, reason_of
 from capture.hooks.audit import Audit
 from capture.hooks.census import Census
 from capture.hooks.missed_attention import FusedLayers, MissedAttention, find_missed_attention
-from capture.hooks.signals import is_meant_for_program
 from capture.recording.call_recorder import CallRecorder
 from capture.recording.context import RecordingContext
-from capture.recording.kept_calls import reason_of
 from capture.recording.writer import Writer
 from capture.text.printable import quoted
 
@@ -61,7 +59,7 @@ class Recording:
         """Problems of the recording, one sentence each, without repetitions."""
         self.calls = CallRecorder(context, self.tell)
         self.fused = FusedLayers(context.tracker)
-        self.audit = Audit(context.tracker) if context.options.audit else None
+        self.audit = Audit(context.tracker) if context.audit else None
         """Attention operators that an audit counted; None without an audit."""
         self.may_have_run = True
         """False if the recording has ended and no watched module ran."""
@@ -120,15 +118,14 @@ class Recording:
         Raises:
             CaptureError: another process records to the directory, or it is not writable.
         """
-        options = self._context.options
         journal = self._target.begin(self.capture)
         try:
             writer = Writer(
                 journal,
                 self.counts,
-                buffer_bytes=options.buffer_bytes,
+                buffer_bytes=self._context.buffer_bytes,
                 final=self._context.sampler.is_final,
-                durable=options.durable,
+                durable=self._context.durable,
                 failed=self.calls.kept.failed,
             )
         except CaptureError:
@@ -150,11 +147,8 @@ class Recording:
             return
         # A warning may raise, by the user's filters or display function. Such an exception must not
         # reach the model or the writer's thread.
-        try:
+        with contextlib.suppress(Exception):
             warnings.warn(f"recording: {problem}", RecordingWarning, stacklevel=_level_outside())
-        except Exception as error:
-            if is_meant_for_program(error):
-                raise
 
     def close(self, *, complete: bool) -> bool:
         """End the recording: write the calls in memory, and add all calls to the manifest.
@@ -174,8 +168,6 @@ class Recording:
         try:
             self._writer.close()
         except Exception as error:
-            if is_meant_for_program(error):
-                raise
             self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
         finally:  # also after a second Ctrl-C
             self._end(self._writer, complete=complete)
@@ -202,8 +194,6 @@ class Recording:
             for problem in self._target.end(self.capture, writer.completed):
                 self.tell(problem)
         except Exception as error:
-            if is_meant_for_program(error):
-                raise
             self.tell(
                 f"could not end the recording in {self._target.directory}: {reason_of(error)}; "
                 f"finish it with `capture repair {quoted(self._target.directory)}`"

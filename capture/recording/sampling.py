@@ -3,6 +3,9 @@
 A sampler first decides whether it `wants` a call, before anything is computed from the call's
 tensors. The wanted calls are then passed to `offer`.
 
+`hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
+easiest call for a harder one.
+
 `spread` decides call by call and may drop a kept call for a new one, so that the kept calls are
 always spread evenly over the calls seen so far. Four rules in turn choose the dropped call:
 
@@ -21,42 +24,26 @@ always spread evenly over the calls seen so far. Four rules in turn choose the d
   The sequence starts at a different point in each stratum.
 
 To keep N of T calls, `spread` temporarily keeps a small multiple of N calls (about 110 for 10 of
-1500) and drops all but N of them.
-
-`hard` keeps the calls of the highest difficulty (`capture.recording.difficulty`), and drops the
-easiest call for a harder one. If T calls arrive in random order, it temporarily keeps
-N · (1 + ln(T / N)) of them.
+1500), and `hard` about N · (1 + ln(T / N)).
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-import random
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from capture.text.limits import positive
 
 _PLASTIC = 1.324717957244746
 _GOLDEN = 1.618033988749895
 
-SAMPLES = "spread, hard, first, every:N or reservoir (N at least 1)"
+SAMPLES = "spread, hard, first or every:N (N at least 1)"
 
 PHASES = ("denoise", "prefill", "decode", "encode")
 """Phases of a forward pass whose calls may be stored (`capture.hooks.phases`)."""
-
-
-class SamplingDecision(NamedTuple):
-    """Decision to keep or reject an offered call, with the indices of kept calls to drop for it."""
-
-    keep: bool
-    drop: tuple[int, ...] = ()
-
-
-REJECTED = SamplingDecision(keep=False)
 
 
 @dataclass(eq=False, slots=True)
@@ -66,11 +53,9 @@ class Stratum:
     number: int
     layers: dict[str, int] = field(default_factory=dict)
     """Index of each module by first appearance; it is the layer l of the tie-breaking sequence."""
-    calls: dict[int, SpreadCall] = field(default_factory=dict)
-    """Kept calls, by index."""
-    worst: _DropCandidates | None = None
-    worst_at: int = -1
-    """Value of the sampler's `changes` when `worst` was found."""
+    candidates: DropCandidates | None = None
+    candidates_at: int = -1
+    """Value of the sampler's `changes` when `candidates` was found."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,78 +79,80 @@ class OfferedCall(NamedTuple):
     """Difficulty of the call; None if the sampler does not need it or it cannot be computed."""
 
 
-class Sampler(Protocol):
-    """Interface of a sampler, which selects the calls to keep."""
+@dataclass
+class Sampler:
+    """A sampler of at most `max_calls` calls and `max_bytes` bytes: the first calls that fit.
 
-    is_final: ClassVar[bool]
+    The subclasses differ in the calls that they want, and in the calls that they drop for others.
+    """
+
+    is_final: ClassVar[bool] = True
     """True if the sampler never drops a kept call."""
-    by_difficulty: ClassVar[bool]
+    by_difficulty: ClassVar[bool] = False
     """True if the sampler needs the difficulty of each offered call."""
-    changes: int
+
+    max_calls: int
+    max_bytes: int | None = None
+    changes: int = 0
     """Counter that grows whenever the result of `wants` may have changed."""
-    kept: int
-    nbytes: int
-    refused_for_bytes: int
+    nbytes: int = 0
+    refused_for_bytes: int = 0
     """Number of calls that exceeded the limit of bytes."""
+    strata: dict[Hashable, Stratum] = field(default_factory=dict)
+    calls: dict[int, OfferedCall] = field(default_factory=dict)
+    """Kept calls, by index."""
+
+    @property
+    def kept(self) -> int:
+        return len(self.calls)
 
     def place(self, stratum: Hashable, module: str) -> SamplePlace:
         """Return the place of a module's calls in one stratum."""
+        found = self.strata.setdefault(stratum, Stratum(len(self.strata)))
+        layer = found.layers.setdefault(module, len(found.layers))
+        return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         """Return whether the sampler wants to be offered the next call.
 
         If the result is False, it stays the same for this place and step until `changes` grows.
         """
-
-    def offer(self, call: OfferedCall) -> SamplingDecision:
-        """Decide whether to keep a wanted call; the caller deletes the dropped calls."""
-
-
-@dataclass
-class _Limited:
-    """A sampler of at most `max_calls` calls and `max_bytes` bytes."""
-
-    is_final: ClassVar[bool] = True
-    by_difficulty: ClassVar[bool] = False
-
-    max_calls: int
-    max_bytes: int | None = None
-    changes: int = 0
-    kept: int = 0
-    nbytes: int = 0
-    refused_for_bytes: int = 0
-    strata: dict[Hashable, Stratum] = field(default_factory=dict)
-
-    def place(self, stratum: Hashable, module: str) -> SamplePlace:
-        found = self.strata.setdefault(stratum, Stratum(len(self.strata)))
-        layer = found.layers.setdefault(module, len(found.layers))
-        return SamplePlace(found, module, layer / _PLASTIC + found.number / _GOLDEN)
-
-    def fits(self, nbytes: int) -> bool:
-        """Return whether a call of this size fits in addition to the kept calls."""
-        within_bytes = self.max_bytes is None or self.nbytes + nbytes <= self.max_bytes
-        return self.kept < self.max_calls and within_bytes
-
-    def offer(self, call: OfferedCall) -> SamplingDecision:
-        """Keep a call if it fits; samplers that compare calls override this."""
-        if not self.fits(call.nbytes):
-            self.refused_for_bytes += 1
-            return REJECTED
-        self.kept += 1
-        self.nbytes += call.nbytes
-        return SamplingDecision(keep=True)
-
-
-@dataclass
-class FirstSampler(_Limited):
-    """A sampler of the first calls."""
-
-    def wants(self, place: SamplePlace, step: int) -> bool:
         return self.kept < self.max_calls
 
+    def offer(self, call: OfferedCall) -> list[int] | None:
+        """Return the indices of kept calls to drop for a wanted call; None if it is rejected."""
+        dropped: list[OfferedCall] = []
+        while self.kept >= self.max_calls or not self._fits(call):
+            victim = self._victim(call)
+            if victim is None:
+                if self.kept + len(dropped) < self.max_calls:
+                    self.refused_for_bytes += 1
+                for earlier in dropped:
+                    self._add(earlier)
+                return None
+            self._remove(victim)
+            dropped.append(victim)
+        self._add(call)
+        return [earlier.call_index for earlier in dropped]
+
+    def _fits(self, call: OfferedCall) -> bool:
+        return self.max_bytes is None or self.nbytes + call.nbytes <= self.max_bytes
+
+    def _victim(self, call: OfferedCall) -> OfferedCall | None:
+        """Return the kept call to drop for a new call; None to reject the new call."""
+        return None
+
+    def _add(self, call: OfferedCall) -> None:
+        self.calls[call.call_index] = call
+        self.nbytes += call.nbytes
+
+    def _remove(self, call: OfferedCall) -> None:
+        del self.calls[call.call_index]
+        self.nbytes -= call.nbytes
+
 
 @dataclass
-class EverySampler(_Limited):
+class EverySampler(Sampler):
     """A sampler of the first of every `every` calls."""
 
     every: int = 1
@@ -178,98 +165,23 @@ class EverySampler(_Limited):
 
 
 @dataclass
-class ReservoirSampler(_Limited):
-    """A sampler with equal probabilities: Waterman's algorithm R (Knuth, TAOCP 3.4.2).
-
-    With `max_bytes`, the probability depends on a call's size, because a call is refused if it does
-    not fit in place of the call that was drawn.
-    """
-
-    is_final: ClassVar[bool] = False
-
-    seed: int = 0
-    _seen: int = 0
-    _drawn: int = 0
-    _calls: list[OfferedCall] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._random = random.Random(self.seed)
-
-    def wants(self, place: SamplePlace, step: int) -> bool:
-        self._seen += 1
-        self.changes += 1  # so that it is asked about every call
-        self._drawn = int(self._random.random() * self._seen)
-        return self.kept < self.max_calls or self._drawn < self.max_calls
-
-    def offer(self, call: OfferedCall) -> SamplingDecision:
-        if self.kept < self.max_calls:
-            decision = super().offer(call)
-            if decision.keep:
-                self._calls.append(call)
-            return decision
-        dropped = self._calls[self._drawn]
-        total = self.nbytes - dropped.nbytes + call.nbytes
-        if self.max_bytes is not None and total > self.max_bytes:
-            self.refused_for_bytes += 1
-            return REJECTED
-        self._calls[self._drawn], self.nbytes = call, total
-        return SamplingDecision(keep=True, drop=(dropped.call_index,))
-
-
-class HardCall(NamedTuple):
-    """A call kept by `HardSampler`. The call that sorts first is dropped first."""
-
-    difficulty: float
-    earliness: int
-    """Negative call index, so that the earlier of two equally difficult calls is kept."""
-    nbytes: int
-
-
-@dataclass
-class HardSampler(_Limited):
+class HardSampler(Sampler):
     """A sampler of the most difficult calls, and of calls without a difficulty if there is room."""
 
     is_final: ClassVar[bool] = False
     by_difficulty: ClassVar[bool] = True
 
-    _calls: list[HardCall] = field(default_factory=list)
-    """Kept calls, as a heap."""
-
     def wants(self, place: SamplePlace, step: int) -> bool:
         return True
 
-    def offer(self, call: OfferedCall) -> SamplingDecision:
-        difficulty = -math.inf if call.difficulty is None else call.difficulty
-        new, dropped = HardCall(difficulty, -call.call_index, call.nbytes), list[HardCall]()
-        while not self.fits(call.nbytes):
-            if not self._calls or new < self._calls[0]:
-                if self.kept + len(dropped) < self.max_calls:
-                    self.refused_for_bytes += 1
-                for earlier in dropped:
-                    self._add(earlier)
-                return REJECTED
-            easiest = heapq.heappop(self._calls)
-            self.kept -= 1
-            self.nbytes -= easiest.nbytes
-            dropped.append(easiest)
-        self._add(new)
-        return SamplingDecision(keep=True, drop=tuple(-each.earliness for each in dropped))
-
-    def _add(self, call: HardCall) -> None:
-        heapq.heappush(self._calls, call)
-        self.kept += 1
-        self.nbytes += call.nbytes
+    def _victim(self, call: OfferedCall) -> OfferedCall | None:
+        easiest = min([*self.calls.values(), call], key=_hardness)
+        return None if easiest is call else easiest
 
 
-class SpreadCall(NamedTuple):
-    """A call kept by `SpreadSampler`."""
-
-    call_index: int
-    place: SamplePlace
-    step: int
-    nbytes: int
-    priority: float
-    """Tie-breaker: the call with the highest priority is dropped."""
+def _hardness(call: OfferedCall) -> tuple[float, int]:
+    """Return a sort key; of two equally difficult calls, the earlier one is harder."""
+    return -math.inf if call.difficulty is None else call.difficulty, -call.call_index
 
 
 class _DropRank(NamedTuple):
@@ -280,59 +192,23 @@ class _DropRank(NamedTuple):
     off_grid: bool
     """True if the step is not on the grid of evenly spaced steps."""
     priority: float
-    call_index: int
+    call_index: float
 
 
-_LOWEST = _DropRank(-1, False, 0.0, -1)
+class DropCandidates(NamedTuple):
+    """Kept calls of the largest strata after a new call, with their ranks before it."""
 
-
-class _DropCandidates:
-    """Highest ranks among some kept calls, for comparison with a new call.
-
-    A new call adds one to the crowd of each call of its module, and one to the crowd of each call
-    of its step.
-    """
-
-    def __init__(self, ranks: Iterable[tuple[SpreadCall, _DropRank]], *, or_new: bool) -> None:
-        self.or_new = or_new
-        """True if the new call itself may be dropped."""
-        self.overall = _LOWEST
-        self.of_module: dict[str, _DropRank] = {}
-        self.of_step: dict[int, _DropRank] = {}
-        self.of_both: dict[tuple[str, int], _DropRank] = {}
-        for call, rank in ranks:
-            module, step = call.place.module, call.step
-            # On the grid, the priority only compares calls of the same step.
-            elsewhere = rank if rank.off_grid else rank._replace(priority=-1.0)
-            self.overall = max(self.overall, elsewhere)
-            elsewhere = elsewhere._replace(crowd=rank.crowd + 1)
-            self.of_module[module] = max(self.of_module.get(module, _LOWEST), elsewhere)
-            rank = rank._replace(crowd=rank.crowd + 1)
-            self.of_step[step] = max(self.of_step.get(step, _LOWEST), rank)
-            rank = rank._replace(crowd=rank.crowd + 1)
-            both = module, step
-            self.of_both[both] = max(self.of_both.get(both, _LOWEST), rank)
-
-    def beside(self, module: str, step: int) -> _DropRank:
-        """Return the highest rank after adding a call of `module` in `step`."""
-        rank = self.overall
-        of_module, of_step = self.of_module.get(module), self.of_step.get(step)
-        if of_module is not None and of_module > rank:
-            rank = of_module
-        if of_step is not None and of_step > rank:
-            rank = of_step
-        if of_module is not None and of_step is not None:
-            rank = max(rank, self.of_both.get((module, step), _LOWEST))
-        return rank
+    calls: list[tuple[OfferedCall, _DropRank]]
+    or_new: bool
+    """True if the new call itself may be dropped."""
 
 
 @dataclass
-class SpreadSampler(_Limited):
+class SpreadSampler(Sampler):
     """A sampler of calls spread over all strata, modules and steps."""
 
     is_final: ClassVar[bool] = False
 
-    _calls: dict[int, SpreadCall] = field(default_factory=dict)
     _modules: Counter[str] = field(default_factory=Counter)
     _steps: Counter[int] = field(default_factory=Counter)
     """Number of kept calls of each step that has any; `_modules` is the same for modules."""
@@ -344,75 +220,60 @@ class SpreadSampler(_Limited):
         if step > self._last_step:
             self._last_step = step
             self._changed()
-        return self.kept < self.max_calls or self._victim(place, step) is not None
+        if self.kept < self.max_calls:
+            return True
+        return self._victim(OfferedCall(-1, place, step, nbytes=0)) is not None
 
-    def offer(self, call: OfferedCall) -> SamplingDecision:
-        dropped: list[SpreadCall] = []
-        while not self.fits(call.nbytes):
-            victim = self._victim(call.place, call.step)
-            if victim is None:
-                if self.kept + len(dropped) < self.max_calls:
-                    self.refused_for_bytes += 1
-                for earlier in dropped:
-                    self._add(earlier)
-                return REJECTED
-            dropped.append(self._calls[victim])
-            self._remove(self._calls[victim])
-        priority = _priority(call.place, call.step)
-        self._add(SpreadCall(call.call_index, call.place, call.step, call.nbytes, priority))
-        return SamplingDecision(keep=True, drop=tuple(earlier.call_index for earlier in dropped))
+    def _victim(self, call: OfferedCall) -> OfferedCall | None:
+        stratum, module, step = call.place.stratum, call.place.module, call.step
+        found = stratum.candidates
+        if found is None or stratum.candidates_at != self.changes:
+            found = stratum.candidates = self._candidates(stratum)
+            stratum.candidates_at = self.changes
+        crowd = self._modules.get(module, 0) + self._steps.get(step, 0) + 2
+        own = _DropRank(crowd, self._off_grid(step), _priority(call.place, step), math.inf)
+        worst = own if found.or_new else _LOWEST
+        for kept, (crowd, off_grid, priority, index) in found.calls:
+            # The new call adds one to the crowd of each call of its module or of its step.
+            crowd += (kept.place.module == module) + (kept.step == step)
+            if crowd >= worst.crowd:  # this comparison alone decides most calls
+                if not off_grid and kept.step != step:
+                    priority = -1.0  # on the grid, only compared with calls of the same step
+                worst = max(worst, _DropRank(crowd, off_grid, priority, index))
+        return None if worst is own else self.calls[int(worst.call_index)]
 
-    def _victim(self, place: SamplePlace, step: int) -> int | None:
-        """Return the index of the call to drop for a new call; None to drop the new call itself."""
-        stratum = place.stratum
-        worst = stratum.worst
-        if worst is None or stratum.worst_at != self.changes:
-            worst = stratum.worst = self._worst(stratum)
-            stratum.worst_at = self.changes
-        beside = self._modules.get(place.module, 0) + self._steps.get(step, 0)
-        rank = worst.beside(place.module, step) if beside else worst.overall
-        if not worst.or_new:
-            return rank.call_index
-        crowd = beside + 2
-        if crowd != rank.crowd:  # this comparison alone decides most calls
-            return None if crowd > rank.crowd else rank.call_index
-        own = (crowd, self._off_grid(step), _priority(place, step), math.inf)
-        return None if own > rank else rank.call_index
+    def _candidates(self, stratum: Stratum) -> DropCandidates:
+        """Return the calls that may be dropped after adding a call to `stratum`."""
+        sizes = Counter(call.place.stratum for call in self.calls.values())
+        sizes[stratum] += 1
+        largest = max(sizes.values())
+        return DropCandidates(
+            [
+                (call, self._rank(call))
+                for call in self.calls.values()
+                if sizes[call.place.stratum] == largest
+            ],
+            or_new=sizes[stratum] == largest,
+        )
 
-    def _worst(self, stratum: Stratum) -> _DropCandidates:
-        """Return the highest ranks in the largest strata after adding a call to `stratum`."""
-        size = len(stratum.calls) + 1
-        kept = {call.place.stratum for call in self._calls.values()}  # some strata have no calls
-        largest = max([size, *(len(other.calls) for other in kept)])
-        calls = [
-            call
-            for other in kept
-            if len(other.calls) == largest or (other is stratum and size == largest)
-            for call in other.calls.values()
-        ]
-        return _DropCandidates(((call, self._rank(call)) for call in calls), or_new=size == largest)
-
-    def _rank(self, call: SpreadCall) -> _DropRank:
+    def _rank(self, call: OfferedCall) -> _DropRank:
         crowd = self._modules[call.place.module] + self._steps[call.step]
-        return _DropRank(crowd, self._off_grid(call.step), call.priority, call.call_index)
+        priority = _priority(call.place, call.step)
+        return _DropRank(crowd, self._off_grid(call.step), priority, call.call_index)
 
     def _off_grid(self, step: int) -> bool:
         return step / _GOLDEN % 1.0 >= self._grid
 
-    def _add(self, call: SpreadCall) -> None:
+    def _add(self, call: OfferedCall) -> None:
+        super()._add(call)
         self._modules[call.place.module] += 1
         self._steps[call.step] += 1
-        self.kept += 1
-        self.nbytes += call.nbytes
-        self._calls[call.call_index] = call.place.stratum.calls[call.call_index] = call
         self._changed()
 
-    def _remove(self, call: SpreadCall) -> None:
+    def _remove(self, call: OfferedCall) -> None:
+        super()._remove(call)
         self._modules -= Counter([call.place.module])  # `-=` removes modules without kept calls
         self._steps -= Counter([call.step])
-        self.kept -= 1
-        self.nbytes -= call.nbytes
-        del self._calls[call.call_index], call.place.stratum.calls[call.call_index]
         self._changed()
 
     def _changed(self) -> None:
@@ -420,35 +281,27 @@ class SpreadSampler(_Limited):
         self._grid = len(self._steps) / (self._last_step + 1)
 
 
+_LOWEST = _DropRank(-1, False, 0.0, -1)
+
+
 def _priority(place: SamplePlace, step: int) -> float:
+    """Return the tie-breaker of a call: the call with the highest priority is dropped."""
     return (place.origin + step / _PLASTIC**2) % 1.0
 
 
-def check_sample(sample: str) -> None:
-    """Raise ValueError unless `sample` names a sampler."""
-    if sample not in ("spread", "hard", "first", "reservoir"):
-        interval_of(sample)
+def make_sampler(sample: str, max_calls: int, max_bytes: int | None) -> Sampler:
+    """Create the sampler with the name `sample`, one of `SAMPLES`.
 
-
-def make_sampler(sample: str, max_calls: int, max_bytes: int | None, seed: int) -> Sampler:
-    """Create the sampler with the name `sample`, one of `SAMPLES`."""
+    Raises:
+        ValueError: the name or a limit is invalid.
+    """
     max_calls = positive("max", max_calls)
     if max_bytes is not None:
         max_bytes = positive("max_bytes", max_bytes)
-    if sample == "spread":
-        return SpreadSampler(max_calls, max_bytes)
-    if sample == "hard":
-        return HardSampler(max_calls, max_bytes)
-    if sample == "first":
-        return FirstSampler(max_calls, max_bytes)
-    if sample == "reservoir":
-        return ReservoirSampler(max_calls, max_bytes, seed=seed)
-    return EverySampler(max_calls, max_bytes, every=interval_of(sample))
-
-
-def interval_of(sample: str) -> int:
-    """Return the N of `every:N`."""
-    name, _, number = sample.partition(":")
-    if name != "every" or not number.isdecimal() or int(number) < 1:
+    samplers = {"spread": SpreadSampler, "hard": HardSampler, "first": Sampler}
+    if sample in samplers:
+        return samplers[sample](max_calls, max_bytes)
+    name, _, every = sample.partition(":")
+    if name != "every" or not every.isdecimal() or int(every) < 1:
         raise ValueError(f"sample must be {SAMPLES}, not {sample!r}")
-    return int(number)
+    return EverySampler(max_calls, max_bytes, every=int(every))

@@ -45,8 +45,7 @@ class SeenCalls:
         self.groups: dict[tuple[object, ...], SimilarCalls] = {}
         """Groups of calls, by properties that can be read quickly from a call."""
         self._places: dict[CallCount, SamplePlace | None] = {}
-        self._tracker, self._sampler = context.tracker, context.sampler
-        self._options = context.options
+        self._context = context
         self._lock = lock
         self._visits: dict[str, list[int]] = {}
         """Step of each module's latest call, and the call's position in the step."""
@@ -96,7 +95,7 @@ class SeenCalls:
         eligible, others = Counter[str](), Counter[str]()
         kept = Counter[str]()
         for (module, phase, _), count in self.census.items():
-            component = self._tracker.component(module)
+            component = self._context.tracker.component(module)
             if phase == RECOMPUTE:
                 others[f"{component} ({phase})".strip()] += count.calls
             elif self._places.get(count) is None:
@@ -117,9 +116,9 @@ class SeenCalls:
 
     def _place(self, site: CallSite, count: CallCount) -> SamplePlace | None:
         """Return the place of these calls in the sample; None if they must not be stored."""
-        options = self._options
-        if count.signature.refusal or not site.module or not matches(site.module, options.modules):
+        capture = self._context.capture
+        if count.signature.refusal or not site.module or not matches(site.module, capture.modules):
             return None
-        if site.phase == RECOMPUTE or options.phase not in ("", site.phase):
+        if site.phase == RECOMPUTE or capture.phase not in ("", site.phase):
             return None
-        return self._sampler.place((site.phase, *count.signature.stratum), site.module)
+        return self._context.sampler.place((site.phase, *count.signature.stratum), site.module)

@@ -15,7 +15,6 @@ from capture.call.attention_variant import PLAIN
 from capture.hooks.entry_points.functions import replaced
 from capture.hooks.graph_constant import constant_in_graphs
 from capture.hooks.interceptor import Arguments, Handler, answer, calls_handled, is_inside
-from capture.hooks.signals import is_meant_for_program
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,7 @@ def _converted(form: OutputLayout, result: Any) -> Any:
     """Convert a function's result to SDPA's output; None if the result has an unknown layout."""
     try:
         return form.to_sdpa(result)
-    except Exception as error:
-        if is_meant_for_program(error):
-            raise
+    except Exception:
         return None
 
 
@@ -128,9 +125,7 @@ def wrapped(
             return function(*args, **kwargs)
         try:
             translated = translate(*args, **kwargs)
-        except Exception as error:
-            if is_meant_for_program(error):
-                raise
+        except Exception:
             translated = None  # the function raises its own error or has arguments unknown to us
         if translated is None:
             return function(*args, **kwargs)

@@ -211,7 +211,7 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
         (["--max-bytes", "0"], "invalid size '0'"),
         (
             ["--sample", "random"],
-            "must be spread, hard, first, every:N or reservoir (N at least 1), not 'random'",
+            "must be spread, hard, first or every:N (N at least 1), not 'random'",
         ),
         (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
         (["--modle", "llama"], "no option --modle: did you mean --modules or --model?"),

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
-import signal
 import threading
 import time
 import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
-from types import FrameType, FunctionType
 from typing import Any
 
 import pytest
@@ -22,9 +19,7 @@ from torch import Tensor, nn
 from capture import load, record
 from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
-from capture.recording import kept_calls
 from capture.recording.recording import Recording
-from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
 
 
@@ -202,71 +197,6 @@ def test_full_disk_is_reported_once_and_the_model_goes_on(
     assert recording.seen == 24
     assert list(tmp_path.iterdir()) == []
     assert F.scaled_dot_product_attention is TORCH_SDPA
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        "capture.hooks.census.Census.count_of",
-        "capture.recording.kept_calls.as_call",
-        "capture.recording.copies.HostCopier.copy",
-        "capture.recording.writer.Writer.put",
-        "capture.hooks.phases.ModuleRole.phase",
-        "capture.recording.writer.Writer.close",
-        "capture.storage.target.CaptureTarget.end",
-    ],
-)
-def test_what_a_signal_handler_of_the_program_raises_reaches_it(
-    function: str,
-    layers: nn.Module,
-    states: Tensor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A time limit that expires inside the recorder still interrupts the program."""
-
-    def expire(number: int, frame: FrameType | None) -> None:
-        raise TimeoutError("the program's own limit")
-
-    def interrupted(*args: object, **kwargs: object) -> None:
-        signal.raise_signal(signal.SIGUSR1)
-
-    def run() -> None:
-        model = Denoiser(layers)
-        with record(model, tmp_path, max=2):
-            monkeypatch.setattr(function, interrupted)
-            model(states, torch.tensor(0))
-
-    before = signal.signal(signal.SIGUSR1, expire)
-    try:
-        with pytest.raises(TimeoutError, match="the program's own limit"):
-            run()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-class Limit(Exception):
-    """An error of the program's watchdog."""
-
-
-@pytest.mark.parametrize("function", ["as_call", "can_be_copied"])
-def test_what_another_thread_raises_in_the_program_reaches_it(
-    function: str,
-    layers: nn.Module,
-    states: Tensor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def now(*args: object) -> None:
-        ident = ctypes.c_ulong(threading.get_ident())
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, ctypes.py_object(Limit))
-
-    raised_in_ours = FunctionType(now.__code__, vars(kept_calls), closure=now.__closure__)
-    for name, needed in {"ctypes": ctypes, "threading": threading, "Limit": Limit}.items():
-        monkeypatch.setitem(vars(kept_calls), name, needed)
-    monkeypatch.setattr(kept_calls, function, raised_in_ours)
-    with pytest.raises(Limit), record(layers, tmp_path):
-        layers(states)
 
 
 def test_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:

@@ -12,11 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from capture.recording.sampling import (
-    REJECTED,
-    FirstSampler,
     OfferedCall,
     Sampler,
-    SamplingDecision,
     SpreadSampler,
     Stratum,
     make_sampler,
@@ -32,10 +29,11 @@ class Offered:
     difficulty: float | None = None
 
 
-def offer(sampler: Sampler, index: int, call: Offered) -> SamplingDecision:
+def offer(sampler: Sampler, index: int, call: Offered) -> list[int] | None:
+    """Return the indices of the calls that are dropped; None if the new call is not kept."""
     place = sampler.place(call.stratum, call.module)
     if not sampler.wants(place, call.step):
-        return REJECTED
+        return None
     return sampler.offer(OfferedCall(index, place, call.step, call.nbytes, call.difficulty))
 
 
@@ -43,14 +41,13 @@ def sample(
     calls: Iterable[Offered], max_calls: int, max_bytes: int | None = None, name: str = "spread"
 ) -> list[int]:
     """Return the kept indices, after checking the bookkeeping at every call."""
-    sampler = make_sampler(name, max_calls, max_bytes, seed=0)
+    sampler = make_sampler(name, max_calls, max_bytes)
     sizes: dict[int, int] = {}
     for index, call in enumerate(calls):
-        decision = offer(sampler, index, call)
-        assert decision.keep or not decision.drop
-        for dropped in decision.drop:
+        drop = offer(sampler, index, call)
+        for dropped in drop or ():
             del sizes[dropped]  # KeyError if the dropped call was not kept
-        if decision.keep:
+        if drop is not None:
             sizes[index] = call.nbytes
         assert sampler.kept == len(sizes) <= max_calls
         assert sampler.nbytes == sum(sizes.values())
@@ -78,24 +75,17 @@ runs = st.lists(offered, max_size=60)
 @given(
     calls=runs,
     max_calls=st.integers(1, 12),
-    name=st.sampled_from(["spread", "hard", "first", "reservoir"]),
+    name=st.sampled_from(["spread", "hard", "first"]),
 )
 def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: str) -> None:
     assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
-
-
-@given(calls=runs, max_calls=st.integers(1, 12), max_bytes=st.none() | st.integers(1, 200))
-def test_same_run_gives_the_same_calls(
-    calls: list[Offered], max_calls: int, max_bytes: int | None
-) -> None:
-    assert sample(calls, max_calls, max_bytes) == sample(calls, max_calls, max_bytes)
 
 
 @given(
     calls=runs,
     max_calls=st.integers(1, 12),
     max_bytes=st.integers(1, 200),
-    name=st.sampled_from(["spread", "hard", "first", "reservoir"]),
+    name=st.sampled_from(["spread", "hard", "first"]),
 )
 def test_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
@@ -196,7 +186,7 @@ def test_calls_kept_reach_into_every_third_of_the_run(max_calls: int) -> None:
 
 def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
     sampler = SpreadSampler(10)
-    kept = sum(offer(sampler, index, call).keep for index, call in enumerate(grid(30, 50)))
+    kept = sum(offer(sampler, index, call) is not None for index, call in enumerate(grid(30, 50)))
     assert kept < 150
 
 
@@ -205,8 +195,8 @@ def test_refusals_for_bytes_are_reported_from_refusals_for_count() -> None:
     for index in range(5):
         offer(small, index, Offered("a", "x", index))
     assert small.refused_for_bytes == 0
-    for tight in (SpreadSampler(5, max_bytes=3), FirstSampler(5, max_bytes=3)):
-        assert not offer(tight, 0, Offered("a", "x", 0, 4)).keep
+    for tight in (SpreadSampler(5, max_bytes=3), Sampler(5, max_bytes=3)):
+        assert offer(tight, 0, Offered("a", "x", 0, 4)) is None
         assert tight.refused_for_bytes == 1
 
 
@@ -218,7 +208,7 @@ def test_call_that_never_fits_costs_no_kept_call() -> None:
 @pytest.mark.parametrize(
     ("name", "max_calls", "max_bytes", "message"),
     [
-        ("random", 1, None, "spread, hard, first, every:N or reservoir .*, not 'random'"),
+        ("random", 1, None, "spread, hard, first or every:N .*, not 'random'"),
         ("every:", 1, None, "not 'every:'"),
         ("every:0", 1, None, "not 'every:0'"),
         ("every:-2", 1, None, "not 'every:-2'"),
@@ -229,7 +219,7 @@ def test_call_that_never_fits_costs_no_kept_call() -> None:
 )
 def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        make_sampler(name, max_calls, max_bytes, seed=0)
+        make_sampler(name, max_calls, max_bytes)
 
 
 # Many shapes.
@@ -310,27 +300,3 @@ def test_regular_run_is_covered_evenly(
 def test_every_nth_call(count: int, every: int, max_calls: int) -> None:
     kept = sample(grid(1, count), max_calls, name=f"every:{every}")
     assert kept == list(range(0, count, every))[:max_calls]
-
-
-def test_reservoir_keeps_every_call_as_often() -> None:
-    kept: Counter[int] = Counter()
-    for seed in range(600):
-        sampler, held = make_sampler("reservoir", 3, None, seed), set()
-        for index, call in enumerate(grid(1, 12)):
-            decision = offer(sampler, index, call)
-            held -= set(decision.drop)
-            if decision.keep:
-                held.add(index)
-        kept.update(held)
-    # 3 of 12 in 600 runs: 150 each, with a standard deviation of 11.
-    assert sum(kept.values()) == 1800
-    assert all(100 < kept[index] < 200 for index in range(12))
-
-
-def test_reservoir_differs_by_seed() -> None:
-    calls = grid(1, 200)
-    found = set()
-    for seed in (0, 0, 1):
-        sampler = make_sampler("reservoir", 5, None, seed)
-        found.add(tuple(i for i, call in enumerate(calls) if offer(sampler, i, call).keep))
-    assert len(found) == 2
