@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import logging
 import os
 import re
@@ -20,9 +19,8 @@ import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import IO
 
 from capture.errors import DatasetError
 from capture.storage import cache, plain_files
@@ -40,18 +38,11 @@ MEMBERS = 1_000_000
 
 _PIECE = 1 << 20
 """Number of bytes in one step of a copy."""
-_HEADER_AT_MOST = 16 << 20
-"""Maximum size in bytes of a tar header, which is read into memory."""
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, OSError),
-    *(ValueError, OverflowError, RuntimeError),  # including too much recursion
+    *(ValueError, OverflowError, RuntimeError, MemoryError),  # including too much recursion
 )
 """Errors that the libraries raise for a damaged or unknown archive."""
-
-
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -62,9 +53,8 @@ class ArchiveMember:
     """Path in the archive."""
     nbytes: int
     """Size that the archive declares."""
-    obstacle: str
-    """Reason why the member cannot be read; usually empty."""
-    opened: Callable[[], _Readable]
+    is_regular: bool
+    info: zipfile.ZipInfo | tarfile.TarInfo
 
 
 def is_archive(name: str) -> bool:
@@ -83,9 +73,11 @@ class Archive:
             with path.open("rb") as file:
                 first = file.read(2)
             if first == b"PK":
-                members = _zip_members(path)
+                self._zip = zipfile.ZipFile(path)
+                members = _zip_members(self._zip)
             else:
-                members = _tar_members(self._unzipped(path) if first == b"\x1f\x8b" else path)
+                self._tar = self._unzipped(path) if first == b"\x1f\x8b" else path
+                members = _tar_members(self._tar)
             self._members = _dataset_among(members, address)
         contained, limit = sum(member.nbytes for member in self._members.values()), _limit(path)
         if contained > limit:
@@ -99,10 +91,19 @@ class Archive:
             raise DatasetError(f"{self.address}: {name} is missing")
         member = self._members[name]
         where = f"{self.address}: {printable(member.name)}"
-        if member.obstacle:
-            raise DatasetError(f"{where} {member.obstacle}")
-        with _as_dataset_error(where), contextlib.closing(member.opened()) as packed:
+        if not member.is_regular:
+            raise DatasetError(f"{where} is not a regular file")
+        with _as_dataset_error(where), self._opened(member.info) as packed:
             _copy(packed, to, limit, arrived)
+
+    @contextlib.contextmanager
+    def _opened(self, info: zipfile.ZipInfo | tarfile.TarInfo) -> Iterator[IO[bytes]]:
+        if isinstance(info, zipfile.ZipInfo):
+            with self._zip.open(info) as packed:
+                yield packed
+        else:  # one file handle for each copy, because several threads copy
+            with tarfile.open(self._tar, "r:") as archive, archive.extractfile(info) as packed:  # type: ignore[union-attr]
+                yield packed
 
     def _unzipped(self, path: Path) -> Path:
         """Decompress a tar archive to the cache, because a compressed archive is slow to search."""
@@ -119,33 +120,21 @@ def _limit(path: Path) -> int:
     return max(EXPANSION * path.stat().st_size, EXPANSION_AT_LEAST)
 
 
-def _zip_members(path: Path) -> Iterator[ArchiveMember]:
-    archive = zipfile.ZipFile(path)
+def _zip_members(archive: zipfile.ZipFile) -> Iterator[ArchiveMember]:
     for info in archive.infolist():
-        kind = stat.S_IFMT(info.external_attr >> 16)
-        obstacle = ""
-        if info.is_dir():
-            continue
-        if kind not in (0, stat.S_IFREG):
-            obstacle = "is not a regular file"
-        elif info.flag_bits & 1:
-            obstacle = "is encrypted: unpack the archive, and give the directory"
-        elif info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            obstacle = "is compressed in an unusual way: unpack the archive, and give the directory"
-        # Some programs for Windows write backslashes as separators.
-        name = info.filename if "/" in info.filename else info.filename.replace("\\", "/")
-        yield ArchiveMember(name, info.file_size, obstacle, partial(archive.open, info))
+        if not info.is_dir():
+            is_regular = stat.S_IFMT(info.external_attr >> 16) in (0, stat.S_IFREG)
+            # Some programs for Windows write backslashes as separators.
+            name = info.filename if "/" in info.filename else info.filename.replace("\\", "/")
+            yield ArchiveMember(name, info.file_size, is_regular, info)
 
 
 def _tar_members(path: Path) -> Iterator[ArchiveMember]:
-    with _Cautious(io.FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as archive:
+    with tarfile.open(path, "r:") as archive:
         for info in archive:
-            if info.isdir():
-                continue
-            regular = info.isreg() and not info.issparse()
-            obstacle = "" if regular else "is not a regular file"
-            opened = partial(_Part, path, info.offset_data, info.size)
-            yield ArchiveMember(info.name, info.size, obstacle, opened)
+            if not info.isdir():
+                is_regular = info.isreg() and not info.issparse()
+                yield ArchiveMember(info.name, info.size, is_regular, info)
 
 
 def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, ArchiveMember]:
@@ -189,35 +178,7 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
     return folders[nearest[0]]
 
 
-class _Cautious(io.BufferedReader):
-    """A file that refuses large reads, because a malicious tar header makes `tarfile` try them."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _HEADER_AT_MOST:
-            raise tarfile.ReadError("a header is too long")
-        return super().read(size)
-
-
-class _Part:
-    """Part of a file: `nbytes` bytes from `offset` on."""
-
-    def __init__(self, path: Path, offset: int, nbytes: int) -> None:
-        self._file = path.open("rb")
-        self._file.seek(offset)
-        self._left = nbytes
-
-    def read(self, size: int) -> bytes:
-        data = self._file.read(min(size, self._left))
-        if self._left and not data:
-            raise EOFError("it ends early")
-        self._left -= len(data)
-        return data
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _copy(packed: _Readable, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
+def _copy(packed: IO[bytes], to: Path, limit: int, arrived: Callable[[int], None]) -> None:
     """Write the content of a member to a new file."""
     left = limit
     with cache.writing(to.parent):
@@ -239,5 +200,6 @@ def _as_dataset_error(where: str) -> Iterator[None]:
     except _DAMAGE as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise DatasetError(
-            f"{where} cannot be unpacked ({printable(reason)}): it may be incomplete, copy it again"
+            f"{where} cannot be unpacked ({printable(reason)}): copy the archive again, or unpack "
+            "it and give the directory"
         ) from error

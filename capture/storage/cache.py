@@ -1,6 +1,6 @@
 """Manages the cache of datasets that are not local directories.
 
-    ~/.cache/attention-replay/datasets/      (or in `$XDG_CACHE_HOME`, or the system's cache)
+    ~/.cache/attention-replay/datasets/      (or in `$XDG_CACHE_HOME`)
         bucket-calls-1f0e…/                  one directory per address, named after the address
             5b1c…/                           one version, deleted if outdated and unused for a day
 
@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,14 +29,7 @@ UNUSED_SECONDS = 24 * 3600
 
 def user_cache() -> Path:
     """Return the directory of this user's copies, which may not exist yet."""
-    if chosen := os.environ.get("XDG_CACHE_HOME"):
-        base = Path(chosen)
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    elif sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
-    else:
-        base = Path.home() / ".cache"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base.absolute() / "attention-replay" / "datasets"
 
 

@@ -115,7 +115,7 @@ class CachedCopy:
             Unreachable: no file of the dataset can be copied.
         """
         path, nbytes, checksum = wanted
-        if plain_files.is_there(path):
+        if os.path.lexists(path):
             return
         with cache.placed(path) as temporary:
             self._files.copy(path.name, temporary, nbytes, arrived)
@@ -129,7 +129,7 @@ class CachedCopy:
         self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
         """Copy calls' files, several at a time; return the errors of files that were not copied."""
-        missing = [file for file in wanted if not plain_files.is_there(file.path)]
+        missing = [file for file in wanted if not os.path.lexists(file.path)]
         total = sum(file.nbytes for file in missing)
         cache.require_room(self.directory, total, self.address)
         stopped = threading.Event()

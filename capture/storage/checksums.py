@@ -9,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from capture.storage import plain_files
 
@@ -22,6 +22,9 @@ CHUNK = 4 << 20
 PATTERN = re.compile("sha256-4MiB:[0-9a-f]{64}")
 
 _THREADS = 8
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def chunked(pieces: Iterable[Any]) -> list[list[memoryview]]:
@@ -47,11 +50,7 @@ def checksum(path: Path) -> str:
         def digest_at(offset: int) -> bytes:
             return digest([os.pread(descriptor, CHUNK, offset)])
 
-        offsets = range(0, os.fstat(descriptor).st_size, CHUNK)
-        if len(offsets) < 2:
-            return combined(map(digest_at, offsets))
-        with ThreadPoolExecutor(threads()) as pool:
-            return combined(pool.map(digest_at, offsets))
+        return combined(in_threads(digest_at, range(0, os.fstat(descriptor).st_size, CHUNK)))
 
 
 def digest(pieces: Iterable[bytes | memoryview]) -> bytes:
@@ -67,7 +66,18 @@ def combined(digests: Iterable[bytes]) -> str:
     return f"sha256-4MiB:{hashlib.sha256(b''.join(digests)).hexdigest()}"
 
 
-def threads() -> int:
-    """Return the number of threads that read and hash a file."""
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    """Return the results of `work` for all items; use only this thread if no other can start.
+
+    Args:
+        work: function of one item. It may be called twice for the same item.
+    """
+    if len(items) < 2:
+        return [work(item) for item in items]
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(_THREADS, available or 1)
+    with ThreadPoolExecutor(min(_THREADS, available or 1)) as pool:
+        try:
+            results = pool.map(work, items)
+        except RuntimeError:  # the interpreter is ending, or the system has no more threads
+            return [work(item) for item in items]
+        return list(results)

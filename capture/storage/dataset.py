@@ -135,7 +135,7 @@ class Dataset(Sequence[AttentionCall]):
             unfinished: journals that have already been read; None to read them when needed.
         """
         manifest = directory / MANIFEST
-        if not plain_files.is_there(manifest):
+        if not os.path.lexists(manifest):
             return cls._rebuilt(directory, f"{manifest} is missing", unfinished)
         try:
             captures, items = _read_manifest(manifest)
@@ -177,7 +177,7 @@ class Dataset(Sequence[AttentionCall]):
         for item in journalled.files.values():
             try:
                 entry = FileEntry.from_json(directory, item)
-                if over and not plain_files.is_there(entry.path):
+                if over and not os.path.lexists(entry.path):
                     continue
                 entries[entry.path] = entry
                 record = record or _record_of(entry)
@@ -334,7 +334,7 @@ class Dataset(Sequence[AttentionCall]):
                 damaged.append(DamagedFile(path, DatasetError(error.reason, error.path)))
         entries.sort(key=lambda entry: (entry.origin.model, entry.origin.call_index))
         captures = _missing_records([], entries)
-        note = why if plain_files.is_there(directory / MANIFEST) else ""
+        note = why if os.path.lexists(directory / MANIFEST) else ""
         if entries:
             note = f"{why}: the files were read instead, without a census or checksums"
         return cls(directory, entries, captures, note, damaged)

@@ -17,7 +17,7 @@ def cached_copy_of(where: str | Path, report: ProgressReport = no_report) -> Cac
     where = os.fspath(where)
     if remote.is_address(where):
         if not is_archive(remote.path_of(where)):
-            return CachedCopy(remote.directory(where), report)
+            return CachedCopy(remote.RemoteDirectory(where), report)
         path, copies = remote.archive(where, report)
         return CachedCopy(Archive(path, remote.without_secrets(where), copies), report)
     if directory_of(where) is not None:

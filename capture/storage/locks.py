@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # not a Unix
-    fcntl = None  # type: ignore[assignment]
 
 PATIENCE_SECONDS = 30.0
 PATIENCE_AT_THE_END_SECONDS = 5.0
@@ -30,8 +26,6 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     Args:
         shared: allow other processes to hold a shared lock at the same time.
     """
-    if fcntl is None:
-        raise LocksUnsupported(errno.ENOSYS, "this system has no flock")
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -59,8 +53,7 @@ def wait_for_lock(descriptor: int, path: Path, seconds: float | None = None) -> 
 def unlock(descriptor: int) -> None:
     """Release the lock, even if a child process that was forked later still has the file open."""
     with contextlib.suppress(OSError):
-        if fcntl is not None:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def is_locked(path: Path) -> bool | None:

@@ -1,16 +1,12 @@
-"""Reads datasets at addresses: `hf://`, `s3://`, `https://` and others that fsspec supports.
+"""Reads datasets at addresses that fsspec supports: `hf://`, `s3://`, `https://` and others.
 
-The extra `remote` installs the libraries. Datasets of the Hugging Face Hub are read through
-`huggingface_hub` and its cache, which other programs share.
+The extra `remote` installs the libraries.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import glob
-import inspect
-import os
 import re
 import secrets
 import shutil
@@ -18,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from capture.errors import DatasetError
 from capture.storage import cache
@@ -26,13 +22,13 @@ from capture.storage.cached_copy import ProgressReport, Unreachable
 from capture.storage.names import MANIFEST
 
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
-_HUB = re.compile(
-    r"hf://datasets/(?P<repository>[^/@]+/[^/@]+)"
-    r"(@(?P<revision>refs/(pr|convert)/[^/]+|[^/]+))?(/(?P<path>.*))?"
-)
-_SECONDS = 10.0
-"""Time limit for a response of the Hub."""
-_PACKAGES = {"s3": "s3fs", "http": "'fsspec[http]'", "https": "'fsspec[http]'", "gs": "gcsfs"}
+_PACKAGES = {
+    "hf": "huggingface_hub",
+    "s3": "s3fs",
+    "http": "'fsspec[http]'",
+    "https": "'fsspec[http]'",
+    "gs": "gcsfs",
+}
 """Package to install for each scheme."""
 _LOG_IN = {
     "s3": "set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY; for a public bucket, "
@@ -41,7 +37,10 @@ _LOG_IN = {
     "FSSPEC_GS_TOKEN=anon",
     "hf": "log in with `hf auth login`, or set HF_TOKEN",
 }
-_CHANGES = {"etag", "last-modified", "lastmodified", "last_modified", "mtime", "created", "updated"}
+_VERSIONS = {
+    *("etag", "blob_id", "last-modified", "lastmodified", "last_modified", "mtime", "created"),
+    "updated",
+}
 """Names, in lower case, of file properties that change with a file's version."""
 
 
@@ -53,7 +52,7 @@ def is_address(where: str) -> bool:
 def without_secrets(address: str) -> str:
     """Return an address for printing, without a password or a link's signature."""
     address = re.sub(r"//[^/@]*@", "//", address)
-    return address.partition("?")[0] if _scheme(address) in ("http", "https") else address
+    return address.partition("?")[0] if _is_http(address) else address
 
 
 def path_of(address: str) -> str:
@@ -66,140 +65,42 @@ def path_of(address: str) -> str:
     return next(filter(None, paths), "")
 
 
-class FsspecDirectory:
-    """Files of a directory that fsspec reads, as `DatasetFiles`."""
+class RemoteDirectory:
+    """Files of a directory at an address, as `DatasetFiles`."""
 
     def __init__(self, address: str) -> None:
         """Connect to the address's file system."""
         self.address = without_secrets(address)
         self.cache = cache.directory_of(address, cache.user_cache())
-        self._given = address
+        self._lists_files = not _is_http(address)
         self._system, self._path = _file_system(address)
 
     def sizes(self) -> dict[str, int] | None:
-        if _scheme(self._given) in ("http", "https"):
+        if not self._lists_files:
             return None
-        with _told(self.address):
+        with _as_dataset_error(self.address):
             self._system.invalidate_cache()
             found = self._system.ls(self._path, detail=True)
         files = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
         return {name: int(each["size"]) for name, each in files.items() if each["type"] == "file"}
 
     def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
-        if _scheme(self._given) in ("http", "https"):
-            parts = urlsplit(self._path)
-            path = f"{parts.path.rstrip('/')}/{quote(name)}"
-            path = urlunsplit(parts._replace(path=path))
-        else:
+        if self._lists_files:
             path = f"{self._path.rstrip('/')}/{name}"
+        else:
+            parts = urlsplit(self._path)
+            path = urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/{quote(name)}"))
         _download(self._system, path, to, limit, arrived, f"{self.address.rstrip('/')}/{name}")
-
-
-class HubDirectory:
-    """Files of a folder in a dataset of the Hub, as `DatasetFiles`.
-
-    If the Hub cannot be reached, files in the Hub's local cache are read.
-    """
-
-    def __init__(self, address: str) -> None:
-        """List the folder's files on the Hub."""
-        self.address = address
-        self.cache = _hub_cache(address)
-        self._repository, self._revision, self._path = _hub_parts(address)
-        self._offline = False
-        with _told(address):
-            self._sizes = self._listed()
-
-    def _listed(self) -> dict[str, int]:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import (
-            EntryNotFoundError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-
-        api = HfApi()
-        try:
-            revision = self._revision
-            found = api.dataset_info(self._repository, revision=revision, timeout=_SECONDS)
-            self._revision = found.sha
-            listed = api.list_repo_tree(
-                self._repository, self._path or None, revision=self._revision, repo_type="dataset"
-            )
-            sizes = {
-                entry.path.rpartition("/")[2]: entry.size
-                for entry in listed
-                if hasattr(entry, "size")
-            }
-            if MANIFEST in sizes:  # so that the Hub's cache contains the name of the revision
-                _from_hub(self._repository, revision, self._inside(MANIFEST), lambda count: None)
-            return sizes
-        except (RepositoryNotFoundError, RevisionNotFoundError, EntryNotFoundError):
-            raise
-        except Exception:  # the Hub's client may use any of several HTTP libraries
-            if not (folder := self._cached()):
-                raise
-            self._offline, self._revision = True, folder.name
-            files = (folder / self._path).iterdir()
-            return {path.name: path.stat().st_size for path in files if path.is_file()}
-
-    def _cached(self) -> Path | None:
-        """Return the snapshot in the Hub's cache; None if it lacks this dataset's manifest."""
-        from huggingface_hub import snapshot_download
-
-        with contextlib.suppress(Exception):  # as in `_listed`
-            manifest = self._inside(MANIFEST)
-            folder = Path(
-                snapshot_download(
-                    self._repository,
-                    repo_type="dataset",
-                    revision=self._revision,
-                    allow_patterns=[glob.escape(manifest)],
-                    local_files_only=True,
-                )
-            )
-            return folder if (folder / manifest).is_file() else None
-        return None
-
-    def _inside(self, name: str) -> str:
-        """Return the path of a file in the repository."""
-        return f"{self._path}/{name}".lstrip("/")
-
-    def sizes(self) -> dict[str, int]:
-        return self._sizes
-
-    def copy(self, name: str, to: Path, limit: int, arrived: Callable[[int], None]) -> None:
-        if name not in self._sizes:
-            raise DatasetError(f"{self.address}: {name} is missing")
-        if self._sizes[name] > limit:
-            raise DatasetError(f"{self.address}: {name} has more than {limit} bytes")
-        path = self._inside(name)
-        with _told(f"{self.address.rstrip('/')}/{name}"):
-            blob = _from_hub(self._repository, self._revision, path, arrived, offline=self._offline)
-        with cache.writing(to.parent):
-            try:
-                os.link(blob, to)
-            except OSError:  # another file system, or one without links
-                shutil.copyfile(blob, to)
-
-
-def directory(address: str) -> FsspecDirectory | HubDirectory:
-    """Return the files of a directory at an address."""
-    return HubDirectory(address) if _is_of_hub(address) else FsspecDirectory(address)
 
 
 def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     """Download an archive if the cache lacks it; return its path and its cache directory."""
-    if _is_of_hub(address):
-        copies = _hub_cache(address)
-        with _told(address):
-            return _from_hub(*_hub_parts(address), lambda count: report(count, 0)), copies
     shown, copies = without_secrets(address), cache.directory_of(address, cache.user_cache())
     system, path = _file_system(address)
-    with _told(shown):
+    with _as_dataset_error(shown):
         system.invalidate_cache()
         info = system.info(path)
-    has_version = any(name.lower() in _CHANGES and value for name, value in info.items())
+    has_version = any(name.lower() in _VERSIONS and value for name, value in info.items())
     # If no property shows changes, the archive is copied again.
     state = repr(sorted((name, str(info[name])) for name in info)).encode()
     file = cache.version(copies, state if has_version else secrets.token_bytes()) / "archive"
@@ -229,9 +130,11 @@ def _download(
             arrived(inc)
 
     counter = Counter()
+    # One request for a file of the Hub, whose file system would send one for every 5 MiB.
+    options = {"block_size": 0} if _scheme(shown) == "hf" else {}
     # In a thread, because fsspec would print pending tasks if Ctrl-C interrupted it.
-    with _told(shown), ThreadPoolExecutor(1) as thread:
-        copying = thread.submit(system.get_file, path, str(to), callback=counter)
+    with _as_dataset_error(shown), ThreadPoolExecutor(1) as thread:
+        copying = thread.submit(system.get_file, path, str(to), callback=counter, **options)
         try:
             copying.result()
         except BaseException:
@@ -243,11 +146,11 @@ def _download(
 
 def _file_system(address: str) -> tuple[Any, str]:
     """Return fsspec's file system for an address, and the path in this file system."""
-    scheme, options = _scheme(address), {}
+    shown, scheme, options = without_secrets(address), _scheme(address), {}
     try:
         from fsspec.core import url_to_fs
 
-        if scheme in ("http", "https"):
+        if _is_http(address):
             import aiohttp
 
             # By default, aiohttp limits a file to five minutes and ignores HTTPS_PROXY.
@@ -258,82 +161,19 @@ def _file_system(address: str) -> tuple[Any, str]:
         package = _PACKAGES.get(scheme)
         remedy = f"pip install {package}" if package else _first_line(error)
         raise DatasetError(
-            f"{without_secrets(address)}: reading {scheme}:// requires a package that is not "
-            f"installed: {remedy}"
+            f"{shown}: reading {scheme}:// requires a package that is not installed: {remedy}"
         ) from error
     except ValueError as error:
         raise DatasetError(
-            f"{without_secrets(address)}: cannot be read ({_first_line(error)}): give a directory, "
-            "an archive, or an address such as hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://"
+            f"{shown}: cannot be read ({_first_line(error)}): give a directory, an archive, or an "
+            "address such as hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://"
         ) from error
     except Exception as error:
-        raise _explained(without_secrets(address), error) from error
-
-
-def _is_of_hub(address: str) -> bool:
-    return address.startswith("hf://datasets/")
-
-
-def _hub_parts(address: str) -> tuple[str, str | None, str]:
-    """Return repository, revision and path of an address on the Hub."""
-    match = _HUB.fullmatch(address)
-    path = ((match and match["path"]) or "").strip("/")
-    if match is None or ".." in path.split("/"):
-        raise DatasetError(
-            f"invalid address {address} (must be hf://datasets/ORG/NAME[@REVISION][/FOLDER])"
-        )
-    return match["repository"], match["revision"] and unquote(match["revision"]), path
-
-
-def _hub_cache(address: str) -> Path:
-    """Return the directory for copies, next to the Hub's cache so that hard links are possible."""
-    try:
-        from huggingface_hub.constants import HF_ASSETS_CACHE
-    except ImportError as error:
-        raise DatasetError(
-            f"{address}: reading hf:// requires huggingface_hub, which is not installed: "
-            "pip install huggingface_hub"
-        ) from error
-    return cache.directory_of(address, Path(HF_ASSETS_CACHE) / "attention-replay" / "datasets")
-
-
-def _from_hub(
-    repository: str,
-    revision: str | None,
-    path: str,
-    arrived: Callable[[int], None],
-    *,
-    offline: bool = False,
-) -> Path:
-    """Download a file to the Hub's cache, and return its path with symbolic links resolved."""
-    from huggingface_hub import hf_hub_download
-    from tqdm import tqdm
-
-    class Counter(tqdm):  # type: ignore[misc]
-        """Progress of a download, in place of the library's own bar."""
-
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            options.pop("name", None)
-            super().__init__(*arguments, **{**options, "disable": True})
-
-        def update(self, n: float | None = 1) -> None:
-            arrived(int(n or 0))
-
-    supported = inspect.signature(hf_hub_download).parameters
-    options: dict[str, Any] = {"tqdm_class": Counter} if "tqdm_class" in supported else {}
-    found = hf_hub_download(
-        repository,
-        path,
-        repo_type="dataset",
-        revision=revision,
-        local_files_only=offline,
-        **options,
-    )
-    return Path(os.path.realpath(str(found)))
+        raise _explained(shown, error) from error
 
 
 @contextlib.contextmanager
-def _told(shown: str) -> Iterator[None]:
+def _as_dataset_error(shown: str) -> Iterator[None]:
     """Convert the errors of any file system to a `DatasetError`."""
     try:
         yield
@@ -344,6 +184,7 @@ def _told(shown: str) -> Iterator[None]:
 
 
 def _explained(shown: str, error: Exception) -> DatasetError:
+    """Return an error that says what failed and what to do."""
     scheme, causes = _scheme(shown), list(_causes(error))
     names = {each.__name__ for cause in causes for each in type(cause).__mro__}
     statuses = {_status(cause) for cause in causes}
@@ -358,9 +199,10 @@ def _explained(shown: str, error: Exception) -> DatasetError:
         remedy = _LOG_IN.get(scheme, "log in, or check the address")
         return Unreachable(f"{shown}: access is denied ({reason}): {remedy}")
     silent = {"ConnectionError", "ClientConnectionError", "ConnectError", "TimeoutError"}
-    missing = {"FileNotFoundError", "EntryNotFoundError", "RevisionNotFoundError"}
-    if hidden or 404 in statuses or (names & missing and not names & silent):
-        return DatasetError(f"{shown}: not found; check the address{_hint(shown)}")
+    if hidden or 404 in statuses or ("FileNotFoundError" in names and not names & silent):
+        hint = f"; over HTTP, a directory is read by its {MANIFEST}" if _is_http(shown) else ""
+        hint = f"; {_LOG_IN['hf']} if it is private" if scheme == "hf" else hint
+        return DatasetError(f"{shown}: not found; check the address{hint}")
     return Unreachable(
         f"{shown}: cannot be reached ({reason}): check the network and the address, or copy the "
         "dataset here and give the directory"
@@ -381,16 +223,12 @@ def _status(error: BaseException) -> int | None:
     return getattr(response, "status_code", None) or getattr(error, "status", None)
 
 
-def _hint(shown: str) -> str:
-    if re.match("https?://(www[.])?huggingface[.]co/datasets/", shown):
-        return ", or give hf://datasets/ORG/NAME"
-    if _scheme(shown) in ("http", "https"):
-        return f"; over HTTP, a directory is read by its {MANIFEST}"
-    return f"; {_LOG_IN['hf']} if it is private" if _scheme(shown) == "hf" else ""
-
-
 def _scheme(address: str) -> str:
     return re.split("://|::", address, maxsplit=1)[0].lower()
+
+
+def _is_http(address: str) -> bool:
+    return _scheme(address) in ("http", "https")
 
 
 def _first_line(error: BaseException) -> str:

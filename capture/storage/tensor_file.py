@@ -22,7 +22,6 @@ from torch import Tensor
 
 from capture.errors import DatasetError
 from capture.storage import checksums, plain_files
-from capture.storage.chunk_threads import in_threads
 from capture.storage.json_data import parsed, required
 
 _DTYPES = {
@@ -60,7 +59,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
             _write_at(descriptor, index * checksums.CHUNK, chunks[index])
             return checksums.digest(chunks[index])
 
-        digests = in_threads(store, range(1, len(chunks)))
+        digests = checksums.in_threads(store, range(1, len(chunks)))
         return checksums.combined([store(0), *digests])
     finally:
         os.close(descriptor)
@@ -152,7 +151,7 @@ class TensorFile:
             return checksums.digest(chunks[index]) if checksum is not None else b""
 
         with plain_files.refusing(self.path):
-            digests = in_threads(fill, range(len(chunks)))
+            digests = checksums.in_threads(fill, range(len(chunks)))
         if checksum is not None and checksums.combined(digests) != checksum:
             raise DatasetError("altered since it was recorded (checksum differs)", self.path)
         return tensors

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from attention_replay.errors import Error
-from capture.storage.plain_files import given_text
 from replay.rows.errors_of_output import AccuracyClass
 
 
@@ -112,7 +111,7 @@ class Thresholds:
         else:
             import tomli as tomllib
         try:
-            tables = tomllib.loads(given_text(path))
+            tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ThresholdsError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:

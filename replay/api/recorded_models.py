@@ -172,8 +172,6 @@ def _check_plan(
 
 
 def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
-    from capture.storage.plain_files import given_text
-
     if path is None:
         return None
     language = [
@@ -191,7 +189,7 @@ def _text(path: str | None, captures: Sequence[CaptureRecord]) -> str | None:
             "leave it out, or capture the model by directory or name"
         )
     try:
-        text = given_text(path)
+        text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise RecordingError(f"cannot read --text {path}: {error.strerror}") from error
     except ValueError as error:

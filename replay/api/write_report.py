@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from capture.storage.json_data import parsed
-from capture.storage.plain_files import given_text
 from replay.api.measured_rows import Rowlike, rows_of
 from replay.api.verify_model import as_json
 from replay.rows.row_files import RowsError
@@ -88,7 +87,7 @@ def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
         return [dict(check) if isinstance(check, Mapping) else as_json(check) for check in checks]
     path = Path(checks)
     try:
-        found = [parsed(line) for line in given_text(path).splitlines()]
+        found = [parsed(line) for line in path.read_text(encoding="utf-8").splitlines()]
     except OSError as error:
         raise RowsError(f"cannot read {path}: {error.strerror}") from error
     except ValueError as error:

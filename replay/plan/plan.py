@@ -12,7 +12,6 @@ from pathlib import Path
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown
-from capture.storage.plain_files import given_text
 from replay.rows.meaning import COSINE_NOISE
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row_files import plain, rebuilt
@@ -185,7 +184,7 @@ class Plan:
             PlanError: the file does not exist, or is not a plan that this version can read.
         """
         try:
-            data = parsed(given_text(path))
+            data = parsed(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise PlanError(f"cannot read the plan {path} ({error.strerror}): {HOW}") from error
         except ValueError as error:

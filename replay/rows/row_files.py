@@ -26,7 +26,6 @@ from typing import (
 
 from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
-from capture.storage.plain_files import given_text
 from capture.text.printable import printable
 from replay.rows.fields import FIELDS, SCHEMA, leaf
 from replay.rows.formulas import no_formula
@@ -166,7 +165,7 @@ def read_jsonl(path: Path) -> StoredRows:
     """
     try:
         # `splitlines` would also split at characters that JSON may contain.
-        *lines, last = given_text(path).split("\n")
+        *lines, last = path.read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from attention_replay.errors import Error
-from capture.storage.plain_files import given_text
 from replay.rows.row import HERE
 
 
@@ -58,7 +57,7 @@ def _from_toml(path: Path) -> dict[str, str]:
     else:
         import tomli as tomllib
     try:
-        data: dict[str, Any] = tomllib.loads(given_text(path))
+        data: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise WorkerError(
             f"cannot read {path} ({error.strerror}): name a TOML file with --env"

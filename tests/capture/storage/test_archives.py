@@ -255,35 +255,21 @@ def test_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
         load(archive)[1]
 
 
-def test_header_that_would_take_much_memory(tmp_path: Path) -> None:
-    info = tarfile.TarInfo("x")
-    info.type, info.size = tarfile.XHDTYPE, 1 << 32
-    (tmp_path / "calls.tar").write_bytes(info.tobuf() + bytes(10240))
-    with pytest.raises(DatasetError, match=r"calls\.tar cannot be unpacked \(a header is too long"):
-        load(tmp_path / "calls.tar")
-
-
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
 def test_damage_is_one_sentence(recorded: Path, tmp_path: Path, name: str) -> None:
     whole = packed(tmp_path / name, files(recorded)).read_bytes()
     # Half of a tar may be the zeros at its end.
     half = whole.rindex(b"model-1") + 600 if name == "calls.tar" else len(whole) // 2
-    for content in (b"", b"PK", whole[:half], b"\x1f\x8b" + bytes(99), b"<html>" * 999):
+    info = tarfile.TarInfo("x")
+    info.type, info.size = tarfile.XHDTYPE, 1 << 62
+    long_header = info.tobuf() + bytes(10240)
+    no_archives = (b"", b"PK", b"\x1f\x8b" + bytes(99), b"<html>" * 999)
+    for content in (*no_archives, whole[:half], long_header):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(DatasetError) as told:
             list(load(tmp_path / name))
         assert str(told.value).startswith(str(tmp_path / name))
         assert "\n" not in str(told.value)
-
-
-def test_encrypted_archive(recorded: Path, tmp_path: Path) -> None:
-    archive = zipped(tmp_path / "calls.zip", files(recorded))
-    content = bytearray(archive.read_bytes())
-    place = content.rindex(b"manifest.json") - 46 + 8
-    content[place] |= 1
-    archive.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"manifest\.json is encrypted: unpack the archive"):
-        load(archive)
 
 
 def test_file_that_is_no_archive(tmp_path: Path) -> None:

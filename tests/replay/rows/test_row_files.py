@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import json
-import os
 from collections.abc import Callable, Iterator
 from operator import getitem
 from pathlib import Path
@@ -21,7 +20,7 @@ from replay.rows.row_files import (
     row_to_json,
     save_jsonl,
 )
-from tests.factories import full_row, row
+from tests.factories import full_row
 
 RunCli = Callable[..., tuple[int, str, str]]
 
@@ -74,19 +73,3 @@ def test_time_without_samples_is_refused(tmp_path: Path, samples: list[float]) -
     path.write_text(json.dumps(data) + "\n")
     with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
         read_jsonl(path)
-
-
-def test_named_pipes_are_not_read(tmp_path: Path) -> None:
-    path, fifo = tmp_path / "rows.jsonl", tmp_path / "fifo"
-    save_jsonl([row("a")], path)
-    os.mkfifo(fifo)
-    (tmp_path / "link").symlink_to(path)
-    assert read_jsonl(tmp_path / "link").rows == [row("a")]
-    reading, writing = os.pipe()
-    os.write(writing, path.read_bytes())
-    os.close(writing)
-    assert read_jsonl(Path(f"/dev/fd/{reading}")).rows == [row("a")]
-    os.close(reading)
-    for refused in (fifo, Path("/dev/zero")):
-        with pytest.raises(RowsError, match=f"cannot read {refused}: not a regular file"):
-            read_jsonl(refused)
