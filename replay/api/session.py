@@ -130,17 +130,17 @@ class Session:
     def _enter(self, stack: contextlib.ExitStack) -> None:
         request, place = self.request, self.request.place
         cluster = None
-        early = [] if self._early is None else [self._early]
+        first = self._early
         if place.ray is not None:
             from replay.distribution.ray_cluster import connected
 
             cluster = stack.enter_context(connected(place.ray))
-        elif not place.in_process and not early:
-            early = stack.enter_context(_first_processes(request, self.limit))
+        elif not place.in_process and place.gpus is None and first is None:
+            first = stack.enter_context(_first_processes(request, self.limit))
         self.device = device_of(place.device) if cluster is None else cluster.device
         self.pythons = place.interpreters()
         self.dataset = request.calls.opened(quiet=self._quiet)
-        self._where = stack.enter_context(self._execution(early, cluster))
+        self._where = stack.enter_context(self._execution(first, cluster))
         self.kernels = chosen_kernels(
             request.kernels, request.measure.special_kernels, self._where, self.device
         )
@@ -159,17 +159,17 @@ class Session:
             logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in kernels))
 
     def _execution(
-        self, early: Sequence[First], cluster: Cluster | None
+        self, first: First | None, cluster: Cluster | None
     ) -> contextlib.AbstractContextManager[Execution]:
         place, stopped = self.request.place, self.limit.stopped
         if cluster is not None:
             return cluster.fleet(self.pythons, place.timeout, stopped)
         if place.gpus is None:
-            return self._one_device(early[0] if early else None)
+            return self._one_device(first)
         from replay.distribution.device_slots import gpus
         from replay.distribution.fleet import fleet
 
-        return fleet(gpus(place.gpus), self.pythons, place.timeout, stopped, early)
+        return fleet(gpus(place.gpus), self.pythons, place.timeout, stopped)
 
     @contextlib.contextmanager
     def _one_device(self, first: First | None) -> Iterator[Execution]:
@@ -359,28 +359,14 @@ class Session:
 
 
 @contextlib.contextmanager
-def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[list[First]]:
-    """Start the processes of the device, or of each GPU; they import PyTorch in the meantime."""
-    from replay.distribution.device_slots import probable_gpus
+def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[First]:
+    """Start the processes of the device; they import PyTorch in the meantime."""
     from replay.workers.process import Placement, first_processes
 
     place = request.place
-    with contextlib.ExitStack() as stack:
-        if place.gpus is None:
-            local = Placement(stopped=limit.stopped)
-            first = stack.enter_context(first_processes(place.timeout, local))
-            prepared(first, place, request.kernels)
-            yield [first]
-            return
-        # The processes use no device until it is known that no other replay uses it.
-        places = [
-            Placement(device.variables, device.cpus, limit.stopped)
-            for device in probable_gpus(place.gpus)
-        ]
-        early = [stack.enter_context(first_processes(place.timeout, there)) for there in places]
-        for first in early:
-            first.warm_up(request.kernels)
-        yield early
+    with first_processes(place.timeout, Placement(stopped=limit.stopped)) as first:
+        prepared(first, place, request.kernels)
+        yield first
 
 
 def prepared(first: First, place: RunPlace, kernels: str | None) -> None:

@@ -6,6 +6,7 @@ This module imports torch late, because workers must start first.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import os
 import re
@@ -20,9 +21,6 @@ from replay.timing.cores import core_siblings
 
 if TYPE_CHECKING:
     import torch
-
-DEVICE_FILES = Path("/dev")
-"""Directory with a driver file `nvidia0`, `nvidia1` … for each usable GPU."""
 
 
 class DeviceError(Error):
@@ -64,12 +62,14 @@ def gpus(asked: str) -> list[Device]:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         raise DeviceError(f"--gpus {asked}: PyTorch finds no GPU here, leave it out")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     found = []
     for index in _indices(asked, count):
         properties = torch.cuda.get_device_properties(index)
         uuid = getattr(properties, "uuid", "")  # some builds of PyTorch lack it
-        device = _device(index, count)
-        found.append(replace(device, kind=properties.name, uuid=f"GPU-{uuid}" if uuid else ""))
+        variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
+        device = Device(f"GPU {index}", properties.name, f"GPU-{uuid}" if uuid else "", variables)
+        found.append(device)
     kinds = {device.kind for device in found}
     if len(kinds) > 1:
         raise DeviceError(
@@ -79,41 +79,9 @@ def gpus(asked: str) -> list[Device]:
     return with_own_cores(found)
 
 
-def probable_gpus(asked: str) -> list[Device]:
-    """Guess the result of `gpus`, without types and without importing PyTorch.
-
-    The list is empty if the driver reports too little, or if `gpus` will probably raise.
-    """
-    if asked != "all":
-        _numbers(asked)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    files = DEVICE_FILES.glob("nvidia[0-9]*")
-    count = len(visible.split(",")) if visible else len(list(files))
-    try:
-        return with_own_cores([_device(index, count) for index in _indices(asked, count)])
-    except DeviceError:
-        return []
-
-
-def _device(index: int, count: int) -> Device:
-    """Make the device of one of `count` GPUs, in this process's numbering."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
-    variables = {"CUDA_VISIBLE_DEVICES": visible.split(",")[index].strip()}
-    return Device(f"GPU {index}", "", variables=variables)
-
-
 def _indices(asked: str, count: int) -> list[int]:
     if asked == "all":
         return list(range(count))
-    indices = _numbers(asked)
-    for index in indices:
-        if index >= count:
-            last = f" to {count - 1}" if count > 1 else ""
-            raise DeviceError(f"--gpus {asked}: there is no GPU {index} here, only 0{last}")
-    return indices
-
-
-def _numbers(asked: str) -> list[int]:
     indices: list[int] = []
     for part in (part.strip() for part in asked.split(",")):
         if not re.fullmatch("[0-9]{1,4}", part):
@@ -123,6 +91,9 @@ def _numbers(asked: str) -> list[int]:
         index = int(part)
         if index in indices:
             raise DeviceError(f"--gpus {asked}: GPU {index} is named twice")
+        if index >= count:
+            last = f" to {count - 1}" if count > 1 else ""
+            raise DeviceError(f"--gpus {asked}: there is no GPU {index} here, only 0{last}")
         indices.append(index)
     return indices
 
@@ -156,11 +127,6 @@ def held(devices: Sequence[Device]) -> Iterator[None]:
     Raises:
         DeviceError: another replay has locked one of the devices.
     """
-    try:
-        import fcntl
-    except ImportError:  # not a Unix
-        yield
-        return
     with contextlib.ExitStack() as opened:
         for device in devices:
             if not device.uuid:

@@ -23,7 +23,7 @@ from replay.kernels.registry import Kernel
 from replay.rows.row import KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.execution import Assignment, Execution, Findings, Progress, Workers
-from replay.workers.process import First, Placement, first_processes
+from replay.workers.process import Placement, first_processes
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload
 
@@ -68,13 +68,6 @@ class CallOutcome(NamedTuple):
     trouble: str = ""
     """Reason to try the call on another device; empty after success or the failure of a kernel."""
     is_device_lost: bool = False
-
-
-class Attempt(NamedTuple):
-    """A failed attempt to replay a call on a device."""
-
-    device: Device
-    trouble: str
 
 
 class Fleet:
@@ -131,32 +124,28 @@ class Fleet:
             WorkerError: no device works, or an environment works on no device.
         """
         compiled = self._compile(schedule, assigned, settings, report)
-        failed: dict[int, list[Attempt]] = {}
-        unfinished: dict[int, CallOutcome] = {}
-        """Last outcome of each call that waits for another device, by the id of the call."""
+        failed: dict[int, list[CallOutcome]] = {}
+        """Outcomes of each call that waits for another device, by the id of the call."""
 
         def take(slot: DeviceSlot) -> Workload | None:
             return None if slot.is_lost else schedule.take(slot.device.name, slot.device.kind)
 
         work = partial(self._replay_call, assigned=assigned, settings=settings)
         for slot, workload, future in self._spread(take, work, report):
-            outcome, attempts = future.result(), failed.setdefault(id(workload), [])
+            outcome, earlier = future.result(), failed.pop(id(workload), [])
             if outcome.is_device_lost:
                 slot.is_lost = True
                 logger.warning("replay: %s is given up: %s", slot.device, outcome.trouble)
-            if outcome.trouble:
-                attempts.append(Attempt(outcome.device, outcome.trouble))
-            if outcome.trouble and len(attempts) < ATTEMPTS:
+            if outcome.trouble and len(earlier) + 1 < ATTEMPTS:
                 schedule.give_back(workload, slot.device.name)
-                unfinished[id(workload)] = outcome
+                failed[id(workload)] = [*earlier, outcome]
                 continue
-            unfinished.pop(id(workload), None)
             report(workload, DONE)
             first_ms = compiled.get((outcome.device.host, workload.label), {})
-            yield from _finished(outcome, attempts, first_ms)
+            yield from _finished(outcome, earlier, first_ms)
         left = {slot.device.kind for slot in self._slots if not slot.is_lost}
         waiting = schedule.waiting
-        for outcome in unfinished.values():  # these calls found no other device
+        for *_, outcome in failed.values():  # these calls found no other device
             if outcome.rows or outcome.device.kind in left:
                 yield from _finished(outcome, [], {})
                 waiting -= 1
@@ -253,19 +242,18 @@ class Fleet:
 
 
 def _finished(
-    outcome: CallOutcome, attempts: Sequence[Attempt], first_ms: Mapping[KernelId, float]
+    outcome: CallOutcome, earlier: Sequence[CallOutcome], first_ms: Mapping[KernelId, float]
 ) -> list[Row]:
-    """Add the device of a call, and earlier failures of the call, to its rows.
+    """Add the device of a call, and its failures on other devices, to its rows.
 
     Args:
+        earlier: the call's failures.
         first_ms: milliseconds of first calls, for kernels that were compiled on this call.
     """
     if not outcome.rows:
         raise WorkerError(outcome.trouble + CONTINUES * outcome.is_device_lost)
     flags = tuple(
-        f"measured after {attempt.device} failed: {attempt.trouble}"
-        for attempt in attempts
-        if attempt.device != outcome.device
+        f"measured after {attempt.device} failed: {attempt.trouble}" for attempt in earlier
     )
     return [
         replace(
@@ -300,7 +288,6 @@ def fleet(
     interpreters: dict[str, str],
     timeout: float,
     stopped: threading.Event,
-    early: Sequence[First] = (),
 ) -> Iterator[Fleet]:
     """Start workers and a judge for each device; all end with the `with` block.
 
@@ -308,22 +295,16 @@ def fleet(
         interpreters: other Python environments by name.
         timeout: seconds without a message after which a worker is ended.
         stopped: event that stops all work, within a second or two.
-        early: processes that were started before the devices were known. A process is ended if its
-            place does not belong to any device.
 
     Raises:
         DeviceError: another replay measures on one of the devices.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(held(devices))
-        places = [Placement(device.variables, device.cpus, stopped) for device in devices]
-        for first in early:
-            if first.worker.place not in places:
-                first.close()
         slots = []
-        for device, place in zip(devices, places, strict=True):
-            started = (first for first in early if first.worker.place == place)
-            first = next(started, None) or stack.enter_context(first_processes(timeout, place))
+        for device in devices:
+            place = Placement(device.variables, device.cpus, stopped)
+            first = stack.enter_context(first_processes(timeout, place))
             first.prepare(None)
             workers = Workers.around(first, interpreters, timeout, place)
             stack.callback(workers.close)

@@ -18,8 +18,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,8 +45,6 @@ from replay.workloads.workload import Workload
 logger = logging.getLogger(__name__)
 
 CONNECTING_SECONDS = 5.0
-JOINING_SECONDS = 90.0
-"""Time limit for Ray to connect; Ray searches for a local node of the cluster for 60 seconds."""
 STARTING_SECONDS = 300.0
 """Time limit for a node until its workers have imported PyTorch, from a cold network disk."""
 LOOK_SECONDS = 0.5
@@ -67,6 +64,20 @@ QUIET = {
 """Environment variables that keep Ray from printing and from sending usage reports."""
 SILENT: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
 """Arguments of `ray.init` that silence Ray."""
+
+REMEDIES = {
+    "AuthenticationError|authentication token": (
+        "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a file "
+        "with its token"
+    ),
+    "Could not find any running Ray instance": (
+        "no cluster runs on this machine: start one with `ray start`, or leave out the address"
+    ),
+    "node_ip_address.json|No node info found|raylet": (
+        "this machine is not a node of the cluster: run the command on one of its nodes"
+    ),
+}
+"""Sentences for Ray's errors, by a pattern in the error's text."""
 
 WORKERS_END_THEMSELVES = {"RAY_kill_child_processes_on_worker_exit": "0"}
 """Environment variable that keeps Ray from killing workers. A killed worker could not end the
@@ -254,15 +265,11 @@ class RemoteWorkers:
     def get(self, answer: Any, deadline: float = math.inf) -> Any:
         """Return the node's reply."""
         import ray
-        from ray.exceptions import RayError, RayTaskError
+        from ray.exceptions import RayError
 
         self._wait(answer, deadline)
         try:
             return ray.get(answer)
-        except RayTaskError as error:
-            if isinstance(error.cause, Error):
-                raise WorkerError(f"{self._host}: {error.cause}") from error
-            raise WorkerError(_in_a_sentence(self._host, error)) from error
         except RayError as error:
             raise WorkerError(_in_a_sentence(self._host, error)) from error
 
@@ -325,80 +332,31 @@ def connected(address: str) -> Iterator[Cluster]:
         MissingPackage: Ray is not installed.
         ClusterError: the cluster cannot be used.
     """
+    is_ours = address == "local"
     with contextlib.ExitStack() as stack:
-        is_ours = address == "local"
         stack.enter_context(_variables({**QUIET, **_private_cluster()} if is_ours else QUIET))
         try:
             import ray
         except ModuleNotFoundError as error:
             raise MissingPackage("--ray needs Ray: pip install 'attention-replay[ray]'") from error
-        restore_sigterm = stack.enter_context(_dying_of_sigterm())
+        options = dict(SILENT)
+        if is_ours:
+            directory = stack.enter_context(TemporaryDirectory(prefix="replay-"))
+            options |= {"include_dashboard": False, "_temp_dir": directory}
+        elif address != "auto":
+            _check(address)
+        before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
+        stack.callback(signal.signal, signal.SIGTERM, before)
+        stack.callback(ray.shutdown)
         try:
-            if is_ours:
-                directory = stack.enter_context(TemporaryDirectory(prefix="replay-"))
-                stack.callback(ray.shutdown)
-                ray.init(address, include_dashboard=False, _temp_dir=directory, **SILENT)
-            else:
-                _check(address)
-                stack.callback(ray.shutdown)
-                _join(address, lambda: ray.init(address, **SILENT))
+            ray.init(address, **options)
             nodes = ray.nodes()
-        except ClusterError:
-            raise
         except Exception as error:
             raise ClusterError(f"--ray {address}: {_why_not(error)}") from error
-        restore_sigterm()
+        # Ray's own handler exits before the fleet has ended its processes.
+        as_ctrl_c = signal.default_int_handler
+        signal.signal(signal.SIGTERM, as_ctrl_c if before == signal.SIG_DFL else before)
         yield Cluster(nodes)
-
-
-def _join(address: str, connect: Callable[[], object]) -> None:
-    """Connect to Ray in a thread, because Ray may hang beyond its time limits and ignore Ctrl-C."""
-    done: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            connect()
-            done.set_result(None)
-        except BaseException as error:
-            done.set_exception(error)
-
-    # The interpreter does not wait for a daemon thread at exit.
-    threading.Thread(target=run, name="connecting", daemon=True).start()
-    if not wait([done], JOINING_SECONDS).done:
-        raise ClusterError(
-            f"--ray {address}: the cluster has not let this machine in for {JOINING_SECONDS:g} s: "
-            "see whether `ray status` works here, and whether a firewall is between"
-        )
-    done.result()
-
-
-@contextlib.contextmanager
-def _dying_of_sigterm() -> Iterator[Callable[[], None]]:
-    """On SIGTERM, exit only after the block has cleaned up; Ray's handlers do not ensure this.
-
-    Yields:
-        A function to call after Ray has set its own handlers.
-    """
-    before, has_come = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL, False
-
-    def end(number: int, frame: object) -> None:
-        nonlocal has_come
-        has_come = True
-        signal.signal(signal.SIGTERM, before)  # a second signal ends the process at once
-        raise KeyboardInterrupt  # the exception that Ray expects while it waits
-
-    def restore() -> None:
-        signal.signal(signal.SIGTERM, end if before == signal.SIG_DFL else before)
-
-    try:
-        yield restore
-    except SystemExit as stopped:
-        has_come |= stopped.code == signal.SIGTERM  # set by Ray's handler
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        if has_come:
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -426,78 +384,35 @@ def _private_cluster() -> dict[str, str]:
 
 
 def _check(address: str) -> None:
-    """Check that a server answers at an address, because Ray would wait for minutes."""
-    if address != "auto":
-        _host_and_port(address, address)
-    used = _used(address)
-    host, port = _host_and_port(used, address)
-    try:
-        socket.create_connection((host, port), CONNECTING_SECONDS).close()
-    except OSError as error:
-        raise ClusterError(f"--ray {address}: {_unanswered(address, used, error)}") from error
-
-
-def _host_and_port(used: str, address: str) -> tuple[str, int]:
-    """Split an address that Ray uses into host and port."""
-    found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]+)", used)
-    if found is None:
+    """Check that a server answers at HOST:PORT, because Ray would wait for minutes."""
+    found = re.fullmatch(r"\[?([^\s/\[\]]+)\]?:([0-9]{1,5})", address)
+    if found is None or not 0 < int(found[2]) <= LAST_PORT:
         raise ClusterError(
             f"--ray {address}: write HOST:PORT as `ray start --head` prints it, auto for the "
-            "cluster that this machine is a node of, or no address to start one here"
+            f"cluster that this machine is a node of, or no address to start one here (ports are "
+            f"1-{LAST_PORT}, usually 6379)"
         )
-    host, digits = found.groups()
-    port = int(digits) if len(digits) < 6 else 0
-    if not 0 < port <= LAST_PORT:
-        raise ClusterError(
-            f"--ray {address}: invalid port {digits} (must be 1-{LAST_PORT}): give the port that "
-            "`ray start --head` printed, usually 6379"
-        )
-    return host, port
-
-
-def _used(address: str) -> str:
-    """Return the address that Ray uses, usually another local address instead of 127.0.0.1."""
     try:
-        from ray._private.services import canonicalize_bootstrap_address
-    except ImportError:  # a private function, which may disappear
-        return address
-    return canonicalize_bootstrap_address(address) or address
+        socket.create_connection((found[1], int(found[2])), CONNECTING_SECONDS).close()
+    except OSError as error:
+        raise ClusterError(
+            f"--ray {address}: nothing answers there ({error}): check the address that `ray start "
+            "--head` printed, and the firewall"
+        ) from error
 
 
-def _unanswered(address: str, used: str, error: OSError) -> str:
-    """Return a message, with a remedy, for an address at which no server answers."""
-    if used == address:
-        return (
-            f"nothing answers there ({error}): check the address that `ray start --head` printed, "
-            "and the firewall"
-        )
-    return (
-        f"Ray uses {used} for this address, and nothing answers there ({error}): give the address "
-        "that `ray start --head` printed, or set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 for a "
-        "cluster that answers on 127.0.0.1 alone"
-    )
-
-
-def _why_not(error: Exception) -> str:
-    text, cause = str(error), error.__cause__ or error.__context__
+def _why_not(error: BaseException) -> str:
+    """Return a sentence about Ray's error, with a remedy if the error is a known one."""
+    texts = [type(error).__name__, str(error)]
+    cause = error.__cause__ or error.__context__
     while cause is not None:
-        text, cause = f"{text}\n{cause}", cause.__cause__ or cause.__context__
-    if "Version mismatch" in text:
-        versions = re.findall(r"(Ray|Python): (\S+)", text)
-        theirs, ours = (", ".join(map(" ".join, pair)) for pair in (versions[:2], versions[2:4]))
-        return f"the cluster has {theirs}, and this is {ours}: install the same versions"
-    if type(error).__name__ == "AuthenticationError" or "authentication token" in text.lower():
-        return (
-            "the cluster asks for a token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to a "
-            "file with its token"
-        )
-    if "Could not find any running Ray instance" in text:
-        return (
-            "no cluster runs on this machine: start one with `ray start`, or leave out the address"
-        )
-    if "node_ip_address.json" in text or "No node info found" in text or "raylet" in text.lower():
-        return "this machine is not a node of the cluster: run the command on one of its nodes"
-    return f"Ray says: {text.strip().partition(chr(10))[0]}"
+        texts.append(str(cause))
+        cause = cause.__cause__ or cause.__context__
+    text = " ".join(texts)
+    for pattern, remedy in REMEDIES.items():
+        if re.search(pattern, text, re.IGNORECASE):
+            return remedy
+    return f"Ray says: {' '.join(str(error).split())}"
 
 
 def _gpus(node: Mapping[str, Any]) -> int:
@@ -535,11 +450,12 @@ def _unlike(machine: Machine, other: Machine) -> tuple[str, str] | None:
 
 
 def _in_a_sentence(host: str, error: Exception) -> str:
-    text = str(error)
+    text, cause = str(error), getattr(error, "cause", None)
+    if isinstance(cause, Error):
+        return f"{host}: {cause}"
     logger.info("%s: %s", host, text.strip())
     if missing := re.search(r"No module named '([^']+)'", text):
         return f"{host} lacks {missing[1]}: pip install 'attention-replay[ray]' there"
-    cause = getattr(error, "cause", None)
     if cause is not None:
         return f"{host}: {type(cause).__name__}: {cause}"
     return f"{host} is gone, or Ray's process there"

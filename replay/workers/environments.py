@@ -19,6 +19,7 @@ from replay.bench.settings import Settings, WorkerOptions
 from replay.kernels.registry import Kernel, catalogue
 from replay.rows.row import HERE, CallFacts, Machine, Row, Status
 from replay.rows.row_files import rebuilt
+from replay.workers.baseline_check import without_rejected_baseline, without_slowed_baseline
 from replay.workers.environment_options import WorkerError
 from replay.workers.judge_process import CallEvidence, JudgeProcess
 from replay.workers.process import CannotStart, Died, Process
@@ -29,9 +30,6 @@ COMMON_LIBRARIES = ("torch", "triton")
 
 MAXIMUM_DEATHS = 3
 """Maximum number of workers that a kernel may end before it is given up."""
-
-DISTURBED = 1.5
-"""Factor by which a baseline may be slower in the worker of a disturbing kernel."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +90,10 @@ class Environment:
         found: dict[str, ProbeResult] = {}
         while missing := [kernel.name for kernel in kernels if kernel.name not in found]:
             try:
-                for message in self._process.ask(do="probe", kernels=missing, device=device):
+                for message in self._ask(do="probe", kernels=missing, device=device):
                     if "probed" in message:
                         name = message.pop("probed")
                         found[name] = ProbeResult(**message)
-                    elif "disturbing" in message:
-                        self._disturbing.update(message["disturbing"])
-            except CannotStart as error:
-                raise self._unusable(error) from error
             except Died as death:
                 if not death.kernel:
                     raise self._unusable(death) from death
@@ -126,27 +120,24 @@ class Environment:
         Raises:
             WorkerError: a worker cannot start, or failed for a reason other than a kernel.
         """
-        rows: list[Row] = []
         while True:
             apart = [kernel for kernel in kernels if self._wants_its_own(kernel, settings)]
             together = [kernel for kernel in kernels if kernel not in apart]
-            if (
-                not together
-                and apart
-                and self._disturbing.isdisjoint(kernel.name for kernel in apart)
-            ):
+            # Without other kernels, only a disturbing kernel needs rows from a clean worker.
+            names = {kernel.name for kernel in apart}
+            if names and not together and self._disturbing.isdisjoint(names):
+                rows: list[Row] = []
                 break
             rows = self._replay_together(workload, together, settings, report)
             if not any(self._wants_its_own(kernel, settings) for kernel in together):
                 break
             self._process.close()
-            rows = []
         for kernel in apart:
             if _is_unreadable(rows):
                 break
             found = self._worker_of(kernel)._replay_together(workload, [kernel], settings, report)
             if kernel.name in self._disturbing:
-                found = [_compared_fairly(row, found, rows) for row in found]
+                found = [without_slowed_baseline(row, found, rows) for row in found]
             present = {row.kernel for row in rows}
             rows += [row for row in found if row.kernel not in present]
         return _in_order(rows, kernels)
@@ -179,21 +170,15 @@ class Environment:
         report: Callable[[str], None],
     ) -> dict[str, float]:
         waiting, found, disturbing = [kernel.name for kernel in kernels], {}, set(self._disturbing)
+        request = {"workload": workload.source.to_json(), "settings": settings.to_json()}
         while waiting:
-            request = {"workload": workload.source.to_json(), "settings": settings.to_json()}
             try:
-                for message in self._process.ask(do="call", kernels=waiting, **request):
+                for message in self._ask(do="call", kernels=waiting, **request):
                     if "at" in message:
                         report(message["at"])
                     elif "called" in message:
                         found[message["called"]] = message["first_call_ms"]
-                    elif "disturbing" in message:
-                        self._disturbing.update(message["disturbing"])
-                    elif "failed" in message:
-                        raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
                 break
-            except CannotStart as error:
-                raise self._unusable(error) from error
             except Died as death:
                 if death.kernel not in waiting:
                     break
@@ -201,6 +186,22 @@ class Environment:
         if self._disturbing != disturbing:
             self._process.close()
         return found
+
+    def _ask(self, **request: Any) -> Iterator[dict[str, Any]]:
+        """Yield the worker's messages, and note the kernels that changed its process.
+
+        Raises:
+            WorkerError: the worker cannot start, or failed for a reason other than a kernel.
+            Died: the worker crashed or hung.
+        """
+        try:
+            for message in self._process.ask(**request):
+                if "failed" in message:
+                    raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
+                self._disturbing.update(message.get("disturbing", ()))
+                yield message
+        except CannotStart as error:
+            raise self._unusable(error) from error
 
     def start(self) -> None:
         """Start the worker without waiting until it is ready."""
@@ -277,8 +278,6 @@ class Environment:
             reply = _Reply(loaded, [])
             try:
                 self._replay_once(workload, names, settings, options, report, reply)
-            except CannotStart as error:
-                raise self._unusable(error) from error
             except Died as death:
                 loaded = reply.loaded
                 if settings.device.type == "cuda" and reply.timing and not synchronous:
@@ -319,7 +318,7 @@ class Environment:
             # Ask the judge first: it computes the reference while the worker still imports.
             self._judge.expect(workload, settings)
             evidence = CallEvidence(self._judge, workload, settings)
-        for message in self._process.ask(do="replay", **request):
+        for message in self._ask(do="replay", **request):
             if evidence is not None:
                 evidence.hear(message.get("at", ""))
             if "call" in message:
@@ -334,16 +333,12 @@ class Environment:
                 reply.rows.append(row)
             elif "unreadable" in message:
                 reply.rows = [self._row("", reply.loaded, "error", message["unreadable"])]
-            elif "failed" in message:
-                raise WorkerError(message["failed"]) from RuntimeError(message["traceback"])
-            elif "disturbing" in message:
-                self._disturbing.update(message["disturbing"])
             elif "judge" in message and evidence is not None:
                 self._process.tell(**evidence.answer(message["judge"]))
             elif "at" in message and message["at"] != DONE:
                 reply.timing = reply.timing or message["at"] == TIMING
                 report(message["at"])
-        reply.rows = [_without_rejected_baseline(row, rejected) for row in reply.rows]
+        reply.rows = [without_rejected_baseline(row, rejected) for row in reply.rows]
 
     def _options(self, synchronous: bool, excluded: set[str]) -> WorkerOptions:
         if self._own_kernel:  # other kernels with separate workers are excluded
@@ -395,36 +390,6 @@ class Environment:
 
 def _in_every_worker(settings: Settings) -> set[str]:
     return {settings.baseline or DEFAULT_BASELINE, settings.compared_kernel or ""}
-
-
-def _without_rejected_baseline(row: Row, rejected: set[str]) -> Row:
-    """Remove a speed-up over a baseline whose own row was rejected."""
-    if row.speedup is None or row.speedup.vs not in rejected:
-        return row
-    flag = f"no speed-up: the row of {row.speedup.vs} is not believed"
-    return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
-
-
-def _compared_fairly(row: Row, beside: list[Row], clean: list[Row]) -> Row:
-    """Remove a speed-up over a baseline that the kernel slows down.
-
-    Args:
-        beside: rows from the kernel's worker.
-        clean: rows from a worker without the kernel.
-    """
-    if row.speedup is None:
-        return row
-    baseline = row.speedup.vs
-    beside_ms, clean_ms = (_typical_ms(rows, baseline) for rows in (beside, clean))
-    if beside_ms is None or clean_ms is None or beside_ms <= DISTURBED * clean_ms:
-        return row
-    flag = f"no speed-up: {baseline} takes {beside_ms / clean_ms:.1f} times as long beside it"
-    return dataclasses.replace(row, speedup=None, flags=(*row.flags, flag))
-
-
-def _typical_ms(rows: list[Row], kernel: str) -> float | None:
-    times = (row.time_ms for row in rows if row.kernel == kernel)
-    return next((time.p50 for time in times if time is not None), None)
 
 
 def _in_order(rows: list[Row], kernels: Sequence[Kernel]) -> list[Row]:

@@ -124,13 +124,12 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
         if settings.device.type == "cpu":
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
+        _warm_up(kernels, process_state)  # meanwhile the judge computes the reference
         wanted = Workload.of(source_from_json(request["workload"]))
         judge_factory = None
         if options.shared_file:
             outbox = _outbox(options.shared_file, settings.device)
-            judge_factory = RemoteJudge.factory(
-                say, _busy_at_first(hear, kernels, process_state), outbox
-            )
+            judge_factory = RemoteJudge.factory(say, hear, outbox)
         for row in replay_here(
             [wanted], kernels, settings, report, tell, options, judge_factory, process_state
         ):
@@ -141,18 +140,6 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
     except CannotJudge as error:
         say(unreadable=classify(error).reason)
     give_back(settings.device)  # another environment's worker may need memory next
-
-
-def _busy_at_first(hear: Hear, kernels: Sequence[Kernel], process_state: ProcessState) -> Hear:
-    """Return `hear`, wrapped to warm up before the first reply, which takes the judge longest."""
-    waiting = list(kernels)
-
-    def hear_busily() -> dict[str, Any]:
-        _warm_up(waiting, process_state)
-        waiting.clear()  # later replies come during timing
-        return hear()
-
-    return hear_busily
 
 
 def _version(library: str) -> str:

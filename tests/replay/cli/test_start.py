@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,19 +14,15 @@ REPOSITORY = Path(__file__).resolve().parents[3]
 
 PROGRAM = """
 import json, sys
-from pathlib import Path
 from replay.cli.main import main
-from replay.distribution import device_slots as devices
 from replay.workers.process import Process
 
-devices.DEVICE_FILES = Path(sys.argv[1])
-devices.core_siblings = lambda cpus: [[0], [1]]
 events = []
 
 def note(what):
     def noted(process, **request):
         assert "torch" not in sys.modules
-        events.append([what, process.place.variables.get("CUDA_VISIBLE_DEVICES"), request])
+        events.append([what, request])
     return noted
 
 Process.start, Process.prepare = note("start"), note("prepare")
@@ -44,7 +39,7 @@ class Torch:  # so that the test does not wait for the real one
 
 sys.meta_path.insert(0, Torch)
 try:
-    main(sys.argv[2:])
+    main(sys.argv[1:])
 except Reached:
     events.append("torch")
 finally:
@@ -52,17 +47,11 @@ finally:
 """
 
 
-def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
-    """Return the events of processes until PyTorch is imported or the command ends, and stderr.
-
-    Args:
-        driver: directory of the driver script and its files.
-    """
-    variables = {name: each for name, each in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+def before_torch(*arguments: str) -> tuple[list[Any], str]:
+    """Return the events of processes until PyTorch is imported or the command ends, and stderr."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(driver), *arguments],
+        [sys.executable, "-c", PROGRAM, *arguments],
         cwd=REPOSITORY,
-        env=variables,
         capture_output=True,
         text=True,
     )
@@ -78,26 +67,17 @@ def before_torch(driver: Path, *arguments: str) -> tuple[list[Any], str]:
     ],
 )
 def test_worker_and_judge_start_before_torch_is_imported(
-    tmp_path: Path, arguments: tuple[str, ...], imported: list[str | None]
+    arguments: tuple[str, ...], imported: list[str | None]
 ) -> None:
-    events, _ = before_torch(tmp_path, *arguments, "--device", "cpu")
+    events, _ = before_torch(*arguments, "--device", "cpu")
     assert events == [
-        ["start", None, {}],
-        ["start", None, {}],
-        ["prepare", None, {"do": "touch", "device": "cpu"}],
-        ["prepare", None, {"do": "touch", "device": "cpu"}],
-        *(["prepare", None, {"do": "warm up", "kernels": each}] for each in imported),
+        ["start", {}],
+        ["start", {}],
+        ["prepare", {"do": "touch", "device": "cpu"}],
+        ["prepare", {"do": "touch", "device": "cpu"}],
+        *(["prepare", {"do": "warm up", "kernels": each}] for each in imported),
         "torch",
     ]
-
-
-def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> None:
-    """Another replay may be measuring there."""
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / name).touch()
-    events, _ = before_torch(tmp_path, "suite", "llama", "--gpus", "all")
-    warm_up = [["prepare", gpu, {"do": "warm up", "kernels": None}] for gpu in "01"]
-    assert events == [["start", gpu, {}] for gpu in "0011"] + warm_up + ["torch"]
 
 
 @pytest.mark.parametrize(
@@ -109,14 +89,13 @@ def test_those_of_several_gpus_start_too_and_use_none_yet(tmp_path: Path) -> Non
         (("--report", "/no/report.html"), "create its directory first"),
         (("--dir", "/no/recording"), "/no/recording: no such directory; record into it"),
         (("--dir", "/no/recording.zip"), "no such archive"),
-        (("--gpus", "0,x"), "invalid GPU 'x'"),
     ],
 )
 def test_what_cannot_be_starts_nothing(
-    recorded: Path, tmp_path: Path, options: tuple[str, ...], reason: str
+    recorded: Path, options: tuple[str, ...], reason: str
 ) -> None:
     source = () if "--dir" in options else ("--dir", str(recorded))
-    events, err = before_torch(tmp_path, *source, *options)
+    events, err = before_torch(*source, *options)
     assert events == []
     assert reason in err
 
@@ -131,9 +110,9 @@ def test_what_cannot_be_starts_nothing(
     ],
 )
 def test_names_that_look_wrong_are_looked_up_before_anything_starts(
-    tmp_path: Path, options: tuple[str, ...]
+    options: tuple[str, ...],
 ) -> None:
-    events, _ = before_torch(tmp_path, "random", *options)
+    events, _ = before_torch("random", *options)
     assert events == ["torch"]
 
 
@@ -147,12 +126,12 @@ def test_names_that_look_wrong_are_looked_up_before_anything_starts(
         ("--device", "cuda:1"),
     ],
 )
-def test_what_may_be_starts(recorded: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    events, _ = before_torch(tmp_path, "--dir", str(recorded), *options)
+def test_what_may_be_starts(recorded: Path, options: tuple[str, ...]) -> None:
+    events, _ = before_torch("--dir", str(recorded), *options)
     assert [event[0] for event in events] == ["start"] * 2 + ["prepare"] * 3 + ["t"]
 
 
 def test_a_recording_that_goes_on_may_have_more_calls(recorded: Path, tmp_path: Path) -> None:
     (recorded / "other.journal").write_text("")
-    events, _ = before_torch(tmp_path, "--dir", str(recorded), "--call", "other-000007")
+    events, _ = before_torch("--dir", str(recorded), "--call", "other-000007")
     assert len(events) == 6

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,14 +19,13 @@ import torch
 import replay as replay_package
 from replay.bench.settings import Settings
 from replay.distribution.device_slots import Device
-from replay.distribution.fleet import DeviceSlot, Fleet, fleet, running_fleet
+from replay.distribution.fleet import DeviceSlot, Fleet, running_fleet
 from replay.distribution.shared_compiling import compilations
 from replay.kernels.registry import Kernel
 from replay.rows.row import HERE, CallFacts, KernelId, Machine, Row
 from replay.workers.environment_options import WorkerError
 from replay.workers.environments import ProbeResult
 from replay.workers.execution import Assignment
-from replay.workers.process import First, Placement, Process, judge_process
 from replay.workloads.random_calls import Spec
 from replay.workloads.schedule import Schedule
 from replay.workloads.workload import Workload, random_workload
@@ -165,12 +159,15 @@ def test_call_whose_worker_dies_is_replayed_on_another_device(
     )
 
 
-def test_call_that_fails_everywhere_keeps_its_row(replayed: Callable[..., Replayed]) -> None:
-    rows, reported = replayed(StandIn(crash), StandIn(crash), count=3)
-    assert sorted((row.call.name, row.status) for row in rows) == [
-        (call.name, "crash") for call in calls(3)
-    ]
-    assert [stage for _, stage in reported].count("done") == 3
+@pytest.mark.parametrize("devices", [1, 2])
+def test_call_that_fails_everywhere_keeps_its_row(
+    replayed: Callable[..., Replayed], devices: int
+) -> None:
+    fails = [StandIn(lambda call: crash(call) if call.name.endswith("1") else None)] * devices
+    rows, reported = replayed(*fails)
+    assert sorted(row.call.name for row in rows if row.status == "crash") == ["random-01"]
+    assert len({row.call.name for row in rows}) == 4
+    assert [stage for _, stage in reported].count("done") == 4 - (devices == 1)
 
 
 def test_call_that_cannot_be_read_is_not_tried_again(replayed: Callable[..., Replayed]) -> None:
@@ -190,30 +187,37 @@ def test_lost_device_gets_no_more_calls(
     assert caplog.messages == ["replay: CPU 0 (uuid-0) is given up: no driver"]
 
 
-def test_without_a_device_that_works_the_run_ends(replayed: Callable[..., Replayed]) -> None:
-    with pytest.raises(WorkerError, match="no device is left that works; --resume continues"):
-        replayed(*(StandIn(crash, works=False) for _ in range(2)), count=5)
-
-
-def test_call_that_lost_every_device_names_resume(
+@pytest.mark.parametrize(
+    ("failure", "works", "count", "reason"),
+    [
+        (crash, False, 5, "^no device is left that works; --resume continues"),
+        (lambda call: WorkerError("gone"), False, 1, "^gone; --resume continues on others$"),
+        (lambda call: WorkerError("it needs torch"), True, 4, "^it needs torch$"),
+    ],
+)
+def test_run_ends_when_no_device_works(
     replayed: Callable[..., Replayed],
+    failure: Callable[[Workload], Row | Exception],
+    works: bool,
+    count: int,
+    reason: str,
 ) -> None:
-    gone = (StandIn(lambda call: WorkerError("it is gone"), works=False) for _ in range(2))
-    with pytest.raises(WorkerError, match=r"^it is gone; --resume continues on others$"):
-        replayed(*gone, count=1)
+    with pytest.raises(WorkerError, match=reason):
+        replayed(*(StandIn(failure, works=works) for _ in range(2)), count=count)
 
 
-def test_environment_that_works_nowhere_ends_the_run(replayed: Callable[..., Replayed]) -> None:
-    with pytest.raises(WorkerError, match="it needs torch"):
-        replayed(*(StandIn(lambda call: WorkerError("it needs torch")) for _ in range(2)))
+def test_ctrl_c_stops_every_device(quick: Settings) -> None:
+    """Otherwise the pool would wait until the running calls end."""
+    stopped, running = Event(), Barrier(2)
+    waits = StandIn(lambda call: WorkerError("stopped" * stopped.wait(60)), together=running)
+    slots = [DeviceSlot(device, waits) for device in CPUS]  # type: ignore[arg-type]
 
+    def interrupt(call: Workload, stage: str) -> None:
+        raise KeyboardInterrupt
 
-def test_single_device_keeps_the_row_of_a_call_that_fails(
-    replayed: Callable[..., Replayed],
-) -> None:
-    rows, _ = replayed(StandIn(lambda call: crash(call) if call.name.endswith("1") else None))
-    assert [row.status for row in rows].count("crash") == 1
-    assert len({row.call.name for row in rows}) == 4
+    with pytest.raises(KeyboardInterrupt), running_fleet(slots, stopped) as fleet:
+        list(fleet.replay(Schedule(calls(2)), {HERE: []}, quick, interrupt))
+    assert waits.replayed
 
 
 KINDS = [
@@ -430,48 +434,6 @@ def two_cpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
 
-def test_early_workers_are_used_by_their_devices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A worker started for a missing device ends; no worker runs before all devices are locked."""
-    events: list[tuple[str, str]] = []
-
-    def note(what: str) -> Callable[..., None]:
-        def noted(process: Process, **_: object) -> None:
-            if process._handler.endswith("kernel_server"):
-                events.append((what, process.place.variables["N"]))
-
-        return noted
-
-    for what in ("start", "prepare", "close"):
-        monkeypatch.setattr(Process, what, note(what))
-    stopped = Event()
-
-    def first(number: str) -> First:
-        place = Placement({"N": number}, frozenset({0}), stopped)
-        return First(Process(sys.executable, 60, place=place), judge_process(60, place))
-
-    @contextlib.contextmanager
-    def holding(devices: Sequence[Device]) -> Iterator[None]:
-        events.append(("hold", ",".join(device.name for device in devices)))
-        yield
-
-    monkeypatch.setattr("replay.distribution.fleet.held", holding)
-    devices = [
-        Device(number, "", variables={"N": number}, cpus=frozenset({0})) for number in ("1", "2")
-    ]
-    with fleet(devices, {}, 60, stopped, [first("0"), first("1")]):
-        assert events == [
-            ("hold", "1,2"),
-            ("close", "0"),
-            ("prepare", "1"),
-            ("start", "2"),
-            ("prepare", "2"),
-        ]
-        events.clear()
-    assert {number for what, number in events if what == "close"} == {"1", "2"}
-
-
 @pytest.mark.usefixtures("two_cpus")
 @pytest.mark.slow
 def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
@@ -500,84 +462,3 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
     assert code == 0
     assert [call for call, _, _ in written()] == [call for call, _ in expected]
     assert rows.read_text().splitlines()[2:4] == lines[2:4]
-
-
-@pytest.mark.parametrize(
-    ("others", "reason"),
-    [
-        (("--device", "cpu"), "argument --device: not allowed with argument --gpus"),
-        (("--in-process",), "leave out --in-process"),
-        (("--ray", "auto"), "argument --ray: not allowed with argument --gpus"),
-    ],
-)
-def test_invalid_combinations_are_refused(
-    run_cli: RunCli, recorded: Path, others: tuple[str, ...], reason: str
-) -> None:
-    code, out, err = run_cli("--dir", str(recorded), "--gpus", "0,1", *others)
-    assert (code, out) == (2, "")
-    assert reason in err
-
-
-STALLS = """
-import pathlib, time
-from torch.nn.functional import scaled_dot_product_attention
-here = pathlib.Path(__file__).parent
-
-def stall(query, key, value, *others, **options):
-    if float(query.abs().max()) != float((here / "first").read_text()):
-        (here / "stalled").touch()
-        time.sleep(3600)
-    return scaled_dot_product_attention(query, key, value, *others, **options)
-"""
-
-COMMAND = f"""
-import sys
-sys.path.insert(0, {str(REPOSITORY)!r})
-from replay.distribution import device_slots as devices
-devices.gpus = lambda asked: [devices.Device(f"CPU {{index}}", "") for index in range(2)]
-from replay.cli.main import main
-main()
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
-@pytest.mark.slow
-def test_ctrl_c_leaves_finished_rows_and_no_process(recorded: Path, tmp_path: Path) -> None:
-    from capture.storage.dataset import Dataset
-
-    (tmp_path / "first").write_text(str(float(Dataset.open(recorded)[0].query.abs().max())))
-    (tmp_path / "stalls.py").write_text(STALLS)
-    rows = tmp_path / "rows.jsonl"
-    arguments = ["--dir", str(recorded), *QUICK, "--kernels", f"{tmp_path / 'stalls.py'}:stall"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments, "--json", str(rows), "--gpus", "all"],
-        env={**os.environ, "MARK": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        deadline = time.monotonic() + 120
-        while not (rows.exists() and rows.read_text().count("\n") == 2):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=200)
-    finally:
-        process.kill()
-        process.communicate()
-    assert process.returncode == 130
-    told = f"2 of 3 calls left out; the same command with --resume completes {rows}"
-    assert err.strip().endswith(f"replay: interrupted: {told}")
-    assert "Traceback" not in err
-    assert rows.read_text().count("\n") == 2
-    mark = f"MARK={tmp_path}".encode()
-    environments = Path("/proc").glob("[0-9]*/environ")
-    assert not [path for path in environments if mark in _bytes(path)]
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""

@@ -35,9 +35,7 @@ def run_models(
     data = json.loads(manifest.read_text())
     data["captures"].append({**data["captures"][0], "model": "second"})
     manifest.write_text(json.dumps(data))
-    monkeypatch.setattr(
-        "replay.api.session._first_processes", lambda *_: contextlib.nullcontext([])
-    )
+    monkeypatch.setattr("replay.api.session._first_processes", lambda *_: contextlib.nullcontext())
 
     def run(*options: str, refused: Collection[str] = ()) -> tuple[int, str, str]:
         def check(_: object, capture: CaptureRecord, *__: Any) -> list[ModelResult]:

@@ -13,7 +13,7 @@ from replay.kernels.registry import find
 from replay.rows.row import Row
 from replay.workers.environments import Environment
 from replay.workers.judge_process import CallEvidence, JudgeProcess
-from replay.workers.process import judge_process
+from replay.workers.process import First, Process, first_processes
 from replay.workloads.random_calls import Spec
 from replay.workloads.workload import random_workload as synthetic_workload
 
@@ -23,8 +23,8 @@ FAILED = {"failed": "OutOfMemoryError: CUDA out of memory", "traceback": "of the
 class Failing(JudgeProcess):
     """Judge that fails at some questions."""
 
-    def __init__(self, fails: Callable[[dict[str, Any]], bool]) -> None:
-        super().__init__(judge_process(60))
+    def __init__(self, process: Process, fails: Callable[[dict[str, Any]], bool]) -> None:
+        super().__init__(process)
         self._fails = fails
 
     def answer(self, question: dict[str, Any], *others: Any) -> dict[str, Any]:
@@ -34,43 +34,47 @@ class Failing(JudgeProcess):
 class Ending(JudgeProcess):
     """Judge whose process ends on the first call, before it judges a kernel's timed samples."""
 
-    def __init__(self) -> None:
-        super().__init__(judge_process(60))
-        self._ended = False
+    has_ended = False
 
     def answer(self, question: dict[str, Any], *others: Any) -> dict[str, Any]:
         wanted = (question["do"], question.get("kernel")) == ("samples", "torch-math")
-        if wanted and not self._ended:
-            self._ended = True
+        if wanted and not self.has_ended:
+            self.has_ended = True
             self._process.close()
         return super().answer(question, *others)
 
 
-Rows = Callable[[JudgeProcess], list[list[Row]]]
+@pytest.fixture(scope="module")
+def first() -> Iterator[First]:
+    """The processes of all tests; each test has a judge object with a shared file of its own."""
+    with first_processes(60) as processes:
+        yield processes
+
+
+Rows = Callable[..., list[list[Row]]]
 
 
 @pytest.fixture
-def rows_by(quick: Settings) -> Iterator[Rows]:
-    """`rows_by(judge)` returns the rows of two calls."""
-    closing: list[JudgeProcess | Environment] = []
+def rows_by(quick: Settings, first: First, monkeypatch: pytest.MonkeyPatch) -> Rows:
+    """`rows_by(Failing, fails)` returns the rows of two calls, judged by this class."""
+    for allowed in ("BESIDE_SAMPLE_MS", "LATENCY_MS"):  # however busy this machine is
+        monkeypatch.setattr(f"replay.workers.judge_process.{allowed}", 1e6)
 
-    def run(judge: JudgeProcess) -> list[list[Row]]:
-        environment = Environment("this", sys.executable, 60, judge=judge)
-        closing.extend((environment, judge))
+    def run(judge_class: type[JudgeProcess], *arguments: Any) -> list[list[Row]]:
+        judge = judge_class(first.judge, *arguments)
+        environment = Environment("this", sys.executable, 60, judge=judge, worker=first.worker)
         kernels = [find(name) for name in ("torch-default", "torch-math")]
         calls = [
             synthetic_workload(name, "random", Spec(1, 2, 2, 16, 16, 8, 8), 0) for name in "ab"
         ]
         return [environment.replay(call, kernels, quick, lambda stage: None) for call in calls]
 
-    yield run
-    for each in closing:
-        each.close()
+    return run
 
 
 @pytest.mark.parametrize("at", ["judge", "samples"])
 def test_output_that_cannot_be_judged_costs_its_row(rows_by: Rows, at: str) -> None:
-    found = rows_by(Failing(lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math")))
+    found = rows_by(Failing, lambda asked: (asked["do"], asked.get("kernel")) == (at, "torch-math"))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
     for rows in found:
         assert [row.status for row in rows] == ["ok", "error"]
@@ -81,11 +85,10 @@ def test_speed_up_is_withheld_over_a_rejected_baseline(
     rows_by: Rows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     baseline = "torch-default"
-    assert all(rows[1].speedup is not None for rows in rows_by(JudgeProcess(judge_process(60))))
     monkeypatch.setattr(
         CallEvidence, "why_rejected", lambda self, row: "planted" if row.kernel == baseline else ""
     )
-    for rows in rows_by(JudgeProcess(judge_process(60))):
+    for rows in rows_by(JudgeProcess):
         assert (rows[0].status, rows[0].reason) == ("error", "planted")
         assert (rows[1].status, rows[1].speedup) == ("ok", None)
         assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} is not believed"
@@ -93,14 +96,14 @@ def test_speed_up_is_withheld_over_a_rejected_baseline(
 
 def test_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:
     opened = iter([True, False])
-    first, second = rows_by(Failing(lambda asked: asked["do"] == "open" and next(opened)))
+    first, second = rows_by(Failing, lambda asked: asked["do"] == "open" and next(opened))
     said = "cannot be judged: OutOfMemoryError: CUDA out of memory"
     assert [(row.kernel, row.status, row.reason) for row in first] == [("", "error", said)]
     assert [row.status for row in second] == ["ok", "ok"]
 
 
 def test_judge_that_ends_during_a_call_costs_no_later_one(rows_by: Rows) -> None:
-    first, second = rows_by(Ending())
+    first, second = rows_by(Ending)
     assert [row.status for row in first + second] == ["ok", "error", "ok", "ok"]
     assert first[1].reason == (
         "cannot be judged: the judge's process ended, and another was started amid this call"

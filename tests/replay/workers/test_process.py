@@ -7,32 +7,27 @@ import gc
 import os
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from replay.bench.settings import Settings
 from replay.isolation.process_state import ProcessState
-from replay.kernels.registry import Kernel
 from replay.workers import kernel_server
+from replay.workers.environment_options import WorkerError
 from replay.workers.environments import Environment
 from replay.workers.process import (
     LOG_BYTES,
     CannotStart,
     Died,
+    First,
     Placement,
     Process,
     Stopped,
     first_processes,
     judge_process,
 )
-from replay.workloads.random_calls import Spec
-from replay.workloads.workload import random_workload as synthetic_workload
 from tests import factories
 
 pytestmark = pytest.mark.skipif(
@@ -64,9 +59,16 @@ SCRIPTS = {
     ),
     "shuts-its-mouth": "begin(); os.close(replies); rest()",
     "leaves-a-child-with-its-pipes": "begin(); os.fork() and os._exit(6); rest()",
+    "ends-in-its-first-preparation": (
+        "say(ready=True); receive()\n"
+        "if not os.path.exists('ended'): open('ended', 'w'); os._exit(4)\n"
+        "say(works=True); say(done=True); rest()"
+    ),
+    "hangs": "begin(); rest()",
 }
 PRELUDE = """
 import json, os, signal, sys, time
+os.chdir(os.path.dirname(__file__))
 requests, replies = int(sys.argv[-3]), int(sys.argv[-2])
 def say(**message): os.write(replies, json.dumps(message).encode() + b"\\n")
 def receive(): os.read(requests, 65536)
@@ -80,13 +82,13 @@ def worker(tmp_path: Path) -> Iterator[Callable[..., Process]]:
     """`worker(script)` starts a process that runs one of `SCRIPTS` in place of the worker."""
     started: list[Process] = []
 
-    def make(name: str, timeout: float = 60) -> Process:
+    def make(name: str, timeout: float = 60, place: Placement | None = None) -> Process:
         script = tmp_path / f"{name}.py"
         script.write_text(PRELUDE + SCRIPTS[name])
         python = tmp_path / f"an interpreter for {name}"
         python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "{script}" "$@"\n')
         python.chmod(0o755)
-        started.append(Process(str(python), timeout))
+        started.append(Process(str(python), timeout, place=place))
         return started[-1]
 
     yield make
@@ -235,113 +237,69 @@ def test_worker_runs_where_it_is_placed() -> None:
                 each.close()
 
 
-def test_worker_reports_whether_a_device_works() -> None:
-    environment = Environment("this", sys.executable, 60)
-    try:
-        assert environment.works_on(torch.device("cpu"))
-        assert not environment.works_on(torch.device("cuda:7"))
-    finally:
-        environment.close()
+@pytest.fixture(scope="module")
+def first() -> Iterator[First]:
+    """A worker and the judge, which were told to prepare a missing device and kernel."""
+    with first_processes(60) as processes:
+        processes.prepare("no such device")
+        processes.warm_up("no such kernel")
+        yield processes
 
 
-@pytest.mark.parametrize(
-    "device",
-    [
-        "no such device",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("cpu", "cuda:7", None)),
-    ],
-)
-def test_answers_to_preparation_are_skipped(device: str | None) -> None:
-    with first_processes(60) as first:
-        first.prepare(device)
-        first.warm_up("no such kernel")
-        for process in first:
-            child = process._child
-            answers = list(process.ask(do="touch", device="cpu"))
-            assert answers == [{"works": True}]
-            assert process._child is child
+def test_answers_to_preparation_are_skipped(first: First) -> None:
+    for process in first:
+        child = process._child
+        assert list(process.ask(do="touch", device="cpu")) == [{"works": True}]
+        assert process._child is child
 
 
-def test_worker_imports_compilers_while_the_judge_works(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_worker_reports_whether_a_device_works(first: First) -> None:
+    environment = Environment("this", sys.executable, 60, worker=first.worker)
+    environment.check(torch.device("cpu"))
+    with pytest.raises(WorkerError, match="environment this cannot use cuda:7: "):
+        environment.check(torch.device("cuda:7"))
+
+
+def test_compilers_are_imported_once(monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
     def fails() -> None:
         done.append("failed")
         raise ImportError
 
-    def kernel(name: str, warm_up: Callable[[], None] | None) -> Kernel:
-        return dataclasses.replace(factories.kernel(name), warm_up=warm_up)
-
+    warm_ups = {"plain": None, "broken": fails, "needs": lambda: done.append("imported")}
     kernels = [
-        kernel("plain", None),
-        kernel("broken", fails),
-        kernel("needs", lambda: done.append("imported")),
+        dataclasses.replace(factories.kernel(name), warm_up=warm_up)
+        for name, warm_up in warm_ups.items()
     ]
     process_state = ProcessState()
-    monkeypatch.setattr(process_state, "restore", lambda name: done.append(f"{name} settled"))
-
-    def hear() -> dict[str, Any]:
-        done.append("reply")
-        return {"answer": 1}
-
+    monkeypatch.setattr(process_state, "restore", lambda name: done.append(f"{name} restored"))
     monkeypatch.setattr(kernel_server, "_warm", set())
     monkeypatch.setattr(gc, "freeze", lambda: done.append("frozen"))
-    busy = kernel_server._busy_at_first(hear, kernels, process_state)
-    assert [busy(), busy()] == [{"answer": 1}] * 2
-    at_first = ["failed", "broken settled", "imported", "needs settled", "frozen"]
-    assert done == [*at_first, "reply", "reply"]
-    kernel_server._busy_at_first(hear, kernels, process_state)()
-    assert done == [*at_first, "reply", "reply", "reply"]
+    for _ in range(2):
+        kernel_server._warm_up(kernels, process_state)
+    assert done == ["failed", "broken restored", "imported", "needs restored", "frozen"]
 
 
-def test_worker_that_ends_in_preparation_is_replaced() -> None:
-    process = Process(sys.executable, 60)
-    request = {
-        "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source.to_json(),
-        "kernels": [f"{BAD}:segfault"],
-        "settings": Settings(torch.device("cpu"), "warm").to_json(),
-    }
-    process.prepare(do="call", **request)
+def test_worker_that_ends_in_preparation_is_replaced(worker: Callable[..., Process]) -> None:
+    process = worker("ends-in-its-first-preparation")
+    process.prepare(do="call")
     child = process._child
-    try:
-        assert process.answer(do="touch", device="cpu") == {"works": True}
-        assert child is not None
-        assert process._child is not child
-    finally:
-        process.close()
+    assert process.answer(do="touch") == {"works": True}
+    assert child is not None
+    assert process._child is not child
 
 
-def test_wait_for_a_worker_can_be_stopped() -> None:
+def test_wait_for_a_worker_can_be_stopped(worker: Callable[..., Process]) -> None:
     place = Placement()
-    process = Process(sys.executable, 600, place=place)
-    seen: list[str] = []
-
-    def ask() -> None:
-        request = {
-            "workload": synthetic_workload("a", "b", Spec(1, 1, 1, 4, 4, 8, 8), 0).source.to_json(),
-            "kernels": [f"{BAD}:hang"],
-            "settings": Settings(torch.device("cpu"), "warm").to_json(),
-        }
-        try:
-            for message in process.ask(do="call", **request):
-                seen.append(message.get("at", ""))
-        except Stopped:
-            seen.append("stopped")
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    try:
-        while f"{BAD}:hang" not in seen:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        child = process._child
-        assert child is not None
-    finally:
-        place.stopped.set()
-        thread.join(100)
-    assert seen[-1] == "stopped"
+    process = worker("hangs", 600, place)
+    answers = process.ask(do="something")
+    assert next(answers) == {"at": "a"}
+    child = process._child
+    assert child is not None
+    place.stopped.set()
+    with pytest.raises(Stopped):
+        next(answers)
     assert child.poll() is not None
     with pytest.raises(Stopped):
         process.start()
