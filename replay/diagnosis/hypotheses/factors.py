@@ -1,13 +1,13 @@
 """Number that a kernel has used as the scale, or multiplied the mask by.
 
 Plausible numbers lie close together (log2 e is 4 % below 1.5), so an output close to that of one
-number proves little: the outputs of neighbouring numbers must be further away.
+number proves little. The number that fits the output best is therefore searched for.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,55 +30,76 @@ STEP = math.sqrt(2)
 STEPS = 20
 """Number of steps on either side of the first number."""
 
-
-class Factor(NamedTuple):
-    """Number that a kernel may have used."""
-
-    applied: Callable[[AttentionCall, float], AttentionCall]
-    """Function from a call and the number to the call for which that number is correct."""
-    value: float
+LOG2_E = math.log2(math.e)
 
 
-def with_scale(call: AttentionCall, scale: float) -> AttentionCall:
-    """Return the call with a different scale."""
+def wrong_factor(subject: Subject) -> Evidence | None:
+    """Explain the output by another factor of the additive mask, or by another scale."""
+    return _mask_factor(subject) or _scale(subject)
+
+
+def _mask_factor(subject: Subject) -> Evidence | None:
+    call, (batch, head, _) = subject.call, subject.place
+    if call.attn_mask is None or call.attn_mask.dtype == torch.bool:
+        return None
+    every = torch.arange(call.shape.q_len, device=call.device)
+    of_head = replace(call, attn_mask=mask_of(call, batch, head, every))
+    scale = call.softmax_scale or 1.0
+    known = {
+        "multiplied by the scale": scale,
+        "divided by the scale": 1 / scale,
+        "multiplied by ln 2, as in a kernel that uses powers of 2": 1 / LOG2_E,
+        "multiplied by log2 e": LOG2_E,
+        "added twice": 2.0,
+        "subtracted": -1.0,
+    }
+    for first in (1.0, -1.0):
+        if found := _searched(subject, of_head, _with_mask_times, first, known):
+            named = found.name or f"multiplied by {found.value:.3g}"
+            numbers = {**found.numbers, "factor": found.value}
+            return Evidence("mask-misread", f"the additive mask is {named}", numbers)
+    return None
+
+
+def _scale(subject: Subject) -> Evidence | None:
+    call = subject.call
+    dim, scale = call.shape.head_dim, call.softmax_scale
+    wide = 2 ** math.ceil(math.log2(dim))
+    known = {
+        "1/√D instead of the call's scale": dim**-0.5,
+        "no scale": 1.0,
+        "1/D": 1 / dim,
+        f"1/√{wide}, of the padded head dimension": wide**-0.5,
+        "the scale times log2 e": scale * LOG2_E,
+        "the scale times ln 2": scale / LOG2_E,
+        "the scale applied twice": scale * scale,
+    }
+    found = _searched(subject, call, _with_scale, scale or dim**-0.5, known)
+    if found is None:
+        return None
+    sentence = f"the output is that of {found.name}: {found.value:.4g} where {scale:.4g} is right"
+    if not found.name:
+        times = f", which is {found.value / scale:.3g} times as large" if scale else ""
+        sentence = f"the output uses the scale {found.value:.3g} instead of {scale:.3g}{times}"
+    return Evidence("wrong-scale", sentence, {**found.numbers, "scale": found.value})
+
+
+def _with_scale(call: AttentionCall, scale: float) -> AttentionCall:
     return replace(call, scale=scale)
 
 
-def with_mask_times(call: AttentionCall, factor: float) -> AttentionCall:
-    """Return the call with its additive mask multiplied by a factor."""
+def _with_mask_times(call: AttentionCall, factor: float) -> AttentionCall:
     assert call.attn_mask is not None
     wide = call.attn_mask.to(torch.float32)
     return replace(call, attn_mask=torch.where(wide == 0, wide, wide * factor))
 
 
-def fits(subject: Subject, factor: Factor) -> bool:
-    """Return True if the factor's number fits the output better than neighbouring numbers do."""
-    distance = _Distance.of(subject, factor.applied)
-    if distance(factor.value) == math.inf:
-        return True  # only NaN can be compared, and no number is closer to NaN
-    return math.isclose(_refined(distance, factor.value), factor.value, rel_tol=SAME)
+class _Found(NamedTuple):
+    """Number that explains the output, its name if it is a known one, and the errors."""
 
-
-def unnamed(subject: Subject) -> Evidence | None:
-    """Explain the output by an arbitrary scale, or by an arbitrary factor of the mask."""
-    call = subject.call
-    scale = call.softmax_scale
-    value, found = _searched(subject, call, with_scale, scale or call.shape.head_dim**-0.5)
-    if found is not None:
-        times = f", which is {value / scale:.3g} times as large" if scale else ""
-        sentence = f"the output uses the scale {value:.3g} instead of {scale:.3g}{times}"
-        return Evidence("wrong-scale", sentence, {**found, "scale": value})
-    if call.attn_mask is None or call.attn_mask.dtype == torch.bool:
-        return None
-    batch, head, _ = subject.place
-    every = torch.arange(call.shape.q_len, device=call.device)
-    of_head = replace(call, attn_mask=mask_of(call, batch, head, every))
-    for first in (1.0, -1.0):
-        value, found = _searched(subject, of_head, with_mask_times, first)
-        if found is not None:
-            sentence = f"the additive mask is multiplied by {value:.3g}"
-            return Evidence("mask-misread", sentence, {**found, "factor": value})
-    return None
+    value: float
+    name: str
+    numbers: dict[str, float]
 
 
 def _searched(
@@ -86,19 +107,31 @@ def _searched(
     call: AttentionCall,
     applied: Callable[[AttentionCall, float], AttentionCall],
     first: float,
-) -> tuple[float, dict[str, float] | None]:
-    """Return the best-fitting number, and the errors; None if it does not explain the output."""
+    known: Mapping[str, float],
+) -> _Found | None:
+    """Return the number that fits the output best; None if it does not explain the output.
+
+    Args:
+        applied: function from a call and a number to the call for which that number is right.
+        first: number in the middle of the search.
+        known: plausible numbers by name.
+    """
     distance = _Distance.of(subject, applied)
     near = min((first * STEP**step for step in range(-STEPS, STEPS + 1)), key=distance.__call__)
     value = _refined(distance, near)
-    beside = min(distance(value / STEP), distance(value * STEP))
+    same = (name for name, each in known.items() if math.isclose(each, value, rel_tol=SAME))
+    if name := next(same, ""):
+        value = known[name]
     # For example, any small scale fits saturated scores.
-    if distance(value) > beside / COLLAPSE:
-        return value, None
-    score = subject.score(subject.output, applied(call, value))
-    if not (score.explains(subject.own) and (score.passes or score.error <= SAME)):
-        return value, None
-    return value, {"error": subject.own.error, "error_of_this_reading": score.error}
+    elif distance(value) > min(distance(value / STEP), distance(value * STEP)) / COLLAPSE:
+        return None
+    other = applied(call, value)
+    if not subject.computed(other):
+        return None
+    score = subject.score(subject.output, other)
+    if not (name or score.passes or score.error <= SAME):
+        return None
+    return _Found(value, name, {"error": subject.own.error, "error_of_this_reading": score.error})
 
 
 class _Distance(NamedTuple):

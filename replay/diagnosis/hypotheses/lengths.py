@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,14 +11,17 @@ from replay.diagnosis.derived import HeadRows, can_be_gathered, gathered
 from replay.diagnosis.subject import MOST_ROWS, Evidence, Score, Subject
 
 BLOCKS = (2, 4, 8, 16, 32, 64, 128, 256)
-NAMES = {(True, True): "queries and keys", (True, False): "queries", (False, True): "keys"}
+Lengths = tuple[int, int]
+"""Numbers of queries and keys."""
 
+Which = tuple[bool, bool]
+"""Whether the numbers of queries and of keys are changed."""
 
-class _Longer(NamedTuple):
-    """Numbers of queries and keys in an experiment."""
-
-    q_len: int
-    kv_len: int
+NAMES: dict[Which, str] = {
+    (False, True): "keys",
+    (True, False): "queries",
+    (True, True): "queries and keys",
+}
 
 
 def odd_length(subject: Subject) -> Evidence | None:
@@ -32,10 +35,9 @@ def odd_length(subject: Subject) -> Evidence | None:
     lengths = (shape.q_len, shape.kv_len)
     if not can_be_gathered(call) or all(length % BLOCKS[-1] == 0 for length in lengths):
         return None
-    together = _cured(subject, BLOCKS[-1], (True, True))
-    if not together:
+    if not _cured(subject, BLOCKS[-1], (True, True)):
         return None
-    for which in ((False, True), (True, False), (True, True)):
+    for which in NAMES:
         for block in BLOCKS:
             odd = [name for name, chosen in zip(lengths, which, strict=True) if chosen]
             if all(length % block == 0 for length in odd):
@@ -45,55 +47,49 @@ def odd_length(subject: Subject) -> Evidence | None:
     return None
 
 
-def _cured(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
-    shape = subject.call.shape
-    up, down = (
-        _Longer(
-            *(
-                multiple(length, block) if chosen else length
-                for length, chosen in zip((shape.q_len, shape.kv_len), which, strict=True)
-            )
-        )
-        for multiple in (_next, _previous)
+def _lengths(subject: Subject, which: Which, change: Callable[[int], int]) -> Lengths:
+    """Return the numbers of queries and keys, with the chosen ones changed."""
+    shape, (of_queries, of_keys) = subject.call.shape, which
+    return (
+        change(shape.q_len) if of_queries else shape.q_len,
+        change(shape.kv_len) if of_keys else shape.kv_len,
     )
-    if not subject.is_cured(_tried(subject, up)):
-        return False
-    return down == (shape.q_len, shape.kv_len) or subject.is_cured(_tried(subject, down))
 
 
-def _is_wrong_beyond(subject: Subject, block: int, which: tuple[bool, bool]) -> bool:
+def _cured(subject: Subject, block: int, which: Which) -> bool:
+    """Return True if the next and the previous multiple are right."""
+    up = _lengths(subject, which, lambda length: -(-length // block) * block)
+    down = _lengths(subject, which, lambda length: length // block * block or length)
+    same = (subject.call.shape.q_len, subject.call.shape.kv_len)
+    return all(subject.is_cured(_tried(subject, each)) for each in (up, down) if each != same)
+
+
+def _is_wrong_beyond(subject: Subject, block: int, which: Which) -> bool:
     """Return True if a length past the next multiple is wrong again; else any length may help."""
-    shape = subject.call.shape
-    beyond = _Longer(
-        *(
-            length + block if chosen else length
-            for length, chosen in zip((shape.q_len, shape.kv_len), which, strict=True)
-        )
-    )
-    score = _tried(subject, beyond)
+    score = _tried(subject, _lengths(subject, which, lambda length: length + block))
     return score is not None and not subject.is_cured(score)
 
 
-def _tried(subject: Subject, lengths: _Longer) -> Score | None:
+def _tried(subject: Subject, lengths: Lengths) -> Score | None:
     """Score the formerly wrong rows at other lengths.
 
     The error may have moved, so the worst of the last rows is used if its score is worse.
     """
     if min(lengths) < 1:
         return None
-    shape, (batch, head, rows) = subject.call.shape, subject.place
+    (q_len, kv_len), shape, (batch, head, rows) = lengths, subject.call.shape, subject.place
     call = gathered(
         subject.call,
-        queries=_places(shape.q_len, lengths.q_len, rows.device),
-        keys=_places(shape.kv_len, lengths.kv_len, rows.device),
+        queries=_places(shape.q_len, q_len, rows.device),
+        keys=_places(shape.kv_len, kv_len, rows.device),
     )
     output = subject.run(call)
     if output is None:
         return None
-    last = torch.arange(max(0, lengths.q_len - MOST_ROWS // 2), lengths.q_len, device=rows.device)
+    last = torch.arange(max(0, q_len - MOST_ROWS // 2), q_len, device=rows.device)
     of_last = subject.score(output, call, HeadRows(batch, head, last))
     found = Score(of_last.passes, of_last.worst)
-    moved = rows + lengths.q_len - shape.q_len
+    moved = rows + q_len - shape.q_len
     if len(moved := moved[moved >= 0]):
         own = subject.score(output, call, HeadRows(batch, head, moved))
         found = Score(found.passes and own.passes, max(found.error, own.error))
@@ -108,21 +104,13 @@ def _places(length: int, wanted: int, device: torch.device) -> Tensor:
     return torch.cat([first, torch.arange(length, device=device)])
 
 
-def _next(length: int, block: int) -> int:
-    return -(-length // block) * block
-
-
-def _previous(length: int, block: int) -> int:
-    return length // block * block or length
-
-
-def _evidence(subject: Subject, block: int, which: tuple[bool, bool]) -> Evidence:
+def _evidence(subject: Subject, block: int, which: Which) -> Evidence:
     shape = subject.call.shape
     lengths = {"queries": shape.q_len, "keys": shape.kv_len}
     what = NAMES[which]
     odd = " and ".join(f"{length:,} {name}" for name, length in lengths.items() if name in what)
     rows = subject.place.queries
-    tail = int((rows >= _previous(shape.q_len, block)).sum()) if which[0] else None
+    tail = int((rows >= (shape.q_len // block * block or shape.q_len)).sum()) if which[0] else None
     return Evidence(
         "odd-length",
         f"it is wrong at {odd}, which is not a multiple of {block}, and right when the call is "

@@ -38,55 +38,59 @@ def overflow(subject: Subject) -> Evidence | None:
     Q or K is divided and the scale multiplied, which keeps every score unchanged; or V is divided,
     which divides the output. If the output is not finite, the scores are also reduced.
     """
-    call = subject.call
-    is_finite = subject.own.error < torch.inf
-    small = part(call, subject.place)
+    call, small = subject.call, part(subject.call, subject.place)
     numbers = _numbers(small)
     batch, head, rows = subject.place
-    is_black = not bool((subject.output[batch, head, rows] != 0).any())
-    kind = "is not finite" if not is_finite else "is zero" if is_black else "is wrong and finite"
-    for factor in FACTORS:
-        for name, product in (("query", "q·k"), ("key", "q·k")):
-            # The scores stay the same; only the range of intermediate numbers changes.
-            scaled = replace(
-                call.with_tensors({name: getattr(call, name) * factor}),
-                output=None,
-                scale=call.softmax_scale / factor,
-            )
-            score = None if call.value_is_in_key else subject.tried(scaled)
-            if not subject.is_cured(score):
-                continue
-            if name == "key" and _has_outliers(small) and is_finite:
-                return None  # K has a scale of its own, so an outlier channel explains more
-            return Evidence(
-                "overflow",
-                f"the output {kind}; {_reach(product, numbers)}, and with the {name} divided by "
-                f"{1 / factor:g}, and the scale multiplied by it, {_now(subject, score)}",
-                {**numbers, "scaled": name, "factor": factor, **_errors(subject, score)},
-            )
-        scaled = replace(call.with_tensors({"value": call.value * factor}), output=None)
-        score = None if call.value_is_in_key else subject.tried(scaled)
-        if subject.is_cured(score):
-            return Evidence(
-                "overflow",
-                f"the output {kind}; values reach {numbers['largest_value']:.4g}, and with V "
-                f"divided by {1 / factor:g} {_now(subject, score)}",
-                {**numbers, "scaled": "value", "factor": factor, **_errors(subject, score)},
-            )
-    # If scores overflow but the output is finite, the kernel must clamp its scores.
-    if is_finite and not is_black:
-        return _clamped(subject, small, numbers)
-    for factor in FACTORS:
-        query = call.query * factor
-        score = subject.tried(replace(call.with_tensors({"query": query}), output=None))
-        if subject.is_cured(score):
-            return Evidence(
-                "overflow",
-                f"the output {kind}; scores reach {numbers['largest_score']:.4g}, and with scores "
-                f"{1 / factor:g} times smaller {_now(subject, score)}",
-                {**numbers, "scaled": "scores", "factor": factor, **_errors(subject, score)},
-            )
-    return None
+    is_finite = subject.own.error < torch.inf
+    is_zero = not bool((subject.output[batch, head, rows] != 0).any())
+    kind = "is not finite" if not is_finite else "is zero" if is_zero else "is wrong and finite"
+    product = numbers["largest_product"]
+    limit = f", beyond float16's {FLOAT16_MAX:,.0f}" if product > FLOAT16_MAX else ""
+    reach = {
+        "query": f"q·k reaches {product:,.4g}{limit}",
+        "key": f"q·k reaches {product:,.4g}{limit}",
+        "value": f"values reach {numbers['largest_value']:.4g}",
+        "scores": f"scores reach {numbers['largest_score']:.4g}",
+    }
+    names = [] if call.value_is_in_key else ["query", "key", "value"]
+    trials = [(name, factor) for factor in FACTORS for name in names]
+    # Scores that overflow in a finite output are clamped, which smaller scores would not show.
+    if not is_finite or is_zero:
+        trials += [("scores", factor) for factor in FACTORS]
+    for name, factor in trials:
+        score = subject.tried(_scaled(call, name, factor))
+        if score is None or not subject.is_cured(score):
+            continue
+        if name == "key" and is_finite and len(_outliers(small.key[0, 0])[1]):
+            return None  # K has a scale of its own, so an outlier channel explains more
+        now = "it is right" if score.passes else f"its error is {score.error:.2g}"
+        own = subject.own.error if is_finite else None
+        return Evidence(
+            "overflow",
+            f"the output {kind}; {reach[name]}, and with {HOW[name].format(1 / factor)} {now}",
+            {
+                **numbers,
+                **{"scaled": name, "factor": factor, "error": own, "error_scaled": score.error},
+            },
+        )
+    return _clamped(subject, small, numbers) if is_finite and not is_zero else None
+
+
+HOW = {
+    "query": "the query divided by {:g}, and the scale multiplied by it,",
+    "key": "the key divided by {:g}, and the scale multiplied by it,",
+    "value": "V divided by {:g}",
+    "scores": "scores {:g} times smaller",
+}
+"""Description of the experiments."""
+
+
+def _scaled(call: AttentionCall, name: str, factor: float) -> AttentionCall:
+    """Return the call with smaller values; scaled scores come from a scaled query."""
+    tensor = "query" if name == "scores" else name
+    scaled = call.with_tensors({tensor: getattr(call, tensor) * factor})
+    scale = call.softmax_scale / factor if name in ("query", "key") else call.scale
+    return replace(scaled, output=None, scale=scale)
 
 
 def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) -> Evidence | None:
@@ -109,23 +113,6 @@ def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) ->
         f"the output is that of scores clamped at {best[1]:.4g}, where they reach {highest:.4g}",
         {**numbers, "limit": best[1], "error": subject.own.error, "error_so": best[0]},
     )
-
-
-def _now(subject: Subject, score: Score | None) -> str:
-    assert score is not None
-    return "it is right" if score.passes else f"its error is {score.error:.2g}"
-
-
-def _errors(subject: Subject, score: Score | None) -> dict[str, Any]:
-    assert score is not None
-    own = subject.own.error
-    return {"error": own if own < torch.inf else None, "error_scaled": score.error}
-
-
-def _reach(what: str, numbers: dict[str, Any]) -> str:
-    product = numbers["largest_product"]
-    limit = f", beyond float16's {FLOAT16_MAX:,.0f}" if product > FLOAT16_MAX else ""
-    return f"{what} reaches {product:,.4g}{limit}"
 
 
 def _numbers(small: AttentionCall) -> dict[str, Any]:
@@ -168,20 +155,20 @@ def outlier_channel(subject: Subject) -> Evidence | None:
         if not _is_better(subject, score, channels):
             return None
     assert score is not None
-    worst = int(channels[0])
-    typical = float(sizes.median())
+    worst, size, typical = int(channels[0]), float(sizes[channels[0]]), float(sizes.median())
     more = f" and {len(channels) - 1} more" if len(channels) > 1 else ""
+    times = f"{size / typical:.3g} times" if typical else "far above"
+    own = subject.own.error
     return Evidence(
         "k-outlier-channel",
-        f"channel {worst}{more} of K is {float(sizes[worst]):.4g}, {_times(sizes, worst)} the "
-        f"typical channel; {how} the error is {score.error:.2g} instead of "
-        f"{subject.own.error:.2g}",
+        f"channel {worst}{more} of K is {size:.4g}, {times} the typical channel; {how} the error "
+        f"is {score.error:.2g} instead of {own:.2g}",
         {
             "channel": worst,
-            "channels": [int(each) for each in channels],
-            "size": float(sizes[worst]),
+            "channels": channels.tolist(),
+            "size": size,
             "typical_size": typical,
-            "error": subject.own.error if subject.own.error < torch.inf else None,
+            "error": own if own < torch.inf else None,
             "error_without": score.error,
             "way": way,
         },
@@ -195,11 +182,6 @@ def _is_better(subject: Subject, score: Score | None, channels: Tensor) -> bool:
     """
     few = len(channels) <= FEW_CHANNELS * subject.call.shape.head_dim
     return score is not None and score.is_cure_of(subject.own, HALVED if few else COLLAPSE)
-
-
-def _times(sizes: Tensor, channel: int) -> str:
-    typical = float(sizes.median())
-    return f"{float(sizes[channel]) / typical:.3g} times" if typical else "far above"
 
 
 def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,7 +199,3 @@ def _outliers(key: Tensor) -> tuple[Tensor, Tensor]:
     else:
         out = out[:0]
     return sizes, out
-
-
-def _has_outliers(small: AttentionCall) -> bool:
-    return len(_outliers(small.key[0, 0])[1]) > 0

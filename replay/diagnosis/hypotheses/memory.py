@@ -17,10 +17,17 @@ POISONS = (1.25, -2.75)
 
 def unwritten(subject: Subject) -> Evidence | None:
     """Test whether the output shows the former contents of its memory."""
-    for inside in (True, False):
-        first, second, again = (
-            _on_memory_of(subject, value, inside=inside) for value in (*POISONS, POISONS[0])
-        )
+
+    def allocated(value: float) -> Tensor | None:
+        return subject.run_on(subject.call.to(subject.call.device), value)
+
+    def freed(value: float) -> Tensor | None:
+        own = subject.call.to(subject.call.device)
+        Inputs(own).poison(own, value)  # the kernel will probably get this memory
+        return subject.run_on(own)
+
+    for run in (allocated, freed):
+        first, second, again = (run(value) for value in (*POISONS, POISONS[0]))
         if first is None or second is None or again is None:
             continue
         differs = _unlike(first, second) & ~_unlike(first, again)
@@ -36,9 +43,12 @@ def _kept_from_before(subject: Subject) -> Evidence | None:
     # Nothing overflows with these values, so a NaN can only be a former content of memory.
     small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
     other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
-    first = None if call.value_is_in_key else _copied(subject.run(other))
-    second = None if first is None else subject.run(call)
-    if first is None or second is None:
+    first = None if call.value_is_in_key else subject.run(other)
+    if first is None:
+        return None
+    first = first.clone()  # the kernel may return the same memory again
+    second = subject.run(call)
+    if second is None:
         return None
     kept = (~_unlike(first, second)).all(dim=3) & (second != 0).any(dim=3)
     if call.attn_mask is not None or call.is_causal or call.features:
@@ -81,20 +91,6 @@ def flickering(subject: Subject) -> Evidence | None:
     )
 
 
-def _on_memory_of(subject: Subject, value: float, *, inside: bool) -> Tensor | None:
-    """Run the kernel while memory holds a given value.
-
-    Args:
-        inside: fill the memory that the kernel allocates; otherwise, memory that it will probably
-            get.
-    """
-    own = subject.call.to(subject.call.device)
-    if inside:
-        return subject.run_on(own, value)
-    Inputs(own).poison(own, value)
-    return subject.run_on(own)
-
-
 def _unlike(one: Tensor, other: Tensor) -> Tensor:
     return (one != other) & ~(one.isnan() & other.isnan())
 
@@ -126,10 +122,6 @@ def _most_of_a_head(rows: Tensor) -> HeadRows:
     by_head = rows.sum(dim=2)
     batch, head = (int(each) for each in divmod(int(by_head.argmax()), by_head.shape[1]))
     return HeadRows(batch, head, rows[batch, head].nonzero().flatten())
-
-
-def _copied(output: Tensor | None) -> Tensor | None:
-    return None if output is None else output.clone()
 
 
 def _span(queries: Tensor) -> dict[str, Any]:

@@ -24,21 +24,15 @@ def late_sink(subject: Subject) -> Evidence | None:
     if not can_be_gathered(subject.call):
         return None
     batch, head, rows = subject.place
-    for row in _worst_first(subject, rows)[:MOST_TRIED]:
+
+    def error(row: Tensor) -> float:
+        place = HeadRows(batch, head, row[None])
+        return subject.score(subject.output, subject.call, place).error
+
+    for row in sorted(rows, key=error, reverse=True)[:MOST_TRIED]:
         if found := _of_row(subject, HeadRows(batch, head, row[None])):
             return found
     return None
-
-
-def _worst_first(subject: Subject, rows: Tensor) -> Tensor:
-    batch, head, _ = subject.place
-    errors = torch.tensor(
-        [
-            subject.score(subject.output, subject.call, HeadRows(batch, head, row[None])).error
-            for row in rows
-        ]
-    )
-    return rows[errors.argsort(descending=True, stable=True).to(rows.device)]
 
 
 def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:

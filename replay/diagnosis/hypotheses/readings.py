@@ -6,6 +6,7 @@ misreading the recorded mask, scale or heads.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,10 +26,8 @@ from replay.diagnosis.derived import (
     scores,
     seen,
 )
-from replay.diagnosis.hypotheses.factors import Factor, fits, unnamed, with_mask_times, with_scale
+from replay.diagnosis.hypotheses.factors import wrong_factor
 from replay.diagnosis.subject import Cause, Evidence, Subject
-
-LOG2_E = math.log2(math.e)
 
 
 class Reading(NamedTuple):
@@ -37,8 +36,6 @@ class Reading(NamedTuple):
     cause: Cause
     sentence: str
     call: AttentionCall
-    factor: Factor | None = None
-    """Misread number, if any; neighbouring numbers must fit the output worse."""
 
 
 def misread(subject: Subject) -> Evidence | None:
@@ -47,8 +44,6 @@ def misread(subject: Subject) -> Evidence | None:
         return nothing_seen
     for reading in readings(subject.call, subject.place):
         if not subject.computed(reading.call):
-            continue
-        if reading.factor is not None and not fits(subject, reading.factor):
             continue
         if reading.cause == "causal-alignment" and _ignores_causal(subject):
             reading = Reading("mask-ignored", IGNORES_CAUSAL, reading.call)
@@ -59,7 +54,7 @@ def misread(subject: Subject) -> Evidence | None:
             **_mask_numbers(subject),
         }
         return Evidence(reading.cause, reading.sentence, numbers)
-    return _multiplied(subject) or unnamed(subject)
+    return _multiplied(subject) or wrong_factor(subject)
 
 
 IGNORES_CAUSAL = "the output equals attention without the causal mask"
@@ -74,10 +69,7 @@ def readings(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
     yield from _causal(call)
     yield from _features(call)
     if call.attn_mask is not None:
-        for sentence, cause, read in _of_mask(call, place):
-            yield Reading(cause, sentence, replace(call, attn_mask=read))
-        yield from _of_mask_times(call, place)
-    yield from _scales(call)
+        yield from _of_mask(call, place)
     yield from _heads(call)
 
 
@@ -104,13 +96,10 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
             )
     elif call.attn_mask is None and not call.features:
         for bottom_right in (False, True):
-            yield Reading(
-                "mask-misread",
-                "the output is that of a causal mask, where the call has none",
-                replace(
-                    call, is_causal=True, variant=replace(call.variant, bottom_right=bottom_right)
-                ),
-            )
+            variant = replace(call.variant, bottom_right=bottom_right)
+            other = replace(call, is_causal=True, variant=variant)
+            sentence = "the output is that of a causal mask, where the call has none"
+            yield Reading("mask-misread", sentence, other)
     elif call.attn_mask is not None and shape.q_len != shape.kv_len and not call.features:
         structure = structure_of(call)
         if structure is not None and structure.is_causal:
@@ -149,87 +138,56 @@ def _ignores_causal(subject: Subject) -> bool:
 
 
 def _features(call: AttentionCall) -> Iterator[Reading]:
-    variant = call.variant
+    variant, equals = call.variant, "the output equals attention"
     if variant.window != (None, None):
         without = replace(call, variant=replace(variant, window=(None, None)))
-        yield Reading("mask-ignored", "the output equals attention without the window", without)
+        yield Reading("mask-ignored", f"{equals} without the window", without)
     if call.seqused_k is not None and call.page_table is None:
-        yield Reading(
-            "mask-ignored",
-            "the output equals attention to all keys, those past each sequence's end too",
-            replace(call, seqused_k=None),
-        )
+        sentence = f"{equals} to all keys, including those past the end of each sequence"
+        yield Reading("mask-ignored", sentence, replace(call, seqused_k=None))
     if call.sinks is not None:
-        yield Reading(
-            "unknown", "the output equals attention without the sinks", replace(call, sinks=None)
-        )
+        yield Reading("unknown", f"{equals} without the sinks", replace(call, sinks=None))
     if variant.softcap is not None:
-        yield Reading(
-            "unknown",
-            "the output equals attention without the soft cap",
-            replace(call, variant=replace(variant, softcap=None)),
-        )
+        without = replace(call, variant=replace(variant, softcap=None))
+        yield Reading("unknown", f"{equals} without the soft cap", without)
 
 
-def _of_mask(call: AttentionCall, place: HeadRows) -> Iterator[tuple[str, Cause, Tensor | None]]:
+def _of_mask(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
     shape = call.shape
     assert call.attn_mask is not None
     full = call.attn_mask.expand(shape.batch, shape.q_heads, shape.q_len, shape.kv_len)
     mask = full[place.batch, place.head]
-    yield "the output equals attention without the mask", "mask-ignored", None
-    if mask.dtype == torch.bool:
-        yield "the mask is read inverted: True hides a key", "mask-misread", ~mask
-        yield (
-            "the boolean mask is added to the scores, as 1 and 0",
-            "mask-misread",
-            mask.to(torch.float32),
-        )
-        yield (
-            "the boolean mask is added to the scores inverted, as 0 and 1",
-            "mask-misread",
-            (~mask).to(torch.float32),
-        )
-    else:
-        for sentence, read in (
-            ("the additive mask is read as boolean: a key counts where it is not 0", mask != 0),
-            ("only the zeros of the additive mask are read, as visible keys", mask == 0),
-            ("only the -inf of the additive mask are read, as hidden keys", mask != -torch.inf),
-            ("only the positive numbers of the additive mask are read, as visible keys", mask > 0),
-        ):
-            yield sentence, "mask-misread", read
-    for sentence, moved in (*_moved(mask), *_of_others(full, place)):
-        yield sentence, "mask-misread", moved
+    without = replace(call, attn_mask=None)
+    yield Reading("mask-ignored", "the output equals attention without the mask", without)
+    forms = _boolean_forms(mask) if mask.dtype == torch.bool else _additive_forms(mask)
+    for sentence, misread_mask in itertools.chain(forms, _moved(mask), _of_others(full, place)):
+        yield Reading("mask-misread", sentence, replace(call, attn_mask=misread_mask))
     # Kernels that mask only full blocks do not mask the last keys.
     for block in (256, 128, 64, 32, 16):
         end = shape.kv_len // block * block
         if 0 < end < shape.kv_len:
             shown = mask.clone()
             shown[:, end:] = True if mask.dtype == torch.bool else 0.0
-            yield f"the mask is ignored from key {end:,} on", "mask-ignored", shown
+            sentence = f"the mask is ignored from key {end:,} on"
+            yield Reading("mask-ignored", sentence, replace(call, attn_mask=shown))
 
 
-def _of_mask_times(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
-    assert call.attn_mask is not None
-    if call.attn_mask.dtype == torch.bool:
-        return
-    every = torch.arange(call.shape.q_len, device=call.device)
-    of_head = replace(call, attn_mask=mask_of(call, place.batch, place.head, every))
-    scale = call.softmax_scale
-    factors = {
-        "the additive mask is multiplied by the scale": scale,
-        "the additive mask is divided by the scale": 1 / scale if scale else 1.0,
-        "the additive mask is multiplied by ln 2, as in a kernel that uses powers of 2": 1 / LOG2_E,
-        "the additive mask is multiplied by log2 e": LOG2_E,
-        "the additive mask is added twice": 2.0,
-        "the additive mask is subtracted": -1.0,
-    }
-    for sentence, factor in factors.items():
-        times = with_mask_times(of_head, factor)
-        yield Reading("mask-misread", sentence, times, Factor(with_mask_times, factor))
+def _boolean_forms(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "the mask is read inverted: True hides a key", ~mask
+    yield "the boolean mask is added to the scores, as 1 and 0", mask.to(torch.float32)
+    inverted = (~mask).to(torch.float32)
+    yield "the boolean mask is added to the scores inverted, as 0 and 1", inverted
+
+
+def _additive_forms(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
+    yield "the additive mask is read as boolean: a key is visible where it is not 0", mask != 0
+    yield "only the zeros of the additive mask are read, as visible keys", mask == 0
+    yield "only the -inf of the additive mask are read, as hidden keys", mask != -torch.inf
+    yield "only the positive numbers of the additive mask are read, as visible keys", mask > 0
 
 
 def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield misread forms of a head's mask (Sq, Sk): transposed, shifted, repeated or reversed."""
+    """Yield misread forms of a head's mask (Sq, Sk): transposed, shifted or repeated."""
     q_len, kv_len = mask.shape
     if q_len == kv_len:
         yield "the mask is read transposed: queries for keys", mask.mT
@@ -246,11 +204,7 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
         for shift in (difference, -difference):
             yield f"the mask is read shifted by {shift} keys (Sk - Sq)", mask.roll(shift, 1)
     yield "the mask of the first query is read for all queries", mask[:1].expand_as(mask)
-    yield "the mask of the last query is read for all queries", mask[-1:].expand_as(mask)
     yield "the mask of the first key is read for all keys", mask[:, :1].expand_as(mask)
-    yield "the mask of the last key is read for all keys", mask[:, -1:].expand_as(mask)
-    yield "the mask is read from the last key to the first", mask.flip(1)
-    yield "the mask is read from the last query to the first", mask.flip(0)
 
 
 def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
@@ -261,17 +215,12 @@ def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
         yield "the mask of the first head is read for all heads", full[batch, 0]
         yield "the mask is read for the previous head", full[batch, head - 1]
         yield "the mask is read for the next head", full[batch, (head + 1) % heads]
-        yield "the masks of the heads are read in reverse", full[batch, heads - 1 - head]
         yield "the masks of the heads are read as those of the batch", full[0, batch % heads]
     if batches > 1:
         yield "the mask of the first batch is read for all", full[0, head]
         yield "the mask is read for the previous batch", full[batch - 1, head]
         yield "the mask is read for the next batch", full[(batch + 1) % batches, head]
         yield "the masks of the batch are read as those of the heads", full[head % batches, 0]
-    if batches > 1 and heads > 1:
-        index = batch * heads + head
-        swapped = full[index % batches, index // batches % heads]
-        yield "the masks of batch and heads are read in swapped order", swapped
 
 
 def _multiplied(subject: Subject) -> Evidence | None:
@@ -286,15 +235,11 @@ def _multiplied(subject: Subject) -> Evidence | None:
     found, value = scores(small), small.value[0, 0].to(torch.float64)
     if small.attn_mask is not None:
         found = found.masked_fill(~small.attn_mask[0, 0], -math.inf)
-    ways = {
-        "the scores are multiplied by the boolean mask: a hidden key scores 0": (
-            found.masked_fill(~shown, 0.0).softmax(-1)
-        ),
-        "the weights are multiplied by the boolean mask, and no longer sum to 1": (
-            found.softmax(-1) * shown
-        ),
-    }
-    for sentence, weights in ways.items():
+    zeroed, masked_after = found.masked_fill(~shown, 0.0).softmax(-1), found.softmax(-1) * shown
+    for sentence, weights in (
+        ("the scores are multiplied by the boolean mask: a hidden key scores 0", zeroed),
+        ("the weights are multiplied by the boolean mask, and no longer sum to 1", masked_after),
+    ):
         score = subject.returned(weights @ value)
         if score.explains(subject.own):
             numbers = {"error": subject.own.error, "error_of_this_reading": score.error}
@@ -303,7 +248,7 @@ def _multiplied(subject: Subject) -> Evidence | None:
 
 
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
-    """Yield a mask with its entries moved along a dimension.
+    """Yield a mask with its entries moved along a dimension, with each possible edge.
 
     The free edge gets the opposite edge's entry, its own entry, or an entry that hides or shows.
     """
@@ -319,46 +264,20 @@ def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
         yield moved
 
 
-def _scales(call: AttentionCall) -> Iterator[Reading]:
-    dim, scale = call.shape.head_dim, call.softmax_scale
-    wide = 2 ** math.ceil(math.log2(dim))
-    found = {
-        "1/√D instead of the call's scale": dim**-0.5,
-        "no scale": 1.0,
-        "1/D": 1 / dim,
-        f"1/√{wide}, of the padded head dimension": wide**-0.5,
-        "the scale times log2 e": scale * LOG2_E,
-        "the scale times ln 2": scale / LOG2_E,
-        "the scale applied twice": scale * scale,
-    }
-    for sentence, other in found.items():
-        if not math.isclose(other, scale, rel_tol=1e-3):
-            numbers = f"{other:.4g} where {scale:.4g} is right"
-            yield Reading(
-                "wrong-scale",
-                f"the output is that of {sentence}: {numbers}",
-                with_scale(call, other),
-                Factor(with_scale, other),
-            )
-
-
 def _heads(call: AttentionCall) -> Iterator[Reading]:
     shape = call.shape
     if call.page_table is not None or shape.q_heads == 1:
         return
     heads = torch.arange(shape.q_heads, device=call.device)
-    maps = {
-        "the key heads of one query before": (heads - 1) % shape.q_heads,
-        "the key heads in reverse": heads.flip(0),
-    }
-    group = shape.q_heads // shape.kv_heads
-    to_kv = heads // group
-    found = {name: to_kv[places] for name, places in maps.items()}
+    to_kv = heads // (shape.q_heads // shape.kv_heads)
+    maps = {}
     if shape.kv_heads not in (1, shape.q_heads):
-        found = {"key head h mod Hkv instead of h // (Hq / Hkv)": heads % shape.kv_heads} | found
+        maps["key head h mod Hkv instead of h // (Hq / Hkv)"] = heads % shape.kv_heads
+    maps["the key heads of one query before"] = to_kv.roll(1)
+    maps["the key heads in reverse"] = to_kv.flip(0)
     if shape.kv_heads > 1:
-        found["the first key head for all"] = torch.zeros_like(heads)
-    for name, places in found.items():
+        maps["the first key head for all"] = torch.zeros_like(heads)
+    for name, places in maps.items():
         key, value = (each.index_select(1, places) for each in (call.key, call.value))
         other = replace(call, key=key, value=value, enable_gqa=False)
         yield Reading("head-mapping", f"the output is that of {name}", other)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +19,6 @@ CALLS_BEFORE = 3
 """Number of calls after which a CUDA graph may be replayed."""
 
 ROWS = 32
-
-
-class _Trial(NamedTuple):
-    where: str
-    right: AttentionCall
-    before: AttentionCall
-    """Call that the kernel ran before."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +50,11 @@ def stale(probe: Probe) -> Evidence | None:
     elsewhere_memory = recorded.to(recorded.device)
     _write(memory, other)  # a kernel that reads the old memory then returns the other output
     elsewhere = _copy(probe.run_on(elsewhere_memory))
-    trials = (
-        (in_place, old, _Trial("new values in the same memory", other, recorded)),
-        (elsewhere, in_place, _Trial("other values in other memory", recorded, other)),
+    where = "new values in the same memory"
+    found = _judged(probe, in_place, old, where, right=other, before=recorded)
+    return found or _judged(
+        probe, elsewhere, in_place, "other values in other memory", right=recorded, before=other
     )
-    for output, last, trial in trials:
-        if output is not None and (found := _judged(probe, output, last, trial)):
-            return found
-    return None
 
 
 def kept_from_earlier_calls(calls: int, sentence: str) -> Evidence:
@@ -95,40 +84,54 @@ def _copy(output: Tensor | None) -> Tensor | None:
     return None if output is None else output.clone()
 
 
-def _judged(probe: Probe, output: Tensor, last: Tensor | None, trial: _Trial) -> Evidence | None:
+def _judged(
+    probe: Probe,
+    output: Tensor | None,
+    last: Tensor | None,
+    where: str,
+    *,
+    right: AttentionCall,
+    before: AttentionCall,
+) -> Evidence | None:
+    """Judge the output of a call.
+
+    Args:
+        last: output of the previous call.
+        where: new values and their memory, in words.
+        right: the call.
+        before: the previous call.
+    """
+    if output is None:
+        return None
     if last is not None and _same_output(output, last):
         return Evidence(
             "stale-graph",
-            f"given {trial.where}, it returned the same bits as for the old values",
-            {"where": trial.where, "same_bits": True, "stale": ["query", "key", "value"]},
+            f"given {where}, it returned the same bits as for the old values",
+            {"where": where, "same_bits": True, "stale": ["query", "key", "value"]},
         )
     # A few rows suffice, because stale inputs affect all rows.
     rows = torch.linspace(0, output.shape[2] - 1, min(ROWS, output.shape[2])).long()
     place = HeadRows(0, 0, rows.to(output.device))
     blank = Score(False, 0.0)
-    subject = Subject(
-        trial.right, output, place, blank, probe.run_on, probe.accuracy_class, probe.chosen
-    )
-    right = subject.score(output, trial.right)
-    if right.passes or right.error <= EXPLAINED:
+    subject = Subject(right, output, place, blank, probe.run_on, probe.accuracy_class, probe.chosen)
+    own = subject.score(output, right)
+    if own.passes or own.error <= EXPLAINED:
         return None
     # The largest subset comes first, because a graph usually keeps all of its inputs.
-    for names in _subsets(("query", "key", "value")):
-        mixed = trial.right.with_tensors({name: getattr(trial.before, name) for name in names})
-        score = subject.score(output, mixed)
-        if score.passes or score.error <= min(EXPLAINED, right.error / COLLAPSE):
-            return Evidence(
-                "stale-graph",
-                f"given {trial.where}, it computed with the {' and '.join(names)} of the call "
-                "before",
-                {
-                    "where": trial.where,
-                    "same_bits": False,
-                    "stale": list(names),
-                    "error": right.error,
-                    "error_with_old_values": score.error,
-                },
-            )
+    for size in (3, 2, 1):
+        for names in itertools.combinations(("query", "key", "value"), size):
+            mixed = right.with_tensors({name: getattr(before, name) for name in names})
+            score = subject.score(output, mixed)
+            if score.passes or score.error <= min(EXPLAINED, own.error / COLLAPSE):
+                return Evidence(
+                    "stale-graph",
+                    f"given {where}, it computed with the {' and '.join(names)} of the call before",
+                    {
+                        **{"where": where, "same_bits": False, "stale": list(names)},
+                        "error": own.error,
+                        "error_with_old_values": score.error,
+                    },
+                )
     return None
 
 
@@ -138,8 +141,3 @@ def _same_output(one: Tensor, other: Tensor) -> bool:
     if not bool(finite.all()) or bool((one == one.flatten()[0]).all()):
         return False
     return torch.equal(one, other)
-
-
-def _subsets(names: Sequence[str]) -> list[tuple[str, ...]]:
-    sizes = range(len(names), 0, -1)
-    return [each for size in sizes for each in itertools.combinations(names, size)]
