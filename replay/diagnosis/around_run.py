@@ -46,13 +46,7 @@ def examine_run(
         CaptureError: as for `record`; also if the block made no call that could be recorded.
         RuntimeError, TypeError, ValueError: as for `record`, e.g. because a swap is active.
     """
-    given: Sequence[str | Attention | None]
-    if kernels is None or isinstance(kernels, str):
-        given = [kernels]
-    elif isinstance(kernels, Sequence):
-        given = kernels
-    else:
-        given = [kernels]
+    given = kernels if isinstance(kernels, Sequence) and not isinstance(kernels, str) else [kernels]
     if not given:
         raise KernelNameError(
             "kernels= names no kernel: leave it out to examine what the model ran"

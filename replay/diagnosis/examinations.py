@@ -11,17 +11,16 @@ import torch
 
 from attention_replay.errors import Error
 from capture.call.attention_call import Origin
-from capture.errors import DatasetError
 from replay.bench.runner import BEYOND_SDPA, DEFAULT_BASELINE
 from replay.bench.settings import Settings
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import REMEDIES, Diagnosis, diagnosed
 from replay.diagnosis.diagnosis_text import paragraphs
-from replay.diagnosis.examine import examine, failure
+from replay.diagnosis.examine import failure
 from replay.diagnosis.hypotheses.stale import kept_from_earlier_calls
-from replay.diagnosis.server import healthy
+from replay.diagnosis.server import serve
 from replay.isolation.process_state import ProcessState
-from replay.kernels.registry import Kernel
+from replay.kernels.registry import Kernel, find
 from replay.rows.row_files import rebuilt
 from replay.workers.process import Died, Process
 from replay.workloads.workload import Workload
@@ -98,9 +97,7 @@ def diagnose(
         found: receives every result immediately, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
-    examiner: _InThisProcess | _Processes = (
-        _InThisProcess(settings) if in_process else _Processes(settings, timeout)
-    )
+    examiner = Examiner(settings, None if in_process else timeout)
     try:
         for kernel in kernels:
             for workload in workloads:
@@ -118,9 +115,7 @@ def diagnose(
         examiner.close()
 
 
-def _name_another(
-    found: Diagnoses, workload: Workload, examiner: _InThisProcess | _Processes
-) -> None:
+def _name_another(found: Diagnoses, workload: Workload, examiner: Examiner) -> None:
     """Write the name of a replacement into each diagnosis of a call."""
     name = workload.name
     wrong = {each.kernel for each in found.found if each.call == name}
@@ -130,49 +125,13 @@ def _name_another(
         right = [examiner.healthy([each for each in HEALTHY if each not in wrong], workload)]
     for at, each in enumerate(found.found):
         if each.call == name:
-            found.found[at] = replace(each, instead=_instead(right[0], REMEDIES[each.cause]))
-
-
-def _instead(kernel: str, remedy: str) -> str:
-    named = f"{kernel}, which is right on this call" if kernel else ""
-    return "; or ".join(filter(None, (named, remedy)))
-
-
-class _InThisProcess:
-    """Examiner that runs everything in this process."""
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        with torch.no_grad():
-            self._process_state = ProcessState()
-
-    def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
-        """Examine a kernel on a call, and add the result to `found`."""
-        with torch.no_grad():
-            try:
-                call = workload.load_to_judge(self._settings.device)
-            except DatasetError as error:
-                found.unreadable[workload.name] = str(error)
-                return
-            examined = examine(kernel, call, self._settings, self._process_state)
-        diagnosis = None
-        if examined.evidence is not None:
-            diagnosis = diagnosed(workload.name, kernel.name, call.origin, examined.evidence)
-        found.add(workload.name, kernel.name, diagnosis, examined.refused)
-
-    def healthy(self, names: Sequence[str], workload: Workload) -> str:
-        """Return the first named kernel that is correct on a call; empty if none is."""
-        with torch.no_grad():
-            return healthy(
-                names, workload.load(self._settings.device), self._settings, self._process_state
-            )
-
-    def close(self) -> None:
-        """Do nothing, because there is no process to close."""
+            named = f"{right[0]}, which is right on this call" if right[0] else ""
+            ways = "; or ".join(filter(None, (named, REMEDIES[each.cause])))
+            found.found[at] = replace(each, instead=ways)
 
 
 class _Answer(NamedTuple):
-    """Reply of a process about one kernel on one call."""
+    """Result of one kernel on one call."""
 
     origin: Origin = Origin()
     diagnosis: Diagnosis | None = None
@@ -181,42 +140,50 @@ class _Answer(NamedTuple):
     died: bool = False
 
 
-class _Processes:
-    """Examiner with a process for each kernel, and a new one after each death.
+class Examiner:
+    """Examines kernels in this process, or in child processes.
 
-    A kernel that is wrong after other calls is examined again in a new process, where that call is
-    the only one. The kernel has no state from earlier calls there, so other causes show by
-    themselves.
+    Each kernel has a child process, and a new one after each death. A kernel that is wrong after
+    other calls is examined again in a new process, where that call is the only one. The kernel has
+    no state from earlier calls there, so other causes show by themselves.
+
+    Args:
+        timeout: seconds without a message after which a child is killed; None for this process.
     """
 
-    def __init__(self, settings: Settings, timeout: float) -> None:
+    def __init__(self, settings: Settings, timeout: float | None) -> None:
         self._settings = settings
-        self._process, self._alone = (
-            Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
-        )
+        self._processes: list[Process] = []
+        if timeout is None:
+            with torch.no_grad():
+                self._process_state = ProcessState()
+        else:
+            self._processes = [
+                Process(sys.executable, timeout, "replay.diagnosis.server") for _ in range(2)
+            ]
         self._calls = 0  # number of calls examined by the current process
 
     def examine(self, kernel: Kernel, workload: Workload, found: Diagnoses) -> None:
         """Examine a kernel on a call, and add the result to `found`."""
         calls = self._calls
-        answer = self._answer(self._process, kernel.name, workload)
+        answer = self._answer(kernel, workload)
         self._calls = 0 if answer.died else calls + 1
         if answer.unreadable:
             found.unreadable[workload.name] = answer.unreadable
             return
         diagnosis = answer.diagnosis
-        if answer.diagnosis is not None and calls > 0:
-            diagnosis = self._answer(self._alone, kernel.name, workload).diagnosis
-            self._alone.close()
-            if diagnosis is None:
-                evidence = kept_from_earlier_calls(calls, answer.diagnosis.sentence)
-                diagnosis = diagnosed(workload.name, kernel.name, answer.origin, evidence)
+        if diagnosis is not None and calls and self._processes:
+            again = self._answer(kernel, workload, is_alone=True).diagnosis
+            if again is None:
+                evidence = kept_from_earlier_calls(calls, diagnosis.sentence)
+                again = diagnosed(workload.name, kernel.name, answer.origin, evidence)
+            diagnosis = again
         found.add(workload.name, kernel.name, diagnosis, answer.refused)
 
-    def _answer(self, process: Process, kernel: str, workload: Workload) -> _Answer:
-        origin, name, answer = Origin(), workload.name, _Answer()
+    def _answer(self, kernel: Kernel, workload: Workload, *, is_alone: bool = False) -> _Answer:
+        origin, answer = Origin(), _Answer()
         try:
-            for message in self._ask(process, "examine", workload, kernel=kernel, name=name):
+            for message in self._ask("examine", [kernel], workload, is_alone=is_alone):
                 if "origin" in message:
                     origin = Origin(**message["origin"])
                 elif "unreadable" in message:
@@ -227,31 +194,53 @@ class _Processes:
                     answer = _Answer(origin, diagnosis, message["refused"])
         except Died as death:
             evidence = failure(death.status, str(death))
-            return _Answer(origin, diagnosed(name, kernel, origin, evidence), died=True)
+            return _Answer(
+                origin, diagnosed(workload.name, kernel.name, origin, evidence), died=True
+            )
         return answer
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
+        """Return the first named kernel that is correct on a call; empty if none is."""
         left = list(names)
         while left:
             try:
-                for message in self._ask(self._process, "find healthy", workload, kernels=left):
-                    if "healthy" in message:
-                        return str(message["healthy"])
+                kernels = [find(name) for name in left]
+                messages = list(self._ask("find healthy", kernels, workload))
+                return next((each["healthy"] for each in messages if "healthy" in each), "")
             except Died as death:
                 left = left[left.index(death.kernel) + 1 :] if death.kernel in left else []
         return ""
 
     def _ask(
-        self, process: Process, do: str, workload: Workload, **request: object
+        self, do: str, kernels: Sequence[Kernel], workload: Workload, *, is_alone: bool = False
     ) -> Iterator[dict[str, Any]]:
-        settings = self._settings.to_json()
-        source = workload.source.to_json()
-        for message in process.ask(do=do, workload=source, settings=settings, **request):
-            if "failed" in message:
-                raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
-            yield message
+        """Yield the messages of `replay.diagnosis.server`."""
+        if not self._processes:
+            messages: list[dict[str, Any]] = []
+
+            def say(**message: Any) -> None:
+                messages.append(message)
+
+            serve(do, kernels, workload, self._settings, self._process_state, say)
+            yield from messages
+            return
+        process = self._processes[is_alone]
+        try:
+            for message in process.ask(
+                do=do,
+                kernels=[kernel.name for kernel in kernels],
+                workload=workload.source.to_json(),
+                settings=self._settings.to_json(),
+            ):
+                if "failed" in message:
+                    raise DoctorError(message["failed"]) from RuntimeError(message["traceback"])
+                yield message
+        finally:
+            if is_alone:
+                process.close()
 
     def close(self) -> None:
-        self._process.close()
-        self._alone.close()
+        """End the child processes; the next kernel gets new ones."""
+        for process in self._processes:
+            process.close()
         self._calls = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -85,7 +85,12 @@ def examine(
     run_on = _runner(kernel, settings, process_state)
     # Changed inputs would spoil every later experiment, so this error is reported first.
     if checked.changed_inputs:
-        return Examined(_changed_inputs(checked, run_on))
+        names = checked.changed_inputs
+        then = "" if status == "ok" else "; its output is wrong too"
+        sentence = f"the call changed the values of {' and '.join(names)}{then}"
+        numbers = {"changed": list(names), "judged": reason}
+        place = _first_changed(checked.call, run_on)
+        return Examined(Evidence("input-changed", sentence, numbers, place))
     probe = Probe(checked.call, run_on, kernel.accuracy_class, kernel.chosen)
     # A kernel with a cache may be correct on every single call, so correct kernels are probed too.
     if found := stale(probe):
@@ -164,19 +169,6 @@ def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> 
     return run
 
 
-def _changed_inputs(checked: CheckedKernel, run_on: KernelRunner) -> Evidence:
-    names = checked.changed_inputs
-    place = _first_changed(checked.call, run_on)
-    what = " and ".join(names)
-    then = "" if checked.finding.status == "ok" else "; its output is wrong too"
-    return Evidence(
-        "input-changed",
-        f"the call changed the values of {what}{then}",
-        {"changed": list(names), "judged": checked.finding.reason},
-        place,
-    )
-
-
 def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None:
     """Find the first head whose query, key or value another run changes, and its changed rows."""
     given = call.to(call.device)
@@ -193,16 +185,15 @@ def _first_changed(call: AttentionCall, run_on: KernelRunner) -> HeadRows | None
 
 def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Evidence:
     """Return the known facts about an error of unknown cause."""
-    shares = row_shares(subject.output, expected, subject.accuracy_class)
-    wrong = shares > 1
-    rows = wrong[subject.place.batch, subject.place.head].nonzero().flatten()
-    numbers = {
+    wrong = row_shares(subject.output, expected, subject.accuracy_class) > 1
+    rows = wrong[subject.place.batch, subject.place.head].nonzero().flatten().tolist()
+    numbers: dict[str, Any] = {
         "judged": subject.sentence,
         "wrong_rows": int(wrong.sum()),
         "rows": wrong.numel(),
         "wrong_heads": int(wrong.any(dim=2).sum()),
         "heads": wrong.shape[0] * wrong.shape[1],
-        "queries": [int(rows.min()), int(rows.max())] if len(rows) else None,
+        "queries": [rows[0], rows[-1]] if rows else None,
         "error": subject.own.error if subject.own.error < math.inf else None,
     }
     where = "no single row is far off, but all rows together are too inexact"
@@ -211,13 +202,13 @@ def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Ev
             f"{numbers['wrong_rows']:,} of {numbers['rows']:,} rows are wrong, in "
             f"{numbers['wrong_heads']} of {numbers['heads']} heads"
         )
-    if len(rows):
-        first, last = int(rows.min()), int(rows.max())
-        which = f"query {first}" if first == last else f"queries {first} to {last}"
+    if rows:
+        which = f"query {rows[0]}" if len(rows) == 1 else f"queries {rows[0]} to {rows[-1]}"
         where += f" ({which} of the worst)"
     sentence = f"{where}; no known cause explains it: {subject.sentence}"
     # The most common cause without a hypothesis is an 8-bit kernel not registered as quantised.
-    if subject.accuracy_class == "exact" and _passes_as_quantised(subject, expected):
+    is_maybe_quantised = subject.accuracy_class == "exact" and expected.quantised is not None
+    if is_maybe_quantised and judge(subject.output, expected, "quantised").passed:
         sentence = (
             f"{where}, though not beyond the error of an 8-bit kernel: {subject.sentence}; if it "
             'computes in 8 bits, register it with accuracy_class="quantised"'
@@ -227,9 +218,3 @@ def _unknown(subject: Subject, expected: Expected, checked: CheckedKernel) -> Ev
         sentence = f"{sentence}; {checked.not_deterministic}"
         numbers["flags"] = [checked.not_deterministic]
     return Evidence("unknown", sentence, numbers)
-
-
-def _passes_as_quantised(subject: Subject, expected: Expected) -> bool:
-    if expected.quantised is None:
-        return False
-    return judge(subject.output, expected, "quantised").passed

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from replay.bench.forms import Forms
 from replay.bench.output_check import Checker
@@ -19,7 +18,7 @@ from replay.diagnosis.examine import examine
 from replay.isolation.inputs import Inputs
 from replay.isolation.judge import LocalJudge
 from replay.isolation.process_state import ProcessState
-from replay.kernels.registry import find
+from replay.kernels.registry import Kernel
 from replay.workers.worker import Hear, Say
 from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
@@ -33,23 +32,10 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     """
     with torch.no_grad():  # kernels run in this mode, so a kernel that changes the mode is noticed
         process_state = _process_state()
-        settings = Settings.from_json(request["settings"])
-        try:
-            call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
-        except DatasetError as error:
-            say(unreadable=str(error))
-            return
-        if request["do"] == "examine":
-            say(origin=vars(call.origin))
-            kernel = request["kernel"]
-            say(at=kernel)
-            evidence, refused = examine(kernel_named(kernel), call, settings, process_state)
-            found = None
-            if evidence is not None:
-                found = diagnosed(request["name"], kernel, call.origin, evidence).to_json()
-            say(examined=found, refused=refused)
-        else:
-            say(healthy=healthy(request["kernels"], call, settings, process_state, say))
+    kernels = [kernel_named(name) for name in request["kernels"]]
+    workload = Workload.of(source_from_json(request["workload"]))
+    settings = Settings.from_json(request["settings"])
+    serve(request["do"], kernels, workload, settings, process_state, say)
 
 
 @functools.cache
@@ -58,22 +44,44 @@ def _process_state() -> ProcessState:
     return ProcessState()
 
 
-def healthy(
-    names: Sequence[str],
-    call: AttentionCall,
+def serve(
+    do: str,
+    kernels: Sequence[Kernel],
+    workload: Workload,
     settings: Settings,
     process_state: ProcessState,
-    say: Say = lambda **_: None,
-) -> str:
-    """Return the first named kernel that is correct on a call; empty if none is."""
-    forms = Forms.of(call)
-    judge = LocalJudge(call, 0, thresholds=settings.tolerances)
-    for name in names:
-        say(at=name)
-        checker = Checker(
-            forms, Inputs(*forms.all), process_state, judge, settings, WorkerOptions()
-        )
-        checked = checker.check(find(name))
-        if checked.finding.status in ("ok", "not-timed") and not checked.changed_inputs:
-            return name
-    return ""
+    say: Say,
+) -> None:
+    """Examine the only kernel on a call, or find the first kernel that is correct on it.
+
+    Args:
+        say: gets the results, and the kernel that runs next.
+
+    Raises:
+        ContextLost: a kernel made this process unusable.
+    """
+    with torch.no_grad():
+        try:
+            call = workload.load_to_judge(settings.device)
+        except DatasetError as error:
+            say(unreadable=str(error))
+            return
+        say(origin=vars(call.origin))
+        if do == "examine":
+            (kernel,) = kernels
+            say(at=kernel.name)
+            evidence, refused = examine(kernel, call, settings, process_state)
+            found = None
+            if evidence is not None:
+                found = diagnosed(workload.name, kernel.name, call.origin, evidence).to_json()
+            say(examined=found, refused=refused)
+            return
+        forms, judge = Forms.of(call), LocalJudge(call, 0, thresholds=settings.tolerances)
+        for kernel in kernels:
+            say(at=kernel.name)
+            inputs = Inputs(*forms.all)
+            checker = Checker(forms, inputs, process_state, judge, settings, WorkerOptions())
+            checked = checker.check(kernel)
+            if checked.finding.status in ("ok", "not-timed") and not checked.changed_inputs:
+                say(healthy=kernel.name)
+                return

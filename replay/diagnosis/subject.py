@@ -237,9 +237,8 @@ def row_shares(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
             limits = expected.quantised.row_limits(thresholds.quantised)
     elif expected.tolerance.rows is not None:
         limits = expected.tolerance.rows.limits(thresholds.exact)
-    lengths = found.lengths
     if limits is None:
         limits = found.sums[2].sqrt()
-    shares = lengths / limits.to(lengths.device)
-    nonfinite = ~lengths.isfinite()
+    shares = found.lengths / limits.to(found.lengths.device)
+    nonfinite = ~found.lengths.isfinite()
     return shares.nan_to_num(nan=0.0, posinf=0.0).masked_fill_(nonfinite, math.inf)

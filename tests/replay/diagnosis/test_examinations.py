@@ -20,7 +20,7 @@ from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
 from replay.diagnosis.diagnosis import Diagnosis, layer_index
 from replay.diagnosis.diagnosis_text import paragraphs
-from replay.diagnosis.examinations import Diagnoses, _InThisProcess, _Processes, diagnose
+from replay.diagnosis.examinations import Diagnoses, Examiner, diagnose
 from replay.kernels.registry import Kernel, find
 from replay.workers.process import Process
 from replay.workloads.recorded import from_directory
@@ -48,7 +48,7 @@ def two_scales(tmp_path: Path) -> list[Workload]:
 def test_leftovers_of_an_earlier_call_are_found(two_scales: list[Workload]) -> None:
     """The second process runs only the second call."""
     kernel = find(f"{FAULTY}:scale_kept_by_shape")
-    examiner, found = _Processes(settings(), timeout=60), Diagnoses()
+    examiner, found = Examiner(settings(), timeout=60), Diagnoses()
     try:
         for workload in two_scales:
             examiner.examine(kernel, workload, found)
@@ -201,17 +201,17 @@ def test_earlier_findings_are_kept_until_there_are_new_ones(
 def test_findings_before_control_c_are_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    examine, calls = _InThisProcess.examine, []
+    examine, calls = Examiner.examine, []
 
     def interrupted(
-        examiner: _InThisProcess, kernel: Kernel, workload: Workload, found: Diagnoses
+        examiner: Examiner, kernel: Kernel, workload: Workload, found: Diagnoses
     ) -> None:
         if workload.name in calls:  # the second kernel's examination
             raise KeyboardInterrupt
         calls.append(workload.name)
         examine(examiner, kernel, workload, found)
 
-    monkeypatch.setattr(_InThisProcess, "examine", interrupted)
+    monkeypatch.setattr(Examiner, "examine", interrupted)
     earlier = tmp_path / "findings.json"
     earlier.write_text("[]\n")
     kernels = f"{FAULTY}:scales_query,torch-math"
