@@ -96,8 +96,8 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
             )
     elif call.attn_mask is None and not call.features:
         for bottom_right in (False, True):
-            variant = replace(call.variant, bottom_right=bottom_right)
-            other = replace(call, is_causal=True, variant=variant)
+            aligned = replace(call.variant, bottom_right=bottom_right)
+            other = replace(call, is_causal=True, variant=aligned)
             sentence = "the output is that of a causal mask, where the call has none"
             yield Reading("mask-misread", sentence, other)
     elif call.attn_mask is not None and shape.q_len != shape.kv_len and not call.features:
