@@ -17,7 +17,7 @@ from capture.call.head_ranges import parse_ranges
 from capture.call.splits import SPLITS
 from capture.cli.verbs import add_common_options, new_parser, with_flags
 from capture.command_line.parser import Listed, OneSentenceParser, natural, not_empty, positive
-from capture.large_imports import import_large, interruptible
+from capture.large_imports import import_large
 from capture.models_package import import_models
 from capture.recording.sampling import PHASES, SAMPLES, make_sampler
 from capture.text.counted import counted, human_bytes, share
@@ -148,9 +148,6 @@ def _add_storage_options(command: OneSentenceParser) -> None:
     store.add_argument(
         "--durable", action="store_true", help="write each call to disk before the model goes on"
     )
-    store.add_argument(
-        "--audit", action="store_true", help="count attention operators that are not seen (slower)"
-    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -193,7 +190,7 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
     rank = current_rank() if arguments.rank is None else arguments.rank
     declared(arguments.split, None, rank, arguments.heads)
     CaptureTarget.check(arguments.out, rank_name(name, rank), overwrite=arguments.overwrite)
-    with progress.status(Text(f"loading {arguments.model} …")), interruptible():
+    with progress.status(Text(f"loading {arguments.model} …")):
         runnable = import_models().load(
             arguments.model,
             size=arguments.size,
@@ -230,7 +227,6 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
             durable=arguments.durable,
             output=not arguments.no_output,
             overwrite=arguments.overwrite,
-            audit=arguments.audit,
         ) as recording,
     ):
         begun.append(recording)
@@ -265,8 +261,6 @@ def _report(
     print(f"recorded {size} in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
-    if recording.audit:
-        notices.print(Text(str(recording.audit)))
     for missed in recording.missed_attention:
         print(f"note: not seen, and not in the census: {printable(str(missed))}", file=sys.stderr)
     for problem in problems:

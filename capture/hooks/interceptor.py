@@ -52,6 +52,25 @@ class Arguments(NamedTuple):
     returns: str = ""
     """Results that the caller requests but no kernel returns, such as weights; usually empty."""
 
+    @classmethod
+    def of(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        *,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        **beyond: Any,
+    ) -> Arguments:
+        """Return the arguments of a call of another function; `beyond` are those SDPA lacks."""
+        dropout, scale = float(dropout_p), None if scale is None else float(scale)
+        is_grouped = query.shape[1] != key.shape[1]
+        sdpas = (query, key, value, attn_mask, dropout, bool(is_causal), scale, is_grouped)
+        return cls(*sdpas, **beyond)
+
     @property
     def features(self) -> tuple[str, ...]:
         """Features beyond SDPA that a kernel must support, as names in `FEATURES`."""

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from capture.hooks.attention_modules import class_name, script_attends
-from capture.hooks.audit import Audit
 from capture.hooks.modules import ModuleTracker
 from capture.text.counted import counted
 
@@ -27,7 +26,7 @@ class MissedAttention:
     """Forward passes of one class of attention modules in which no call was seen."""
 
     kind: str
-    """Class of the modules whose attention was missed, or name of an operator found by an audit."""
+    """Class of the modules whose attention was missed."""
     forwards: int
     """Number of forward passes; 0 for TorchScript, because its passes cannot be counted."""
     modules: int
@@ -68,9 +67,7 @@ class FusedLayers:
             setattr(torch, _FUSED, fused)
 
 
-def find_missed_attention(
-    tracker: ModuleTracker, fused: FusedLayers, audit: Audit | None = None
-) -> list[MissedAttention]:
+def find_missed_attention(tracker: ModuleTracker, fused: FusedLayers) -> list[MissedAttention]:
     """Return the attention that no entry point has seen so far, by class."""
     ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
     ran_paths = [watched.path for watched in ran]
@@ -84,10 +81,6 @@ def find_missed_attention(
     for watched in tracker.watched:
         if watched.is_script and script_attends(watched.module):
             found.setdefault(class_name(watched.module), []).append((watched.path, 0))
-    modules = {path for each in found.values() for path, _ in each}
-    for (name, path), calls in audit.calls.items() if audit else ():
-        if path not in modules and not any(path.startswith(f"{each}.") for each in modules):
-            found.setdefault(name, []).append((path or "outside", calls))
     return [
         MissedAttention(kind, sum(runs for _, runs in each), len(each), each[0][0])
         for kind, each in found.items()

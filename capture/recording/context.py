@@ -32,5 +32,4 @@ class RecordingContext:
     """Host memory for calls that are not written yet."""
     durable: bool
     """True to write each call to the disk before the model continues."""
-    audit: bool
     counts: RecordingCounts = field(default_factory=RecordingCounts)

@@ -48,7 +48,6 @@ def record(
     durable: bool = False,
     output: bool = True,
     overwrite: bool = False,
-    audit: bool = False,
 ) -> Iterator[Recording]:
     """Record attention calls made inside the `with` block into the directory `out`.
 
@@ -91,9 +90,6 @@ def record(
             SIGTERM or SIGHUP (unless the program handles the signal) and at the end of the program.
         output: also store the model's own attention output.
         overwrite: replace the directory's capture of the same name when this one is complete.
-        audit: also count attention operators that this thread runs outside of the calls seen
-            (`recording.audit`). The model is slower, and PyTorch's own transformer modules do not
-            use their fused path.
 
     Yields:
         A `Recording` with live counts.
@@ -160,7 +156,6 @@ def record(
                 keeps_output=output,
                 buffer_bytes=buffer_bytes,
                 durable=durable,
-                audit=audit,
             )
         )
         stack.enter_context(before_termination(lambda: recording.close(complete=False)))
@@ -168,8 +163,6 @@ def record(
         stack.enter_context(observe(recording.calls.observer()))
         stack.enter_context(follow_entry_points(recording.calls.handle))
         stack.enter_context(recording.fused.counted())
-        if recording.audit is not None:
-            stack.enter_context(recording.audit.counted())
         # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()

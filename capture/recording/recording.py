@@ -14,7 +14,6 @@ import weakref
 from pathlib import Path
 
 from capture.errors import CaptureError, RecordingWarning, reason_of
-from capture.hooks.audit import Audit
 from capture.hooks.census import Census
 from capture.hooks.missed_attention import FusedLayers, MissedAttention, find_missed_attention
 from capture.recording.call_recorder import CallRecorder
@@ -59,8 +58,6 @@ class Recording:
         """Problems of the recording, one sentence each, without repetitions."""
         self.calls = CallRecorder(context, self.tell)
         self.fused = FusedLayers(context.tracker)
-        self.audit = Audit(context.tracker) if context.audit else None
-        """Attention operators that an audit counted; None without an audit."""
         self.may_have_run = True
         """False if the recording has ended and no watched module ran."""
         self._context, self._target = context, context.target
@@ -101,7 +98,7 @@ class Recording:
         """Attention that no entry point saw, and that the census therefore lacks."""
         if self._missed_attention is not None:
             return self._missed_attention
-        return find_missed_attention(self._context.tracker, self.fused, self.audit)
+        return find_missed_attention(self._context.tracker, self.fused)
 
     @property
     def summary(self) -> str:

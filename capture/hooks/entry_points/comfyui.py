@@ -98,15 +98,12 @@ def _translated(
             tensor.unflatten(-1, (-1, width)).transpose(1, 2) for tensor in (query, key, value)
         )
     scale = others.get("scale") if takes_scale else None
-    return Arguments(
+    return Arguments.of(
         query,
         key,
         value,
         _mask(mask, of_keys=name == "attention_basic"),
-        0.0,
-        False,
-        None if scale is None else float(scale),
-        query.shape[1] != key.shape[1],
+        scale=scale,
         entry_point=ENTRY_POINT,
         backend=KERNELS.get(name, f"comfyui.{name.removeprefix('attention_')}"),
         refusal=refusal,
@@ -147,15 +144,11 @@ def _of_images(
 
     shape = query.shape
     name = function.removesuffix("_attention")
-    return Arguments(
+    return Arguments.of(
         to_sdpa(query),
         to_sdpa(key),
         to_sdpa(value),
         None,
-        0.0,
-        False,
-        None,
-        False,
         entry_point=ENTRY_POINT,
         backend=KERNELS.get(f"attention_{name}", f"comfyui.{name}"),
     ), OutputLayout(to_sdpa, from_sdpa)

@@ -85,15 +85,14 @@ def _translated(
     variant = (
         AttentionVariant(bottom_right=bottom_right, window=(left, right)) if bottom_right else PLAIN
     )
-    return Arguments(
+    return Arguments.of(
         query,
         key,
         value,
         attn_mask,
-        float(dropout_p),
-        bool(is_causal),
-        None if scale is None else float(scale),
-        query.shape[1] != key.shape[1],
+        dropout_p=dropout_p,
+        is_causal=is_causal,
+        scale=scale,
         variant=variant,
         entry_point=ENTRY_POINT,
         backend=KERNELS.get(name, f"diffusers.{name}"),

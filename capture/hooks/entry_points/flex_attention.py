@@ -55,16 +55,12 @@ def _translated(
     mask, refusal = mask_of(block_mask, query, key)
     if score_mod is not None:
         refusal = f"score_mod {getattr(score_mod, '__qualname__', score_mod)}"
-    scale = None if scale is None else float(scale)
-    return Arguments(
+    return Arguments.of(
         query,
         key,
         value,
         mask,
-        0.0,
-        False,
-        scale,
-        bool(enable_gqa),
+        scale=scale,
         entry_point=ENTRY_POINT,
         backend="flex",
         refusal=refusal,

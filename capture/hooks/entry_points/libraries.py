@@ -25,6 +25,7 @@ from capture.hooks.entry_points.wrapper import (
     THD,
     OutputLayout,
     Translate,
+    int_or_none,
     wrapped_everywhere,
 )
 from capture.hooks.interceptor import Arguments, Handler
@@ -149,14 +150,11 @@ def _translation(function: Callable[..., Any], module: str, kernel: str) -> Tran
         if 1 in (named["query"].element_size(), named["key"].element_size()):
             refused += scales
         arguments, form = _arguments(named, entry_point, kernel, refused, returns)
-        return arguments, form if out is None else _written_to(out, form)
+        if out is None:
+            return arguments, form
+        return arguments, replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
     return translate
-
-
-def _written_to(out: Tensor, form: OutputLayout) -> OutputLayout:
-    """Return the layout of a function that writes its output to the caller's tensor `out`."""
-    return replace(form, from_sdpa=lambda output: out.copy_(form.from_sdpa(output)))
 
 
 def _is_default(value: Any, default: Any) -> bool:
@@ -174,7 +172,11 @@ def _arguments(
         for tensor in (named[name] for name in ("query", "key", "value"))
     )
     if table is not None:
-        used, starts["cu_seqlens_k"] = _lengths(used, starts["cu_seqlens_k"], key, table), None
+        if used is None and starts["cu_seqlens_k"] is not None:
+            used = starts["cu_seqlens_k"].diff()
+        elif used is None:
+            used = table.shape[1] * key.shape[2]  # all keys that the pages have room for
+        starts["cu_seqlens_k"] = None
     elif is_packed and named["key"].ndim == 4:
         refused = [*refused, "packed queries of a batch of caches"]
     elif starts["cu_seqlens_k"] is None:
@@ -186,19 +188,18 @@ def _arguments(
     is_causal = bool(named.get("is_causal", False))
     if kernel == "torch-varlen" and (left, right) == (None, 0):
         is_causal, right = True, None
-    scale, softcap = named.get("scale"), float(named.get("softcap") or 0.0)
+    softcap = float(named.get("softcap") or 0.0)
     if isinstance(used, int):
         sequences = query if table is None else table
         used = query.new_full((sequences.shape[0],), used, dtype=torch.int32)
-    return Arguments(
+    return Arguments.of(
         query,
         key,
         value,
         None,
-        float(named.get("dropout_p") or 0.0),
-        is_causal,
-        None if scale is None else float(scale),
-        query.shape[1] != key.shape[1],
+        dropout_p=named.get("dropout_p") or 0.0,
+        is_causal=is_causal,
+        scale=named.get("scale"),
         sinks=named.get("sinks"),
         **starts,
         seqused_k=used,
@@ -207,8 +208,8 @@ def _arguments(
             bottom_right=is_causal or (left, right) != (None, None),
             window=(left, right),
             softcap=softcap if softcap > 0 else None,
-            max_seqlen_q=_whole(named.get("max_seqlen_q")) if is_packed else None,
-            max_seqlen_k=_whole(named.get("max_seqlen_k")) if is_packed else None,
+            max_seqlen_q=int_or_none(named.get("max_seqlen_q")) if is_packed else None,
+            max_seqlen_k=int_or_none(named.get("max_seqlen_k")) if is_packed else None,
         ),
         entry_point=entry_point,
         backend=kernel,
@@ -217,25 +218,9 @@ def _arguments(
     ), THD if is_packed else BSHD
 
 
-def _lengths(used: Tensor | int | None, starts_k: Tensor | None, key: Tensor, table: Tensor) -> Any:
-    """Return the number of keys of each sequence in a call with a page table.
-
-    The result is one number if all sequences have the same number of keys.
-    """
-    if used is not None:
-        return used
-    if starts_k is not None:
-        return starts_k.diff()
-    return table.shape[1] * key.shape[2]
-
-
 def _counted(
     entry_point: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
 ) -> tuple[Arguments, OutputLayout]:
     reason = f"{entry_point} is counted, not recorded"
     sdpas = (query, key, value, None, 0.0, False, None, False)
     return Arguments(*sdpas, entry_point=entry_point, backend=entry_point, refusal=reason), BHSD
-
-
-def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, int) else None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,13 @@ from torch import Tensor
 
 from capture.call.attention_variant import PLAIN, AttentionVariant, Window
 from capture.hooks.entry_points import flex_attention
-from capture.hooks.entry_points.wrapper import BSHD_AND_WEIGHTS, OutputLayout, Translate, wrapped
+from capture.hooks.entry_points.wrapper import (
+    BSHD_AND_WEIGHTS,
+    OutputLayout,
+    Translate,
+    int_or_none,
+    wrapped,
+)
 from capture.hooks.interceptor import Arguments, Handler
 
 ENTRY_POINT = "transformers"
@@ -125,7 +130,10 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
             given = [others[name] for name in ("s_aux", "sinks") if others.get(name) is not None]
             sinks = given[0] if given else getattr(module, "sinks", None) if has_sinks else None
         return _arguments(
-            (query, key, value, mask, dropout if module.training else 0.0, is_causal, scaling),
+            (query, key, value, mask),
+            dropout_p=dropout if module.training else 0.0,
+            is_causal=is_causal,
+            scale=scaling,
             backend="eager" if is_own else f"transformers.{name}",
             sinks=sinks,
             variant=AttentionVariant(softcap=softcap) if softcap else PLAIN,
@@ -155,39 +163,38 @@ def _flash(name: str) -> Translate:
         window: Window = (None, None)
         if sliding_window is not None and key.shape[2] > sliding_window:
             window = (sliding_window - 1, sliding_window - 1)
-        mask, packed = None, _Packed()
+        mask, packed = None, _NOT_PACKED
         if attention_mask is not None:
             mask = attention_mask[:, None, None, : key.shape[2]]
         else:
             packed = _packed(query, others)
+        starts_q, starts_k, longest_q, longest_k = packed
         return _arguments(
-            (query, key, value, mask, dropout, causal, scaling),
+            (query, key, value, mask),
+            dropout_p=dropout,
+            is_causal=causal,
+            scale=scaling,
             backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
             sinks=s_aux,
             variant=AttentionVariant(
                 bottom_right=causal or window != (None, None),
                 window=window,
                 softcap=softcap or None,
-                max_seqlen_q=packed.max_seqlen_q,
-                max_seqlen_k=packed.max_seqlen_k,
+                max_seqlen_q=longest_q,
+                max_seqlen_k=longest_k,
             ),
             refusal=_refusal(others, {"indices", "block_indices"}),
             returns=_returns(module, others),
-            cu_seqlens_q=packed.cu_seqlens_q,
-            cu_seqlens_k=packed.cu_seqlens_k,
+            cu_seqlens_q=starts_q,
+            cu_seqlens_k=starts_k,
         )
 
     return translate
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """Starts of packed sequences, and the longest lengths; all None if nothing is packed."""
-
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    max_seqlen_q: int | None = None
-    max_seqlen_k: int | None = None
+_Packed = tuple[Tensor | None, Tensor | None, int | None, int | None]
+"""First query and first key of each packed sequence, and the longest lengths of both."""
+_NOT_PACKED: _Packed = (None, None, None, None)
 
 
 def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
@@ -199,19 +206,20 @@ def _packed(query: Tensor, others: dict[str, Any]) -> _Packed:
     names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
     starts_q, starts_k, *longest = (others.get(name) for name in names)
     if starts_q is not None and starts_k is not None:
-        return _Packed(starts_q, starts_k, *map(_whole, longest))
+        longest_q, longest_k = map(int_or_none, longest)
+        return starts_q, starts_k, longest_q, longest_k
     positions = others.get("position_ids")
     batch, _, q_len, _ = query.shape
     if positions is None or batch != 1 or q_len == 1 or positions.numel() != q_len:
-        return _Packed()
+        return _NOT_PACKED
     positions = positions.flatten()
     first = positions.min()
     if torch.equal(positions, first + torch.arange(q_len, device=positions.device)):
-        return _Packed()
+        return _NOT_PACKED
     (begins,) = torch.where(positions == first)
     starts = torch.cat([begins, begins.new_tensor([q_len])]).int()
     longest_of_all = int(starts.diff().max())
-    return _Packed(starts, starts, longest_of_all, longest_of_all)
+    return starts, starts, longest_of_all, longest_of_all
 
 
 _FLASH_KERNELS = {
@@ -237,7 +245,8 @@ def _flex(
     if position_bias is not None:
         mask, refusal = None, refusal or "a position bias with FlexAttention"
     return _arguments(
-        (query, key, value, mask, 0.0, False, scaling),
+        (query, key, value, mask),
+        scale=scaling,
         backend="flex",
         sinks=s_aux,
         variant=AttentionVariant(softcap=softcap) if softcap else PLAIN,
@@ -247,24 +256,16 @@ def _flex(
 
 
 def _arguments(
-    sdpas: tuple[Any, ...], *, sinks: Tensor | None, refusal: str, **beyond: Any
+    tensors: tuple[Any, ...], *, sinks: Tensor | None, refusal: str, **options: Any
 ) -> tuple[Arguments, OutputLayout]:
-    query, key, value, mask, dropout, is_causal, scale = sdpas
-    if sinks is not None and sinks.numel() != query.shape[1]:
+    if sinks is not None and sinks.numel() != tensors[0].shape[1]:
         sinks, refusal = None, refusal or "takes a sink for each query"
-    return Arguments(
-        query,
-        key,
-        value,
-        mask,
-        float(dropout),
-        is_causal,
-        None if scale is None else float(scale),
-        query.shape[1] != key.shape[1],
-        None if sinks is None else sinks.detach().flatten(),
+    return Arguments.of(
+        *tensors,
+        sinks=None if sinks is None else sinks.detach().flatten(),
         entry_point=ENTRY_POINT,
         refusal=refusal,
-        **beyond,
+        **options,
     ), BSHD_AND_WEIGHTS
 
 
@@ -282,7 +283,3 @@ def _returns(module: Any, others: dict[str, Any]) -> str:
     if asked is None:
         asked = getattr(getattr(module, "config", None), "output_attentions", False)
     return "attention weights" if asked else ""
-
-
-def _whole(value: Any) -> int | None:
-    return int(value) if isinstance(value, int) else None

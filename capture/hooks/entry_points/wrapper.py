@@ -51,6 +51,11 @@ Translate = Callable[..., "tuple[Arguments, OutputLayout] | None"]
 """Function that expresses a call with SDPA's arguments, or returns None to ignore the call."""
 
 
+def int_or_none(value: Any) -> int | None:
+    """Return an integer unchanged, and None for anything else, such as a tensor."""
+    return value if isinstance(value, int) else None
+
+
 def plainest(arguments: Arguments) -> Arguments:
     """Return the same call without options that change nothing, so that more kernels support it.
 
