@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from replay.plan.call_matching import Counted, RowsByCall, match
 from replay.plan.plan import METRICS, Budget, LayerChoice, Plan, PlanError, Worst
@@ -28,34 +28,19 @@ from replay.rows.row import HERE, KernelId, Row, Status
 from replay.timing.statistics import MedianInterval, paired_ratios, speed_verdict, speedup_of
 
 
-@dataclass(frozen=True)
-class LayerCost:
+class _Cost(NamedTuple):
     """Time and error of one kernel at one layer."""
 
-    module: str
-    phase: str
-    kernel: str
+    choice: LayerChoice
+    """Choice of this kernel. Its time is the baseline's if the kernel does not support one of the
+    layer's calls, and None if the kernel failed or is wrong, or no replayed call matches."""
     status: Status | None
     """`ok` if all recorded calls of the layer are ok, otherwise another status; None without
     calls."""
     reason: str
     """Reason why the status is not `ok`, or why there is no time."""
-    captured: int
-    """Number of recorded calls of the layer."""
-    calls: int
-    """Calls of the layer per run."""
-    worst: Worst | None
-    """Worst errors; None if no output was compared."""
-    inside: bool
-    """True if every recorded call is ok and within the budget."""
     overwrites: tuple[str, ...]
     """Inputs that the kernel changes and later calls read again, which rules the kernel out."""
-    time_ms: float | None
-    """Mean per call, over the run's calls with a matching replayed call. It is the baseline's time
-    if the kernel does not support one of the layer's calls, and None if the kernel failed or is
-    wrong, or no call matches."""
-    baseline_ms: float | None
-    """Mean per call with the baseline."""
     saved_ms: float | None
     """Time saved per run; negative if the kernel is slower, None if it failed or is wrong."""
 
@@ -76,7 +61,6 @@ def choose(
 
     Args:
         rows: the replay of one recording and model, with samples.
-            as read from JSON.
         census: census of that model, as `capture.hooks.census.Census.to_json` writes it.
         baseline: the kernel that the model itself uses.
         exclusive: kernels that cannot share a process (`Kernel.own_process`): the plan uses only
@@ -92,14 +76,18 @@ def choose(
     """
     rows = list(rows)
     layers, device = _layers(rows, census, baseline), _device(rows)
-    costs = [[_layer_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
+    costs = [[_cost(layer, kernel, budget) for kernel in layer.kernels] for layer in layers]
     left_out = _left_out([_best(*each) for each in zip(layers, costs, strict=True)])
 
     def plan(excluded: Collection[str]) -> Plan:
-        choices = [
-            _choice(_best(layer, [own, *(cost for cost in others if _is_allowed(cost, excluded))]))
-            for layer, (own, *others) in zip(layers, costs, strict=True)
-        ]
+        choices = []
+        for layer, (own, *others) in zip(layers, costs, strict=True):
+            allowed = [
+                cost
+                for cost in others
+                if cost.choice.kernel not in excluded and not cost.overwrites
+            ]
+            choices.append(_best(layer, [own, *allowed]).choice)
         return Plan(layers[0].model, layers[0].weights, budget, baseline, choices, left_out, device)
 
     # Exclusive kernels matter only if the best plan uses several of them.
@@ -112,25 +100,6 @@ def choose(
     reason = f"{chosen} saves more, and the two cannot share a process"
     others = {each: reason for each in conflicting if each != chosen}
     return replace(plans[chosen], left_out=left_out | others)
-
-
-def layer_costs(
-    rows: Iterable[Row], census: Mapping[str, Any], budget: Budget, baseline: str
-) -> list[LayerCost]:
-    """Return the cost of every kernel at every layer of a census, the baseline's first at each.
-
-    Times come from all matching calls (`replay.plan.call_matching`), including those of other
-    layers. Errors come from the layer's own calls only.
-
-    Raises:
-        PlanError: the rows come from several models, or the baseline has no rows.
-        CensusError: the census is empty.
-    """
-    return [
-        _layer_cost(layer, kernel, budget)
-        for layer in _layers(rows, census, baseline)
-        for kernel in layer.kernels
-    ]
 
 
 @dataclass(frozen=True)
@@ -171,9 +140,10 @@ def uniform(
         PlanError: the rows come from several models, or the baseline has no rows.
         CensusError: the census is empty.
     """
-    kernels: dict[str, list[LayerCost]] = {}
-    for cost in layer_costs(rows, census, budget, baseline):
-        kernels.setdefault(cost.kernel, []).append(cost)
+    kernels: dict[str, list[_Cost]] = {}
+    for layer in _layers(rows, census, baseline):
+        for kernel in layer.kernels:
+            kernels.setdefault(kernel, []).append(_cost(layer, kernel, budget))
     return [
         _uniform(kernel, costs, budget)
         for kernel, costs in kernels.items()
@@ -181,13 +151,14 @@ def uniform(
     ]
 
 
-def _uniform(kernel: str, costs: Sequence[LayerCost], budget: Budget) -> Uniform:
-    compared = [(cost, cost.worst.of(budget.metric)) for cost in costs if cost.worst is not None]
+def _uniform(kernel: str, costs: Sequence[_Cost], budget: Budget) -> Uniform:
+    choices = [cost.choice for cost in costs]
+    compared = [(each, each.worst.of(budget.metric)) for each in choices if each.worst is not None]
     worst, figure = max(compared, key=lambda each: budget.badness(each[1]), default=(None, None))
     saved = [cost.saved_ms for cost in costs]
     statuses = [cost.status for cost in costs]
-    inside = sum(cost.inside and not cost.overwrites for cost in costs)
-    overwrites = sum(cost.inside and bool(cost.overwrites) for cost in costs)
+    inside = sum(cost.choice.inside and not cost.overwrites for cost in costs)
+    overwrites = sum(cost.choice.inside and bool(cost.overwrites) for cost in costs)
     judged = statuses.count("ok") + statuses.count("inaccurate")
     falls_back, not_captured = statuses.count("unsupported"), statuses.count(None)
     return Uniform(
@@ -262,7 +233,7 @@ def _device(rows: Iterable[Row]) -> str:
     return devices[0] if devices else ""
 
 
-def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
+def _cost(layer: _Layer, kernel: str, budget: Budget) -> _Cost:
     status, reason = _status(layer, kernel)
     worst = _worst(layer, kernel)
     calls, before_ms = _known(layer)
@@ -270,21 +241,22 @@ def _layer_cost(layer: _Layer, kernel: str, budget: Budget) -> LayerCost:
     if status not in ("ok", "unsupported", None) and kernel != layer.baseline:
         saved_ms = None
     is_timed = calls > 0 and saved_ms is not None
-    return LayerCost(
+    choice = LayerChoice(
         module=layer.module,
         phase=layer.phase,
         kernel=kernel,
-        status=status,
-        reason=reason,
-        captured=len(layer.captured),
-        calls=sum(counted.calls for counted in layer.counted),
-        worst=worst,
+        covered=bool(layer.captured),
         inside=status == "ok" and worst is not None and budget.holds(worst.of(budget.metric)),
-        overwrites=_overwrites(layer, kernel),
+        worst=worst,
         time_ms=(before_ms - (saved_ms or 0.0)) / calls if is_timed else None,
         baseline_ms=before_ms / calls if calls else None,
-        saved_ms=saved_ms,
+        saved_ms=saved_ms or 0.0,
+        calls=sum(counted.calls for counted in layer.counted),
+        captured=len(layer.captured),
     )
+    rows = filter(None, (layer.row(call, kernel) for call in layer.captured))
+    overwrites = tuple(sorted({name for row in rows for name in row.overwrites}))
+    return _Cost(choice, status, reason, overwrites, saved_ms)
 
 
 def _known(layer: _Layer) -> tuple[int, float]:
@@ -314,17 +286,13 @@ def _saved_ms(layer: _Layer, kernel: str) -> float | None:
             and (new := _ms(layer, call, kernel)) is not None
         ]
         if not gains:
-            if any(not _falls_back(layer, call, kernel) for call in counted.shares):
+            rows = [layer.row(call, kernel) for call in counted.shares]
+            if any(row is None or row.status != "unsupported" for row in rows):
                 return None
             continue
         weight = sum(share for share, _ in gains)
         saved += sum(counted.calls * share / weight * gain for share, gain in gains)
     return saved
-
-
-def _falls_back(layer: _Layer, call: str, kernel: str) -> bool:
-    row = layer.row(call, kernel)
-    return row is not None and row.status == "unsupported"
 
 
 def _ms(layer: _Layer, call: str, kernel: str) -> float | None:
@@ -347,69 +315,43 @@ def _status(layer: _Layer, kernel: str) -> tuple[Status | None, str]:
     return min(found, key=lambda each: mildness.get(each[0], 0), default=("ok", ""))
 
 
-def _overwrites(layer: _Layer, kernel: str) -> tuple[str, ...]:
-    rows = [layer.row(call, kernel) for call in layer.captured]
-    return tuple(sorted({name for row in rows if row is not None for name in row.overwrites}))
-
-
 def _worst(layer: _Layer, kernel: str) -> Worst | None:
     rows = [layer.row(call, kernel) for call in layer.captured]
     found = [row.accuracy.reference for row in rows if row is not None and row.accuracy is not None]
     if not found:
         return None
-    return Worst(
-        **{
-            metric: max(
-                (float(getattr(errors, metric)) for errors in found),
-                key=Budget(metric, 0.0).badness,
-            )
-            for metric in METRICS
-        }
-    )
+    worst = {}
+    for metric in METRICS:
+        figures = [float(getattr(errors, metric)) for errors in found]
+        worst[metric] = max(figures, key=Budget(metric, 0.0).badness)
+    return Worst(**worst)
 
 
-def _best(layer: _Layer, costs: Sequence[LayerCost]) -> LayerCost:
+def _best(layer: _Layer, costs: Sequence[_Cost]) -> _Cost:
     """Choose from the costs at a layer; the baseline's cost comes first."""
-    timed = [cost for cost in costs if cost.inside and cost.time_ms is not None]
+    timed = [cost for cost in costs if cost.choice.inside and cost.choice.time_ms is not None]
     if not timed:
         return costs[0]
-    fastest = min(timed, key=lambda cost: cost.time_ms or 0.0)
+    fastest = min(timed, key=lambda cost: cost.choice.time_ms or 0.0)
     return next(
-        cost for cost in timed if cost is fastest or _is_tie(layer, fastest.kernel, cost.kernel)
+        cost
+        for cost in timed
+        if cost is fastest or _is_tie(layer, fastest.choice.kernel, cost.choice.kernel)
     )
 
 
-def _is_allowed(cost: LayerCost, excluded: Collection[str]) -> bool:
-    return cost.kernel not in excluded and not cost.overwrites
-
-
-def _left_out(costs: Iterable[LayerCost]) -> dict[str, str]:
+def _left_out(costs: Iterable[_Cost]) -> dict[str, str]:
     """State why the fastest kernels that overwrite inputs are not chosen."""
     phases: dict[tuple[str, tuple[str, ...]], dict[str, None]] = {}
     for cost in costs:
         if cost.overwrites:
-            phases.setdefault((cost.kernel, cost.overwrites), {})[cost.phase] = None
+            choice = cost.choice
+            phases.setdefault((choice.kernel, cost.overwrites), {})[choice.phase] = None
     reasons: dict[str, list[str]] = {}
     for (kernel, names), where in phases.items():
         changes = f"changes {' and '.join(names)} in place, which later calls read again"
         reasons.setdefault(kernel, []).append(f"in {' and '.join(where)} it {changes}")
     return {kernel: "; ".join(each) for kernel, each in reasons.items()}
-
-
-def _choice(cost: LayerCost) -> LayerChoice:
-    return LayerChoice(
-        module=cost.module,
-        phase=cost.phase,
-        kernel=cost.kernel,
-        covered=cost.captured > 0,
-        inside=cost.inside,
-        worst=cost.worst,
-        time_ms=cost.time_ms,
-        baseline_ms=cost.baseline_ms,
-        saved_ms=cost.saved_ms or 0.0,
-        calls=cost.calls,
-        captured=cost.captured,
-    )
 
 
 def _is_tie(layer: _Layer, fastest: str, other: str) -> bool:

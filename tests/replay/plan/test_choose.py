@@ -11,7 +11,7 @@ import pytest
 
 from capture.call.shape import Shape
 from replay.plan.call_matching import CensusError
-from replay.plan.choose import Uniform, choose, layer_costs, uniform
+from replay.plan.choose import Uniform, choose, uniform
 from replay.plan.plan import Budget, PlanError
 from replay.rows.errors_of_output import Accuracy
 from replay.rows.row import Machine, Row, Status
@@ -71,11 +71,8 @@ def test_the_worst_call_decides(metric: str, good: float, bad: float) -> None:
                 row("new", call, 5.0, accuracy=judged(**{metric: figure})),
             ]
         assert chosen(rows, counted, budget) == {"layers.0": kernel}
-        worst = next(
-            each for each in layer_costs(rows, counted, budget, "old") if each.kernel == "new"
-        )
-        assert worst.worst is not None
-        assert worst.worst.of(metric) == (good if kernel == "new" else bad)
+        worst = uniform(rows, counted, budget, "old")[1].worst_figure
+        assert worst == (good if kernel == "new" else bad)
 
 
 def test_nan_is_the_worst_figure() -> None:
@@ -365,6 +362,6 @@ def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it()
     rows = [row("old", call, 10.0), row("new", call, 5.0, restated_as="window 1023/0")]
     counted = census(("layers.0", "denoise", 64, 10))
     assert chosen(rows, counted) == {"layers.0": "old"}
-    [_, cost] = layer_costs(rows, counted, COSINE, "old")
-    assert (cost.status, cost.worst, cost.saved_ms) == ("unsupported", None, 0.0)
-    assert "mask rewritten as window 1023/0" in cost.reason
+    new = uniform(rows, counted, COSINE, "old")[1]
+    assert (new.falls_back, new.worst_figure, new.saved_ms) == (1, None, 0.0)
+    assert "mask rewritten as window 1023/0" in new.reason
