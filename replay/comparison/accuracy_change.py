@@ -1,9 +1,6 @@
-"""Change of a kernel's accuracy from one run to another.
+"""Change of a kernel's accuracy from one run to another, place by place.
 
-Most kernels are deterministic, so their errors are identical in both runs. For the others, the
-errors of each head in up to 64 ranges of queries (`accuracy.where.relative_l1`) are compared place
-by place: the median of the ratios, with the same interval of order statistics as for times. A
-single wrong place does not move the median, so the largest ratio is also tested on its own.
+A place is a head in one of up to 64 ranges of queries (`accuracy.where.relative_l1`).
 """
 
 from __future__ import annotations
@@ -98,6 +95,7 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
 
 def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
     """Judge by the places; if there are too few of them, check whether the whole error doubled."""
+    # One wrong place does not move the median, so the largest ratio is also tested on its own.
     alone = _gone_wrong_alone(places)
     finite = [each.growth for each in places if math.isfinite(each.growth)]
     within = median_interval([math.exp(each) for each in finite])

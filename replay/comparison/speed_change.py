@@ -1,9 +1,4 @@
-"""Change of a kernel's speed from one run to another.
-
-Within a run, a disturbance slows a kernel and the baseline of the same rounds alike. Speed-ups over
-the baseline are therefore more repeatable than times, and are compared by default. If the baseline
-itself may have changed (another version of PyTorch on the same device), times are compared instead.
-"""
+"""Change of a kernel's speed from one run to another."""
 
 from __future__ import annotations
 
@@ -80,7 +75,11 @@ class _Figure(NamedTuple):
 
 
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
-    """Choose speed-ups, unless only times are comparable between the two machines."""
+    """Choose speed-ups, unless the baseline itself may have changed.
+
+    A disturbance slows a kernel and the baseline of the same rounds alike, so speed-ups are more
+    repeatable than times.
+    """
     changed = {each.field for each in differing if each.environment == HERE}
     if "device" in changed:
         return "speed-up"

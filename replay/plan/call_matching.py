@@ -1,9 +1,4 @@
-"""Matches the calls of a census with replayed calls.
-
-A recording stores some calls but counts all of them (`capture.hooks.census`). A call's cost depends
-on its signature, so a counted call matches a replayed call of the same phase and signature; only
-the key length may differ, as in a growing cache.
-"""
+"""Matches the calls of a census, which counts all calls of a model, with the replayed calls."""
 
 from __future__ import annotations
 
@@ -43,10 +38,11 @@ class Counted:
 def match(
     census: Mapping[str, Any], replayed: Iterable[CallFacts], *, own_first: bool = True
 ) -> list[Counted]:
-    """Match every row of a census with replayed calls.
+    """Match every row of a census with replayed calls of the same phase and signature.
 
-    Calls of the exact key length are preferred, then linear interpolation between two lengths
-    around it, then the nearest length within `REACH`. Calls of the same length have equal shares.
+    Only the key length may differ, as in a growing cache. Calls of the exact key length are
+    preferred, then linear interpolation between two lengths around it, then the nearest length
+    within `REACH`. Calls of the same length have equal shares.
 
     Args:
         census: as `capture.hooks.census.Census.to_json` writes it.

@@ -1,18 +1,7 @@
 """Makes plans: for every layer, the fastest kernel within an error budget.
 
-A kernel's error at a layer is the *worst* over the recorded calls of that layer, relative to the
-high-precision reference. Errors depend on values, which differ between layers, so a layer without a
-replayed call keeps the baseline, even if all its neighbours use another kernel, and is marked as
-not covered. Record at least one call of every layer to cover them all.
-
-Times depend on sizes, so they are pooled over all layers with matching calls. This gives more
-rounds per decision, and identical layers do not get different kernels by chance.
-
-A kernel that overwrites tensors which later calls read (`Row.overwrites`), such as a language
-model's key, is not chosen at that layer, even if each single call was correct.
-
-A plan runs in one process. Kernels replayed in other environments are therefore not chosen. Of
-several kernels that cannot share a process, at most one is chosen.
+Errors depend on values, which differ between layers, so they come from a layer's own calls. Times
+depend on sizes, so they are pooled over all layers with matching calls.
 """
 
 from __future__ import annotations
@@ -54,10 +43,12 @@ def choose(
 ) -> Plan:
     """Choose, for every layer of a census, the fastest kernel within the budget.
 
-    A kernel that was not ok on one of a layer's calls is never chosen there. Of kernels that tie
-    with the fastest, the baseline is preferred, then the first in the order of the rows. A layer
-    with no kernel within the budget keeps the baseline; the baseline itself must be within the
-    budget to be preferred to a slower kernel.
+    A kernel's error at a layer is the worst over the layer's calls. A kernel that was not ok on one
+    of them, or that overwrites inputs of later calls (`Row.overwrites`), is never chosen there. Of
+    kernels that tie with the fastest, the baseline is preferred, then the first in the order of the
+    rows. A layer without replayed calls, or with no kernel within the budget, keeps the baseline;
+    the baseline itself must be within the budget to be preferred to a slower kernel. A plan runs in
+    one process, so kernels replayed in other environments are not chosen.
 
     Args:
         rows: the replay of one recording and model, with samples.

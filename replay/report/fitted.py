@@ -1,8 +1,4 @@
-"""Table that wraps text at spaces before it breaks a name or a number.
-
-rich itself narrows the widest columns regardless of their contents, and cuts off text if columns
-with a `min_width` leave too little room.
-"""
+"""Table that wraps text at spaces before it breaks a name or a number, unlike rich's own tables."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """The list of a row's fields, made from the type `replay.rows.row.Row`.
 
-A row as JSON is a tree (`replay.rows.row_files.row_to_json`). `FIELDS` lists the leaves of the tree
-by dotted path, with unit and meaning. `COLUMNS` lists the columns of tables. This module imports no
-torch, because `--help` shows `METRICS`.
+This module imports no torch, because `--help` shows `METRICS`.
 """
 
 from __future__ import annotations
@@ -67,9 +65,8 @@ FIELDS: list[Field] = [
     Field("schema", "", "version of this list of fields"),
     *_leaves(Row, "", Meaning("{}")),
 ]
-"""Fields of a row, in the order of CSV columns. JSON also has the raw times of every round
-(`time_ms.samples`, `core_time_ms.samples`, `layer_host_ms.samples`) and the errors of every head by
-range of queries (`accuracy.where.relative_l1`)."""
+"""Leaves of a row's JSON by dotted path, in the order of CSV columns. Only JSON has the times of
+every round (`….samples`) and the errors by head and range (`accuracy.where.relative_l1`)."""
 
 COLUMNS: dict[str, Column] = dict(
     sorted(_columns(Row), key=lambda item: item[1].over_calls == "counts")

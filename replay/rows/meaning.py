@@ -1,8 +1,4 @@
-"""The meanings of a row's fields, which each field declares as `Annotated[type, Meaning(...)]`.
-
-`replay.rows.fields` makes CSV columns, tables, `--metric` and the lists in the docs from the
-meanings.
-"""
+"""The meanings of a row's fields, which each field declares as `Annotated[type, Meaning(...)]`."""
 
 from __future__ import annotations
 

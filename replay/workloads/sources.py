@@ -1,7 +1,4 @@
-"""The sources of calls: a recorded file, joined parts, random values, or a damaged file.
-
-A source has a description in JSON, so that a worker process can load the same call.
-"""
+"""The sources of calls: a recorded file, joined parts, random values, or a damaged file."""
 
 from __future__ import annotations
 

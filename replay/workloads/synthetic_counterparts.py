@@ -1,8 +1,4 @@
-"""The synthetic counterparts of recorded calls, which show how far random inputs mislead.
-
-Shapes, strides, dtype, mask and scale stay the same, so any difference in speed, power or error is
-due to the values.
-"""
+"""The synthetic counterparts of recorded calls: the same calls with random values."""
 
 from __future__ import annotations
 

@@ -18,15 +18,13 @@ from replay.workloads.synthetic_counterparts import KINDS
 class Workload:
     """A call to replay."""
 
-    name: str
     source: Source
     on: str = ""
     """Type of device to replay the call on; empty unless calls are replayed on several types."""
 
-    @classmethod
-    def of(cls, source: Source) -> Workload:
-        """Make a workload that is named by its source."""
-        return cls(source.name, source)
+    @property
+    def name(self) -> str:
+        return self.source.name
 
     @property
     def label(self) -> str:
@@ -56,7 +54,7 @@ class Workload:
 
 def random_workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
     """Make the workload of one synthetic call; `model` is the name of the suite, or `random`."""
-    return Workload.of(RandomSource(name, model, spec, seed))
+    return Workload(RandomSource(name, model, spec, seed))
 
 
 def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Workload]:
@@ -67,15 +65,11 @@ def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Worklo
     ]
 
 
-def counterpart_of(recorded: Workload, kind: str, seed: int) -> Workload:
-    """Make the workload of a recorded call with random values of one of `KINDS`."""
-    return Workload.of(CounterpartSource(recorded.source, kind, seed))
-
-
 def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]:
     """Return the calls, each followed by a synthetic counterpart of each kind."""
-    return [
-        member
-        for number, workload in enumerate(recorded)
-        for member in (workload, *(counterpart_of(workload, kind, seed + number) for kind in KINDS))
-    ]
+    found = []
+    for number, workload in enumerate(recorded):
+        found.append(workload)
+        for kind in KINDS:
+            found.append(Workload(CounterpartSource(workload.source, kind, seed + number)))
+    return found

@@ -1,8 +1,4 @@
-"""Contents of a comparison, in order: sentences and tables of plain text.
-
-Names in rows come from files and may contain anything. They are made printable here, and each
-output format escapes them.
-"""
+"""Contents of a comparison, in order: sentences and tables of printable text."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Writes the report: a page, a style sheet, a script, the chart library, and compressed data.
 
-The file works from a disk or a mail: it uses no network, which its content security policy
-enforces. Text from a dataset is either escaped here or inserted as text by the script.
+Text from a dataset is either escaped here or inserted as text by the script.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ import torch
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
 from replay.workloads.schedule import Schedule
-from replay.workloads.workload import Workload, counterpart_of, random_workload
+from replay.workloads.sources import CounterpartSource
+from replay.workloads.workload import Workload, random_workload
 from tests.factories import made_workload
 
 
@@ -149,7 +150,7 @@ def test_metadata_of_a_recorded_call_follow_from_its_header(recorded: object) ->
         "layers.0",
         "layers.1",
     )
-    assert counterpart_of(found[0], "random", 0).source.metadata() == first
+    assert CounterpartSource(found[0].source, "random", 0).metadata() == first
 
 
 def test_unknown_calls_have_different_forms() -> None:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall, Origin
-from replay.workloads.workload import counterpart_of, with_counterparts
+from replay.workloads.synthetic_counterparts import counterpart
+from replay.workloads.workload import with_counterparts
 from tests.factories import made_workload, random_call
-
-CPU = torch.device("cpu")
 
 
 def test_counterpart_has_everything_but_the_values() -> None:
@@ -23,8 +22,7 @@ def test_counterpart_has_everything_but_the_values() -> None:
         model="model", weights="a checkpoint", module="layers.3", step=7, phase="decode"
     )
     call = AttentionCall(query, key, value, mask, query.clone(), scale=0.3, origin=origin)
-    recorded = made_workload("call", lambda device: call)
-    found = counterpart_of(recorded, "random", 5).load(CPU)
+    found = counterpart(call, "random", 5)
     for name in ("query", "key", "value"):
         one, other = getattr(call, name), getattr(found, name)
         assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
@@ -33,16 +31,14 @@ def test_counterpart_has_everything_but_the_values() -> None:
     assert found.attn_mask is mask
     assert (found.scale, found.is_causal, found.output) == (0.3, False, None)
     assert found.origin == replace(origin, weights="none: random values, standard normal")
-    assert torch.equal(found.query, counterpart_of(recorded, "random", 5).load(CPU).query)
-    assert not torch.equal(found.query, counterpart_of(recorded, "random", 6).load(CPU).query)
-    assert counterpart_of(recorded, "random", 5).name == "call-random"
+    assert torch.equal(found.query, counterpart(call, "random", 5).query)
+    assert not torch.equal(found.query, counterpart(call, "random", 6).query)
 
 
 def test_matched_counterpart_has_the_moments_of_every_channel() -> None:
     call = random_call(batch=2, q_heads=4, kv_heads=2, q_len=300, kv_len=400)
     key = call.key * torch.arange(1, 33) + torch.linspace(-50, 50, 32)
-    recorded = made_workload("call", lambda device: replace(call, key=key))
-    found = counterpart_of(recorded, "matched", 5).load(CPU)
+    found = counterpart(replace(call, key=key), "matched", 5)
     for own, theirs in ((key, found.key), (call.value, found.value)):
         assert not torch.equal(own, theirs)
         deviation, mean = torch.std_mean(own, dim=(0, 2))
@@ -55,8 +51,8 @@ def test_matched_counterpart_has_the_moments_of_every_channel() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kv_len", [0, 1, 2])
 def test_matched_counterpart_works_with_hardly_any_keys(kv_len: int) -> None:
-    recorded = made_workload("call", lambda device: random_call(q_len=1, kv_len=kv_len))
-    assert bool(counterpart_of(recorded, "matched", 0).load(CPU).key.isfinite().all())
+    call = random_call(q_len=1, kv_len=kv_len)
+    assert bool(counterpart(call, "matched", 0).key.isfinite().all())
 
 
 def test_call_is_followed_by_its_counterparts() -> None:
@@ -69,7 +65,7 @@ def test_call_is_followed_by_its_counterparts() -> None:
 def test_value_of_a_counterpart_stays_part_of_the_key(kind: str) -> None:
     key = torch.randn(1, 1, 9, 24)
     call = AttentionCall(torch.randn(1, 4, 2, 24), key, key[..., :16])
-    found = counterpart_of(made_workload("call", lambda device: call), kind, 5).load(CPU)
+    found = counterpart(call, kind, 5)
     assert found.value_is_in_key
     assert found.value.shape == call.value.shape
     assert not torch.equal(found.key, call.key)
