@@ -110,7 +110,7 @@ class FunctionSource(Source):
 
 def made_workload(name: str, function: Callable[[torch.device], AttentionCall]) -> Workload:
     """Return a workload whose call is made by a function."""
-    return Workload(FunctionSource(name, function))
+    return Workload.of(FunctionSource(name, function))
 
 
 def store_part(

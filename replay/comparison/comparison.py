@@ -44,7 +44,7 @@ class Pair:
 
     @property
     def ran(self) -> tuple[bool, bool]:
-        """Whether the kernel ran, before and after."""
+        """True for each run, before and after, in which the kernel ran."""
         before, after = (row.status not in (*FAILED, *REFUSED) for row in (self.before, self.after))
         return before, after
 

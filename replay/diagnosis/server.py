@@ -33,7 +33,7 @@ def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
     with torch.no_grad():  # kernels run in this mode, so a kernel that changes the mode is noticed
         process_state = _process_state()
     kernels = [kernel_named(name) for name in request["kernels"]]
-    workload = Workload(source_from_json(request["workload"]))
+    workload = Workload.of(source_from_json(request["workload"]))
     settings = Settings.from_json(request["settings"])
     serve(request["do"], kernels, workload, settings, process_state, say)
 

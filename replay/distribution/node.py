@@ -127,7 +127,7 @@ class Node:
         Raises:
             WorkerError: an environment does not work.
         """
-        workload = Workload(source_from_json(source))
+        workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 
         def work(say: Callable[[str], None]) -> list[Row]:
@@ -141,7 +141,7 @@ class Node:
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
     ) -> Iterator[str | dict[KernelId, float]]:
         """Yield each kernel when it is called, and finally the milliseconds of all first calls."""
-        workload = Workload(source_from_json(source))
+        workload = Workload.of(source_from_json(source))
         kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 
         def work(say: Callable[[str], None]) -> dict[KernelId, float]:

@@ -100,7 +100,7 @@ def _open(request: dict[str, Any], settings: Settings) -> None:
 
 
 def _judge(request: dict[str, Any], settings: Settings) -> LocalJudge:
-    call = Workload(source_from_json(request["workload"])).load_to_judge(settings.device)
+    call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
     with torch.no_grad():
         return LocalJudge(
             call,

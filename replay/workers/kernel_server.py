@@ -101,7 +101,7 @@ def _call(request: dict[str, Any], say: Say, process_state: ProcessState) -> Non
     with contextlib.suppress(DatasetError):  # the replay reports an unreadable call
         kernels = [find(name) for name in request["kernels"]]
         _warm_up(kernels, process_state)
-        call = Workload(source_from_json(request["workload"])).load_to_judge(settings.device)
+        call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
         for kernel, milliseconds in first_calls(
             call, kernels, settings, process_state, lambda name: say(at=name)
         ):
@@ -125,7 +125,7 @@ def _replay(request: dict[str, Any], say: Say, hear: Hear, process_state: Proces
             _limit_memory(settings.device)
         kernels = [find(name) for name in request["kernels"]]
         _warm_up(kernels, process_state)  # meanwhile the judge computes the reference
-        wanted = Workload(source_from_json(request["workload"]))
+        wanted = Workload.of(source_from_json(request["workload"]))
         judge_factory = None
         if options.shared_file:
             outbox = _outbox(options.shared_file, settings.device)

@@ -86,12 +86,12 @@ def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
 
 def recorded_call(entry: FileEntry) -> Workload:
     """Make the workload of a call that `capture` wrote."""
-    return Workload(RecordedSource.of(entry))
+    return Workload.of(RecordedSource.of(entry))
 
 
 def damaged_file(damaged: DamagedFile) -> Workload:
     """Make the workload of a file that cannot be loaded."""
-    return Workload(DamagedSource(damaged.path, str(damaged.error)))
+    return Workload.of(DamagedSource(damaged.path, str(damaged.error)))
 
 
 _Calls = list[tuple[Workload, tuple[FileEntry, ...]]]
@@ -115,5 +115,5 @@ def _whole_calls(dataset: Dataset) -> tuple[_Calls, str]:
         raise DatasetError(
             f"{dataset.address}: {joined.note}; leave out --join-ranks to replay the parts"
         )
-    calls = [(Workload(JoinedSource.of(call)), call.entries) for call in joined.calls]
+    calls = [(Workload.of(JoinedSource.of(call)), call.entries) for call in joined.calls]
     return calls, joined.note

@@ -18,13 +18,15 @@ from replay.workloads.synthetic_counterparts import KINDS
 class Workload:
     """A call to replay."""
 
+    name: str
     source: Source
     on: str = ""
     """Type of device to replay the call on; empty unless calls are replayed on several types."""
 
-    @property
-    def name(self) -> str:
-        return self.source.name
+    @classmethod
+    def of(cls, source: Source) -> Workload:
+        """Make a workload that is named by its source."""
+        return cls(source.name, source)
 
     @property
     def label(self) -> str:
@@ -54,7 +56,7 @@ class Workload:
 
 def random_workload(name: str, model: str, spec: Spec, seed: int) -> Workload:
     """Make the workload of one synthetic call; `model` is the name of the suite, or `random`."""
-    return Workload(RandomSource(name, model, spec, seed))
+    return Workload.of(RandomSource(name, model, spec, seed))
 
 
 def random_workloads(name: str, specs: Sequence[Spec], seed: int) -> list[Workload]:
@@ -71,5 +73,5 @@ def with_counterparts(recorded: Sequence[Workload], seed: int) -> list[Workload]
     for number, workload in enumerate(recorded):
         found.append(workload)
         for kind in KINDS:
-            found.append(Workload(CounterpartSource(workload.source, kind, seed + number)))
+            found.append(Workload.of(CounterpartSource(workload.source, kind, seed + number)))
     return found

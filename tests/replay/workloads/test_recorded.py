@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 def through_json(workload: Workload) -> Workload:
     """Return the workload as rebuilt by a worker process."""
-    return Workload(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
+    return Workload.of(source_from_json(json.loads(json.dumps(workload.source.to_json()))))
 
 
 def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> None:
