@@ -81,7 +81,6 @@ def summary(rows: list[Row], size: str) -> Iterator[dict[str, Any]]:
         machine = asdict(group.rows[kernels[0].kernel][0].machine)
         first = group.calls[0]
         for each in kernels:
-            figures = {"recorded": each.recorded, **each.synthetic}
             yield {
                 "size": size,
                 "model": first.model,
@@ -91,7 +90,7 @@ def summary(rows: list[Row], size: str) -> Iterator[dict[str, Any]]:
                 "kernel": str(each.kernel),
                 "calls": each.calls,
                 **{
-                    f"{figure}.{values}": figures[values][figure]
+                    f"{figure}.{values}": each.figures[values][figure]
                     for figure in FIGURES
                     for values in VALUES
                 },

@@ -10,11 +10,11 @@ from rich.console import Group as Renderables
 from rich.table import Table
 from rich.text import Text
 
-from replay.report.cells import cell, speedup_text
+from replay.report.cells import cell
 from replay.report.fitted import FittedTable
 from replay.report.groups import Group, group_rows, joined, place, told_apart
 from replay.report.pooled import worst
-from replay.report.ranking import Fastest, fastest, is_correct, rank
+from replay.report.ranking import details, fastest, is_correct, rank
 from replay.rows.errors_of_output import Errors
 from replay.rows.fields import COLUMNS
 from replay.rows.row import KernelId, Row
@@ -89,8 +89,7 @@ def _table(
     group: Group, names: Sequence[KernelId], headings: Sequence[str], cells: Sequence[Sequence[str]]
 ) -> Table:
     """Build a table with one line per kernel, without empty columns."""
-    table = FittedTable()
-    table.add_column("kernel", overflow="fold")
+    table = FittedTable("kernel")
     shown = [at for at in range(len(headings)) if any(line[at] != "-" for line in cells)]
     for at in shown:
         table.add_column(headings[at], justify="right", overflow="fold")
@@ -239,17 +238,5 @@ def _print_fastest(groups: Sequence[Group], console: Console) -> None:
             if found is not None:
                 goes_without_saying = group.classes == ["exact"]
                 shown = name if goes_without_saying else joined(name, accuracy_class)
-                console.print(_fastest(group, found, shown))
-
-
-def _fastest(group: Group, found: Fastest, name: str) -> Text:
-    """Format one line of the ranking, which starts with the name."""
-    line = Text(f"  {name}: ")
-    line.append(str(found.kernel), "bold green")
-    if found.speedup is not None:
-        line.append(f" {speedup_text(found.speedup)} vs {group.baseline}")
-    if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
-        line.append(f", its mask rewritten as {' or '.join(sorted(words))}", "dim")
-    if found.ties:
-        line.append(f", tied with {', '.join(map(str, found.ties))}", "dim")
-    return line
+                line = Text(f"  {shown}: ").append(str(found.kernel), "bold green")
+                console.print(line.append(details(group, found)))

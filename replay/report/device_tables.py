@@ -50,9 +50,7 @@ def print_matrices(merged: AcrossDevices, console: Console) -> None:
     for title, headings, lines in matrices(merged):
         console.print()
         console.print(Text(title, "bold"))
-        table = FittedTable()
-        for heading in headings:
-            table.add_column(Text(heading), overflow="fold")
+        table = FittedTable(*headings)
         for line in lines:
             table.add_row(*map(Text, line))
         console.print(table)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Column, Table
+from rich.text import Text
 
 
 class FittedTable(Table):
@@ -15,8 +16,10 @@ class FittedTable(Table):
     the words still do not fit, the longest words are broken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *headings: str) -> None:
         super().__init__(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
+        for heading in headings:
+            self.add_column(Text(heading), overflow="fold")
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         widths = _widths(self.columns, options.max_width - len(self.columns))

@@ -68,12 +68,6 @@ def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
     console.print()
 
 
-def _table() -> Table:
-    table = FittedTable()
-    table.add_column("kernel", overflow="fold")
-    return table
-
-
 def _title(span: str, predicted: PredictedTime | None) -> Text:
     """Name the span and, from the replay, the share of the span that attention takes."""
     parts = [TITLES.get(span, span)]
@@ -90,7 +84,7 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
     in_seconds = measured.ms.p50 >= 1000
     has_tokens = measured.tokens_per_second is not None
     headings = ["s" if in_seconds else "ms", *["tokens/s"] * has_tokens]
-    table = _table()
+    table = FittedTable("kernel")
     for heading in (*headings, "predicted", "measured", "error"):
         table.add_column(heading, justify="right", no_wrap=True)
 
@@ -115,7 +109,7 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
 
 
 def _outcome(others: Sequence[ModelResult]) -> Table:
-    table = _table()
+    table = FittedTable("kernel")
     has_memory = any(each.peak_bytes for each in others)
     for heading in ("answered", "fell back", *["peak GB"] * has_memory):
         table.add_column(heading, justify="right", no_wrap=True)

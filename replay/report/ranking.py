@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replay.report.groups import Group
+from replay.report.cells import speedup_text
+from replay.report.groups import Group, first_few
 from replay.report.pooled import pooled_speedup, typical_time
 from replay.rows.errors_of_output import AccuracyClass
 from replay.rows.row import KernelId, Speedup
@@ -19,6 +20,20 @@ class Fastest:
     """Kernels that the rounds cannot distinguish from the fastest one."""
     speedup: Speedup | None
     """Speed-up over the group's baseline; None if the kernel is the baseline or ties with it."""
+
+
+def details(group: Group, found: Fastest) -> str:
+    """Format as ` 1.13× (1.12-1.14) vs torch-default, tied with …`, to follow the kernel's name."""
+    text = ""
+    if found.speedup is not None:
+        text += f" {speedup_text(found.speedup)} vs {group.baseline}"
+    elif found.kernel.name == group.baseline:
+        text += " (the baseline)"
+    if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
+        text += f", its mask rewritten as {' or '.join(sorted(words))}"
+    if found.ties:
+        text += f", tied with {first_few(list(map(str, found.ties)), 5)}"
+    return text
 
 
 def is_correct(group: Group, kernel: KernelId) -> bool:

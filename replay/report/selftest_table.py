@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from replay.report.fitted import FittedTable
 from replay.selftest.all_checks import SelftestReport
 
 PASSED = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Text("-", "dim")}
@@ -16,10 +16,7 @@ def print_selftest(verdict: SelftestReport, console: Console) -> None:
     machine = verdict.machine
     cuda = f" · cuda {machine.cuda}" if machine.cuda else ""
     console.print(Text(f"{machine.device} · torch {machine.torch}{cuda}", "bold"))
-    table = Table(box=None, pad_edge=False, header_style="cyan", padding=(0, 1, 0, 0))
-    table.add_column("check", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("found", overflow="fold")
+    table = FittedTable("check", "", "found")
     for result in verdict.results:
         table.add_row(Text(result.name), PASSED[result.passed], Text(result.finding))
     console.print(table)

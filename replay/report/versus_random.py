@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 from rich.text import Text
@@ -15,19 +15,14 @@ from replay.timing.statistics import percentile
 from replay.workloads.synthetic_counterparts import KINDS
 
 
-@dataclass(frozen=True)
-class Counterparts:
-    """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts.
-
-    Figures are medians over the calls that ran in every version; None if not measured.
-    """
+class Counterparts(NamedTuple):
+    """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts."""
 
     kernel: KernelId
     calls: int
-    recorded: dict[str, float | None]
-    """Figures by name: `time` (ms), `speedup`, `error` (relative L1) and `power` (W)."""
-    synthetic: dict[str, dict[str, float | None]]
-    """Figures by kind of counterpart and by name."""
+    figures: dict[str, dict[str, float | None]]
+    """Figures by values (`recorded`, or one of `KINDS`) and by name in `FIGURES`: medians over the
+    calls that ran with all values; None if not measured."""
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
@@ -37,6 +32,16 @@ FIGURES: dict[str, Callable[[Row], float | None]] = {
     # `gpu_during` is unsuitable, because kernels take turns while it is sampled.
     "power": lambda row: row.energy.power_w if row.energy else None,
 }
+SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
+    "speedup": ("speed-up", lambda value: f"{value:.2f}×"),
+    "error": ("rel L1", lambda value: f"{value:.1e}"),
+    "power": ("W", lambda value: f"{value:.0f}"),
+}
+"""Headings and formats of the figures shown in the table."""
+LEGEND = (
+    "random: the figure to its left with standard normal inputs, as a multiple; "
+    "matched: the same with the mean and deviation of each recorded channel"
+)
 
 
 def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
@@ -53,11 +58,15 @@ def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
             ]
             whole = [each for each in sets if all(row and row.accuracy for row in each)]
             if whole:
-                recorded, *synthetic = (
-                    _figures(list(filter(None, part))) for part in zip(*whole, strict=True)
-                )
-                by_kind = dict(zip(KINDS, synthetic, strict=True))
-                kernels.append(Counterparts(kernel, len(whole), recorded, by_kind))
+                by_values = zip(("recorded", *KINDS), zip(*whole, strict=True), strict=True)
+                figures = {
+                    values: {
+                        name: _median([figure(row) for row in column if row])
+                        for name, figure in FIGURES.items()
+                    }
+                    for values, column in by_values
+                }
+                kernels.append(Counterparts(kernel, len(whole), figures))
         if kernels:
             found.append((group, kernels))
     return found
@@ -68,44 +77,26 @@ def print_versus_random(rows: Sequence[Row], console: Console) -> None:
     console.print(Text("recorded against random inputs", style="bold"))
     for group, kernels in counterparts(rows):
         console.print(Text(group.title))
-        table = FittedTable()
-        table.add_column("kernel", overflow="fold")
-        shown = [name for name in HEADINGS if any(each.recorded[name] for each in kernels)]
+        table = FittedTable("kernel")
+        shown = [name for name in SHOWN if any(each.figures["recorded"][name] for each in kernels)]
         for name in shown:
-            table.add_column(HEADINGS[name], justify="right")
-            for kind in KINDS:
-                table.add_column(kind, justify="right")
+            for heading in (SHOWN[name][0], *KINDS):
+                table.add_column(heading, justify="right")
         for each in kernels:
             cells = []
             for name in shown:
-                own = each.recorded[name]
-                cells.append("-" if own is None else FORMS[name](own))
-                cells += [_multiple(each.synthetic[kind][name], own) for kind in KINDS]
+                own = each.figures["recorded"][name]
+                cells.append("-" if own is None else SHOWN[name][1](own))
+                cells += [_multiple(each.figures[kind][name], own) for kind in KINDS]
             table.add_row(Text(str(each.kernel)), *cells)
         console.print(table)
         console.print()
     console.print(Text(LEGEND, style="dim"))
 
 
-HEADINGS = {"speedup": "speed-up", "error": "rel L1", "power": "W"}
-"""Headings of the figures shown in the table."""
-FORMS: dict[str, Callable[[float], str]] = {
-    "speedup": lambda value: f"{value:.2f}×",
-    "error": lambda value: f"{value:.1e}",
-    "power": lambda value: f"{value:.0f}",
-}
-LEGEND = (
-    "random: the figure before it with standard normal inputs, as a multiple; "
-    "matched: the same with the mean and deviation of each recorded channel"
-)
-
-
-def _figures(rows: Sequence[Row]) -> dict[str, float | None]:
-    found: dict[str, float | None] = {}
-    for name, figure in FIGURES.items():
-        values = [value for row in rows if (value := figure(row)) is not None]
-        found[name] = percentile(values, 50) if values else None
-    return found
+def _median(figures: Sequence[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return percentile(known, 50) if known else None
 
 
 def _multiple(synthetic: float | None, own: float | None) -> str:

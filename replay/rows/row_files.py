@@ -28,11 +28,13 @@ from attention_replay.errors import Error
 from capture.storage.json_data import parsed, shown, typed
 from capture.text.printable import printable
 from replay.rows.fields import FIELDS, SCHEMA, leaf
-from replay.rows.formulas import no_formula
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 
 T = TypeVar("T")
+
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+"""First characters that make a spreadsheet evaluate a cell."""
 
 BEGINNING = '{"schema": '
 """Beginning of every line that `write_jsonl` writes."""
@@ -205,7 +207,9 @@ def _cells(row: dict[str, Any]) -> Iterator[str]:
         if isinstance(value, list):
             value = " ".join(map(str, value))
         if isinstance(value, str):
-            value = "\n".join(map(printable, no_formula(value).split("\n")))
+            # Spreadsheets show text after an apostrophe instead of evaluating it.
+            value = f"'{value}" if value.startswith(FORMULA_STARTS) else value
+            value = "\n".join(map(printable, value.split("\n")))
         yield "" if value is None else str(value)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -63,10 +64,6 @@ def _without(values: Tensor, direction: Tensor) -> Tensor:
     return values - (values * direction).sum(-1, keepdim=True) * direction
 
 
-def _normal(values: Values, scale: float) -> Values:
-    return values
-
-
 def _uniform(values: Values, scale: float) -> Values:
     """Map each value to its quantile, in [0, 1)."""
     return Values(*map(torch.special.ndtr, values))
@@ -88,14 +85,6 @@ def _sink_at(values: Values, scale: float, place: int) -> Values:
     value = found.value.clone()
     value[:, :, place] *= SINK_VALUE
     return found._replace(value=value)
-
-
-def _sink(values: Values, scale: float) -> Values:
-    return _sink_at(values, scale, 0)
-
-
-def _late_sink(values: Values, scale: float) -> Values:
-    return _sink_at(values, scale, -1)
 
 
 def _staircase(values: Values, scale: float) -> Values:
@@ -140,7 +129,7 @@ def _smooth(values: Tensor) -> Tensor:
 
 DISTRIBUTIONS: dict[str, Distribution] = {
     "normal": Distribution(
-        _normal,
+        lambda values, scale: values,
         "standard normal, independent, as most microbenchmarks use; nothing stands out, which "
         "flatters 8-bit kernels",
     ),
@@ -155,12 +144,12 @@ DISTRIBUTIONS: dict[str, Distribution] = {
         "8-bit scale unless K is smoothed, as SageAttention and KIVI found in trained models",
     ),
     "sink": Distribution(
-        _sink,
+        partial(_sink_at, place=0),
         "the first key draws most of the weight and has a small value, as in language "
         "models (StreamingLLM): the weight of all other keys lies in the last bits",
     ),
     "late-sink": Distribution(
-        _late_sink,
+        partial(_sink_at, place=-1),
         "a sink at the last key: the largest score comes in the last tile, and a kernel that "
         "rescales wrongly loses all earlier tiles; it turned videos black",
     ),

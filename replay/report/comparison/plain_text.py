@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.text import Text
 
-from replay.report.comparison.sections import LINES, Sections, Table
+from replay.report.comparison.sections import LINES, Sections
 from replay.report.fitted import FittedTable
 
 
@@ -18,15 +18,9 @@ def print_comparison(contents: Sections, console: Console) -> None:
     for table in (contents.counts, *contents.tables):
         console.print()
         console.print(Text(table.title, "bold"))
-        console.print(_table(table))
+        shown = FittedTable(*table.headings)
+        for line in table.lines[:LINES]:
+            shown.add_row(*map(Text, line))
+        console.print(shown)
         if len(table.lines) > LINES:
             console.print(Text(f"and {len(table.lines) - LINES} more: --json", "dim"))
-
-
-def _table(table: Table) -> FittedTable:
-    shown = FittedTable()
-    for heading in table.headings:
-        shown.add_column(Text(heading), overflow="fold")
-    for line in table.lines[:LINES]:
-        shown.add_row(*map(Text, line))
-    return shown

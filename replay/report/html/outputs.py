@@ -17,8 +17,6 @@ WIDTH = 256
 """Width of a picture in pixels."""
 PICTURES = 3
 """Maximum number of pictures per kernel: the first, the middle and the last."""
-KERNELS = 24
-"""Maximum number of kernels per model; the page gives the number of the others."""
 CHARACTERS = 4000
 """Maximum number of characters of a text."""
 
@@ -33,8 +31,8 @@ def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[di
     found: dict[str, list[dict[str, Any]]] = {}
     for check in checks:
         model = check["model"]
-        if len(shown := found.setdefault(model, [])) < KERNELS:
-            shown += _of_kernel(directory / safe_name(model), check["kernel"])
+        shown = found.setdefault(model, [])
+        shown += _of_kernel(directory / safe_name(model), check["kernel"])
     return {model: shown for model, shown in found.items() if shown}
 
 

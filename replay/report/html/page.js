@@ -331,7 +331,6 @@ async function drawModels() {
     const outputs = data.outputs[name] ?? [];
     if (!outputs.length) continue;
     block.append(element("h3", "Outputs"));
-    if (outputs.length === data.most_outputs) block.append(element("p", `The first ${outputs.length}.`, { class: "quiet" }));
     const grid = element("div", undefined, { class: "outputs" });
     for (const { kernel, pictures, text } of outputs) {
       const figure = element("figure");

@@ -22,9 +22,9 @@ from replay.plan.plan import Budget
 from replay.report.groups import Group, group_rows
 from replay.report.html import chart_library as library
 from replay.report.html import model
-from replay.report.html.answer import fastest_kernels
 from replay.report.html.data import page_data
-from replay.report.html.outputs import KERNELS, saved_outputs
+from replay.report.html.outputs import saved_outputs
+from replay.report.ranking import details, fastest
 from replay.rows.replacement import replacing, why_not_written
 from replay.rows.row import Row
 from replay.rows.row_files import plain
@@ -72,7 +72,6 @@ def write_html(
     data: dict[str, Any] = page_data(rows, groups, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},
         "outputs": {} if outputs is None else saved_outputs(outputs, checks),
-        "most_outputs": KERNELS,
     }
     page = Template(_resource("page.html")).substitute(
         title=html.escape(_title(groups)),
@@ -125,8 +124,13 @@ def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> I
         for sentence in model.answers(checks):
             yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
     for group in groups[:MOST_ANSWERS]:
-        title = html.escape(group.title)
-        yield f"<li>{title}<br><b>{html.escape(printable(fastest_kernels(group)))}</b>"
+        answer = "; ".join(
+            f"fastest {accuracy_class} kernel: {found.kernel}{details(group, found)}"
+            for accuracy_class in ("exact", "quantised")
+            if (found := fastest(group, accuracy_class))
+        )
+        answer = printable(answer or "no kernel was both timed and correct")
+        yield f"<li>{html.escape(group.title)}<br><b>{html.escape(answer)}</b>"
     if (more := len(groups) - MOST_ANSWERS) > 0:
         yield f"<li>{more} more kinds of calls are among the charts."
 

@@ -45,8 +45,8 @@ def rows(watts: bool = True) -> list[Row]:
 def test_medians_over_the_calls_that_have_all_their_twins() -> None:
     ((group, (fast,)),) = counterparts(rows())
     assert (group.weights, fast.kernel.name, fast.calls) == ("trained", "fast", 2)
-    assert fast.recorded == {"time": 3.0, "speedup": 2.0, "error": 0.03, "power": 610.0}
-    assert fast.synthetic == {
+    assert fast.figures == {
+        "recorded": {"time": 3.0, "speedup": 2.0, "error": 0.03, "power": 610.0},
         "random": {"time": 2.0, "speedup": 3.0, "error": 0.01, "power": 510.0},
         "matched": {"time": 3.0, "speedup": 2.0, "error": 0.06, "power": 610.0},
     }
@@ -54,7 +54,7 @@ def test_medians_over_the_calls_that_have_all_their_twins() -> None:
 
 def test_power_is_that_of_the_kernel_alone() -> None:
     ((_, (fast,)),) = counterparts(rows(watts=False))
-    assert fast.recorded["power"] is None
+    assert fast.figures["recorded"]["power"] is None
     console = Console(width=100)
     with console.capture() as printed:
         print_versus_random(rows(), console)

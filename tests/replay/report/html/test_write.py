@@ -49,8 +49,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_answer_stands_there_without_any_script(page: str) -> None:
     shown = html.unescape(re.sub("<[^>]+>", "", page.partition("<main>")[2]))
-    assert "fastest exact kernel: kernel-4, 1.40× " in shown
-    assert "fastest quantised kernel: kernel-3, 1.30× " in shown
+    assert "fastest exact kernel: kernel-4 1.40× " in shown
+    assert "fastest quantised kernel: kernel-3 1.30× " in shown
     assert "model, one denoising step: kernel-1 1.20× (1.18-1.22), predicted 1.21×" in shown
 
 
