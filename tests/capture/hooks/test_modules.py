@@ -134,21 +134,6 @@ def test_generation_without_a_cache_is_all_prefill() -> None:
     assert {site.phase for site in sites_of({"": model}, run)} == {"prefill"}
 
 
-def test_bert_encodes() -> None:
-    from transformers import BertConfig, BertModel
-
-    config = BertConfig(
-        hidden_size=32,
-        num_attention_heads=2,
-        num_hidden_layers=1,
-        intermediate_size=32,
-        vocab_size=64,
-    )
-    model = BertModel(config).eval()
-    sites = sites_of({"": model}, lambda: model(torch.arange(5)[None]))
-    assert [site.phase for site in sites] == ["encode"]
-
-
 def test_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> None:
     def run() -> None:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):

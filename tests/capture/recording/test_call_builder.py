@@ -7,14 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from capture import record
 from capture.cli.file_checks import check_files
-from capture.errors import RecordingWarning
 from capture.hooks.interceptor import TORCH_SDPA
-from tests.capture.recording.callers import Caller, assert_good, attend, recorded
+from tests.capture.recording.callers import assert_good, attend, recorded
 
 
 def test_three_dimensions_become_four(tmp_path: Path) -> None:
@@ -110,18 +107,3 @@ def test_complex_numbers_fail_as_without_a_recording(tmp_path: Path) -> None:
     data = recorded(tmp_path, fails, attend(*[query.real] * 3))
     assert_good(data)
     assert [call.dtype for call in data] == [torch.float64]
-
-
-def test_complex_numbers_that_a_replacement_takes_are_not_stored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def their_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return (query @ key.mT).abs().softmax(-1).to(value.dtype) @ value
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", their_attention)
-    query = torch.randn(1, 2, 5, 8, dtype=torch.complex128)
-    model = Caller()
-    with pytest.warns(RecordingWarning, match="complex128"), record(model, tmp_path) as recording:
-        [output] = model(attend(query, query, query))
-    assert torch.equal(output, their_attention(query, query, query))
-    assert (recording.seen, recording.kept) == (1, 0)

@@ -113,12 +113,6 @@ def test_limits_may_be_integers_of_numpy(layers: nn.Module, states: Tensor, tmp_
     assert load(tmp_path)[0].origin.seed == 1
 
 
-def test_what_holds_no_module_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    for nothing in ({}, nn.ModuleDict(), nn.Sequential(), {"a": nn.ModuleList()}):
-        with pytest.raises(TypeError, match="nothing to watch in"), record(nothing, tmp_path):
-            pytest.fail("ran")
-
-
 def test_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(
     make_layers: MakeLayers, states: Tensor, tmp_path: Path
 ) -> None:

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from capture import load, record
 from capture.errors import RecordingWarning
-from capture.hooks.interceptor import TORCH_SDPA
-from capture.recording.recording import Recording
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend, recorded
 
 
@@ -160,43 +158,6 @@ def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
     assert len(data) == len(list(tmp_path.glob("*.safetensors"))) == 3
     assert data.captures[0].calls_seen == 10
     assert_good(data)
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_what_an_interrupted_run_recorded_is_readable(
-    layers: nn.Module, states: Tensor, tmp_path: Path, error: type[BaseException]
-) -> None:
-    with pytest.raises(error), record(layers, tmp_path):  # noqa: PT012
-        layers(states)
-        raise error
-    data = load(tmp_path)
-    assert len(data) == 2
-    assert not data.captures[0].complete
-    assert_good(data)
-
-
-def test_full_disk_is_reported_once_and_the_model_goes_on(
-    make_layers: MakeLayers, states: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    model = make_layers(8)
-    expected = model(states)
-    monkeypatch.setattr("capture.storage.call_file.write_safetensors", full)
-
-    def run_recorded() -> tuple[list[Tensor], Recording]:
-        with record(model, tmp_path, max=5) as recording:
-            return [model(states) for _ in range(3)], recording
-
-    with pytest.warns(RecordingWarning, match="No space left on device") as warned:
-        outputs, recording = run_recorded()
-    assert all(torch.equal(output, expected) for output in outputs)
-    assert len(warned) == len(recording.problems) == 1
-    assert recording.kept == 0
-    assert recording.seen == 24
-    assert list(tmp_path.iterdir()) == []
-    assert F.scaled_dot_product_attention is TORCH_SDPA
 
 
 def test_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:

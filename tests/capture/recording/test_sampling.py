@@ -124,11 +124,6 @@ def test_harder_call_that_does_not_fit_costs_nothing() -> None:
     assert sample(calls, 3, max_bytes=100, name="hard") == [0, 3]
 
 
-@given(calls=runs, max_calls=st.integers(1, 12))
-def test_first_keeps_the_first(calls: list[Offered], max_calls: int) -> None:
-    assert sample(calls, max_calls, name="first") == list(range(len(calls)))[:max_calls]
-
-
 def test_first_passes_over_what_does_not_fit() -> None:
     calls = [Offered("a", "x", 0, size) for size in (6, 5, 4, 1)]
     assert sample(calls, 3, max_bytes=10, name="first") == [0, 2]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,6 @@ from replay.accuracy.reference import attention
 from tests.capture.hooks.entry_points import comfyui_stand_in
 from tests.factories import normal
 
-PAGE = Path(__file__).resolve().parents[4] / "docs" / "recording.md"
 ATTENTION = "comfy.ldm.modules.attention"
 VAE = "comfy.ldm.modules.diffusionmodules.model"
 FUNCTIONS = ("attention_basic", "attention_sub_quad", "attention_split")
@@ -242,145 +240,6 @@ def test_functions_are_themselves_again(comfyui: Any, tmp_path: Path) -> None:
     assert comfyui.attention_sub_quad is function
     assert {each: each.__code__ for each in before} == before
     assert not [name for name in vars(comfyui) if "attention_replay" in name]
-
-
-@pytest.fixture
-def denoisers(_source: None) -> dict[str, tuple[nn.Module, Callable[..., Tensor], list[str]]]:
-    """Small random models by name, each with one step and the modules that call attention."""
-    ops = importlib.import_module("comfy.ops").manual_cast
-    torch.manual_seed(0)
-    flux = importlib.import_module("comfy.ldm.flux.model").Flux(
-        in_channels=4,
-        out_channels=4,
-        vec_in_dim=8,
-        context_in_dim=16,
-        hidden_size=32,
-        mlp_ratio=2.0,
-        num_heads=2,
-        depth=1,
-        depth_single_blocks=1,
-        axes_dim=[4, 6, 6],
-        theta=10000,
-        patch_size=2,
-        qkv_bias=True,
-        guidance_embed=False,
-        operations=ops,
-    )
-    unet = importlib.import_module("comfy.ldm.modules.diffusionmodules.openaimodel").UNetModel(
-        **UNET, dtype=torch.float32, operations=ops
-    )
-    for model in (flux, unet):
-        for parameter in model.parameters():
-            nn.init.normal_(parameter, std=0.1)
-    image = normal(1, 4, 8, 8)
-    context = normal(1, 5, 16, seed=1)
-
-    def flux_step() -> Tensor:
-        output: Tensor = flux(image, torch.tensor([0.5]), context, normal(1, 8, seed=2))
-        return output
-
-    def unet_step() -> Tensor:
-        output: Tensor = unet(image, torch.tensor([5.0]), context)
-        return output
-
-    in_the_unet = ["input_blocks.1.1", "middle_block.1", "output_blocks.0.1", "output_blocks.1.1"]
-    attentions = [f"{each}.transformer_blocks.0.attn{n}" for each in in_the_unet for n in (1, 2)]
-    return {
-        "flux": (flux, flux_step, ["double_blocks.0", "single_blocks.0"]),
-        "unet": (unet, unet_step, attentions),
-    }
-
-
-UNET: dict[str, Any] = {
-    "image_size": 8,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 32,
-    "num_res_blocks": [1],
-    "channel_mult": [1],
-    "num_heads": 2,
-    "use_spatial_transformer": True,
-    "transformer_depth": [1],
-    "transformer_depth_output": [1, 1],
-    "transformer_depth_middle": 1,
-    "context_dim": 16,
-    "legacy": False,
-}
-
-
-@pytest.mark.parametrize("name", [*FUNCTIONS, "attention_pytorch"])
-@pytest.mark.parametrize("model", ["flux", "unet"])
-def test_model_of_its_own(
-    name: str, model: str, denoisers: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    denoiser, step, modules = denoisers[model]
-    function = getattr(importlib.import_module(ATTENTION), name)
-    for module in (ATTENTION, "comfy.ldm.flux.math"):
-        monkeypatch.setattr(importlib.import_module(module), "optimized_attention", function)
-    with torch.inference_mode():
-        expected = step()
-        with record(denoiser, tmp_path / "calls", max=50) as recording:
-            assert torch.equal(step(), expected)
-        with use_kernel("torch-math") as swap:
-            assert torch.allclose(step(), expected, atol=1e-4)
-        assert torch.equal(step(), expected)
-    calls = list(load(tmp_path / "calls"))
-    assert recording.seen == len(calls) == len(modules) == swap.hits
-    assert sorted(call.origin.module for call in calls) == sorted(modules)
-    road = "sdpa" if name == "attention_pytorch" else "comfyui"
-    assert {(call.origin.entry_point, call.origin.phase) for call in calls} == {(road, "denoise")}
-    for call in calls:
-        assert call.output is not None
-        assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
-
-
-@pytest.mark.usefixtures("_source")
-def test_nodes_of_the_page_around_its_own_sampler(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        sample = importlib.import_module("comfy.sample").sample
-        models = importlib.import_module("comfy.supported_models")
-    except ImportError as error:
-        pytest.skip(f"ComfyUI's sampler needs {error.name}")
-    patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-    config = models.SD15({**UNET, "dtype": torch.float32})
-    base = config.get_model({}).eval()
-    for parameter in base.parameters():
-        nn.init.normal_(parameter, std=0.1)
-    model = patcher(base, torch.device("cpu"), torch.device("cpu"))
-    latent, conditioning = normal(1, 4, 8, 8), [[normal(1, 5, 16, seed=1), {}]]
-
-    def sampled(model: Any) -> Tensor:
-        with torch.inference_mode():
-            output: Tensor = sample(
-                model, latent, 2, 1.0, "euler", "normal", conditioning, conditioning, latent
-            )
-        return output
-
-    expected = sampled(model)
-    nodes = nodes_of_the_page()
-    monkeypatch.chdir(tmp_path)
-    (recording,) = nodes["RecordAttention"]().patch(model, out="calls", max=3)
-    for _ in ("first", "over the first"):
-        assert torch.equal(sampled(recording), expected)
-        assert "kept of the eligible calls: 3 of 16" in capsys.readouterr().out
-    calls = list(load("calls"))
-    assert len(calls) == 3
-    assert {call.origin.phase for call in calls} == {"denoise"}
-    (swapping,) = nodes["UseAttentionKernel"]().patch(model, kernel="torch-math")
-    assert torch.allclose(sampled(swapping), expected, atol=1e-4)
-    assert "torch-math: 16 calls" in capsys.readouterr().out
-    assert torch.equal(sampled(model), expected)
-
-
-def nodes_of_the_page() -> dict[str, Any]:
-    page = PAGE.read_text(encoding="utf-8")
-    (code,) = re.findall(r'```python title="custom_nodes[^\n]*\n(.*?)```', page, re.DOTALL)
-    namespace: dict[str, Any] = {}
-    exec(code, namespace)
-    nodes: dict[str, Any] = namespace["NODE_CLASS_MAPPINGS"]
-    return nodes
 
 
 @pytest.mark.parametrize(("name", "hits"), [("attention_pytorch", 1), ("attention_split", 0)])
