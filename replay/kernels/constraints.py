@@ -346,6 +346,15 @@ def needs_lengths(call: AnyCall) -> str | None:
     return None
 
 
+PADDED_OR_PACKED: tuple[Constraint, ...] = (
+    mask_or_causal,
+    mask_alone,
+    needs_lengths,
+    padding_mask_only,
+    causal_only_square,
+)
+"""Limits of kernels for packed sequences that align causal masks bottom right."""
+
 ASKED_AT_EVERY_CALL: tuple[Callable[[AnyCall], str | None], ...] = (
     no_dropout,
     no_mask,

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -137,6 +138,12 @@ TRITON = TritonLibrary(
     # This installs Triton for CPU builds of PyTorch; a CUDA build already includes its Triton.
     install=f"pip install ./{OUR_KERNELS}",
 )
+
+
+@functools.cache
+def imported(module: str, name: str) -> Any:
+    """Return a member of a module that is imported when first needed."""
+    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache

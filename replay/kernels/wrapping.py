@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from capture.call.attention_variant import FEATURES, PLAIN, VARIANT_TENSORS, Att
 from capture.hooks.interceptor import Arguments, bind
 from replay.kernels.constraints import ASKED_AT_EVERY_CALL, Constraint, all_of
 from replay.kernels.libraries import Library
-from replay.kernels.registry import Attention, Kernel
+from replay.kernels.registry import Attention, Kernel, register
 from replay.rows.errors_of_output import AccuracyClass
 
 Attend = Callable[[Arguments], Tensor]
@@ -139,3 +139,17 @@ def adapt(
         features=frozenset(features),
         prefers_rewritten_mask=lambda call: prefers_rewritten_mask,
     )
+
+
+_P = ParamSpec("_P")
+
+
+def _and_register(make: Callable[_P, Kernel]) -> Callable[_P, Kernel]:
+    def registered(*arguments: _P.args, **named: _P.kwargs) -> Kernel:
+        return register(make(*arguments, **named))
+
+    return registered
+
+
+register_adapted = _and_register(adapt)
+"""Function that registers the kernel which `adapt` returns for the same arguments."""

@@ -27,6 +27,7 @@ from tests.variant_calls import paged_call
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOADS = ["as small", "as large"]
 normal = functools.partial(factories.normal, device=DEVICE)
 
 
@@ -43,12 +44,8 @@ def offsets(*lengths: int) -> torch.Tensor:
 def verify(name: str, call: AttentionCall) -> None:
     kernel = find(name)
     assert kernel.refuses(call) is None
-    outputs = [kernel.attention(**call.arguments())]
-    if kernel.prepare is not None:
-        outputs.append(kernel.prepare(call)())
-    for output in outputs:
-        verdict = judge(output, Expected.of(call), "exact")
-        assert verdict.passed, f"{call.variant}: {verdict.sentence}"
+    verdict = judge(kernel.attention(**call.arguments()), Expected.of(call), "exact")
+    assert verdict.passed, f"{call.variant}: {verdict.sentence}"
 
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
@@ -61,12 +58,14 @@ def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> 
 WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
 
 
-SIZES = [(300, 300), (100, 420), (420, 100), (1, 200)]
+SIZES = [(200, 200), (70, 290), (290, 70), (1, 200)]
 
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
-    ("sizes", "window", "bottom_right"), pairwise(product(SIZES, WINDOWS, [False, True]))
+    ("sizes", "window", "bottom_right", "size"),
+    pairwise(product(SIZES, WINDOWS, [False, True], LOADS)),
+    indirect=["size"],
 )
 def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> None:
     is_causal = window[1] is None
@@ -97,8 +96,11 @@ def test_a_soft_cap_stands_before_the_mask() -> None:
 
 
 @pytest.mark.usefixtures("size")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("head_dim", [64, 80])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "size"),
+    pairwise(product([torch.float16, torch.bfloat16, torch.float32], [64, 80], LOADS)),
+    indirect=["size"],
+)
 def test_sinks(dtype: torch.dtype, head_dim: int) -> None:
     sinks = normal(4, seed=7)[::2]  # apart in memory
     call = call_of(70, 140, head_dim, dtype=dtype, is_causal=True, sinks=sinks)
@@ -143,7 +145,7 @@ def test_queries_that_see_only_their_sink_get_zeros() -> None:
 @pytest.mark.usefixtures("size")
 def test_keys_outside_the_window_are_not_read() -> None:
     """A masked NaN would reach the output, since 0 · NaN is NaN."""
-    call = call_of(700, 700, is_causal=True, variant=AttentionVariant(window=(100, None)))
+    call = call_of(500, 500, is_causal=True, variant=AttentionVariant(window=(100, None)))
     expected = find("triton-fa2").attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, :200] = math.nan
@@ -153,7 +155,7 @@ def test_keys_outside_the_window_are_not_read() -> None:
     assert output[:, :, 250].isnan().all()
 
 
-PACKED = {"cu_seqlens_q": offsets(70, 1, 200), "cu_seqlens_k": offsets(130, 40, 150)}
+PACKED = {"cu_seqlens_q": offsets(70, 1, 130), "cu_seqlens_k": offsets(130, 40, 150)}
 
 
 PACKED_VARIANTS = [
@@ -161,33 +163,32 @@ PACKED_VARIANTS = [
     AttentionVariant(bottom_right=True),
     AttentionVariant(window=(30, None)),
     AttentionVariant(True, (30, 140), 3.0),
-    AttentionVariant(True, max_seqlen_q=512),
+    AttentionVariant(True, max_seqlen_q=300),
 ]
 
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
-    ("variant", "is_causal", "head_dim"),
-    pairwise(product(PACKED_VARIANTS, [False, True], [64, 80])),
+    ("variant", "is_causal", "head_dim", "size"),
+    pairwise(product(PACKED_VARIANTS, [False, True], [64, 80], LOADS)),
+    indirect=["size"],
 )
 def test_packed(variant: AttentionVariant, is_causal: bool, head_dim: int) -> None:
-    verify(
-        "triton-varlen",
-        call_of(271, 320, head_dim, is_causal=is_causal, variant=variant, **PACKED),
-    )
+    call = call_of(201, 320, head_dim, is_causal=is_causal, variant=variant, **PACKED)
+    verify("triton-varlen", call)
 
 
 def test_packed_with_sinks_and_lengths_of_keys() -> None:
     lengths = torch.tensor([100, 0, 77], device=DEVICE).int()
     sinks = normal(2, seed=7)
     for variant in (AttentionVariant(), AttentionVariant(bottom_right=True)):
-        call = call_of(271, 320, is_causal=True, variant=variant, seqused_k=lengths, **PACKED)
+        call = call_of(201, 320, is_causal=True, variant=variant, seqused_k=lengths, **PACKED)
         verify("triton-varlen", call)
         verify("triton-varlen", replace(call, sinks=sinks))
 
 
 def test_another_sequences_keys_reach_nothing() -> None:
-    call = call_of(271, 320, variant=AttentionVariant(True, (30, 20)), **PACKED)
+    call = call_of(201, 320, variant=AttentionVariant(True, (30, 20)), **PACKED)
     expected = find("triton-varlen").attention(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, 130:170] = math.nan
@@ -252,12 +253,12 @@ def test_recorded_pages_are_read_as_they_lie(variant: AttentionVariant) -> None:
 )
 def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
     """The keys have several parts, and programs have several rows."""
-    call = call_of(q_len, 1500, q_heads=6, kv_heads=2, is_causal=is_causal, variant=variant)
+    call = call_of(q_len, 1500, q_heads=3, is_causal=is_causal, variant=variant)
     verify("triton-decode", call)
     verify("triton-paged-decode", call)
     sinks = normal(6, seed=7) * 3
-    lengths = torch.tensor([700, 3], device=DEVICE).int()
-    twice = call_of(q_len, 701, batch=2, q_heads=6, kv_heads=2, seqused_k=lengths, sinks=sinks)
+    lengths = torch.tensor([300, 3], device=DEVICE).int()
+    twice = call_of(q_len, 301, batch=2, q_heads=6, kv_heads=2, seqused_k=lengths, sinks=sinks)
     twice = replace(twice, is_causal=is_causal, variant=variant)
     verify("triton-decode", twice)
     verify("triton-paged-decode[page_size=13]", twice)
@@ -294,7 +295,7 @@ def test_decode_reads_no_keys_before_the_window() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data: st.DataObject) -> None:
     draw = data.draw

@@ -19,8 +19,8 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.libraries import Library
-from replay.kernels.registry import ScaledCore, register
-from replay.kernels.wrapping import adapt
+from replay.kernels.registry import ScaledCore
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = Library(
     module="cudnn",
@@ -161,21 +161,19 @@ def _attend(call: Arguments) -> Tensor:
         return core().to(call.query.dtype).mul_(core.scale)
 
 
-register(
-    adapt(
-        "cudnn-fp8",
-        LIBRARY,
-        _attend,
-        (
-            limits.no_dropout,
-            limits.half_precision,
-            limits.no_mask,
-            limits.min_length(2),
-            limits.head_dim_multiple_of(16),
-            limits.max_head_dim(256),
-        ),
-        "cuDNN's FP8 attention, a scale for each tensor",
-        prepare=_prepare,
-        accuracy_class="quantised",
-    )
+register_adapted(
+    "cudnn-fp8",
+    LIBRARY,
+    _attend,
+    (
+        limits.no_dropout,
+        limits.half_precision,
+        limits.no_mask,
+        limits.min_length(2),
+        limits.head_dim_multiple_of(16),
+        limits.max_head_dim(256),
+    ),
+    "cuDNN's FP8 attention, a scale for each tensor",
+    prepare=_prepare,
+    accuracy_class="quantised",
 )

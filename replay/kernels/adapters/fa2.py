@@ -29,8 +29,7 @@ from replay.kernels.layout import (
     padding_keys,
 )
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="flash_attn",
@@ -97,52 +96,42 @@ def _prepare_cached(call: AttentionCall) -> Callable[[], Tensor]:
 
 _attend, _prepare = on_bshd(_run)
 _prepare_varlen = on_packed(_run_varlen)
-register(
-    adapt(
-        "fa2",
-        LIBRARY,
-        _attend,
-        (*_limits, limits.no_mask, limits.causal_only_square),
-        "FlashAttention 2",
-        prepare=_prepare,
-        features=KNOWN,
-    )
+register_adapted(
+    "fa2",
+    LIBRARY,
+    _attend,
+    (*_limits, limits.no_mask, limits.causal_only_square),
+    "FlashAttention 2",
+    prepare=_prepare,
+    features=KNOWN,
 )
-register(
-    adapt(
-        "fa2-varlen",
-        LIBRARY,
-        at_once(_prepare_varlen),
-        (
-            *_limits,
-            limits.mask_or_causal,
-            limits.mask_alone,
-            limits.needs_lengths,
-            limits.padding_mask_only,
-            limits.causal_only_square,
-            limits.page_size_multiple_of(PAGE_SIZE),
-        ),
-        "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
-        prepare=_prepare_varlen,
-        features=(*KNOWN, "packed", "paged"),
-    )
+register_adapted(
+    "fa2-varlen",
+    LIBRARY,
+    at_once(_prepare_varlen),
+    (
+        *_limits,
+        *limits.PADDED_OR_PACKED,
+        limits.page_size_multiple_of(PAGE_SIZE),
+    ),
+    "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
+    prepare=_prepare_varlen,
+    features=(*KNOWN, "packed", "paged"),
 )
-register(
-    adapt(
-        "fa2-kvcache",
-        LIBRARY,
-        _attend_cached,
-        (
-            *_limits,
-            limits.decode_or_key_lengths,
-            limits.mask_or_causal,
-            limits.mask_alone,
-            limits.causal_only_square,
-            limits.padding_mask_only,
-            limits.page_size_multiple_of(PAGE_SIZE),
-        ),
-        "FlashAttention 2's decode over a key/value cache",
-        prepare=_prepare_cached,
-        features=(*KNOWN, "key-lengths", "paged"),
-    )
+register_adapted(
+    "fa2-kvcache",
+    LIBRARY,
+    _attend_cached,
+    (
+        *_limits,
+        limits.decode_or_key_lengths,
+        limits.mask_or_causal,
+        limits.mask_alone,
+        limits.causal_only_square,
+        limits.padding_mask_only,
+        limits.page_size_multiple_of(PAGE_SIZE),
+    ),
+    "FlashAttention 2's decode over a key/value cache",
+    prepare=_prepare_cached,
+    features=(*KNOWN, "key-lengths", "paged"),
 )

@@ -25,8 +25,7 @@ from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, bshd, in_layout, on_bshd, on_packed
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="flash_attn_interface",
@@ -101,65 +100,53 @@ def _attend_fp8(call: Arguments) -> Tensor:
 
 
 _attend, _prepare = on_bshd(_run)
-register(
-    adapt(
-        "fa3",
-        LIBRARY,
-        _attend,
-        (*_limits, limits.no_mask, limits.multiple_of_8, limits.causal_only_square),
-        "FlashAttention 3 (Hopper)",
-        prepare=_prepare,
-        features=KNOWN,
-    )
+register_adapted(
+    "fa3",
+    LIBRARY,
+    _attend,
+    (*_limits, limits.no_mask, limits.multiple_of_8, limits.causal_only_square),
+    "FlashAttention 3 (Hopper)",
+    prepare=_prepare,
+    features=KNOWN,
 )
-register(
-    adapt(
-        "fa3-fp8",
-        LIBRARY,
-        _attend_fp8,
-        (*_limits, limits.no_mask, limits.head_dim_multiple_of(16), limits.causal_only_square),
-        "FlashAttention 3 in float8, a scale for each batch element and key head",
-        prepare=_prepare_fp8,
-        accuracy_class="quantised",
-        features=KNOWN,
-    )
+register_adapted(
+    "fa3-fp8",
+    LIBRARY,
+    _attend_fp8,
+    (*_limits, limits.no_mask, limits.head_dim_multiple_of(16), limits.causal_only_square),
+    "FlashAttention 3 in float8, a scale for each batch element and key head",
+    prepare=_prepare_fp8,
+    accuracy_class="quantised",
+    features=KNOWN,
 )
 _prepare_varlen = on_packed(_run_varlen)
-register(
-    adapt(
-        "fa3-varlen",
-        replace(LIBRARY, functions=("flash_attn_varlen_func",)),
-        at_once(_prepare_varlen),
-        (
-            *_limits,
-            limits.multiple_of_8,
-            limits.mask_or_causal,
-            limits.mask_alone,
-            limits.needs_lengths,
-            limits.padding_mask_only,
-            limits.causal_only_square,
-        ),
-        "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
-        prepare=_prepare_varlen,
-        features=(*KNOWN, "packed", "key-lengths"),
-    )
+register_adapted(
+    "fa3-varlen",
+    replace(LIBRARY, functions=("flash_attn_varlen_func",)),
+    at_once(_prepare_varlen),
+    (
+        *_limits,
+        limits.multiple_of_8,
+        *limits.PADDED_OR_PACKED,
+    ),
+    "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
+    prepare=_prepare_varlen,
+    features=(*KNOWN, "packed", "key-lengths"),
 )
 _attend_cached, _prepare_cached = on_bshd(_run_cached)
-register(
-    adapt(
-        "fa3-kvcache",
-        replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
-        _attend_cached,
-        (
-            *_limits,
-            limits.no_mask,
-            limits.multiple_of_8,
-            limits.packed_in_pages_only,
-            limits.decode_or_key_lengths,
-            limits.causal_only_square,
-        ),
-        "FlashAttention 3's decode over a key/value cache",
-        prepare=_prepare_cached,
-        features=(*KNOWN, "key-lengths", "packed", "paged"),
-    )
+register_adapted(
+    "fa3-kvcache",
+    replace(LIBRARY, functions=("flash_attn_with_kvcache",)),
+    _attend_cached,
+    (
+        *_limits,
+        limits.no_mask,
+        limits.multiple_of_8,
+        limits.packed_in_pages_only,
+        limits.decode_or_key_lengths,
+        limits.causal_only_square,
+    ),
+    "FlashAttention 3's decode over a key/value cache",
+    prepare=_prepare_cached,
+    features=(*KNOWN, "key-lengths", "packed", "paged"),
 )

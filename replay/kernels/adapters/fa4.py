@@ -27,8 +27,7 @@ from replay.kernels.constraints import AnyCall
 from replay.kernels.flash_attention import KNOWN, options, output_of, varlen_arguments
 from replay.kernels.layout import Packed, on_bshd, on_packed
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="flash_attn.cute",
@@ -115,37 +114,29 @@ _limits = (
     _bfloat16_sinks,
 )
 _attend, _prepare = on_bshd(_run)
-register(
-    adapt(
-        "fa4",
-        LIBRARY,
-        _attend,
-        (*_limits, limits.no_mask, limits.causal_only_square),
-        "FlashAttention 4 (CuTe DSL)",
-        prepare=_prepare,
-        unavailable=partial(_unavailable, LIBRARY),
-        features=(*KNOWN, "sinks"),
-    )
+register_adapted(
+    "fa4",
+    LIBRARY,
+    _attend,
+    (*_limits, limits.no_mask, limits.causal_only_square),
+    "FlashAttention 4 (CuTe DSL)",
+    prepare=_prepare,
+    unavailable=partial(_unavailable, LIBRARY),
+    features=(*KNOWN, "sinks"),
 )
 _VARLEN = replace(LIBRARY, functions=("flash_attn_varlen_func",))
 _prepare_varlen = on_packed(_run_varlen)
-register(
-    adapt(
-        "fa4-varlen",
-        _VARLEN,
-        at_once(_prepare_varlen),
-        (
-            *_limits,
-            limits.mask_or_causal,
-            limits.mask_alone,
-            limits.needs_lengths,
-            limits.padding_mask_only,
-            limits.causal_only_square,
-            _pages_on_data_centre_gpus,
-        ),
-        "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",
-        prepare=_prepare_varlen,
-        unavailable=partial(_unavailable, _VARLEN),
-        features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
-    )
+register_adapted(
+    "fa4-varlen",
+    _VARLEN,
+    at_once(_prepare_varlen),
+    (
+        *_limits,
+        *limits.PADDED_OR_PACKED,
+        _pages_on_data_centre_gpus,
+    ),
+    "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",
+    prepare=_prepare_varlen,
+    unavailable=partial(_unavailable, _VARLEN),
+    features=(*KNOWN, "sinks", "packed", "key-lengths", "paged"),
 )

@@ -16,8 +16,7 @@ from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import bshd
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="flash_mla",
@@ -62,23 +61,21 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     return run
 
 
-register(
-    adapt(
-        "flash-mla",
-        LIBRARY,
-        at_once(_prepare),
-        (
-            limits.no_dropout,
-            limits.half_precision,
-            limits.head_dims(576, V_HEAD_DIM),
-            limits.needs_pages,
-            limits.page_size_of(64),
-            limits.value_in_key,
-            _v_head_dim,
-            limits.causal_only_square,
-        ),
-        "FlashMLA's decode with absorbed latent attention (Hopper)",
-        prepare=_prepare,
-        features=("bottom-right", "paged"),
-    )
+register_adapted(
+    "flash-mla",
+    LIBRARY,
+    at_once(_prepare),
+    (
+        limits.no_dropout,
+        limits.half_precision,
+        limits.head_dims(576, V_HEAD_DIM),
+        limits.needs_pages,
+        limits.page_size_of(64),
+        limits.value_in_key,
+        _v_head_dim,
+        limits.causal_only_square,
+    ),
+    "FlashMLA's decode with absorbed latent attention (Hopper)",
+    prepare=_prepare,
+    features=("bottom-right", "paged"),
 )

@@ -33,7 +33,7 @@ from replay.kernels.layout import Packed, even_offsets, in_layout, thd, unit_str
 from replay.kernels.libraries import Library
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import adapt, register_adapted
 
 LIBRARY = Library(
     module="flashinfer",
@@ -237,25 +237,23 @@ for _backend, _library, _mask in (
         (limits.no_mask,),
     ),
 ):
-    register(
-        adapt(
-            f"flashinfer-{_backend}",
-            _library,
-            partial(_prefill, backend=_backend),
-            (
-                *_limits,
-                limits.mask_or_causal,
-                *_mask,
-                limits.mask_alone,
-                limits.causal_only_square,
-                limits.left_window_only,
-                _queries_within_keys,
-            ),
-            f"FlashInfer's {_backend.upper()} prefill",
-            prepare=partial(_prepare_prefill, backend=_backend),
-            features=(*_KNOWN, "packed"),
-            prefers_rewritten_mask=True,
-        )
+    register_adapted(
+        f"flashinfer-{_backend}",
+        _library,
+        partial(_prefill, backend=_backend),
+        (
+            *_limits,
+            limits.mask_or_causal,
+            *_mask,
+            limits.mask_alone,
+            limits.causal_only_square,
+            limits.left_window_only,
+            _queries_within_keys,
+        ),
+        f"FlashInfer's {_backend.upper()} prefill",
+        prepare=partial(_prepare_prefill, backend=_backend),
+        features=(*_KNOWN, "packed"),
+        prefers_rewritten_mask=True,
     )
 
 

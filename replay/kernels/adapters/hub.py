@@ -24,8 +24,7 @@ from replay.kernels import flash_attention
 from replay.kernels.constraints import Constraint
 from replay.kernels.layout import on_bhsd, on_bshd
 from replay.kernels.libraries import Capability, Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 from replay.rows.errors_of_output import AccuracyClass
 
 PATIENCE_SECONDS = 2.0
@@ -155,18 +154,16 @@ def _register(hub_kernel: HubKernel) -> None:
         attend, prepare = on_bshd(hub_kernel.run)
     else:
         attend, prepare = on_bhsd(hub_kernel.run), None
-    register(
-        adapt(
-            f"hub:{hub_kernel.repository}",
-            hub_kernel.library,
-            attend,
-            (*_limits, *hub_kernel.limits),
-            hub_kernel.about,
-            prepare=prepare,
-            accuracy_class=hub_kernel.accuracy_class,
-            unavailable=hub_kernel.unavailable,
-            features=flash_attention.KNOWN if hub_kernel.is_flash else (),
-        )
+    register_adapted(
+        f"hub:{hub_kernel.repository}",
+        hub_kernel.library,
+        attend,
+        (*_limits, *hub_kernel.limits),
+        hub_kernel.about,
+        prepare=prepare,
+        accuracy_class=hub_kernel.accuracy_class,
+        unavailable=hub_kernel.unavailable,
+        features=flash_attention.KNOWN if hub_kernel.is_flash else (),
     )
 
 

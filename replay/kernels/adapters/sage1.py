@@ -25,8 +25,7 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd, unit_stride
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = Library(
     module="sageattention",
@@ -87,17 +86,15 @@ _limits = (
 
 
 def _register(name: str, smooth_k: bool, variant_of: str = "") -> None:
-    register(
-        adapt(
-            name,
-            LIBRARY,
-            on_bhsd(partial(_run, smooth_k=smooth_k)),
-            _limits,
-            "SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
-            prepare=partial(_prepare, smooth_k=smooth_k),
-            accuracy_class="quantised",
-            variant_of=variant_of,
-        )
+    register_adapted(
+        name,
+        LIBRARY,
+        on_bhsd(partial(_run, smooth_k=smooth_k)),
+        _limits,
+        "SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
+        prepare=partial(_prepare, smooth_k=smooth_k),
+        accuracy_class="quantised",
+        variant_of=variant_of,
     )
 
 

@@ -32,8 +32,7 @@ from replay.kernels.adapters import sage2_core
 from replay.kernels.constraints import AnyCall, Constraint
 from replay.kernels.layout import Packed, in_layout, on_bhsd, unit_stride
 from replay.kernels.libraries import Capability, Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import Prepare, adapt, at_once
+from replay.kernels.wrapping import Prepare, at_once, register_adapted
 
 LIBRARY = Library(
     module="sageattention",
@@ -221,35 +220,31 @@ def _prepare_varlen(call: AnyCall, smooth_k: bool) -> Callable[[], Tensor]:
 def _register_functions() -> None:
     for function in FUNCTIONS:
         for named, options in {"": {}, **function.variants}.items():
-            register(
-                adapt(
-                    f"{function.kernel}[{named}]" if named else function.kernel,
-                    function.library,
-                    on_bhsd(partial(function.run, options=options)),
-                    (*_limits, limits.mask_or_causal, function.mask, limits.causal_only_square),
-                    function.about,
-                    prepare=function.prepare(options),
-                    accuracy_class="quantised",
-                    unavailable=function.unavailable,
-                    variant_of=function.kernel if named else "",
-                )
+            register_adapted(
+                f"{function.kernel}[{named}]" if named else function.kernel,
+                function.library,
+                on_bhsd(partial(function.run, options=options)),
+                (*_limits, limits.mask_or_causal, function.mask, limits.causal_only_square),
+                function.about,
+                prepare=function.prepare(options),
+                accuracy_class="quantised",
+                unavailable=function.unavailable,
+                variant_of=function.kernel if named else "",
             )
 
 
 def _register_varlen() -> None:
     for named, smooth_k in {"": True, "smooth_k=on": True, "smooth_k=off": False}.items():
         prepare = partial(_prepare_varlen, smooth_k=smooth_k)
-        register(
-            adapt(
-                f"sage2-varlen[{named}]" if named else "sage2-varlen",
-                replace(LIBRARY, functions=("sageattn_varlen",)),
-                at_once(prepare),
-                (*_limits, limits.mask_or_causal, limits.needs_mask, limits.padding_mask_only),
-                "SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
-                prepare=prepare,
-                accuracy_class="quantised",
-                variant_of="sage2-varlen" if named else "",
-            )
+        register_adapted(
+            f"sage2-varlen[{named}]" if named else "sage2-varlen",
+            replace(LIBRARY, functions=("sageattn_varlen",)),
+            at_once(prepare),
+            (*_limits, limits.mask_or_causal, limits.needs_mask, limits.padding_mask_only),
+            "SageAttention 2 (Triton) on a padded batch, packed by its padding mask",
+            prepare=prepare,
+            accuracy_class="quantised",
+            variant_of="sage2-varlen" if named else "",
         )
 
 

@@ -15,8 +15,7 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = Library(
     module="sageattn3",
@@ -49,16 +48,14 @@ def _run(call: Arguments, per_block_mean: bool) -> Tensor:
 
 
 def _register(name: str, per_block_mean: bool, variant_of: str = "") -> None:
-    register(
-        adapt(
-            name,
-            LIBRARY,
-            on_bhsd(partial(_run, per_block_mean=per_block_mean)),
-            _limits,
-            "SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
-            accuracy_class="quantised",
-            variant_of=variant_of,
-        )
+    register_adapted(
+        name,
+        LIBRARY,
+        on_bhsd(partial(_run, per_block_mean=per_block_mean)),
+        _limits,
+        "SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
+        accuracy_class="quantised",
+        variant_of=variant_of,
     )
 
 

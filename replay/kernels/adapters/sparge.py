@@ -19,8 +19,7 @@ from capture.hooks.interceptor import Arguments
 from replay.kernels import constraints as limits
 from replay.kernels.layout import on_bhsd
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = Library(
     module="spas_sage_attn",
@@ -57,16 +56,14 @@ def _run(call: Arguments, topk: float) -> Tensor:
 
 
 def _register(name: str, topk: float, variant_of: str = "") -> None:
-    register(
-        adapt(
-            name,
-            LIBRARY,
-            on_bhsd(partial(_run, topk=topk)),
-            _limits,
-            f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
-            accuracy_class="quantised",
-            variant_of=variant_of,
-        )
+    register_adapted(
+        name,
+        LIBRARY,
+        on_bhsd(partial(_run, topk=topk)),
+        _limits,
+        f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
+        accuracy_class="quantised",
+        variant_of=variant_of,
     )
 
 

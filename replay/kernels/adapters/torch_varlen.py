@@ -17,8 +17,7 @@ from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import Packed, on_packed
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="torch.nn.attention.varlen",
@@ -77,27 +76,21 @@ def _run(call: AnyCall, packed: Packed) -> Tensor:
 
 
 _prepare = on_packed(_run)
-register(
-    adapt(
-        "torch-varlen",
-        LIBRARY,
-        at_once(_prepare),
-        (
-            limits.no_dropout,
-            limits.half_precision,
-            limits.same_value_dim,
-            limits.max_head_dim(256),
-            limits.multiple_of_8,
-            limits.mask_or_causal,
-            limits.mask_alone,
-            limits.needs_lengths,
-            limits.padding_mask_only,
-            limits.causal_only_square,
-            _has_parameters,
-        ),
-        "PyTorch's varlen_attn on packed sequences, and on padded batches, packed by their mask",
-        prepare=_prepare,
-        unavailable=_unavailable,
-        features=("bottom-right", "window", "packed", "key-lengths", "paged"),
-    )
+register_adapted(
+    "torch-varlen",
+    LIBRARY,
+    at_once(_prepare),
+    (
+        limits.no_dropout,
+        limits.half_precision,
+        limits.same_value_dim,
+        limits.max_head_dim(256),
+        limits.multiple_of_8,
+        *limits.PADDED_OR_PACKED,
+        _has_parameters,
+    ),
+    "PyTorch's varlen_attn on packed sequences, and on padded batches, packed by their mask",
+    prepare=_prepare,
+    unavailable=_unavailable,
+    features=("bottom-right", "window", "packed", "key-lengths", "paged"),
 )

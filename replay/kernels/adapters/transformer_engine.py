@@ -28,8 +28,7 @@ from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall
 from replay.kernels.layout import contiguous_bshd, in_layout
 from replay.kernels.libraries import Library, version
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 LIBRARY = Library(
     module="transformer_engine.pytorch",
@@ -147,23 +146,21 @@ for _backend, _about in {
     "unfused": "Transformer Engine's unfused attention",
 }.items():
     _own_prepare = partial(_prepare, backend=_backend)
-    register(
-        adapt(
-            f"te-{_backend}",
-            LIBRARY,
-            at_once(_own_prepare),
-            (
-                limits.no_dropout,
-                limits.half_precision,
-                limits.no_mask,
-                limits.causal_only_square,
-                limits.multiple_of_8,
-                limits.max_head_dim(256),
-            ),
-            _about,
-            prepare=_own_prepare,
-            unavailable=partial(_unavailable, _backend),
-            own_process=True,
-            features=("bottom-right", "window"),
-        )
+    register_adapted(
+        f"te-{_backend}",
+        LIBRARY,
+        at_once(_own_prepare),
+        (
+            limits.no_dropout,
+            limits.half_precision,
+            limits.no_mask,
+            limits.causal_only_square,
+            limits.multiple_of_8,
+            limits.max_head_dim(256),
+        ),
+        _about,
+        prepare=_own_prepare,
+        unavailable=partial(_unavailable, _backend),
+        own_process=True,
+        features=("bottom-right", "window"),
     )

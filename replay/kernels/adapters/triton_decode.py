@@ -9,7 +9,6 @@ an option: the kernel's name with `[page_size=64]`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,10 +30,10 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
-from replay.kernels.libraries import TRITON
+from replay.kernels.libraries import TRITON, imported
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import adapt, at_once, register_adapted
 
 if TYPE_CHECKING:
     from attention_kernels.decode.paging import PagedCache
@@ -64,17 +63,8 @@ def _head_dim(call: AttentionCall) -> str | None:
 LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16), no_huge_softcap)
 
 
-@functools.cache
-def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    from attention_kernels.decode.contiguous_decode import contiguous_decode
-    from attention_kernels.decode.paged_decode import paged_decode
-
-    return contiguous_decode, paged_decode
-
-
 def _decode(call: Arguments) -> Tensor:
-    contiguous_decode, _ = _kernels()
-    return contiguous_decode(
+    return imported("attention_kernels.decode.contiguous_decode", "contiguous_decode")(
         call.query,
         call.key,
         call.value,
@@ -132,7 +122,7 @@ def _mask_alone(call: AnyCall) -> str | None:
 def _prepare_paged(call: AnyCall, page_size: int) -> Callable[[], Tensor]:
     if reason := _mask_alone(call):
         raise NotImplementedError(reason)
-    _, paged_decode = _kernels()
+    paged_decode = imported("attention_kernels.decode.paged_decode", "paged_decode")
     cache = _recorded_pages(call) or paged(call, page_size)[0]
     return lambda: paged_decode(
         call.query,
@@ -159,15 +149,13 @@ def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
     )
 
 
-register(
-    adapt(
-        "triton-decode",
-        TRITON,
-        _decode,
-        LIMITS,
-        "ours: decode in Triton, the keys split among programs",
-        features=FEATURES.keys() - {"packed", "paged"},
-        prefers_rewritten_mask=True,
-    )
+register_adapted(
+    "triton-decode",
+    TRITON,
+    _decode,
+    LIMITS,
+    "ours: decode in Triton, the keys split among programs",
+    features=FEATURES.keys() - {"packed", "paged"},
+    prefers_rewritten_mask=True,
 )
 register(_paged_kernel())

@@ -7,8 +7,6 @@ checked on the CPU.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,22 +22,14 @@ from replay.kernels.constraints import (
     no_negative_scale,
 )
 from replay.kernels.kernel_options import kernel_options
-from replay.kernels.libraries import TRITON, is_interpreted
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.libraries import TRITON, imported, is_interpreted
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = replace(TRITON, runs_on=lambda capability: capability == (9, 0), needs="9.0")
 
 
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    from attention_kernels.hopper.hopper_prefill import hopper_prefill
-
-    return hopper_prefill
-
-
 def _attend(call: Arguments) -> Tensor:
-    return _kernel()(
+    return imported("attention_kernels.hopper.hopper_prefill", "hopper_prefill")(
         call.query,
         call.key,
         call.value,
@@ -65,22 +55,20 @@ def _unavailable(device: torch.device) -> str | None:
     return None
 
 
-register(
-    adapt(
-        "triton-fa3",
-        LIBRARY,
-        _attend,
-        (
-            no_dropout,
-            half_precision,
-            multiple_of_8,
-            max_head_dim(256),
-            no_huge_softcap,
-            no_negative_scale,
-        ),
-        "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
-        features=("bottom-right", "window", "softcap", "sinks"),
-        prefers_rewritten_mask=True,
-        unavailable=_unavailable,
-    )
+register_adapted(
+    "triton-fa3",
+    LIBRARY,
+    _attend,
+    (
+        no_dropout,
+        half_precision,
+        multiple_of_8,
+        max_head_dim(256),
+        no_huge_softcap,
+        no_negative_scale,
+    ),
+    "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
+    features=("bottom-right", "window", "softcap", "sinks"),
+    prefers_rewritten_mask=True,
+    unavailable=_unavailable,
 )

@@ -18,8 +18,7 @@ from replay.kernels.constraints import (
     up_to_float32,
 )
 from replay.kernels.libraries import TRITON
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.wrapping import at_once, register_adapted
 
 
 def _has_mask(call: AnyCall) -> str | None:
@@ -37,13 +36,11 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     )
 
 
-register(
-    adapt(
-        "triton-masked",
-        TRITON,
-        at_once(_prepare),
-        (no_dropout, up_to_float32, max_head_dim(256), _has_mask, mask_or_causal),
-        "ours: FlashAttention 2 in Triton, which skips the blocks that a mask hides",
-        prepare=_prepare,
-    )
+register_adapted(
+    "triton-masked",
+    TRITON,
+    at_once(_prepare),
+    (no_dropout, up_to_float32, max_head_dim(256), _has_mask, mask_or_causal),
+    "ours: FlashAttention 2 in Triton, which skips the blocks that a mask hides",
+    prepare=_prepare,
 )

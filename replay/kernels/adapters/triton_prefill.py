@@ -6,28 +6,17 @@ supports packed sequences.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
 from replay.kernels.constraints import max_head_dim, no_dropout, no_huge_softcap, up_to_float32
 from replay.kernels.kernel_options import kernel_options
-from replay.kernels.libraries import TRITON
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
-
-
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    from attention_kernels.portable.prefill import prefill
-
-    return prefill
+from replay.kernels.libraries import TRITON, imported
+from replay.kernels.wrapping import register_adapted
 
 
 def _attend(call: Arguments) -> Tensor:
-    return _kernel()(
+    return imported("attention_kernels.portable.prefill", "prefill")(
         call.query,
         call.key,
         call.value,
@@ -39,14 +28,12 @@ def _attend(call: Arguments) -> Tensor:
     )
 
 
-register(
-    adapt(
-        "triton-fa2",
-        TRITON,
-        _attend,
-        (no_dropout, up_to_float32, max_head_dim(256), no_huge_softcap),
-        "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
-        features=("bottom-right", "window", "softcap", "sinks"),
-        prefers_rewritten_mask=True,
-    )
+register_adapted(
+    "triton-fa2",
+    TRITON,
+    _attend,
+    (no_dropout, up_to_float32, max_head_dim(256), no_huge_softcap),
+    "ours: FlashAttention 2 in Triton, of any mask, strides and head_dim",
+    features=("bottom-right", "window", "softcap", "sinks"),
+    prefers_rewritten_mask=True,
 )

@@ -10,7 +10,6 @@ visible blocks already computed; it quantises the query itself.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -33,10 +32,10 @@ from replay.kernels.constraints import (
     no_huge_softcap,
 )
 from replay.kernels.kernel_options import kernel_options
-from replay.kernels.libraries import TRITON
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.libraries import TRITON, imported
+from replay.kernels.wrapping import register_adapted
 
+MODULE = "attention_kernels.quantised.quantised_prefill"
 SMOOTH_OFF, TENSOR = "[smooth_k=off]", "[accum=tensor]"
 
 FP8_LIBRARY = replace(
@@ -44,15 +43,8 @@ FP8_LIBRARY = replace(
 )
 
 
-@functools.cache
-def _kernel() -> Callable[..., Tensor]:
-    from attention_kernels.quantised.quantised_prefill import quantised_prefill
-
-    return quantised_prefill
-
-
 def _attend(call: Arguments, **options: Any) -> Tensor:
-    return _kernel()(
+    return imported(MODULE, "quantised_prefill")(
         call.query,
         call.key,
         call.value,
@@ -91,11 +83,16 @@ def _prepare(
     in_tensor_cores: bool,
 ) -> Callable[[], Tensor]:
     from attention_kernels.quantised.quantise import quantise_key_value
-    from attention_kernels.quantised.quantised_prefill import attend_to_quantised, visited_blocks_of
+    from attention_kernels.quantised.quantised_prefill import (
+        attend_to_quantised,
+        quantised_prefill,
+        visited_blocks_of,
+    )
 
     if not (call.query.numel() and call.key.numel()):
-        options = {"score_dtype": score_dtype, "fp8_value": fp8_value}
-        return lambda: _kernel()(call.query, call.key, call.value, **options)
+        return lambda: quantised_prefill(
+            call.query, call.key, call.value, score_dtype=score_dtype, fp8_value=fp8_value
+        )
     keep_mean = call.variant.softcap is not None or call.sinks is not None
     quantised = quantise_key_value(
         call.key, call.value, score_dtype, fp8_value, smooth_k, keep_mean, _lengths_of(call)
@@ -125,27 +122,25 @@ def _register(
         "in_tensor_cores": variant == TENSOR,
     }
     is_fp8 = fp8_value or score_dtype == torch.float8_e4m3fn
-    register(
-        adapt(
-            base + variant,
-            FP8_LIBRARY if is_fp8 else TRITON,
-            partial(_attend, **options),
-            (
-                no_dropout,
-                half_precision,
-                bool_mask_only,
-                mask_or_causal,
-                mask_alone,
-                max_head_dim(256),
-                no_huge_softcap,
-            ),
-            f"ours: {about}",
-            prepare=partial(_prepare, **options),
-            accuracy_class="quantised",
-            features=FEATURES.keys() - {"paged"},
-            prefers_rewritten_mask=True,
-            variant_of=base if variant else "",
-        )
+    register_adapted(
+        base + variant,
+        FP8_LIBRARY if is_fp8 else TRITON,
+        partial(_attend, **options),
+        (
+            no_dropout,
+            half_precision,
+            bool_mask_only,
+            mask_or_causal,
+            mask_alone,
+            max_head_dim(256),
+            no_huge_softcap,
+        ),
+        f"ours: {about}",
+        prepare=partial(_prepare, **options),
+        accuracy_class="quantised",
+        features=FEATURES.keys() - {"paged"},
+        prefers_rewritten_mask=True,
+        variant_of=base if variant else "",
     )
 
 

@@ -20,8 +20,7 @@ from replay.kernels.adapters.triton_decode import DECODE_LIMITS
 from replay.kernels.adapters.triton_quantised import FP8_LIBRARY
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 
 
 def _attend(call: Arguments, dtype: torch.dtype, in_pages: bool) -> Tensor:
@@ -68,16 +67,14 @@ for _name, _dtype, _library, _about, _in_pages in (
     ("triton-paged-decode-int8", torch.int8, TRITON, "INT8, in shuffled pages of 128 keys", True),
     ("triton-paged-decode-fp8", torch.float8_e4m3fn, FP8_LIBRARY, "FP8, in such pages", True),
 ):
-    register(
-        adapt(
-            _name,
-            _library,
-            partial(_attend, dtype=_dtype, in_pages=_in_pages),
-            DECODE_LIMITS,
-            f"ours: decode in Triton over a key/value cache in {_about}",
-            prepare=partial(_prepare, dtype=_dtype, in_pages=_in_pages),
-            accuracy_class="quantised",
-            features=FEATURES.keys() - {"packed", "paged"},
-            prefers_rewritten_mask=True,
-        )
+    register_adapted(
+        _name,
+        _library,
+        partial(_attend, dtype=_dtype, in_pages=_in_pages),
+        DECODE_LIMITS,
+        f"ours: decode in Triton over a key/value cache in {_about}",
+        prepare=partial(_prepare, dtype=_dtype, in_pages=_in_pages),
+        accuracy_class="quantised",
+        features=FEATURES.keys() - {"packed", "paged"},
+        prefers_rewritten_mask=True,
     )

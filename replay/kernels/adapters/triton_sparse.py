@@ -12,7 +12,6 @@ They do not run by default, since their users decide which tokens may be left ou
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from replay.kernels.adapters.triton_decode import DECODE_LIMITS, paged
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.constraints import AnyCall, no_causal, padding_mask_only
 from replay.kernels.layout import padding_keys
-from replay.kernels.libraries import TRITON
+from replay.kernels.libraries import TRITON, imported
 from replay.kernels.page_size import DEFAULT_PAGE_SIZE, check_page_size
 from replay.kernels.registry import Kernel, register
 from replay.kernels.wrapping import adapt, at_once
@@ -37,22 +36,14 @@ DEFAULT_KEEP = 0.02
 LIMITS = (*DECODE_LIMITS, no_causal, padding_mask_only)
 
 
-@functools.cache
-def _kernels() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    from attention_kernels.sparse.sparse_decode import sparse_decode
-    from attention_kernels.sparse.token_choice import choose_tokens
-
-    return choose_tokens, sparse_decode
-
-
 def _choose(call: AnyCall, keep: float) -> Tensor:
     """Return the chosen tokens, (B, Hkv, K) int64."""
-    choose_tokens, _ = _kernels()
+    choose_tokens = imported("attention_kernels.sparse.token_choice", "choose_tokens")
     return choose_tokens(call.query, call.key, keep, allowed=padding_keys(call), scale=call.scale)
 
 
 def _prepare(call: AnyCall, keep: float) -> Callable[[], Tensor]:
-    _, sparse_decode = _kernels()
+    sparse_decode = imported("attention_kernels.sparse.sparse_decode", "sparse_decode")
     indices = _choose(call, keep)
     return lambda: sparse_decode(call.query, call.key, call.value, indices, scale=call.scale)
 

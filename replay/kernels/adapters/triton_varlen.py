@@ -7,10 +7,8 @@ wait. The core starts with known lengths, as all layers of a model except the fi
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
 
 from torch import Tensor
 
@@ -26,9 +24,8 @@ from replay.kernels.constraints import (
 )
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
-from replay.kernels.libraries import TRITON
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt, at_once
+from replay.kernels.libraries import TRITON, imported
+from replay.kernels.wrapping import at_once, register_adapted
 
 
 def _mask_and_lengths(call: AnyCall) -> str | None:
@@ -40,28 +37,21 @@ def _mask_and_lengths(call: AnyCall) -> str | None:
     return "attn_mask beside lengths of sequences or a bottom-right diagonal"
 
 
-@functools.cache
-def _kernels() -> ModuleType:
-    from attention_kernels.portable import varlen
-
-    return varlen
-
-
 def _prepare(call: AnyCall) -> Callable[[], Tensor]:
     if reason := _mask_and_lengths(call):
         raise NotImplementedError(reason)
     if call.cu_seqlens_q is not None:
         return _prepare_packed(call)
-    varlen, options = _kernels(), kernel_options(call.variant)
+    from attention_kernels.portable import varlen
+
+    options = kernel_options(call.variant)
     if call.seqused_k is not None:
         ranges = varlen.KeyRanges(None, call.seqused_k)
     else:
         keys = padding_keys(call)
         assert keys is not None, "`needs_lengths` has seen to it"
         ranges = varlen.key_ranges(keys)
-        if (
-            options.bottom_right
-        ):  # the option has no effect here: `_mask_and_lengths` refuses other calls
+        if options.bottom_right:  # no effect here: `_mask_and_lengths` refuses other calls
             options = replace(options, bottom_right=False)
     return lambda: varlen.padded_prefill(
         call.query,
@@ -76,7 +66,7 @@ def _prepare(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
-    packed = _kernels().packed_prefill
+    packed = imported("attention_kernels.portable.varlen", "packed_prefill")
     cu_seqlens_q, cu_seqlens_k = call.cu_seqlens_q, call.cu_seqlens_k
     assert cu_seqlens_q is not None
     assert cu_seqlens_k is not None
@@ -103,22 +93,20 @@ def _prepare_packed(call: AnyCall) -> Callable[[], Tensor]:
     return run
 
 
-register(
-    adapt(
-        "triton-varlen",
-        TRITON,
-        at_once(_prepare),
-        (
-            no_dropout,
-            up_to_float32,
-            max_head_dim(256),
-            no_huge_softcap,
-            needs_lengths,
-            padding_mask_only,
-            _mask_and_lengths,
-        ),
-        "ours: padded and packed batches in Triton, padding neither read nor computed",
-        prepare=_prepare,
-        features=FEATURES.keys() - {"paged"},
-    )
+register_adapted(
+    "triton-varlen",
+    TRITON,
+    at_once(_prepare),
+    (
+        no_dropout,
+        up_to_float32,
+        max_head_dim(256),
+        no_huge_softcap,
+        needs_lengths,
+        padding_mask_only,
+        _mask_and_lengths,
+    ),
+    "ours: padded and packed batches in Triton, padding neither read nor computed",
+    prepare=_prepare,
+    features=FEATURES.keys() - {"paged"},
 )

@@ -26,8 +26,7 @@ from replay.kernels import constraints as limits
 from replay.kernels.constraints import AnyCall, all_of
 from replay.kernels.layout import bshd, contiguous_bshd, in_layout
 from replay.kernels.libraries import Library
-from replay.kernels.registry import register
-from replay.kernels.wrapping import adapt
+from replay.kernels.wrapping import register_adapted
 
 LIBRARY = Library(
     module="xformers.ops",
@@ -162,27 +161,25 @@ def _prepare(call: AttentionCall) -> Callable[[], Tensor]:
     return lambda: _run(*arguments, call.scale)
 
 
-register(
-    adapt(
-        "xformers",
-        LIBRARY,
-        _attend,
-        (
-            limits.no_dropout,
-            limits.up_to_float32,
-            limits.mask_or_causal,
-            limits.multiple_of_8,
-            _aligned_mask,
-            limits.mask_alone,
-            limits.window_only_square,
-            _causal_packed_window,
-            _window_of_flash,
-            _enough_keys,
-        ),
-        "xFormers' memory_efficient_attention",
-        prepare=_prepare,
-        unavailable=_unavailable,
-        features=("bottom-right", "window", "packed"),
-        prefers_rewritten_mask=True,
-    )
+register_adapted(
+    "xformers",
+    LIBRARY,
+    _attend,
+    (
+        limits.no_dropout,
+        limits.up_to_float32,
+        limits.mask_or_causal,
+        limits.multiple_of_8,
+        _aligned_mask,
+        limits.mask_alone,
+        limits.window_only_square,
+        _causal_packed_window,
+        _window_of_flash,
+        _enough_keys,
+    ),
+    "xFormers' memory_efficient_attention",
+    prepare=_prepare,
+    unavailable=_unavailable,
+    features=("bottom-right", "window", "packed"),
+    prefers_rewritten_mask=True,
 )

@@ -30,7 +30,7 @@ def band(q_len: int, kv_len: int, width: int) -> Tensor:
 
 def call_of(mask: Tensor, head_dim: int = 64, **fields: object) -> AttentionCall:
     q_len, kv_len = mask.shape[-2:]
-    sizes = {"q_heads": 4, "kv_heads": 2, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
+    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
     fields = {"dtype": torch.float16, "device": DEVICE, "attn_mask": mask, **sizes, **fields}
     return factories.random_call(**fields)  # type: ignore[arg-type]
 
@@ -46,13 +46,13 @@ def finite(mask: Tensor) -> Tensor:
 
 def by_head(mask: Tensor) -> Tensor:
     """Return a mask in which one head sees keys that are hidden from the others."""
-    return torch.stack([mask, mask, ~mask, mask])
+    return torch.stack([mask, ~mask])
 
 
 MASKS = {
     "band": lambda: band(150, 300, 40),
     "band, additive": lambda: additive(band(150, 300, 40)).half(),
-    "by head": lambda: by_head(band(150, 300, 100)),
+    "by head": lambda: by_head(band(100, 200, 70)),
     "by batch": lambda: torch.stack([band(90, 130, 5), band(90, 130, 200)])[:, None],
     "rows that see nothing": lambda: band(300, 150, 20),
     "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
@@ -69,10 +69,8 @@ MASKS = {
 def verify(call: AttentionCall) -> None:
     kernel = find("triton-masked")
     assert kernel.refuses(call) is None
-    assert kernel.prepare is not None
-    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-        verdict = judge(output, Expected.of(call), "exact")
-        assert verdict.passed, verdict.sentence
+    verdict = judge(kernel.attention(**call.arguments()), Expected.of(call), "exact")
+    assert verdict.passed, verdict.sentence
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -82,10 +80,12 @@ def test_masks(name: str) -> None:
     verify(call_of(mask, dtype=dtype, batch=mask.shape[0] if name == "by batch" else 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("head_dim", [40, 96, 256])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.float32, 40), (torch.bfloat16, 96), (torch.float32, 96), (torch.float16, 256)],
+)
 def test_types_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
-    verify(call_of(band(70, 140, 30), head_dim, dtype=dtype))
+    verify(call_of(band(70, 140, 30), head_dim, dtype=dtype, kv_heads=2))
 
 
 @pytest.mark.parametrize("form", [torch.clone, additive, finite])
@@ -141,7 +141,7 @@ def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:
     """A block is visited without the mask if the mask changes nothing, as checked with PyTorch."""
     batches, heads = (data.draw(st.integers(1, 2)) for _ in range(2))
