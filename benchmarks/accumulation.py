@@ -4,10 +4,10 @@
 
 The tensor cores accumulate FP8 products with about 14 bits. `[accum=tensor]`, like FlashAttention 3
 and cuDNN, accumulates all blocks of keys in the tensor cores; the other kernels add the blocks in
-float32. Queries, keys and values are standard normal; with values of mean 0 the sums hardly grow
-with the length, with mean 1 they do. The error is |output - reference| over |reference|, each
-summed over the output; the reference is in float64. Writes `benchmarks/results/accumulation.csv`.
-Needs a GPU; seconds.
+float32. Queries, keys and values are standard normal, with two means of the values: the sums grow
+with the length for mean 1 and hardly for mean 0. The error is |output - reference| over
+|reference|, each summed over the output; the reference is in float64. Writes
+`benchmarks/results/accumulation.csv`. Needs a GPU; seconds.
 """
 
 from __future__ import annotations

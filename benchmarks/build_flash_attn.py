@@ -134,8 +134,8 @@ def build(archive: Path, directory: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build flash-attn 2's forward kernels for Hopper.")
-    parser.add_argument("archive", type=Path, help="flash_attn-*.tar.gz, PyPI's source archive")
-    parser.add_argument("directory", type=Path, help="where the package goes")
+    parser.add_argument("archive", type=Path, help="PyPI's source archive, flash_attn-*.tar.gz")
+    parser.add_argument("directory", type=Path, help="directory for the built package")
     options = parser.parse_args()
     build(options.archive, options.directory)
 

@@ -100,13 +100,17 @@ def main() -> None:
     parser.add_argument("--model", default="flux")
     parser.add_argument("--size", choices=("tiny", "full"))
     parser.add_argument("--weights", choices=("pretrained", "random"))
-    parser.add_argument("--steps", type=int, default=4, help="at least 2 (default 4)")
+    parser.add_argument(
+        "--steps", type=int, default=4, help="steps of the model, at least 2 (default 4)"
+    )
     parser.add_argument("--device")
     parser.add_argument("--max", type=int, default=10, help="calls to keep (default 10)")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--directory", type=Path, help="where to record (default: temporary)")
+    parser.add_argument(
+        "--directory", type=Path, help="directory to record to (default: temporary)"
+    )
     parser.add_argument("--small-calls", default="1000,10000", metavar="N,N")
-    parser.add_argument("--without-model", action="store_true", help="tiny calls alone")
+    parser.add_argument("--without-model", action="store_true", help="measure only tiny calls")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "capture_overhead.csv")
     arguments = parser.parse_args()
     runnable, device = None, torch.device("cpu")

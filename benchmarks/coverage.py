@@ -79,10 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--pairs", type=int, default=100)
-    parser.add_argument("--threads", type=int, default=1, help="of a CPU (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default 1)")
     stop = parser.add_mutually_exclusive_group()
-    stop.add_argument("--max-noise", type=float, help="end the rounds at this noise")
-    stop.add_argument("--max-seconds", type=float, default=SECONDS, help="for each kernel's rounds")
+    stop.add_argument("--max-noise", type=float, help="noise at which the rounds end")
+    stop.add_argument("--max-seconds", type=float, default=SECONDS, help="time limit per kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "coverage.csv")
     arguments = parser.parse_args()
     is_stopped = arguments.max_noise is not None or arguments.max_seconds != SECONDS
@@ -127,7 +127,7 @@ def main() -> None:
             print(f"{pair + 1} pairs, {time.monotonic() - began:.0f} s", flush=True)
             for line in lines:
                 print(f"    {sentence(line)}", flush=True)
-            write(lines, arguments.out)  # now, in case the run is interrupted
+            write(lines, arguments.out)  # write now, in case the run is interrupted
 
 
 def stop_of(max_noise: float | None, max_seconds: float) -> str:

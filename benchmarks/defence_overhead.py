@@ -1,7 +1,7 @@
 """Measures the cost of judging timed calls in a replay.
 
     python -m benchmarks.defence_overhead --device cuda             three random calls, on a GPU
-    python -m benchmarks.defence_overhead --dir captured_inputs     recorded ones, as of `make demo`
+    python -m benchmarks.defence_overhead --dir captured_inputs     recorded calls
 
 Replays the same calls in worker processes in turns: like `replay`; without judging timed calls
 (`benchmarks.undefended`), with outputs judged in the worker; and with that worker and a judge
@@ -77,8 +77,8 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dir", type=Path, help="recorded calls (default: three random ones)")
-    parser.add_argument("--kernels", help="default: some that everybody has")
+    parser.add_argument("--dir", type=Path, help="recording (default: three random calls)")
+    parser.add_argument("--kernels", help="kernels (default: kernels without extra packages)")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "defence_overhead.csv")
     arguments = parser.parse_args()
@@ -87,7 +87,7 @@ def main() -> None:
         calls = random_workloads("random", SPECS[device.type], seed=0)
     else:
         calls, _ = from_directory(arguments.dir)
-    root = Path(__file__).parent.parent  # for the worker, which lies outside the package
+    root = Path(__file__).parent.parent  # the worker lies outside the package
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     settings = Settings(
         device,
@@ -98,7 +98,7 @@ def main() -> None:
     kernels = [find(name) for name in names.split(",")]
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
     load, timed = [], {}
-    # Compilers keep what they make.
+    # Compilers cache their output.
     replay_once(ARMS[0], calls, kernels, replace(settings, rounds=1))
     for repetition in range(arguments.repetitions):
         for place in range(len(ARMS)):
@@ -154,9 +154,9 @@ def replay_once(
     environment = Environment("this", sys.executable, TIMEOUT, judge=judge, worker=worker)
     believing = mock.patch.object(CallEvidence, "why_rejected", return_value="")
     try:
-        if arm == "without, and a judge":  # which is shown no timed sample
+        if arm == "without, and a judge":  # the judge sees no timed samples
             believing.start()
-        worker.prepare(do="touch", device=str(settings.device))  # as the command does
+        worker.prepare(do="touch", device=str(settings.device))  # like the command
         if judge is not None:
             judges.prepare(do="touch", device=str(settings.device))
         rows: list[Row] = []
@@ -165,7 +165,7 @@ def replay_once(
     finally:
         mock.patch.stopall()
         if judge is not None:
-            judge.end()  # the processes end side by side, as those of the command
+            judge.end()  # processes end in parallel, like those of the command
         environment.close()
         if judge is not None:
             judge.close()

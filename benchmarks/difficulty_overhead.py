@@ -78,7 +78,7 @@ def _seconds(call: AttentionCall) -> tuple[list[float], list[float]]:
             _timed(lambda: scaled_dot_product_attention(**call.arguments()), call.device),
             _timed(lambda: with_difficulty(call), call.device),
         )
-        if number:  # the first one warms up
+        if number:  # the first repetition warms up
             attention.append(times[0])
             difficulty.append(times[1])
     return attention, difficulty

@@ -1,11 +1,11 @@
 """Scores `replay doctor` on planted faults and on kernels without one.
 
     python -m benchmarks.doctor_score                   writes benchmarks/results/doctor_score.csv
-    python -m benchmarks.doctor_score --only late-sink  prints only; a cause, or a function
+    python -m benchmarks.doctor_score --only late-sink  only print; a cause, or a function
 
-Faults, recordings and answers are those of `tests/replay/doctor_faults/`, by an author who
-had not read the doctor. Each fault is one command on one kernel; a finding on a healthy layer, or
-of another cause, makes it wrong. All runs on the CPU.
+The faults, recordings and expected answers come from `tests/replay/doctor_faults/`, whose author
+had not read the doctor. Each fault is one command on one kernel. A finding on a healthy layer, or
+of another cause, counts as wrong. Everything runs on the CPU.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Grade:
 
     @classmethod
     def of(cls, fault: Fault, findings: Sequence[Finding]) -> Grade:
-        """Every finding must be right, and there must be one."""
+        """Return whether there is a finding and all findings are right."""
 
         def all_in(key: str, allowed: Iterable[Any]) -> bool:
             return bool(findings) and {each[key] for each in findings} <= set(allowed)
@@ -163,8 +163,10 @@ def score(faults: Sequence[Fault], with_healthy: bool, jobs: int) -> list[dict[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--only", metavar="NAME", help=f"a cause, {NO_FAULT}, or a function; globs")
-    parser.add_argument("--jobs", type=int, default=2, help="commands at a time (default 2)")
+    parser.add_argument(
+        "--only", metavar="NAME", help=f"glob of causes or functions, or {NO_FAULT}"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="parallel commands (default 2)")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "doctor_score.csv")
     arguments = parser.parse_args()
     wanted = arguments.only or "*"

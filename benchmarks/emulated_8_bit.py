@@ -28,7 +28,7 @@ def _no_mask(call: AttentionCall) -> str | None:
 
 @register_kernel("emulated-int8", unsupported=_no_mask, accuracy_class="quantised")
 def int8(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    """SageAttention 1: query and smoothed key in INT8 by blocks, the rest as it is."""
+    """SageAttention 1: query and smoothed key in INT8 by blocks; values are not quantised."""
     query = _by_block(query.float(), to_int8).to(query.dtype)
     smooth = key.float() - key.float().mean(2, keepdim=True)
     key = _by_block(smooth, to_int8).to(key.dtype)

@@ -56,7 +56,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--kernels", default=KERNELS)
     parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--size", default="full", help="full, or tiny for a trial run")
+    parser.add_argument("--size", default="full", help="model size: full, or tiny for a trial run")
     parser.add_argument("--rounds", type=int, default=9, help="timed runs of the model per kernel")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "end_to_end.csv")
     parser.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")

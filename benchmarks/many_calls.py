@@ -67,7 +67,7 @@ class Instant:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--rows", type=int, default=max(ROWS), help="at most (default 10000)")
+    parser.add_argument("--rows", type=int, default=max(ROWS), help="maximum rows (default 10000)")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_calls.csv")
     arguments = parser.parse_args()
     device = describe(torch.device("cpu")).device

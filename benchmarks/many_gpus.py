@@ -78,17 +78,21 @@ class Replayed(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--calls", type=int, default=16, help="default 16")
-    parser.add_argument("--sizes", default="flux,cogvideo,llama,flux-long", help="of these calls")
-    parser.add_argument("--kernels", default=KERNELS, help=f"default {KERNELS}")
-    parser.add_argument("--rounds", type=int, default=30, help="default 30")
-    parser.add_argument("--max-seconds", type=float, default=1.0, help="default 1")
-    parser.add_argument("--gpus", default="all", help="what two GPUs are (default all)")
-    parser.add_argument("--only", choices=["warm", "cold"], help="leave out the other")
+    parser.add_argument("--calls", type=int, default=16, help="number of calls (default 16)")
     parser.add_argument(
-        "--limit", type=float, default=240.0, help="seconds that all may take, about (default 240)"
+        "--sizes", default="flux,cogvideo,llama,flux-long", help="sizes of the calls"
     )
-    parser.add_argument("--rows", type=Path, help="keep the rows and the log of each replay here")
+    parser.add_argument("--kernels", default=KERNELS, help=f"kernels to time (default {KERNELS})")
+    parser.add_argument("--rounds", type=int, default=30, help="rounds per call (default 30)")
+    parser.add_argument(
+        "--max-seconds", type=float, default=1.0, help="time limit per kernel (default 1)"
+    )
+    parser.add_argument("--gpus", default="all", help="GPUs of the second run (default all)")
+    parser.add_argument("--only", choices=["warm", "cold"], help="state of the compile caches")
+    parser.add_argument(
+        "--limit", type=float, default=240.0, help="approximate time limit in seconds (default 240)"
+    )
+    parser.add_argument("--rows", type=Path, help="directory for the rows and logs")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "many_gpus.csv")
     arguments = parser.parse_args()
     began = time.monotonic()

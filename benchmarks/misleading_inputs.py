@@ -53,7 +53,7 @@ COLUMNS = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--size", choices=MODELS, default="full")
-    parser.add_argument("--kernels", help="by default those of the figures in the docs")
+    parser.add_argument("--kernels", help="kernels (default: those in the docs)")
     parser.add_argument("--models", default="cogvideo,flux,llama")
     parser.add_argument("--max-seconds", default="0.3", help="sampling time per kernel and call")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "misleading_inputs.csv")

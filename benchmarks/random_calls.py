@@ -283,11 +283,10 @@ def check(drawn: Family, seed: int, calls: int, device: torch.device) -> list[Fa
 
 
 def thresholds_for(expected: Expected) -> Thresholds:
-    """Return the usual thresholds, but values which plain 8-bit attention does not get right either
-    say nothing of a kernel: a quantised one needs no more than twice the error of
-    plain attention, which of a call of one row hangs on chance.
+    """Return the usual thresholds, relaxed where plain 8-bit attention is also inaccurate.
 
-    An error of r times the signal leaves a cosine of √(1 - r²) at least.
+    A quantised kernel may have twice the error of plain 8-bit attention. An error of r times the
+    signal leaves a cosine of at least √(1 - r²).
     """
     usual = Thresholds()
     if (noise := expected.quantised) is None:
@@ -304,14 +303,16 @@ def thresholds_for(expected: Expected) -> Thresholds:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--calls", type=int, default=2000)
-    parser.add_argument("--seconds", type=float, default=300.0, help="after which no family begins")
+    parser.add_argument("--seconds", type=float, default=300.0, help="time limit in seconds")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--kernel", choices=FORMS, help="default: each takes its turn")
-    parser.add_argument("--only", type=int, metavar="FAMILY", help="this family alone, in-process")
+    parser.add_argument("--kernel", choices=FORMS, help="kernel to test (default: all)")
+    parser.add_argument("--only", type=int, metavar="FAMILY", help="run one family in this process")
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
     parser.add_argument(
-        "--out", type=Path, help="default, on a GPU: benchmarks/results/random_calls.csv"
+        "--out",
+        type=Path,
+        help="result file (default on a GPU: benchmarks/results/random_calls.csv)",
     )
     arguments = parser.parse_args()
     out = arguments.out

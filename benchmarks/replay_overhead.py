@@ -49,18 +49,22 @@ END = "tables and the end of workers"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--dir", type=Path, help="a recording (default: one made here)")
-    parser.add_argument("--calls", type=int, default=4, help="calls made here (default 4)")
-    parser.add_argument("--length", type=int, default=4096, help="their length (default 4096)")
+    parser.add_argument("--dir", type=Path, help="recording (default: random calls)")
+    parser.add_argument("--calls", type=int, default=4, help="number of random calls (default 4)")
+    parser.add_argument(
+        "--length", type=int, default=4096, help="length of random calls (default 4096)"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
-        "--kernels", help="or `all`, or `default`: those of replay (default: a few that all have)"
+        "--kernels", help="kernels, as for `replay` (default: kernels without extra packages)"
     )
     parser.add_argument(
-        "--metric", choices=("all",), help="replay with that only (default: on a GPU, both ways)"
+        "--metric",
+        choices=("all",),
+        help="replay only with this metric (default on a GPU: with and without)",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="of loading, or 0 (default 5)")
-    parser.add_argument("--rows", type=Path, help="keep the rows of the replay in this file")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of loading (default 5)")
+    parser.add_argument("--rows", type=Path, help="file for the rows of the replay")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "replay_overhead.csv")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
@@ -154,7 +158,7 @@ def drop(paths: list[Path]) -> None:
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # pages that are not on the disk yet stay
+            os.fsync(descriptor)  # pages not yet on the disk stay cached
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)

@@ -59,7 +59,7 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
 
 
 def packed(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -> AttentionCall:
-    """Make a call of three sequences: of these lengths, of one query and key, of these again."""
+    """Make a call of three sequences; the second has one query and one key."""
 
     def starts(length: int) -> torch.Tensor:
         ends = [0, length, length + 1, 2 * length + 1]
@@ -72,7 +72,7 @@ def packed(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -
 
 
 def in_pages(head_dim: int, q_len: int, kv_len: int, generator: torch.Generator) -> AttentionCall:
-    """Make a call of two sequences whose keys lie in pages of 16, in no order."""
+    """Make a call of two sequences whose keys lie in pages of 16, in random order."""
     device, each = generator.device, -(-kv_len // 16)
     spec = Spec(2, 4, 2, q_len, kv_len, head_dim, head_dim)
     of_pages = replace(spec, batch=2 * each, kv_len=16).call(device, generator)

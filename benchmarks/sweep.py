@@ -75,7 +75,7 @@ def sweep(
             for row in new:
                 speed = row.time_ms and f"{row.time_ms.p50:.4f} ms, {row.tflops:.0f} TFLOPS"
                 print(f"    {row.id}: {row.status} {speed or row.reason}", flush=True)
-            results.write(rows, arguments.out)  # now, in case the run is interrupted
+            results.write(rows, arguments.out)  # write now, in case the run is interrupted
 
 
 def cold(calls: Sequence[Workload]) -> list[tuple[Workload, Cache]]:

@@ -42,7 +42,7 @@ LIBRARIES = "fa2,fa3,fa4,flashinfer-fa2,flashinfer-fa3,flex,torch-masked"
 
 
 def sinks(heads: int) -> dict[str, Any]:
-    """Return a logit per head, the same each time."""
+    """Return a fixed logit per head."""
     generator = torch.Generator().manual_seed(1)
     return {"sinks": torch.randn(heads, generator=generator).to(torch.bfloat16)}
 

@@ -50,12 +50,12 @@ SERVE = "--serve"
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("other", type=Path, help="the other checkout")
-    parser.add_argument("--kernels", default="triton-fa3", help="separated by commas")
-    parser.add_argument("--only", default="", help="calls that have this in their name")
+    parser.add_argument("other", type=Path, help="other checkout of this project")
+    parser.add_argument("--kernels", default="triton-fa3", help="comma-separated names of kernels")
+    parser.add_argument("--only", default="", help="part of the names of calls to time")
     parser.add_argument("--core", action="store_true")
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--seconds", type=float, default=0.05, help="of a sample")
+    parser.add_argument("--seconds", type=float, default=0.05, help="length of a sample")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     arguments = parser.parse_args(argv)
     if not (arguments.other / "replay" / "kernels").is_dir():
@@ -96,7 +96,7 @@ class _Version:
         )
 
     def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Return the process's answer: ms and error, or the fault."""
+        """Return the process's reply, with the time in ms and the error, or the fault."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
@@ -231,7 +231,7 @@ def _sample(run: Callable[[], Any], count: int, device: str) -> float:
         unrelated = torch.zeros(2**26, device=device)
         pairs = []
         for _ in range(count):
-            unrelated.sum()  # nothing of it has yet to be written, as in `replay.timing.timer`
+            unrelated.sum()  # a read buffer leaves nothing to write, as in `replay.timing.timer`
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run()

@@ -139,9 +139,9 @@ def _compile(name: str, call: AttentionCall) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--capability", choices=SHARED_KIB, help="default: each of them")
+    parser.add_argument("--capability", choices=SHARED_KIB, help="default: all")
     choices = [dims[0] for dims in OF_HOPPER]
-    parser.add_argument("--head-dim", type=int, choices=choices, help="default: each of them")
+    parser.add_argument("--head-dim", type=int, choices=choices, help="default: all")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "other_gpus.csv")
     arguments = parser.parse_args()
     capabilities = [arguments.capability] if arguments.capability else list(SHARED_KIB)

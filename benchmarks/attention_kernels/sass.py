@@ -340,7 +340,7 @@ def differences(before: Path, after: Path) -> tuple[list[str], int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     doing = parser.add_mutually_exclusive_group(required=True)
-    doing.add_argument("--out", type=Path, help="compile, and write this file")
+    doing.add_argument("--out", type=Path, help="file to write after compiling")
     doing.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     arguments = parser.parse_args()
     if arguments.compare:

@@ -60,17 +60,17 @@ def version(checkout: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--flash-attention", type=Path, help="a checkout")
-    parser.add_argument("--flashinfer", type=Path, help="a checkout")
-    parser.add_argument(
-        "--per-test", type=int, default=40, help="comparisons of each, if there are"
-    )
-    parser.add_argument("--seconds", type=float, default=600, help="after which none begins")
+    parser.add_argument("--flash-attention", type=Path, help="checkout of flash-attention")
+    parser.add_argument("--flashinfer", type=Path, help="checkout of FlashInfer")
+    parser.add_argument("--per-test", type=int, default=40, help="maximum comparisons per test")
+    parser.add_argument("--seconds", type=float, default=600, help="time limit in seconds")
     parser.add_argument("--processes", type=int, default=12)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", metavar="REGEX", help="of `test kernel`")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="tests to run, as `test kernel`"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--largest", type=int, help="leave out parametrisations of larger numbers")
+    parser.add_argument("--largest", type=int, help="largest number in a parametrisation")
     parser.add_argument("--out", type=Path, default=results.DIRECTORY / "public_tests.csv")
     arguments = parser.parse_args()
     roots = {"flash-attention": arguments.flash_attention, "flashinfer": arguments.flashinfer}

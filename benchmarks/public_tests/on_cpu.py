@@ -1,4 +1,4 @@
-"""Runs tests that say `cuda` on the CPU, with `TRITON_INTERPRET=1`: for trying the shims."""
+"""Runs tests written for `cuda` on the CPU, with `TRITON_INTERPRET=1`, to try the shims."""
 
 from __future__ import annotations
 

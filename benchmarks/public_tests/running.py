@@ -105,7 +105,7 @@ def _in_general(reason: str) -> str:
 
 @contextlib.contextmanager
 def without_gradients() -> Iterator[None]:
-    """Have every gradient be zeros.
+    """Replace every gradient by zeros.
 
     The tests compare outputs and then gradients, or compute gradients before any comparison.
     Comparisons of outputs are unchanged; comparisons of gradients see only zeros.
@@ -133,7 +133,7 @@ def sample(
     until: float,
     largest: int | None = None,
 ) -> Iterator[tuple[Arguments, Outcome]]:
-    """Run a test until it was judged often enough; include skipped runs in between.
+    """Run a test until it was judged often enough; yield skipped runs too.
 
     Args:
         judged: number of runs that must pass or fail.

@@ -1,4 +1,4 @@
-"""Shares the tests out among processes, a few comparisons at a time."""
+"""Distributes the tests among processes, a few comparisons at a time."""
 
 from __future__ import annotations
 

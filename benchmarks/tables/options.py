@@ -53,7 +53,9 @@ def parser_of(command: str, verb: str = "") -> argparse.ArgumentParser:
 
 def _table(command: str, parser: argparse.ArgumentParser) -> str:
     description = " ".join((parser.description or "").split())
-    heading = [f"### {command}", ""] if " " in command else []  # the page has that of the command
+    heading = (
+        [f"### {command}", ""] if " " in command else []
+    )  # the page lists the command's own options
     lines = [*heading, description, "", "| option | meaning |", "|---|---|"]
     for action in _actions(parser):
         meaning = parser._get_formatter()._expand_help(action) if action.help else ""
