@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from capture.text.counted import counted
@@ -32,28 +32,30 @@ class Condition:
 
     def failures(self, comparison: Comparison) -> list[str]:
         """Return the kernels that meet the condition, each as `kernel on 3 of 12 calls`."""
-        found = _by_kernel(comparison, self._holds)
-        if self.name == "slow":
-            for each in comparison.kernels:
-                if each.speed and each.speed.is_slower_by(self.share):
-                    found.setdefault(str(each.kernel), f"{each.kernel} over all calls")
+        found = []
+        for each in comparison.kernels:
+            failing = [pair for pair in each.pairs if self._holds(pair)]
+            if len(failing) == len(each.pairs) == 1:
+                found.append(f"{each.kernel} on {failing[0].before.call.name}")
+            elif failing:
+                calls = counted(len(each.pairs), "call")
+                found.append(f"{each.kernel} on {len(failing):,} of {calls}")
+            elif self.name == "slow" and each.speed and each.speed.is_slower_by(self.share):
+                found.append(f"{each.kernel} over all calls")
         if self.name == "missing" and comparison.missing:
             gone, first = len(comparison.missing), comparison.missing[0]
-            found[""] = f"{counted(gone, 'row')}, e.g. {first.id} on {first.call.name}"
-        return list(found.values())
+            found.append(f"{counted(gone, 'row')}, e.g. {first.id} on {first.call.name}")
+        return found
 
-    @property
-    def _holds(self) -> Callable[[Pair], bool]:
-        return {
-            "slow": lambda pair: bool(pair.speed and pair.speed.is_slower_by(self.share)),
-            "inaccurate": lambda pair: (
-                pair.before.is_correct
-                and bool(pair.accuracy and pair.accuracy.reason in ("now-inaccurate", "more-nan"))
-            ),
-            "less-accurate": lambda pair: "worse" in pair.changes,
-            "error": lambda pair: "failed" in pair.changes,
-            "missing": lambda pair: "refused" in pair.changes,
-        }[self.name]
+    def _holds(self, pair: Pair) -> bool:
+        match self.name:
+            case "slow":
+                return bool(pair.speed and pair.speed.is_slower_by(self.share))
+            case "inaccurate":
+                reason = pair.accuracy.reason if pair.accuracy else ""
+                return pair.before.is_correct and reason in ("now-inaccurate", "more-nan")
+        word = {"less-accurate": "worse", "error": "failed", "missing": "refused"}[self.name]
+        return word in pair.changes
 
 
 def read_conditions(text: str | None) -> list[Condition]:
@@ -95,23 +97,11 @@ def read_share(text: str, option: str) -> float:
     return value
 
 
-def _by_kernel(comparison: Comparison, holds: Callable[[Pair], bool]) -> dict[str, str]:
-    found = {}
-    for each in comparison.kernels:
-        failing = [pair for pair in each.pairs if holds(pair)]
-        if failing:
-            calls = f"{len(failing):,} of {counted(len(each.pairs), 'call')}"
-            if len(each.pairs) == 1:
-                calls = failing[0].before.call.name
-            found[str(each.kernel)] = f"{each.kernel} on {calls}"
-    return found
-
-
 def failures(comparisons: Iterable[Comparison], conditions: Iterable[Condition]) -> list[str]:
     """Return a sentence for each condition that is met, with the kernels that meet it."""
-    sentences = []
-    for comparison in comparisons:
-        for condition in conditions:
-            if found := condition.failures(comparison):
-                sentences.append(f"{condition}: {', '.join(found)}")
-    return sentences
+    return [
+        f"{condition}: {', '.join(found)}"
+        for comparison in comparisons
+        for condition in conditions
+        if (found := condition.failures(comparison))
+    ]

@@ -17,7 +17,7 @@ from replay.rows.row import Machine
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.machine import cpu_flops_per_second
 from replay.timing.rounds import MAXIMUM_WARM_UP_MS, MINIMUM_WARM_UP_MS
-from replay.workloads.call_metadata import CallMetadata
+from replay.workloads.sources import CallMetadata
 from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15

@@ -164,26 +164,21 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _uniform_table(uniforms: Sequence[Uniform], budget: Budget) -> FittedTable:
-    counts = ("inside", "outside", "overwrites", "falls back", "failed", "not captured")
     names = ("inside", "outside", "overwrites", "falls_back", "failed", "not_captured")
     shown = [
-        (heading, name)
-        for heading, name in zip(counts, names, strict=True)
-        if heading in ("inside", "outside") or any(getattr(each, name) for each in uniforms)
+        name
+        for name in names
+        if name in ("inside", "outside") or any(getattr(each, name) for each in uniforms)
     ]
-    table = _table(("kernel",), ("saved ms", *(heading for heading, _ in shown)))
+    table = _table(("kernel",), ("saved ms", *(name.replace("_", " ") for name in shown)))
     table.add_column(f"worst {budget.metric}", justify="right", overflow="fold")
     table.add_column("at", overflow="fold", min_width=PATH_WIDTH)
     for each in uniforms:
+        is_usable = each.saved_ms is not None and not each.outside + each.overwrites
         table.add_row(
-            Text(
-                each.kernel,
-                ""
-                if each.saved_ms is not None and not each.outside + each.overwrites
-                else "yellow",
-            ),
+            Text(each.kernel, "" if is_usable else "yellow"),
             "-" if each.saved_ms is None else f"{each.saved_ms:.4g}",
-            *(str(getattr(each, name)) for _, name in shown),
+            *(str(getattr(each, name)) for name in shown),
             "-" if each.worst_figure is None else _figure(each.worst_figure, budget),
             Text(
                 f"{_at_dots(each.worst_module, PLACE_WIDTH)} {printable(each.worst_phase)}".strip()

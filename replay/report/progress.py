@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import rich.progress
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TimeColumn(ProgressColumn):
-    """Time left, as `1:20 left`; while the time left is unknown, the elapsed time, as `0:12`."""
+    """Time left, as `0:01:20 left`; while that is unknown, the elapsed time, as `0:00:12`."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(Column(no_wrap=True))
@@ -30,15 +31,8 @@ class TimeColumn(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         left = self._pace.left()
-        return Text(
-            _clock_time(self._pace.elapsed) if left is None else f"{_clock_time(left)} left"
-        )
-
-
-def _clock_time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+        shown = timedelta(seconds=round(self._pace.elapsed if left is None else left))
+        return Text(f"{shown}" if left is None else f"{shown} left")
 
 
 @contextlib.contextmanager

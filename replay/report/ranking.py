@@ -27,8 +27,6 @@ def details(group: Group, found: Fastest) -> str:
     text = ""
     if found.speedup is not None:
         text += f" {speedup_text(found.speedup)} vs {group.baseline}"
-    elif found.kernel.name == group.baseline:
-        text += " (the baseline)"
     if words := {row.restated_as for row in group.rows[found.kernel]} - {""}:
         text += f", its mask rewritten as {' or '.join(sorted(words))}"
     if found.ties:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
+from statistics import geometric_mean
 
 from capture.text.counted import counted
 from capture.text.printable import printable
@@ -46,5 +46,5 @@ def _times(pairs: Sequence[tuple[Row, Row]]) -> str:
         return "not timed in both runs"
     if len(pairs) == 1:
         return f"{timed[0][0]:.4g} → {timed[0][1]:.4g} ms"
-    mean = math.exp(sum(math.log(other / one) for one, other in timed) / len(timed))
+    mean = geometric_mean(other / one for one, other in timed)
     return f"{mean:.3g} × the time over {counted(len(timed), 'call')}"

@@ -51,10 +51,6 @@ class Where:
     relative_l1: tuple[tuple[float, ...], ...]
     """Values by head of each batch and by range of queries, with three digits; only in JSON."""
 
-    def __post_init__(self) -> None:
-        if len({len(line) for line in self.relative_l1}) > 1:
-            raise ValueError("heads with different numbers of ranges")
-
 
 _ERROR_COLUMNS = (
     Column("accuracy", "accuracy", "cosine", floored(6), "lowest", "cosine"),

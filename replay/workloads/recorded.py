@@ -10,9 +10,9 @@ from capture.errors import DatasetError
 from capture.storage.cached_copy import ProgressReport, no_report
 from capture.storage.call_file import FileEntry
 from capture.storage.dataset import DamagedFile, Dataset
-from capture.storage.joined_calls import is_part
+from capture.storage.joined_calls import JoinedCall, is_part
 from replay.workloads.call_names import chosen_names
-from replay.workloads.sources import DamagedSource, JoinedSource, RecordedSource
+from replay.workloads.sources import DamagedSource, JoinedSource, RecordedSource, resolved
 from replay.workloads.workload import Workload
 
 
@@ -86,7 +86,7 @@ def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
 
 def recorded_call(entry: FileEntry) -> Workload:
     """Make the workload of a call that `capture` wrote."""
-    return Workload.of(RecordedSource.of(entry))
+    return Workload.of(RecordedSource(resolved(entry)))
 
 
 def damaged_file(damaged: DamagedFile) -> Workload:
@@ -115,5 +115,8 @@ def _whole_calls(dataset: Dataset) -> tuple[_Calls, str]:
         raise DatasetError(
             f"{dataset.address}: {joined.note}; leave out --join-ranks to replay the parts"
         )
-    calls = [(Workload.of(JoinedSource.of(call)), call.entries) for call in joined.calls]
+    calls: _Calls = []
+    for call in joined.calls:
+        source = JoinedSource(JoinedCall(tuple(map(resolved, call.entries))))
+        calls.append((Workload.of(source), call.entries))
     return calls, joined.note

@@ -6,19 +6,35 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from capture.call.attention_call import AttentionCall, Origin
+from capture.call.shape import Shape
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
 from capture.storage.header import dtype_name
 from capture.storage.joined_calls import JoinedCall
 from replay.rows.row import CallFacts
-from replay.workloads.call_metadata import CallMetadata, length_classes
 from replay.workloads.random_calls import Spec, random_weights
 from replay.workloads.synthetic_counterparts import counterpart
+
+ALIGNMENT = 16
+"""Length whose multiples compilers compile separately from other lengths."""
+
+
+class CallMetadata(NamedTuple):
+    """Facts about a call that are known before its tensors are read."""
+
+    form: tuple[object, ...]
+    """Values that are equal for two calls if most kernels compile only once for both calls."""
+    shape: Shape | None = None
+    """Shape of the call; None if it is unknown until the tensors are loaded."""
+    is_causal: bool = False
+    model: str = ""
+    phase: str = ""
+    module: str = ""
 
 
 class Source(ABC):
@@ -67,11 +83,6 @@ class RecordedSource(Source):
 
     entry: FileEntry
 
-    @classmethod
-    def of(cls, entry: FileEntry) -> RecordedSource:
-        """Make the source of a file that may be named relative to the current directory."""
-        return cls(_resolved(entry))
-
     @property
     def name(self) -> str:
         return self.entry.path.stem
@@ -90,7 +101,7 @@ class RecordedSource(Source):
             header.is_causal,
             header.mask_structure,
             *sorted(header.variant.arguments().items()),
-            *length_classes(header.shape),
+            *_length_classes(header.shape),
         )
         shape, is_causal = header.shape, header.is_causal
         return CallMetadata(form, shape, is_causal, origin.model, origin.phase, origin.module)
@@ -112,11 +123,6 @@ class JoinedSource(Source):
     """Files with the parts of one call from several ranks, joined when they are loaded."""
 
     call: JoinedCall
-
-    @classmethod
-    def of(cls, call: JoinedCall) -> JoinedSource:
-        """Make the source of files that may be named relative to the current directory."""
-        return cls(JoinedCall(tuple(map(_resolved, call.entries))))
 
     @property
     def name(self) -> str:
@@ -188,7 +194,7 @@ class RandomSource(Source):
 
     def metadata(self) -> CallMetadata:
         spec, shape = self.spec, self.spec.shape
-        form = (dtype_name(spec.dtype), spec.is_causal, spec.mask, *length_classes(shape))
+        form = (dtype_name(spec.dtype), spec.is_causal, spec.mask, *_length_classes(shape))
         return CallMetadata(form, shape, spec.is_causal, self.model)
 
     def is_about(self, facts: CallFacts) -> bool:
@@ -252,9 +258,16 @@ def source_from_json(data: Mapping[str, Any]) -> Source:
             raise ValueError(f"unknown kind of source: {kind!r}")
 
 
-def _resolved(entry: FileEntry) -> FileEntry:
+def resolved(entry: FileEntry) -> FileEntry:
     """Return an entry with an absolute directory; if the file itself is a link, it stays a link."""
     return _moved(entry, entry.path.parent.resolve())
+
+
+def _length_classes(shape: Shape) -> tuple[object, ...]:
+    """Return a shape's part of a form: each length by its order of magnitude and alignment."""
+    lengths = shape.q_len, shape.kv_len
+    classes = [(length.bit_length(), length % ALIGNMENT == 0) for length in lengths]
+    return (*shape._replace(q_len=0, kv_len=0), *classes)
 
 
 def _moved(entry: FileEntry, directory: Path) -> FileEntry:

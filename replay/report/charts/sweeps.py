@@ -106,7 +106,7 @@ def _lines(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     timed = [
         (row, row.time_ms.p50)
         for row in rows
-        if row.time_ms and row.time_ms.p50 > 0 and row.is_correct and _line_name(row) not in wrong
+        if row.time_ms and row.is_correct and _line_name(row) not in wrong
     ]
     best: dict[CallFacts, float] = {}
     for row, ms in timed:

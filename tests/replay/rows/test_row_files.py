@@ -30,15 +30,6 @@ def test_unwritable_file_is_reported(tmp_path: Path) -> None:
         save_jsonl([], tmp_path / "nowhere" / "rows.jsonl")
 
 
-def test_field_of_errors_has_as_many_ranges_for_each_head(tmp_path: Path) -> None:
-    data = row_to_json(full_row())
-    data["accuracy"]["where"]["relative_l1"] = [[0.1, 0.2], [0.3]]
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(data) + "\n")
-    with pytest.raises(RowsError, match="line 1: not a row of `replay --json`"):
-        read_jsonl(path)
-
-
 def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of a tree's parts."""
     if at:

@@ -19,7 +19,6 @@ from replay.report.charts.sweeps import MOST_LINES, sweep_charts
 from replay.report.groups import group_rows
 from replay.report.pooled import pooled_speedup
 from replay.rows.row import CallFacts, KernelId, Machine, Row
-from replay.timing.statistics import summarize
 from tests.factories import accuracy, call_facts, errors, row, speedup, speedup_over
 
 H200 = Machine("NVIDIA H200")
@@ -117,16 +116,6 @@ def test_decoding_is_shown_by_bandwidth_and_machines_apart() -> None:
         "sweep-sage-bfloat16-b-4-h-32-nvidia-h100",
     ]
     assert {each["value"] for each in values(found[1])} == {50.0}
-
-
-def test_a_time_of_zero_is_left_out() -> None:
-    rows = [*swept("never", ms=1.0), *swept("fast", ms=2.0)]
-    rows = [
-        replace(each, time_ms=summarize([0.0])) if each.kernel == "never" else each for each in rows
-    ]
-    (chart, *_) = charts(rows)
-    assert "never" not in json.dumps(chart.spec)
-    assert "fast" in json.dumps(chart.spec)
 
 
 def test_a_kernel_that_is_incorrect_once_is_named_and_not_shown() -> None:
