@@ -31,20 +31,6 @@ def segfault(*arguments: Any, **options: Any) -> Tensor:
     raise AssertionError("still here")
 
 
-def hang(*arguments: Any, **options: Any) -> Tensor:
-    print("the last words of hang")
-    time.sleep(3600)
-    raise AssertionError("still here")
-
-
-def exit_at_once(*arguments: Any, **options: Any) -> Tensor:
-    os._exit(7)
-
-
-def exit_politely(*arguments: Any, **options: Any) -> Tensor:
-    sys.exit(0)
-
-
 def interrupt(*arguments: Any, **options: Any) -> Tensor:
     raise KeyboardInterrupt
 
@@ -117,46 +103,10 @@ def keep_memory(*arguments: Any, **options: Any) -> Tensor:
     raise MemoryError("all of it is kept")
 
 
-def too_large(query: Tensor, *others: Any, **options: Any) -> Tensor:
-    return query.new_empty(2**45)
-
-
-def change_key(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    output = good(query, key, value, *others, **options)
-    key.add_(1)
-    return output
-
-
 def one_nan(*arguments: Any, **options: Any) -> Tensor:
     output = good(*arguments, **options)
     output[0, 0, 0, 0] = float("nan")
     return output
-
-
-def one_infinity(*arguments: Any, **options: Any) -> Tensor:
-    output = good(*arguments, **options)
-    output[0, 0, 0, 0] = float("inf")
-    return output
-
-
-def wrong_shape(*arguments: Any, **options: Any) -> Tensor:
-    return good(*arguments, **options).transpose(1, 2)
-
-
-def wrong_dtype(*arguments: Any, **options: Any) -> Tensor:
-    return good(*arguments, **options).to(torch.float64)
-
-
-def nothing(*arguments: Any, **options: Any) -> None:
-    return None
-
-
-def wrong_signature(query: Tensor) -> Tensor:
-    return query
-
-
-def fail(*arguments: Any, **options: Any) -> Tensor:
-    raise ValueError("no such tile\nand a long story")
 
 
 def fail_at_length(*arguments: Any, **options: Any) -> Tensor:
