@@ -24,6 +24,9 @@ Register = Callable[..., Kernel]
 MakeWorkload = Callable[..., Workload]
 
 
+Replayed = Callable[..., dict[str, Row]]
+
+
 def sdpa(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     return F.scaled_dot_product_attention(query, key, value, **options)
 

@@ -11,21 +11,12 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.bench.settings import Settings
 from replay.kernels.registry import ScaledCore
-from tests.replay.bench.small_kernels import (
-    MakeCall,
-    MakeWorkload,
-    Register,
-    raising,
-    rows_of,
-    sdpa,
-)
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, Replayed, raising, sdpa
 
 
-def test_core_time(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
+def test_core_time(replayed: Replayed, kernels: Register) -> None:
     def prepare(call: AttentionCall) -> Callable[[], Tensor]:
         arguments = call.arguments()
         return lambda: sdpa(**arguments)
@@ -34,10 +25,8 @@ def test_core_time(
         raise RuntimeError("no core")
 
     bad = raising(RuntimeError("bad core"))
-    rows = rows_of(
-        make_call(),
-        workload,
-        quick,
+    rows = replayed(
+        random_call(),
         kernels("with-core", sdpa, prepare=prepare),
         kernels("no-core", sdpa, prepare=failing),
         kernels("bad-core", sdpa, prepare=lambda call: partial(bad, *[call.query] * 3)),
@@ -54,7 +43,7 @@ def test_core_time(
 
 
 def test_core_that_changes_inputs_spoils_no_other_row(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     def prepare(call: AttentionCall, changes: bool) -> Callable[[], Tensor]:
         def core() -> Tensor:
@@ -65,10 +54,8 @@ def test_core_that_changes_inputs_spoils_no_other_row(
 
         return core
 
-    rows = rows_of(
-        make_call(),
-        workload,
-        quick,
+    rows = replayed(
+        random_call(),
         kernels("changing", sdpa, prepare=partial(prepare, changes=True)),
         kernels("clean", sdpa, prepare=partial(prepare, changes=False)),
     )
@@ -78,15 +65,13 @@ def test_core_that_changes_inputs_spoils_no_other_row(
 
 
 def test_core_is_judged_by_the_product_with_its_scale(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     def prepare(call: AttentionCall, scale: float) -> Callable[[], Tensor]:
         return ScaledCore(lambda: sdpa(**call.arguments()) / 4, torch.tensor(scale))
 
-    rows = rows_of(
-        make_call(),
-        workload,
-        quick,
+    rows = replayed(
+        random_call(),
         kernels("right", sdpa, prepare=partial(prepare, scale=4.0)),
         kernels("wrong", sdpa, prepare=partial(prepare, scale=1.0)),
     )
@@ -107,18 +92,13 @@ def test_core_is_judged_by_the_product_with_its_scale(
     ],
 )
 def test_core_that_returns_something_else_has_no_time(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    change: Callable[[Tensor], Tensor],
-    fault: str | None,
+    replayed: Replayed, kernels: Register, change: Callable[[Tensor], Tensor], fault: str | None
 ) -> None:
     def prepare(call: AttentionCall) -> Callable[[], Tensor]:
         arguments = call.arguments()
         return lambda: change(sdpa(**arguments))
 
-    rows = rows_of(make_call(), workload, quick, kernels("cored", sdpa, prepare=prepare))
+    rows = replayed(random_call(), kernels("cored", sdpa, prepare=prepare))
     row = rows["cored"]
     assert row.status == "ok"
     assert (row.core_time_ms is None) == bool(row.flags) == (fault is not None)

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from replay.bench.settings import Settings
 from replay.timing.energy import EnergyBlock
 from replay.timing.gpu_state import NoReading
-from tests.replay.bench.small_kernels import (
-    MakeCall,
-    MakeWorkload,
-    Register,
-    raising,
-    rows_of,
-    sdpa,
-)
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, Replayed, raising, sdpa
 
 
 def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: Replayed, kernels: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outcomes = iter(
         [
@@ -51,12 +39,12 @@ def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
 
     monkeypatch.setattr("replay.bench.energy_rows.measure_energy", measured)
     names = ("slows-down", "steady", "uncounted", "leaves")
-    rows = rows_of(
-        make_call(),
-        workload,
-        replace(quick, energy=True, baseline="slows-down"),
+    rows = replayed(
+        random_call(),
         *(kernels(name, sdpa) for name in names),
         kernels("fails", raising(ValueError("no"))),
+        energy=True,
+        baseline="slows-down",
     )
     assert next(outcomes, None) is None  # a failed kernel is not run again
     flops = 2 * 2 * 9 * 13 * (32 + 32)
@@ -73,13 +61,9 @@ def test_energy_is_measured_for_timed_kernels_without_costing_a_row(
 
 
 def test_energy_is_withheld_for_reused_results(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: Replayed, kernels: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call, steady = make_call(kv_len=100), EnergyBlock(200.0, 500.0, 1.1, 1.0, 1.0)
+    call, steady = random_call(kv_len=100), EnergyBlock(200.0, 500.0, 1.1, 1.0, 1.0)
     recorded = {name: tensor.clone() for name, tensor in call.tensors().items()}
     seen: list[Tensor] = []
     in_block = False
@@ -113,11 +97,8 @@ def test_energy_is_withheld_for_reused_results(
 
     monkeypatch.setattr("replay.bench.energy_rows.measure_energy", measured)
     chosen = {"honest": sdpa, "caches": caches, "halves": halves, "mutates": mutates}
-    rows = rows_of(
-        call,
-        workload,
-        replace(quick, energy=True),
-        *(kernels(name, attention) for name, attention in chosen.items()),
+    rows = replayed(
+        call, *(kernels(name, attention) for name, attention in chosen.items()), energy=True
     )
     assert rows["honest"].status == "ok"
     assert rows["honest"].energy is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,12 +10,10 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
-from replay.bench.settings import Settings
 from replay.kernels.constraints import no_mask
 from replay.kernels.registry import Kernel, catalogue
-from replay.rows.row import Row
 from tests.factories import normal, random_call
-from tests.replay.bench.small_kernels import MakeWorkload, rows_of, sdpa
+from tests.replay.bench.small_kernels import Replayed, sdpa
 
 WINDOW = torch.ones(12, 12, dtype=torch.bool).tril().triu(-3)
 PADDING = (torch.arange(12) < torch.tensor([9, 12])[:, None])[:, None, None]
@@ -45,19 +42,6 @@ def kernel(name: str, attention: Callable[..., Tensor] = windowed, **fields: Any
     return Kernel(name, attention, **{"unsupported": no_mask, "features": known, **fields})
 
 
-@pytest.fixture
-def rows(workload: MakeWorkload, quick: Settings) -> Callable[..., dict[str, Row]]:
-    """`rows(call, kernel, …)` returns the rows by name."""
-
-    def make(call: AttentionCall, *kernels: Kernel) -> dict[str, Row]:
-        return rows_of(call, workload, quick, *kernels)
-
-    return make
-
-
-Rows = Callable[..., dict[str, Row]]
-
-
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
@@ -69,9 +53,11 @@ Rows = Callable[..., dict[str, Row]]
     ids=["window", "float window", "padding", "no mask"],
 )
 def test_kernel_that_refuses_the_mask_runs_equal_options(
-    mask: Tensor, words: str, rows: Rows
+    mask: Tensor, words: str, replayed: Replayed
 ) -> None:
-    found = rows(masked(mask), kernel("mine"), kernel("masked", sdpa, unsupported=lambda _: None))
+    found = replayed(
+        masked(mask), kernel("mine"), kernel("masked", sdpa, unsupported=lambda _: None)
+    )
     assert found["mine"].call.mask_structure == words
     assert (found["mine"].status, found["mine"].restated_as) == ("ok", words)
     assert (found["masked"].status, found["masked"].restated_as) == ("ok", "")
@@ -80,25 +66,25 @@ def test_kernel_that_refuses_the_mask_runs_equal_options(
     assert found["mine"].flop_per_byte == pytest.approx(found["masked"].flop_per_byte, rel=0.5)
 
 
-def test_rewritten_call_is_judged_by_the_mask(rows: Rows) -> None:
+def test_rewritten_call_is_judged_by_the_mask(replayed: Replayed) -> None:
     def wider(*args: Tensor, **options: Any) -> Tensor:
         return windowed(*args, **{**options, "window": (4, 0)})
 
-    found = rows(masked(WINDOW[None, None]), kernel("wider", wider))["wider"]
+    found = replayed(masked(WINDOW[None, None]), kernel("wider", wider))["wider"]
     assert (found.status, found.restated_as) == ("inaccurate", "window 3/0")
 
 
-def test_kernel_that_refuses_both_forms_gives_its_reason_for_the_mask(rows: Rows) -> None:
+def test_kernel_that_refuses_both_forms_gives_its_reason_for_the_mask(replayed: Replayed) -> None:
     call = masked(WINDOW[None, None])
-    found = rows(call, kernel("plain", features=frozenset()))["plain"]
+    found = replayed(call, kernel("plain", features=frozenset()))["plain"]
     assert (found.status, found.reason) == ("unsupported", "takes no attn_mask")
     assert found.restated_as == ""
     odd = masked(normal(12, 12)[None, None] > 0)
-    found = rows(odd, kernel("mine"))["mine"]
+    found = replayed(odd, kernel("mine"))["mine"]
     assert (found.status, found.call.mask_structure) == ("unsupported", "")
 
 
-def test_kernel_that_prefers_options_gets_them(rows: Rows) -> None:
+def test_kernel_that_prefers_options_gets_them(replayed: Replayed) -> None:
     taken: list[bool] = []
 
     def either(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -111,62 +97,59 @@ def test_kernel_that_prefers_options_gets_them(rows: Rows) -> None:
     mine = kernel("mine", either, unsupported=lambda _: None, prefers_rewritten_mask=prefers)
     for mask, words in ((WINDOW[None, None], "window 3/0"), (PADDING, "")):
         taken.clear()
-        found = rows(masked(mask), mine)["mine"]
+        found = replayed(masked(mask), mine)["mine"]
         assert (found.status, found.restated_as) == ("ok", words)
         assert set(taken) == {not words}
 
 
-def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(
-    workload: MakeWorkload, quick: Settings
-) -> None:
+def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(replayed: Replayed) -> None:
     either = kernel(
         "either", sdpa, unsupported=lambda _: None, prefers_rewritten_mask=lambda _: True
     )
-    for_model = replace(quick, for_model=True)
     call = masked(WINDOW[None, None])
-    found = rows_of(call, workload, for_model, either, kernel("mine"))
+    found = replayed(call, either, kernel("mine"), for_model=True)
     assert [found[name].restated_as for name in ("either", "mine")] == ["", "window 3/0"]
     assert [found[name].status for name in ("either", "mine")] == ["ok", "ok"]
 
 
-def test_flex_prefers_a_block_mask_that_is_kept(make_call: Callable[..., AttentionCall]) -> None:
+def test_flex_prefers_a_block_mask_that_is_kept() -> None:
     flex = catalogue()["flex"]
-    assert flex.prefers_rewritten_mask(make_call(is_causal=True))
-    assert not flex.prefers_rewritten_mask(make_call(seqused_k=torch.tensor([3])))
+    assert flex.prefers_rewritten_mask(random_call(is_causal=True))
+    assert not flex.prefers_rewritten_mask(random_call(seqused_k=torch.tensor([3])))
 
 
-def test_both_forms_are_timed_on_the_same_changing_inputs(rows: Rows) -> None:
+def test_both_forms_are_timed_on_the_same_changing_inputs(replayed: Replayed) -> None:
     """Timed samples are judged by the recorded call with the same input perturbation."""
     call = masked(WINDOW[None, None])
     before = {name: tensor.clone() for name, tensor in call.tensors().items()}
     takes_masks = [
         kernel(f"masked {place}", sdpa, unsupported=lambda _: None) for place in range(2)
     ]
-    found = rows(call, takes_masks[0], kernel("mine"), takes_masks[1], kernel("yours"))
+    found = replayed(call, takes_masks[0], kernel("mine"), takes_masks[1], kernel("yours"))
     assert {row.status for row in found.values()} == {"ok"}, [row.reason for row in found.values()]
     assert not any(row.changed_inputs for row in found.values())
     for name, tensor in call.tensors().items():
         assert torch.equal(tensor, before[name])
 
 
-def test_reused_result_is_found_in_the_rewritten_form(rows: Rows) -> None:
+def test_reused_result_is_found_in_the_rewritten_form(replayed: Replayed) -> None:
     kept: list[Tensor] = []
 
     def lazy(*args: Tensor, **options: Any) -> Tensor:
         kept.append(windowed(*args, **options))
         return kept[min(len(kept) - 1, 3)].clone()
 
-    found = rows(masked(WINDOW[None, None]), kernel("lazy", lazy))["lazy"]
+    found = replayed(masked(WINDOW[None, None]), kernel("lazy", lazy))["lazy"]
     assert found.status == "inaccurate"
     assert "when timed" in found.reason or "when called again" in found.reason
 
 
-def test_lengths_that_a_kernel_changes_are_restored(rows: Rows) -> None:
+def test_lengths_that_a_kernel_changes_are_restored(replayed: Replayed) -> None:
     def counting(*args: Tensor, **options: Any) -> Tensor:
         output = windowed(*args, **options)
         options["seqused_k"].sub_(1)
         return output
 
-    found = rows(masked(PADDING), kernel("counting", counting), kernel("mine"))
+    found = replayed(masked(PADDING), kernel("counting", counting), kernel("mine"))
     assert found["counting"].changed_inputs == ("seqused_k",)
     assert (found["counting"].status, found["mine"].status) == ("ok", "ok")

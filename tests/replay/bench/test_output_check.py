@@ -6,25 +6,17 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from replay.bench.settings import Settings
 from replay.isolation.inputs import POISON, Inputs
 from replay.kernels.registry import catalogue
 from replay.rows.row_files import row_to_json
-from tests.replay.bench.small_kernels import (
-    MakeCall,
-    MakeWorkload,
-    Register,
-    raising,
-    rows_of,
-    sdpa,
-)
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, Replayed, raising, sdpa
 from tests.replay.conftest import CALLS_TO_CHECK, CALLS_TO_WARM_UP
 
 OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
@@ -86,12 +78,10 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
 }
 
 
-def test_each_outcome_has_its_status(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
-    call = make_call(scale=0.3)
+def test_each_outcome_has_its_status(replayed: Replayed, kernels: Register) -> None:
+    call = random_call(scale=0.3)
     chosen = [kernels(name, attention) for name, (attention, _, _) in OUTCOMES.items()]
-    rows = rows_of(call, workload, quick, *chosen)
+    rows = replayed(call, *chosen)
     assert list(rows) == [*OUTCOMES, "torch-default"]
     for name, (_, status, reason) in OUTCOMES.items():
         row = rows[name]
@@ -106,13 +96,11 @@ def test_each_outcome_has_its_status(
 
 
 def test_unavailable_and_unsupported_kernels_are_not_called(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     never = raising(AssertionError("called"))
-    rows = rows_of(
-        make_call(),
-        workload,
-        quick,
+    rows = replayed(
+        random_call(),
         kernels("absent", never, unavailable=lambda device: f"not installed on {device}"),
         kernels("picky", never, unsupported=lambda call: f"head_dim {call.shape.head_dim}"),
         kernels("bad-check", never, unsupported=lambda call: f"{call.no_such_fact}"),
@@ -130,7 +118,7 @@ def test_unavailable_and_unsupported_kernels_are_not_called(
 
 
 def test_kernels_run_without_gradients_and_not_in_inference_mode(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     """Models run without inference mode, where launches would be cheaper."""
     modes: set[tuple[bool, bool]] = set()
@@ -139,13 +127,11 @@ def test_kernels_run_without_gradients_and_not_in_inference_mode(
         modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
         return sdpa(**arguments)
 
-    rows_of(make_call(), workload, quick, kernels("watching", watching))
+    replayed(random_call(), kernels("watching", watching))
     assert modes == {(False, False)}
 
 
-def test_timed_calls_are_judged(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
+def test_timed_calls_are_judged(replayed: Replayed, kernels: Register) -> None:
     """Kernels are right on the first call only, like a graph that lost a launch, or a stale
     result."""
     calls = 0
@@ -166,7 +152,7 @@ def test_timed_calls_are_judged(
     for attention in (loses_its_launch, changes_its_mind):
         calls = 0
         kernel = kernels(attention.__name__, attention)
-        row = rows_of(make_call(), workload, quick, kernel)[kernel.name]
+        row = replayed(random_call(), kernel)[kernel.name]
         assert row.status == "inaccurate"
         assert "wrong when" in row.reason
         assert row.speedup is None
@@ -174,9 +160,7 @@ def test_timed_calls_are_judged(
         assert row.accuracy.reference.nan_count or row.accuracy.reference.relative_l1 > 0.9
 
 
-def test_kernel_that_reuses_output_memory_is_flagged(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
+def test_kernel_that_reuses_output_memory_is_flagged(replayed: Replayed, kernels: Register) -> None:
     """A kernel that replays a CUDA graph reuses memory, so a model that keeps two outputs loses
     one."""
     buffers: dict[torch.Size, Tensor] = {}
@@ -186,7 +170,7 @@ def test_kernel_that_reuses_output_memory_is_flagged(
         return buffers.setdefault(output.shape, torch.empty_like(output)).copy_(output)
 
     chosen = (kernels("static", static), kernels("part", lambda **a: static(**a)[:]))
-    rows = rows_of(make_call(), workload, quick, *chosen, kernels("fresh", sdpa))
+    rows = replayed(random_call(), *chosen, kernels("fresh", sdpa))
     flag = "returns the same memory again: a later call overwrites an earlier output"
     assert {
         name: (rows[name].status, rows[name].flags) for name in ("static", "part", "fresh")
@@ -194,11 +178,7 @@ def test_kernel_that_reuses_output_memory_is_flagged(
 
 
 def test_unwritten_output_is_flagged(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: Replayed, kernels: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The content of new memory is unpredictable on a CPU, so this test fills it with one
     number."""
@@ -211,9 +191,9 @@ def test_unwritten_output_is_flagged(
     def leaves_all(**arguments: Any) -> Tensor:
         return torch.full_like(arguments["query"], held[-1])
 
-    call = make_call()
+    call = random_call()
     leaving = (kernels("a row", leaves_a_row), kernels("all", leaves_all))
-    rows = rows_of(call, workload, quick, *leaving, kernels("nothing", sdpa))
+    rows = replayed(call, *leaving, kernels("nothing", sdpa))
     assert call.shape.q_len == 9
     found = {name: (row.status, row.flags) for name, row in rows.items()}
     assert found["a row"] == ("inaccurate", ("leaves 64 output elements unwritten",))
@@ -226,11 +206,7 @@ def test_unwritten_output_is_flagged(
     "call_number", [1, 2, CALLS_TO_CHECK + 2, CALLS_TO_CHECK + CALLS_TO_WARM_UP + 2]
 )
 def test_kernel_that_exits_loses_only_its_row(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    call_number: int,
+    replayed: Replayed, kernels: Register, call_number: int
 ) -> None:
     """The kernel exits during its check, its determinism check, its warm-up or its timing."""
     calls = 0
@@ -243,9 +219,9 @@ def test_kernel_that_exits_loses_only_its_row(
         return sdpa(**arguments)
 
     others = {"prepare": lambda call: sys.exit(0)}
-    settings = replace(quick, errors_against="leaves") if call_number == 1 else quick
-    rows = rows_of(
-        make_call(), workload, settings, kernels("leaves", leaves), kernels("core", sdpa, **others)
+    settings = {"errors_against": "leaves"} if call_number == 1 else {}
+    rows = replayed(
+        random_call(), kernels("leaves", leaves), kernels("core", sdpa, **others), **settings
     )
     assert rows["core"].status == "ok"
     assert rows["core"].flags == ("no core time: SystemExit: 0",)
@@ -253,12 +229,10 @@ def test_kernel_that_exits_loses_only_its_row(
         assert (rows["leaves"].status, rows["leaves"].reason) == ("error", "SystemExit: 0")
 
 
-def test_errors_are_recorded_against_each_output(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
-    call = make_call(dtype=torch.bfloat16, with_output=True)
-    settings = replace(quick, errors_against="torch-flash", compare_stats=True)
-    row = rows_of(call, workload, settings, catalogue()["torch-math"])["torch-math"]
+def test_errors_are_recorded_against_each_output(replayed: Replayed, kernels: Register) -> None:
+    call = random_call(dtype=torch.bfloat16, with_output=True)
+    settings = {"errors_against": "torch-flash", "compare_stats": True}
+    row = replayed(call, catalogue()["torch-math"], **settings)["torch-math"]
     assert row.accuracy is not None
     assert row.accuracy.captured is not None
     assert row.accuracy.captured.max_abs == 0  # torch-math produced the recorded output
@@ -269,24 +243,21 @@ def test_errors_are_recorded_against_each_output(
     assert row.reference_summary is not None
     assert row.output_summary != row.reference_summary
 
-    without = rows_of(make_call(), workload, quick, catalogue()["torch-math"])["torch-math"]
+    without = replayed(random_call(), catalogue()["torch-math"])["torch-math"]
     assert without.accuracy is not None
     assert (without.accuracy.captured, without.accuracy.noise_floor) == (None, None)
     assert without.output_summary is None
 
 
-def test_compared_kernel_may_change_inputs_or_fail(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
+def test_compared_kernel_may_change_inputs_or_fail(replayed: Replayed, kernels: Register) -> None:
     def mutating(**arguments: Any) -> Tensor:
         arguments["key"].zero_()
         raise RuntimeError("broken")
 
     kernels("mutating", mutating)
-    call = make_call()
+    call = random_call()
     key = call.key.clone()
-    settings = replace(quick, errors_against="mutating")
-    rows = rows_of(call, workload, settings, catalogue()["torch-math"])
+    rows = replayed(call, catalogue()["torch-math"], errors_against="mutating")
     assert torch.equal(call.key, key)
     assert rows["torch-math"].status == "ok"
     assert rows["torch-math"].accuracy is not None
@@ -297,23 +268,19 @@ def test_compared_kernel_may_change_inputs_or_fail(
 
 
 def test_quantised_kernels_are_judged_by_their_own_rule(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     rough: Callable[..., Tensor] = lambda **a: sdpa(**a) * 1.05  # noqa: E731 - a kernel's name
-    call = make_call(dtype=torch.bfloat16)
-    rows = rows_of(
-        call,
-        workload,
-        quick,
-        kernels("rough", rough),
-        kernels("rough-int8", rough, accuracy_class="quantised"),
+    call = random_call(dtype=torch.bfloat16)
+    rows = replayed(
+        call, kernels("rough", rough), kernels("rough-int8", rough, accuracy_class="quantised")
     )
     assert rows["rough"].status == "inaccurate"
     assert rows["rough-int8"].status == "ok"
 
 
 def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     """A channel of recorded keys may be far from zero if its mean can be subtracted."""
 
@@ -324,8 +291,8 @@ def test_quantised_kernel_that_smooths_its_keys_is_right_when_timed(
     def smoothed(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         return sdpa(rounded(query), rounded(key - key.mean(2, keepdim=True)), value, **options)
 
-    call = make_call(q_len=64, kv_len=64)
+    call = random_call(q_len=64, kv_len=64)
     call.key[..., 3] += 200
     kernel = kernels("smoothed-int8", smoothed, accuracy_class="quantised")
-    row = rows_of(call, workload, quick, kernel)["smoothed-int8"]
+    row = replayed(call, kernel)["smoothed-int8"]
     assert row.status == "ok", row.reason

@@ -15,23 +15,24 @@ from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage.call_file import PackedCall
 from replay.bench.runner import replay_here
-from replay.bench.settings import Settings, WorkerOptions
+from replay.bench.settings import WorkerOptions
 from replay.kernels.registry import Kernel, catalogue, find
 from replay.rows.row import Mask, Roof, Row
 from replay.timing.flops import gb_per_s, tflops
 from replay.timing.rounds import Samples, measure
 from replay.workloads.recorded import from_directory
+from replay.workloads.workload import Workload
 from tests.factories import made_workload, random_call, settings
-from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
+from tests.replay.bench.small_kernels import Register, Replayed, sdpa
 from tests.variant_calls import CALLS, paged_call
 
 
+def workload(call: AttentionCall, name: str = "call") -> Workload:
+    return made_workload(name, lambda device: call)
+
+
 def test_row_names_timer_and_cache(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: Replayed, kernels: Register, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -41,9 +42,7 @@ def test_row_names_timer_and_cache(
         return {name: replace(each, layer_host_ms=(0.5, 0.7, 0.9)) for name, each in found.items()}
 
     monkeypatch.setattr("replay.bench.runner.measure", on_a_gpu)
-    row = rows_of(make_call(), workload, replace(quick, calls_before=2), kernels("right", sdpa))[
-        "right"
-    ]
+    row = replayed(random_call(), kernels("right", sdpa), calls_before=2)["right"]
     assert asked == [2]
     assert (row.cache, row.calls_before, row.timer) == ("warm", 2, "perf_counter")
     assert row.layer_host_ms is not None
@@ -52,10 +51,8 @@ def test_row_names_timer_and_cache(
 
 @pytest.mark.parametrize(("share", "is_told"), [(0.5, True), (1.04, True), (1.06, False)])
 def test_share_above_the_roof_is_withheld(
-    make_call: MakeCall,
-    workload: MakeWorkload,
+    replayed: Replayed,
     kernels: Register,
-    quick: Settings,
     monkeypatch: pytest.MonkeyPatch,
     share: float,
     is_told: bool,
@@ -66,18 +63,18 @@ def test_share_above_the_roof_is_withheld(
         found = measure(names, *arguments, **options)
         return {name: replace(each, ms=(1000.0,) * len(each.ms)) for name, each in found.items()}
 
-    call = make_call()
+    call = random_call()
     roof = Roof(tflops(call, 1000.0) / share, 1e9)
     monkeypatch.setattr("replay.bench.runner.measure", of_a_second)
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: roof)
-    row = rows_of(call, workload, replace(quick, roofline=True), kernels("right", sdpa))["right"]
+    row = replayed(call, kernels("right", sdpa), roofline=True)["right"]
     assert row.roof == roof
     assert row.roof_share == (pytest.approx(share) if is_told else None)
     assert any(flag.startswith("no share of the roof: ") for flag in row.flags) != is_told
 
 
 def test_kernel_that_fails_while_timed_has_its_reason(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     calls = 0
 
@@ -88,7 +85,7 @@ def test_kernel_that_fails_while_timed_has_its_reason(
             raise RuntimeError("tired")
         return sdpa(**arguments)
 
-    rows = rows_of(make_call(), workload, quick, kernels("tires", tires))
+    rows = replayed(random_call(), kernels("tires", tires))
     assert (rows["tires"].status, rows["tires"].reason) == ("error", "RuntimeError: tired")
     assert (rows["tires"].time_ms, rows["tires"].speedup) == (None, None)
     assert rows["torch-default"].time_ms is not None
@@ -112,17 +109,15 @@ def test_kernel_that_fails_while_timed_has_its_reason(
     ],
 )
 def test_baseline_is_what_the_model_called(
-    make_call: MakeCall,
-    workload: MakeWorkload,
+    replayed: Replayed,
     kernels: Register,
-    quick: Settings,
     backend: str,
     disabled: list[str],
     chosen: str | None,
     expected: str,
 ) -> None:
-    call = make_call(origin={"backend": backend, "disabled_backends": disabled})
-    rows = rows_of(call, workload, replace(quick, baseline=chosen), kernels("mine", sdpa))
+    call = random_call(origin={"backend": backend, "disabled_backends": disabled})
+    rows = replayed(call, kernels("mine", sdpa), baseline=chosen)
     assert list(rows) == ["mine", expected]
     assert rows["mine"].call.backend == backend
     speedup = rows["mine"].speedup
@@ -143,16 +138,11 @@ def test_baseline_is_what_the_model_called(
     ],
 )
 def test_other_backend_than_recorded_is_flagged(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    quick: Settings,
-    backend: str,
-    device: str,
-    is_flagged: bool,
+    replayed: Replayed, backend: str, device: str, is_flagged: bool
 ) -> None:
-    call = make_call(origin={"backend": backend, "device": device})
+    call = random_call(origin={"backend": backend, "device": device})
     chosen = (catalogue()[name] for name in ("torch-default", "torch-math"))
-    rows = rows_of(call, workload, quick, *chosen)
+    rows = replayed(call, *chosen)
     flag = f"PyTorch chooses torch-flash here, and chose {backend} when the call was recorded"
     found = {
         name: [each for each in row.flags if each.startswith("PyTorch chooses")]
@@ -163,26 +153,20 @@ def test_other_backend_than_recorded_is_flagged(
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1e-9, 6), (1e9, 8)])
 def test_slow_kernels_get_six_rounds_and_say_so(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    seconds: float,
-    rounds: int,
+    replayed: Replayed, kernels: Register, seconds: float, rounds: int
 ) -> None:
-    settings = replace(quick, rounds=8, max_seconds=seconds)
-    for row in rows_of(make_call(), workload, settings, kernels("mine", sdpa)).values():
+    for row in replayed(
+        random_call(), kernels("mine", sdpa), rounds=8, max_seconds=seconds
+    ).values():
         assert row.time_ms is not None
         assert row.time_ms.n == rounds
         assert ("took longer than --max-seconds" in row.flags) == (rounds == 6)
 
 
-def test_model_whose_backend_must_not_run_is_compared_with_the_default(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
-) -> None:
-    call = make_call(origin={"backend": "torch-math"})
+def test_model_whose_backend_must_not_run_is_compared_with_the_default(kernels: Register) -> None:
+    call = random_call(origin={"backend": "torch-math"})
     options = WorkerOptions(excluded=("torch-math",))
-    found = replay_here([workload(call)], [kernels("mine", sdpa)], quick, options=options)
+    found = replay_here([workload(call)], [kernels("mine", sdpa)], settings(), options=options)
     rows = {row.kernel: row for row in found}
     assert list(rows) == ["mine", "torch-default"]
     assert rows["mine"].speedup is not None
@@ -190,18 +174,16 @@ def test_model_whose_backend_must_not_run_is_compared_with_the_default(
 
 
 def test_nothing_is_compared_with_an_inaccurate_baseline(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings
+    replayed: Replayed, kernels: Register
 ) -> None:
     kernels("broken", lambda **a: torch.zeros_like(a["query"]))
-    rows = rows_of(make_call(), workload, replace(quick, baseline="broken"), kernels("mine", sdpa))
+    rows = replayed(random_call(), kernels("mine", sdpa), baseline="broken")
     assert rows["broken"].status == "inaccurate"
     assert rows["mine"].status == "ok"
     assert rows["mine"].speedup is None
 
 
-def test_broken_file_is_one_row_and_the_others_run(
-    make_call: MakeCall, workload: MakeWorkload, quick: Settings
-) -> None:
+def test_broken_file_is_one_row_and_the_others_run() -> None:
     def broken(device: torch.device) -> AttentionCall:
         raise DatasetError("b.safetensors: altered since it was recorded")
 
@@ -209,12 +191,12 @@ def test_broken_file_is_one_row_and_the_others_run(
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     workloads = [
-        workload(make_call(), "a"),
+        workload(random_call(), "a"),
         made_workload("b", broken),
         made_workload("c", huge),
-        workload(make_call(), "d"),
+        workload(random_call(), "d"),
     ]
-    produced: Iterator[Row] = replay_here(workloads, [catalogue()["torch-math"]], quick)
+    produced: Iterator[Row] = replay_here(workloads, [catalogue()["torch-math"]], settings())
     rows = [(row.call.name, row.kernel, row.status) for row in produced]
     assert rows == [
         ("a", "torch-math", "ok"),
@@ -226,22 +208,17 @@ def test_broken_file_is_one_row_and_the_others_run(
     ]
 
 
-def test_row_has_the_facts_of_its_call(
-    make_call: MakeCall, workload: MakeWorkload, quick: Settings
-) -> None:
+def test_row_has_the_facts_of_its_call(replayed: Replayed) -> None:
     mask = torch.ones(1, 1, 9, 13, dtype=torch.bool)
-    call = make_call(attn_mask=mask, origin={"module": "layers.0", "step": 3, "phase": "denoise"})
-    facts = rows_of(call, workload, quick)["torch-default"].call
+    call = random_call(attn_mask=mask, origin={"module": "layers.0", "step": 3, "phase": "denoise"})
+    facts = replayed(call)["torch-default"].call
     assert (facts.name, facts.model, facts.module, facts.step) == ("call", "model", "layers.0", 3)
     assert (facts.mask, facts.dtype) == (Mask("bool", (1, 1, 9, 13)), "float32")
     assert facts.shape == call.shape
 
 
-def test_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it() -> None:
-    call = CALLS["window"]
-    workload = made_workload("call", lambda device: call)
-    kernels = [find(name) for name in ("torch-flash", "torch-masked", "eager")]
-    rows = {row.kernel: row for row in replay_here([workload], kernels, settings())}
+def test_call_beyond_sdpa_has_rows_of_the_kernels_that_know_it(replayed: Replayed) -> None:
+    rows = replayed(CALLS["window"], *map(find, ("torch-flash", "torch-masked", "eager")))
     assert rows["torch-flash"].status == "unsupported"
     assert rows["torch-flash"].reason == "has no sliding window"
     assert rows["eager"].status == rows["torch-masked"].status == "ok"
@@ -268,15 +245,13 @@ def test_call_in_pages_has_rows_of_the_kernels_that_read_them(tmp_path: Path) ->
     assert rows[7].gb_per_s == pytest.approx(gb_per_s(shared, rows[7].time_ms.p50))
 
 
-def test_kernel_that_reads_a_wrong_page_is_inaccurate() -> None:
+def test_kernel_that_reads_a_wrong_page_is_inaccurate(replayed: Replayed) -> None:
     def shifted(**arguments: Any) -> Tensor:
         table = arguments["page_table"]
         return find("eager").attention(**{**arguments, "page_table": table.roll(1, 0)})
 
-    call = paged_call([40, 40], 16)
     kernel = Kernel("shifted", shifted, features=frozenset({"paged"}))
-    rows = replay_here([made_workload("call", lambda device: call)], [kernel], settings())
-    assert {row.kernel: row.status for row in rows}["shifted"] == "inaccurate"
+    assert replayed(paged_call([40, 40], 16), kernel)["shifted"].status == "inaccurate"
 
 
 SEES_NOTHING = {
@@ -297,31 +272,29 @@ SEES_NOTHING = {
 
 @pytest.mark.parametrize("name", SEES_NOTHING)
 def test_call_in_which_no_query_sees_a_key_has_its_rows(
-    name: str, workload: MakeWorkload, quick: Settings, monkeypatch: pytest.MonkeyPatch
+    name: str, replayed: Replayed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computing the zero outputs takes time, but no share of a roof is defined."""
     monkeypatch.setattr("replay.bench.runner.measure_roof", lambda *_: Roof(1.0, 10.0))
-    rows = rows_of(SEES_NOTHING[name], workload, replace(quick, roofline=True), find("eager"))
+    rows = replayed(SEES_NOTHING[name], find("eager"), roofline=True)
     eager = rows["eager"]
     assert (eager.status, eager.tflops, eager.flop_per_byte) == ("ok", 0.0, 0.0)
     assert eager.time_ms is not None
     assert eager.roof_share is None
 
 
-def test_kernel_that_is_wrong_without_keys_is_found(
-    workload: MakeWorkload, quick: Settings, kernels: Register
-) -> None:
+def test_kernel_that_is_wrong_without_keys_is_found(replayed: Replayed, kernels: Register) -> None:
     def ones(query: Tensor, **arguments: Any) -> Tensor:
         return torch.ones_like(query)
 
-    rows = rows_of(SEES_NOTHING["no keys"], workload, quick, kernels("ones", ones))
+    rows = replayed(SEES_NOTHING["no keys"], kernels("ones", ones))
     assert rows["ones"].status == "inaccurate"
     assert rows["torch-default"].status == "ok"
 
 
-def test_call_without_queries_is_one_error_row(workload: MakeWorkload, quick: Settings) -> None:
+def test_call_without_queries_is_one_error_row() -> None:
     calls = [random_call(q_len=0), random_call(q_len=0, kv_len=0), random_call()]
-    found = list(replay_here([workload(call) for call in calls], [find("eager")], quick))
+    found = list(replay_here([workload(call) for call in calls], [find("eager")], settings()))
     assert [(row.kernel, row.status) for row in found] == [
         ("", "error"),
         ("", "error"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from replay.bench.output_check import OutputNotSaved
-from replay.bench.settings import Settings
-from tests.replay.bench.small_kernels import MakeCall, MakeWorkload, Register, rows_of, sdpa
+from tests.factories import random_call
+from tests.replay.bench.small_kernels import Register, Replayed, sdpa
 
 
-def test_outputs_are_saved(
-    make_call: MakeCall, workload: MakeWorkload, kernels: Register, quick: Settings, tmp_path: Path
-) -> None:
-    call = make_call(dtype=torch.bfloat16)
+def test_outputs_are_saved(replayed: Replayed, kernels: Register, tmp_path: Path) -> None:
+    call = random_call(dtype=torch.bfloat16)
     transposed = kernels("mine", lambda **a: sdpa(**a).transpose(1, 2).contiguous().transpose(1, 2))
-    rows_of(call, workload, replace(quick, save_output=tmp_path), transposed)
+    replayed(call, transposed, save_output=tmp_path)
     saved = load_file(tmp_path / "call" / "mine.safetensors")["output"]
     assert torch.equal(saved, sdpa(**call.arguments()))
     assert (tmp_path / "call" / "torch-default.safetensors").is_file()
@@ -30,33 +27,22 @@ def test_outputs_are_saved(
     "name", ["../../up", "a/b.py:f", "x" * 300, "/etc/x", "[red]", "=1+1", ".."]
 )
 def test_output_file_stays_in_the_folder_for_any_kernel_name(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    kernels: Register,
-    quick: Settings,
-    tmp_path: Path,
-    name: str,
+    replayed: Replayed, kernels: Register, tmp_path: Path, name: str
 ) -> None:
     kept = tmp_path / "in" / "kept"
-    rows_of(make_call(), workload, replace(quick, save_output=kept), kernels(name, sdpa))
+    replayed(random_call(), kernels(name, sdpa), save_output=kept)
     assert len(list(kept.glob("call/*"))) == 2
     assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 2
 
 
-def test_unwritable_folder_ends_the_replay(
-    make_call: MakeCall, workload: MakeWorkload, quick: Settings, tmp_path: Path
-) -> None:
+def test_unwritable_folder_ends_the_replay(replayed: Replayed, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
-        rows_of(make_call(), workload, replace(quick, save_output=tmp_path / "file"))
+        replayed(random_call(), save_output=tmp_path / "file")
 
 
 def test_full_disk_leaves_no_partial_output(
-    make_call: MakeCall,
-    workload: MakeWorkload,
-    quick: Settings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    replayed: Replayed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(tensors: object, path: Path) -> None:
         path.write_bytes(b"half")
@@ -64,5 +50,5 @@ def test_full_disk_leaves_no_partial_output(
 
     monkeypatch.setattr("replay.bench.output_check.save_file", fail)
     with pytest.raises(OutputNotSaved, match=r"^cannot write .*No space left .*: make room$"):
-        rows_of(make_call(), workload, replace(quick, save_output=tmp_path))
+        replayed(random_call(), save_output=tmp_path)
     assert not list(tmp_path.rglob("*.safetensors"))
