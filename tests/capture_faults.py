@@ -40,9 +40,10 @@ from capture.errors import CaptureError, DatasetError, RecordingWarning
 from capture.hooks import interceptor
 from capture.recording import memory, writer
 from capture.recording.recording import Recording
-from capture.storage.dataset import MANIFEST, Dataset
+from capture.storage.dataset import MANIFEST
 from capture.storage.journal import read
 from capture.storage.repair import repair
+from capture.storage.unfinished import UnfinishedCapture
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "capture_faults.csv"
 
@@ -326,13 +327,9 @@ def kill(scratch: Path, way: str, seconds: float, *, overwrite: bool, begun: boo
         journals = (
             [read(path) for path in directory.glob("*.journal")] if directory.exists() else []
         )
-        left = [
-            (Dataset.from_journal(directory, each, over=True), each)
-            for each in journals
-            if each is not None
-        ]
-        completed = sum(len(found) for found, _ in left)
-        in_memory = sum(found.lacks(each) for found, each in left)
+        left = [UnfinishedCapture.of(each, over=True) for each in journals if not each.is_empty]
+        completed = sum(len(found.entries) for found in left)
+        in_memory = sum(each.lost for each in journals)
         if overwrite:
             assert kept_in(directory) == 3, "the earlier capture is gone"
         elif completed:

@@ -167,7 +167,7 @@ class Recording:
         except Exception as error:
             self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
         finally:  # also after a second Ctrl-C
-            self._end(self._writer, complete=complete)
+            self._end(complete=complete)
             self.counts.flush_seconds = time.perf_counter() - began
         return True
 
@@ -177,7 +177,7 @@ class Recording:
         self.calls.lock = threading.RLock()  # a thread of the parent may hold the old lock
         self._target.abandon()
 
-    def _end(self, writer: Writer, *, complete: bool) -> None:
+    def _end(self, *, complete: bool) -> None:
         """Add the stored calls to the manifest."""
         try:
             self.calls.kept.give_up()
@@ -188,7 +188,7 @@ class Recording:
             self.may_have_run = self._context.tracker.may_have_run
             self._context.tracker.forget()
             self.capture.missed_attention = [each.to_json() for each in self._missed_attention]
-            for problem in self._target.end(self.capture, writer.completed):
+            for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:
             self.tell(

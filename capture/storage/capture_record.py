@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from capture.call.attention_call import Origin
 from capture.storage.json_data import fields_of, required, typed, with_names
 
 
@@ -38,6 +39,11 @@ class CaptureRecord:
 
     missed_attention: list[dict[str, Any]] = field(default_factory=list)
     """Attention that is not in the census (`capture.hooks.missed_attention`)."""
+
+    @classmethod
+    def of(cls, origin: Origin) -> CaptureRecord:
+        """Return a record with the data that a call of the capture contains."""
+        return cls(origin.model, origin.weights, device=origin.device, versions=origin.versions)
 
     def is_same(self, other: CaptureRecord) -> bool:
         """Return whether both records describe the same capture, even at different times."""

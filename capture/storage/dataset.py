@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -32,17 +32,14 @@ from capture.storage.cached_copy import CachedCopy, ProgressReport, no_report
 from capture.storage.call_file import FORMAT, FileEntry, file_path
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.joined_calls import JoinedCalls
-from capture.storage.journal import JournalContents, call_files, index_of, is_call_file, journals
+from capture.storage.journal import JournalContents, is_call_file, journals
 from capture.storage.json_data import parsed, required, shown
 from capture.storage.locations import cached_copy_of
 from capture.storage.names import LONGEST_MANIFEST, MANIFEST
 from capture.storage.notebook import dataset_html
+from capture.storage.unfinished import UnfinishedCapture
 from capture.text.counted import counted
 from capture.text.printable import quoted
-
-_MOST_CAPTURES = 10_000
-_MOST_DAMAGED = 1_000
-"""Maximum number of damaged entries in a manifest. Above it, the files are read instead."""
 
 
 @dataclass(frozen=True)
@@ -96,21 +93,12 @@ class Dataset(Sequence[AttentionCall]):
                 its manifest has another format.
         """
         cached_copy = cached_copy_of(where, report)
-        directory = Path(where) if cached_copy is None else cached_copy.directory
-        # Journals are read before the manifest. If a capture ends in between, the manifest lists
-        # it, because its journal is deleted only after the manifest is written.
-        unfinished = journals(directory) if directory.is_dir() else []
-        dataset = cls.listed(directory)
-        dataset.cached_copy = cached_copy
-        dataset._add_journals(unfinished)
+        dataset = cls.open_or_new(Path(where), cached_copy)
         dataset.checks = check
-        if cached_copy is not None:
-            dataset.entries = [replace(entry, cached_copy=cached_copy) for entry in dataset.entries]
-            dataset._name_as_given(cached_copy.address)
         if not dataset.entries:
-            reasons = [str(each.error) for each in dataset.damaged[:3]]
-            why = "; ".join([dataset.note, *reasons] if dataset.note else reasons)
-            remedy = f"; record some with `capture --model NAME --out {quoted(directory)}`"
+            reasons = [dataset.note, *(str(each.error) for each in dataset.damaged[:3])]
+            why = "; ".join(filter(None, reasons))
+            remedy = f"; record some with `capture --model NAME --out {quoted(dataset.directory)}`"
             raise DatasetError(
                 f"{dataset.address}: holds no recorded calls{why and f' ({why})'}"
                 f"{remedy if cached_copy is None else ''}"
@@ -118,30 +106,38 @@ class Dataset(Sequence[AttentionCall]):
         return dataset
 
     @classmethod
-    def open_or_new(cls, directory: Path) -> Dataset:
-        """Open a directory for writing; the directory may have no recorded calls."""
+    def open_or_new(cls, directory: Path, cached_copy: CachedCopy | None = None) -> Dataset:
+        """Open a directory, which may have no recorded calls.
+
+        Args:
+            cached_copy: the copy in the cache to open instead.
+        """
+        if cached_copy is not None:
+            directory = cached_copy.directory
+        # Journals are read before the manifest. If a capture ends in between, the manifest lists
+        # it, because its journal is deleted only after the manifest is written.
         unfinished = journals(directory) if directory.is_dir() else []
         dataset = cls.listed(directory)
-        dataset._add_journals(unfinished)
+        dataset.cached_copy = cached_copy
+        for journal in unfinished:
+            if not journal.is_empty:
+                dataset._add_unfinished(journal)
+        if cached_copy is not None:
+            dataset.entries = [replace(entry, cached_copy=cached_copy) for entry in dataset.entries]
+            dataset._name_as_given(cached_copy.address)
         return dataset
 
     @classmethod
-    def listed(
-        cls, directory: Path, unfinished: Sequence[JournalContents] | None = None
-    ) -> Dataset:
-        """Read only the manifest, without the journals of captures that have not ended.
-
-        Args:
-            unfinished: journals that have already been read; None to read them when needed.
-        """
+    def listed(cls, directory: Path) -> Dataset:
+        """Read only the manifest, without the journals of captures that have not ended."""
         manifest = directory / MANIFEST
         if not os.path.lexists(manifest):
-            return cls._rebuilt(directory, f"{manifest} is missing", unfinished)
+            return cls._rebuilt(directory, f"{manifest} is missing")
         try:
             captures, items = _read_manifest(manifest)
             entries, damaged = _checked(manifest, items)
         except ValueError as error:
-            return cls._rebuilt(directory, f"{manifest} is damaged ({error})", unfinished)
+            return cls._rebuilt(directory, f"{manifest} is damaged ({error})")
         unchecked = sum(entry.checksum is None for entry in entries.values())
         note = unchecked and (
             f"{manifest} lacks the checksums of {unchecked} of its files, so that changes to them "
@@ -150,77 +146,22 @@ class Dataset(Sequence[AttentionCall]):
         captures += _missing_records(captures, entries.values())
         return cls(directory, list(entries.values()), captures, note or "", damaged)
 
-    @classmethod
-    def from_journal(
-        cls,
-        directory: Path,
-        journalled: JournalContents,
-        *,
-        over: bool,
-        record: CaptureRecord | None = None,
-        completed: Collection[int] | None = None,
-    ) -> Dataset:
-        """Return a dataset with the capture that a journal describes.
+    def merge(self, capture: UnfinishedCapture) -> None:
+        """Add a capture, and replace an earlier capture of the same model.
 
-        Args:
-            over: True if no process writes the capture any more. In this case, files without a
-                line in the journal may also be complete.
-            record: record of the capture; None to read it from the journal.
-            completed: indices of the complete calls; None to read them from the journal.
+        Existing entries of the same capture are kept. An earlier capture is kept if the new one
+        has no calls.
         """
-        if record is None and journalled.capture is not None:
-            try:
-                record = CaptureRecord.from_json(journalled.capture)
-            except ValueError:
-                journalled.damaged += 1
-        entries: dict[Path, FileEntry] = {}
-        for item in journalled.files.values():
-            try:
-                entry = FileEntry.from_json(directory, item)
-                if over and not os.path.lexists(entry.path):
-                    continue
-                entries[entry.path] = entry
-                record = record or _record_of(entry)
-            except ValueError:
-                journalled.damaged += 1
-        for path in call_files(directory, journalled.stem) if over else []:
-            if path not in entries and journalled.may_be_complete(path, completed):
-                with contextlib.suppress(DatasetError):
-                    entry = FileEntry.read(path)
-                    # Without a readable line in the journal, the model's name comes from a file.
-                    if record is None or (not entries and record.model != entry.origin.model):
-                        record = _record_of(entry)
-                    is_its_own = entry.origin.call_index == index_of(path)
-                    if is_its_own and entry.origin.model == record.model:
-                        entries[path] = entry
-        if record is None:
-            raise ValueError("no line describes the capture")
-        ordered = sorted(entries.values(), key=lambda entry: entry.origin.call_index)
-        if completed is not None:
-            ordered = [entry for entry in ordered if entry.origin.call_index in completed]
-        return cls(directory, ordered, [record])
-
-    def merge(self, other: Dataset) -> None:
-        """Add the capture of another dataset, and replace an earlier capture of the same model.
-
-        Existing entries of the same capture are kept. An earlier capture is kept if the other
-        dataset has no calls.
-        """
-        [capture] = other.captures
-        earlier = self.capture_of(capture.model)
-        if earlier is not None and not other.entries:
+        record = capture.record
+        earlier = self.capture_of(record.model)
+        if earlier is not None and not capture.entries:
             return
-        if earlier is not None and not earlier.is_same(capture):
-            self.entries = [entry for entry in self.entries if entry.origin.model != capture.model]
-        others = [record for record in self.captures if record.model != capture.model]
-        self.captures = [*others, capture]
+        if earlier is not None and not earlier.is_same(record):
+            self.entries = [entry for entry in self.entries if entry.origin.model != record.model]
+        others = [each for each in self.captures if each.model != record.model]
+        self.captures = [*others, record]
         listed = {entry.path for entry in self.entries}
-        self.entries += [entry for entry in other.entries if entry.path not in listed]
-
-    def lacks(self, journalled: JournalContents) -> int:
-        """Return the number of calls that were never written; 0 if the journal is damaged."""
-        there = {entry.origin.call_index for entry in self.entries}
-        return 0 if journalled.damaged else len(journalled.sampled - there)
+        self.entries += [entry for entry in capture.entries if entry.path not in listed]
 
     def read_damaged(self) -> int:
         """Read the files whose entries are damaged; return the number of files that were read."""
@@ -260,10 +201,6 @@ class Dataset(Sequence[AttentionCall]):
         errors = self.cached_copy.fetch_all(wanted, report)
         return [DamagedFile(path, error) for path, error in errors.items()]
 
-    def _add_journals(self, unfinished: Iterable[JournalContents]) -> None:
-        for journalled in unfinished:
-            self._add_unfinished(journalled)
-
     def _name_as_given(self, address: str) -> None:
         """Replace the path of the copy in notes and errors with the dataset's address."""
         self.note = self.note.replace(str(self.directory), address)
@@ -272,61 +209,56 @@ class Dataset(Sequence[AttentionCall]):
             for each in self.damaged
         ]
 
-    def _add_unfinished(self, journalled: JournalContents) -> None:
+    def _add_unfinished(self, journal: JournalContents) -> None:
+        repair = f"`capture repair {quoted(self.directory)}`"
         try:
-            over = journalled.active is False and self.cached_copy is None
-            found = Dataset.from_journal(self.directory, journalled, over=over)
-            [capture] = found.captures
-            model, listed = capture.model, self.capture_of(capture.model)
-            if listed is not None and listed.supersedes(capture):
-                return
-            is_other = listed is not None and not listed.is_same(capture)
-            # A capture that was killed before its first complete call has nothing to list.
-            has_ended_empty = journalled.active is False and not found.entries
-            if not journalled.replaces and not is_other and not has_ended_empty:
-                self.merge(found)
+            over = journal.active is False and self.cached_copy is None
+            capture = UnfinishedCapture.of(journal, over=over)
         except ValueError as error:
-            self._add_note(f"{journalled.path} is damaged ({error})")
+            self._add_note(f"{journal.path} is damaged ({error})")
             return
+        model, listed = capture.record.model, self.capture_of(capture.record.model)
+        if listed is not None and listed.supersedes(capture.record):
+            return
+        is_other = listed is not None and not listed.is_same(capture.record)
+        # A capture that was killed before its first complete call has nothing to list.
+        has_ended_empty = journal.active is False and not capture.entries
+        if not journal.replaces and not is_other and not has_ended_empty:
+            self.merge(capture)
+        complete = counted(len(capture.entries), "complete call")
         if self.cached_copy is not None:
-            done = counted(len(found), "complete call")
-            damage = ", and its journal is damaged" if journalled.damaged else ""
-            self._add_note(f"the capture of {model} had not ended: {done}{damage}")
-            return
-        if journalled.active:
+            damage = ", and its journal is damaged" if journal.damaged else ""
+            self._add_note(f"the capture of {model} had not ended: {complete}{damage}")
+        elif journal.active:
             self._add_note(f"{model} is still being recorded")
-            return
-        if journalled.active is None:
+        elif journal.active is None:
             self._add_note(
                 f"{model} is still being recorded or was killed (the file system has no locks that "
-                "would show it); if it was killed, finish it with "
-                f"`capture repair {quoted(self.directory)}`"
+                f"would show it); if it was killed, finish it with {repair}"
             )
-            return
-        lost = found.lacks(journalled)
-        end = "ended, but is not in the manifest" if journalled.ended else "was killed"
-        state = f"the capture of {model} {end}: {counted(len(found), 'complete call')}" + (
-            f", {lost} more only in memory" if lost else ""
-        )
-        if journalled.damaged:
-            state += f", and {counted(journalled.damaged, 'line')} of its journal cannot be read"
-        kept = "; the capture that the manifest lists is read" if is_other else ""
-        if journalled.replaces:
-            kept = "; the earlier capture, which it was to replace, is read"
-        self._add_note(f"{state}{kept}; finish it with `capture repair {quoted(self.directory)}`")
+        else:
+            end = "ended, but is not in the manifest" if journal.ended else "was killed"
+            state = f"the capture of {model} {end}: {complete}"
+            if journal.lost:
+                state += f", {journal.lost} more only in memory"
+            if journal.damaged:
+                state += f", and {counted(journal.damaged, 'line')} of its journal cannot be read"
+            if journal.replaces:
+                state += "; the earlier capture, which it was to replace, is read"
+            elif is_other:
+                state += "; the capture that the manifest lists is read"
+            self._add_note(f"{state}; finish it with {repair}")
 
     def _add_note(self, text: str) -> None:
         self.note = "; ".join(filter(None, (self.note, text)))
 
     @classmethod
-    def _rebuilt(
-        cls, directory: Path, why: str, unfinished: Sequence[JournalContents] | None
-    ) -> Dataset:
+    def _rebuilt(cls, directory: Path, why: str) -> Dataset:
         entries, damaged = [], []
         # Files are listed before journals are read, because captures may be writing files.
         paths = sorted(directory.glob("[!.]*.safetensors"))
-        for journalled in journals(directory) if unfinished is None else unfinished:
-            paths = [path for path in paths if not is_call_file(path, journalled.stem)]
+        for journal in journals(directory):
+            paths = [path for path in paths if not is_call_file(path, journal.stem)]
         for path in paths:
             try:
                 entries.append(FileEntry.read(path))
@@ -428,16 +360,8 @@ def _missing_records(
 ) -> list[CaptureRecord]:
     """Return a new record for each capture that has entries but no record."""
     recorded = {capture.model for capture in captures}
-    entries_of = {entry.origin.model: entry for entry in entries}
-    return [_record_of(entry) for model, entry in entries_of.items() if model not in recorded]
-
-
-def _record_of(entry: FileEntry) -> CaptureRecord:
-    """Return a record of a capture with the data that one of its calls contains."""
-    origin = entry.origin
-    return CaptureRecord(
-        model=origin.model, weights=origin.weights, device=origin.device, versions=origin.versions
-    )
+    origins = {entry.origin.model: entry.origin for entry in entries}
+    return [CaptureRecord.of(each) for model, each in origins.items() if model not in recorded]
 
 
 def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
@@ -455,10 +379,7 @@ def _read_manifest(manifest: Path) -> tuple[list[CaptureRecord], list[Any]]:
             manifest,
         )
     records = required(data, "captures", list[Any])
-    items = required(data, "files", list[Any])
-    if len(records) > _MOST_CAPTURES:
-        raise ValueError(f"{len(records)} captures (at most {_MOST_CAPTURES} are read)")
-    return [CaptureRecord.from_json(record) for record in records], items
+    return [CaptureRecord.from_json(each) for each in records], required(data, "files", list[Any])
 
 
 def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], list[DamagedFile]]:
@@ -473,8 +394,6 @@ def _checked(manifest: Path, items: list[Any]) -> tuple[dict[Path, FileEntry], l
                 raise ValueError("listed twice")
             entries[path] = FileEntry.from_json(manifest.parent, item)
         except ValueError as error:
-            if len(damaged) == _MOST_DAMAGED:
-                raise ValueError(f"more than {_MOST_DAMAGED} damaged entries") from error
             reason = f"its entry in the manifest is damaged ({error})"
             damaged.append(DamagedFile(path, DatasetError(reason, path)))
     return entries, damaged

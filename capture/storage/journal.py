@@ -1,8 +1,7 @@
 """Writes and reads the journal of a capture in progress, an append-only file.
 
     cogvideo.journal        one JSON object per line, followed by a tab and its CRC-32:
-        {"capture": {…}, "replaces": false, "boot": "…"}
-                                                the first line
+        {"capture": {…}, "replaces": false}     the first line
         {"sampled": 12, "dropped": [3]}         call 12 was chosen, and is in memory; call 3 was
                                                 dropped for it
         {"file": "cogvideo-000012.safetensors", "bytes": …, "checksum": …, "call": {…}}
@@ -13,10 +12,6 @@
 The line of a call's file is written when the file is complete and its checksum is known. When the
 capture ends, the manifest is written from the journal, and the journal is deleted. A journal
 without a lock belongs to a capture that was killed. Incomplete or damaged lines are skipped.
-
-In a killed capture, a call's file may be complete although its line was lost or never written. Such
-a file is read (`JournalContents.may_be_complete`) if the system has not restarted since then: until
-a restart, all written data is intact, and a file's header is written last.
 """
 
 from __future__ import annotations
@@ -28,7 +23,6 @@ import os
 import re
 import threading
 import zlib
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,9 +33,6 @@ from capture.storage.json_data import parsed
 from capture.storage.locks import LocksUnsupported, is_locked, unlock, wait_for_lock
 from capture.storage.names import JOURNAL, LONGEST_JOURNAL
 
-_TORN = b"(torn)\n"
-"""Suffix that marks a line as incomplete."""
-
 
 class Journal:
     """The journal that this process writes, locked against other processes."""
@@ -51,8 +42,6 @@ class Journal:
         self.note = note
         """Warning that the file system has no locks; usually empty."""
         self._descriptor = descriptor
-        self._torn = False
-        """True if the file ends with an incomplete line that could not be removed."""
         self._lock = threading.Lock()
 
     @property
@@ -80,7 +69,7 @@ class Journal:
                     "make sure that no other process records there"
                 )
             journal = cls(path, descriptor, note)
-            journal.append(capture=capture, replaces=replaces, boot=_boot())
+            journal.append(capture=capture, replaces=replaces)
         except BaseException:
             path.unlink(missing_ok=True)
             os.close(descriptor)
@@ -93,24 +82,29 @@ class Journal:
         Raises:
             OSError: the line cannot be written.
         """
-        data = _signed(json.dumps(line).encode())
+        text = json.dumps(line).encode()
         with self._lock:
             size = os.fstat(self._descriptor).st_size
-            rest = memoryview(_TORN + data if self._torn else data)
-            torn, self._torn = self._torn, True
+            rest = memoryview(b"%s\t%08x\n" % (text, zlib.crc32(text)))
             try:
                 while rest:
                     rest = rest[plain_files.written(os.write(self._descriptor, rest)) :]
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, size)
-                    self._torn = torn
                 raise
-            self._torn = False
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
         os.fsync(self._descriptor)
+
+    @property
+    def is_in_place(self) -> bool:
+        """False if the file was moved, replaced or deleted."""
+        try:
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(self.path))
+        except FileNotFoundError:
+            return False
 
     def close(self) -> None:
         """Release the lock, and keep the file."""
@@ -148,32 +142,28 @@ class JournalContents:
     """True if the journal contains the end of the capture, so that only the manifest is missing."""
     damaged: int = 0
     """Number of lines that cannot be read."""
-    boot: str = ""
-    """Identifier of the system's boot when the capture began; empty if the system has none."""
 
     @property
     def stem(self) -> str:
         """Beginning of the names of this capture's files."""
         return self.path.name.removesuffix(JOURNAL)
 
-    def may_be_complete(self, path: Path, completed: Collection[int] | None = None) -> bool:
-        """Return whether a file with a readable header but without a line may be complete.
+    @property
+    def is_empty(self) -> bool:
+        """True if the process that created the journal has written no line."""
+        return self.capture is None and not self.damaged
 
-        Args:
-            completed: indices of the complete calls; None if they are unknown.
-        """
-        index = index_of(path)
-        if completed is not None:
-            return index in completed
-        is_as_written = bool(self.damaged) or (bool(self.boot) and self.boot == _boot())
-        return is_as_written and index not in self.dropped
+    @property
+    def lost(self) -> int:
+        """Number of calls that only memory held; 0 if the journal is damaged."""
+        return 0 if self.damaged else len(self.sampled)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add the content of a line."""
         if "capture" in line:
             self.capture, self.replaces = dict(line["capture"]), bool(line["replaces"])
-            self.boot = str(line.get("boot", ""))
         elif "finished" in line:
+            self.damaged += self.capture is None  # the first line is lost
             self.capture, self.ended = dict(line["finished"]), True
         elif "file" in line:
             index = int(line["call"]["origin"]["call_index"])
@@ -194,27 +184,19 @@ class JournalContents:
             self.sampled.update(chosen)
 
 
-def read(path: Path) -> JournalContents | None:
-    """Read a journal; return None if the journal is still empty."""
+def read(path: Path) -> JournalContents:
+    """Read a journal."""
     found = JournalContents(path, is_locked(path))
     for line in io.BytesIO(plain_files.read(path, LONGEST_JOURNAL)):
-        if line.endswith(_TORN) or not line.strip():
-            continue
         if not line.endswith(b"\n"):  # the line is being written, or its writer was killed
             break
         try:
             found.add(parsed(_verified(line)))
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
             found.damaged += 1
-    if found.capture is None and not found.damaged:
-        if not call_files(path.parent, found.stem):
-            return None
+    if found.is_empty and call_files(path.parent, found.stem):
         found.damaged = 1  # the capture has files, so lines have been lost
     return found
-
-
-def _signed(line: bytes) -> bytes:
-    return b"%s\t%08x\n" % (line, zlib.crc32(line))
 
 
 def _verified(line: bytes) -> bytes:
@@ -240,13 +222,6 @@ def index_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _boot() -> str:
-    """Return an identifier of the system's current boot; empty if there is none."""
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
 def stems(directory: Path, slug: str) -> list[str]:
     """Return a model's stems in use: `SLUG`, and `SLUG_2` … for replacing captures."""
     pattern = re.compile(rf"({re.escape(slug)}(_\d+)?)(-\d+\.safetensors|{re.escape(JOURNAL)})")
@@ -259,9 +234,7 @@ def journals(directory: Path) -> list[JournalContents]:
     found = []
     for path in sorted(directory.glob(f"*{JOURNAL}")):
         try:
-            journalled = read(path)
+            found.append(read(path))
         except DatasetError:  # deleted by another process, or not a file
             continue
-        if journalled is not None:
-            found.append(journalled)
     return found

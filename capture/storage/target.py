@@ -7,8 +7,8 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from capture.storage.journal import Journal, journals, stems
 from capture.storage.locations import why_read_only
 from capture.storage.locks import locked
 from capture.storage.names import JOURNAL
-from capture.storage.repair import EndedCapture, finish
+from capture.storage.repair import finish
 from capture.text.printable import quoted
 
 _LONGEST = 100
@@ -37,9 +37,6 @@ class CaptureTarget:
     model: str
     overwrite: bool
     _journal: Journal | None = None
-    _replaced: bool = False
-    _begun: dict[Path, os.stat_result] = field(default_factory=dict)
-    """State of the directory and the journal at the start, to detect that they were replaced."""
 
     @classmethod
     def check(cls, out: str | Path, model: str, *, overwrite: bool) -> CaptureTarget:
@@ -79,9 +76,8 @@ class CaptureTarget:
                 self._refuse_active()
                 stem = _unused(slug(self.model), stems(self.directory, slug(self.model)))
                 path = self.directory / f"{stem}{JOURNAL}"
-                self._replaced = self._replaces(dataset)
-                self._journal = Journal.begin(path, capture.to_json(), replaces=self._replaced)
-                self._begun = {each: os.stat(each) for each in (self.directory, path)}
+                replaces = self._replaces(dataset)
+                self._journal = Journal.begin(path, capture.to_json(), replaces=replaces)
         except OSError as error:
             raise CaptureError(_cannot_write(self.directory, error)) from error
         return self._journal
@@ -92,68 +88,51 @@ class CaptureTarget:
         self._journal.path.unlink(missing_ok=True)
         self._journal.close()
 
-    def end(self, capture: CaptureRecord, completed: Collection[int] | None = None) -> list[str]:
+    def end(self, capture: CaptureRecord) -> list[str]:
         """Add the capture to the manifest; return a sentence for each problem.
 
         Args:
             capture: record of the capture. If it is incomplete and should have replaced an earlier
                 capture, the earlier capture is kept, and the new files go to another directory.
-            completed: indices of calls whose files are complete (default: calls in the journal).
         """
-        assert self._journal is not None
-        problems = []
+        journal, problems = self._journal, []
+        assert journal is not None
         try:
             CaptureRecord.from_json(json.loads(json.dumps(capture.to_json())))
         except (TypeError, ValueError) as error:  # a call that JSON cannot express
             problems.append(f"the manifest will lack the census: {error}")
             capture.census = {}
         try:
-            self._journal.append(finished=capture.to_json())
+            journal.append(finished=capture.to_json())
         except OSError as error:
-            problems.append(f"the manifest will lack the census: {error.strerror}")
+            problems.append(
+                f"the manifest will lack the census, and list the capture as incomplete: "
+                f"{error.strerror}"
+            )
+        repair = f"`capture repair {quoted(self.directory)}`"
         try:
             # The journal stays locked until here, so that no other process adds this capture to
             # the manifest.
             with locked(self.directory, locks.PATIENCE_AT_THE_END_SECONDS):
-                self._journal.close()
-                self._replace_lost_journal(capture)
-                for path, begun in self._begun.items():
-                    if not os.path.samestat(os.stat(path), begun):
-                        problems.append(
-                            f"{path} was replaced meanwhile, so the calls are not listed; if it "
-                            "was moved, `capture repair` lists its calls in the new place"
-                        )
-                        return problems
-                sentences = finish(
-                    self.directory,
-                    ended=EndedCapture(self._journal.stem, capture, self._replaced, completed),
-                )
-                if self._journal.path.exists():
+                if journal.is_in_place:
+                    journal.close()
+                    sentences = finish(self.directory, own=journal.stem)
+                    problems += [sentences[journal.stem]] if journal.stem in sentences else []
+                else:
                     problems.append(
-                        f"{self._journal.path} was damaged meanwhile; list its calls with "
-                        f"`capture repair {quoted(self.directory)}`"
+                        f"{journal.path} was moved, replaced or deleted meanwhile, so the calls "
+                        "are not listed; if the directory was moved, `capture repair` lists its "
+                        "calls in the new place"
                     )
         except (OSError, DatasetError) as error:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
                 f"could not write the manifest ({reason}); once the cause is removed, list the "
-                f"calls with `capture repair {quoted(self.directory)}`"
+                f"calls with {repair}"
             )
-        else:
-            if self._journal.stem in sentences:
-                problems.append(sentences[self._journal.stem])
         finally:
-            self._journal.close()
+            journal.close()
         return problems
-
-    def _replace_lost_journal(self, capture: CaptureRecord) -> None:
-        """Create a deleted journal again, so that `finish` finds the capture."""
-        assert self._journal is not None
-        path = self._journal.path
-        is_here = os.path.samestat(os.stat(self.directory), self._begun[self.directory])
-        if is_here and not os.path.lexists(path):
-            Journal.begin(path, capture.to_json(), replaces=self._replaced).close()
-            self._begun[path] = os.stat(path)
 
     def abandon(self) -> None:
         """Close the journal in a forked child process; the parent continues the capture."""

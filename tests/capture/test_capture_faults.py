@@ -463,8 +463,8 @@ def test_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
         recording = recorded(out, int, replace, int)
     assert (recording.kept, recording.lost) == (0, 3)
     assert recording.problems[1] == (
-        f"{out} was replaced meanwhile, so the calls are not listed; if it was moved, "
-        "`capture repair` lists its calls in the new place"
+        f"{out}/model.journal was moved, replaced or deleted meanwhile, so the calls are not "
+        "listed; if the directory was moved, `capture repair` lists its calls in the new place"
     )
     assert not any(elsewhere.iterdir())
 
