@@ -5,8 +5,8 @@ environment variable for this when a kernel is defined, and when its own library
 diffusers and torch.compile do. The variable is therefore set here, before any other import, and
 removed again: processes that tests start do not inherit it unless a test sets it.
 
-The terminal is always 80 columns wide. Triton's compile cache and the durations of replays have
-directories of their own, because the home directory may not be writable. Ctrl-C works even if a
+The terminal is always 80 columns wide. Triton's compile cache has a
+directory of its own, because the home directory may not be writable. Ctrl-C works even if a
 shell started the tests in the background. Each process has one thread, a setting that libraries
 read when they are loaded: the tensors are so small that threads would spend their time waiting for
 one another. Garbage collection is off during imports, and later ignores the imported objects.
@@ -69,7 +69,6 @@ def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         patch.setenv("COLUMNS", "80")
         patch.setenv("TERM", "dumb")
         for name in ("LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):

@@ -206,15 +206,11 @@ class Session:
 
     def rows(self) -> Generator[Row, None, None]:
         """Yield rows as calls are finished, excluding the rows of a resumed file."""
-        from replay.distribution.estimate import History
-
-        history = History()
-        scale = history.scale(self.machines)
-        self._parts = self._planned(scale)
+        self._parts = self._planned()
         seconds = sum(part.seconds for part in self._parts)
         is_long = self.limit.seconds is not None or seconds >= LONG_SECONDS
         if self._parts and is_long and not self._quiet:
-            self._say(self._announced(scale))
+            self._say(self._announced())
         with contextlib.closing(self._measured()) as measured:
             for row in measured:
                 self._rows.append(row)
@@ -230,13 +226,7 @@ class Session:
                 rows.
         """
         from replay.bench.resume import label_of, latest
-        from replay.distribution.estimate import History
 
-        # The time of a call whose kernel hung reflects only the time-out.
-        if not any(row.status == "timeout" for row in self._rows):
-            for part in self._parts:
-                if part.pace.is_reliable and part.pace.scale is not None:
-                    History().note(self.machines, part.pace.scale, part.pace.elapsed)
         places = {workload.label: place for place, workload in enumerate(self._calls)}
         label = {id(row): label_of(row, self.machines) for row in self._rows}
         in_order = sorted(latest(self._rows), key=lambda row: places[label[id(row)]])
@@ -261,7 +251,7 @@ class Session:
         first = without_variants(self.assigned)
         return [self.assigned] if first is None else [first, self.assigned]
 
-    def _planned(self, scale: float | None) -> list[_Part]:
+    def _planned(self) -> list[_Part]:
         """Return the parts to measure, without the rows that a resumed file already has."""
         from replay.distribution.estimate import Rates, expected_seconds
         from replay.workloads.representative import tiers
@@ -280,7 +270,7 @@ class Session:
         for stage, waiting in zip(stages, left, strict=True):
             able = {name: able_kernels(kernels, self.device) for name, kernels in stage.items()}
             expected = expected_seconds(waiting, able, self.settings, rates)
-            pace = Pace(expected, self._where.at_a_time, scale)
+            pace = Pace(expected, self._where.at_a_time)
             if waiting:
                 kernels = len({kernel.name for group in able.values() for kernel in group})
                 order = [tier_of.get(call.name, 0) for call in waiting]
@@ -326,8 +316,8 @@ class Session:
                 pace = part.pace
 
                 def is_in_time(call: Workload, pace: Pace = pace) -> bool:
-                    seconds = pace.expected[call.label] * (pace.proven_scale or 1.0)
-                    return self.limit.allows(seconds)
+                    scale = pace.scale if pace.is_reliable else None
+                    return self.limit.allows(pace.expected[call.label] * (scale or 1.0))
 
                 expected = [pace.expected[call.label] for call in part.calls]
                 schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
@@ -339,7 +329,7 @@ class Session:
                     except Stopped:
                         return
 
-    def _announced(self, scale: float | None) -> str:
+    def _announced(self) -> str:
         """Return the announcement: the work, its place, and the expected duration."""
         parts = self._parts
         calls = len({call.name for part in parts for call in part.calls})
@@ -348,10 +338,7 @@ class Session:
         several = f"{devices} × " if devices > 1 else ""
         types = " and ".join(machine.device for machine in self.machines)
         seconds = sum(part.seconds for part in parts)
-        by = "a guess, as nothing was replayed here yet"
-        if scale is not None:
-            by = "as the last replay here"
-        sentence = f"{what} on {several}{types}: about {in_words(seconds)} ({by})"
+        sentence = f"{what} on {several}{types}: about {in_words(seconds)} (a guess)"
         if self.limit.seconds is not None and not self.limit.allows(seconds):
             within = in_words(self.limit.seconds)
             sentence += f"; the most representative calls first, for {within}"

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from capture.call.shape import Shape
 from replay.bench.settings import Settings
 from replay.kernels.registry import Kernel
-from replay.rows.row import Machine
 from replay.timing.defaults import MINIMUM_ROUNDS
 from replay.timing.machine import cpu_flops_per_second
 from replay.timing.rounds import MAXIMUM_WARM_UP_MS, MINIMUM_WARM_UP_MS
@@ -22,15 +18,13 @@ from replay.workloads.workload import Workload
 
 RUNS_BESIDE_SAMPLES = 15
 """Number of runs of a kernel on a call in addition to samples, for checks and warm-up."""
-SECONDS_TO_NOTE = 30.0
-"""Minimum duration of a replay for the history, because shorter replays predict little."""
 REFERENCE_RUNS = 5
 """Cost of the reference, in kernel runs at the reference's rate."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rough rates of a device, which the history of replays corrects."""
+    """Rough rates of a device, which finished calls correct."""
 
     flops: float
     """Floating-point operations per second of a kernel."""
@@ -92,47 +86,3 @@ def call_seconds(flops: float, kernels: int, settings: Settings, rates: Rates) -
 def together(seconds: Sequence[float], at_a_time: int) -> float:
     """Return the total seconds of calls if `at_a_time` calls run at the same time."""
     return max(sum(seconds) / at_a_time, max(seconds, default=0.0))
-
-
-class History:
-    """Ratios of actual to expected seconds of earlier replays, by machine.
-
-    The file is `$XDG_STATE_HOME/attention-replay/pace.json` (by default in `~/.local/state`). If it
-    cannot be read or written, there is no history.
-    """
-
-    def __init__(self) -> None:
-        state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-        self._path = Path(state) / "attention-replay" / "pace.json"
-
-    def scale(self, machines: Sequence[Machine]) -> float | None:
-        """Return the ratio of the last replay on these machines; None if there was none."""
-        found = self._all().get(_key(machines))
-        return float(found) if isinstance(found, int | float) and found > 0 else None
-
-    def note(self, machines: Sequence[Machine], scale: float, seconds: float) -> None:
-        """Store the ratio of a replay that took `seconds`."""
-        if seconds < SECONDS_TO_NOTE:
-            return
-        found = {**self._all(), _key(machines): scale}
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(json.dumps(found, indent=1), "utf-8")
-            os.replace(temporary, self._path)
-        except OSError:
-            return
-
-    def _all(self) -> dict[str, object]:
-        try:
-            found = json.loads(self._path.read_text("utf-8"))
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-
-def _key(machines: Sequence[Machine]) -> str:
-    return " and ".join(
-        f"{machine.device}, {machine.threads} threads" if machine.threads else machine.device
-        for machine in machines
-    )

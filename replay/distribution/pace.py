@@ -19,7 +19,6 @@ class Pace:
         expected: seconds expected for each call; only the proportions matter once some calls are
             finished.
         at_a_time: number of calls that run at the same time.
-        scale: ratio of measured to expected seconds in earlier replays.
         clock: function that returns seconds since any start.
     """
 
@@ -27,12 +26,10 @@ class Pace:
         self,
         expected: Mapping[str, float],
         at_a_time: int = 1,
-        scale: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.expected = expected
         self.at_a_time = at_a_time
-        self._earlier_scale = scale
         self._clock = clock
         self._start = clock()
         self._at_work: dict[str, _AtWork] = {}
@@ -66,20 +63,13 @@ class Pace:
         """Return the ratio of measured to expected seconds; None if it is not known yet.
 
         The first call on each device waits for compilers. So it counts only until other calls are
-        finished, and only if there is no ratio from earlier replays.
+        finished.
         """
-        if not self.is_reliable and self._earlier_scale is not None:
-            return self._earlier_scale
         counted = list(self._took)[self.at_a_time :] or self._took
         if not counted:
             return None
         expected = sum(self.expected[call] for call in counted)
         return sum(self._took[call] for call in counted) / expected
-
-    @property
-    def proven_scale(self) -> float | None:
-        """Return a `scale` that does not depend on this replay's first calls, or None."""
-        return self.scale if self.is_reliable else self._earlier_scale
 
     def left(self) -> float | None:
         """Return the predicted seconds of the remaining calls; None without a prediction."""

@@ -80,27 +80,11 @@ def test_calls_take_their_share_of_what_was_expected() -> None:
     pace.enter("small", "loading the call")
     clock.now += 2
     pace.leave("small")
-    assert (pace.left(), pace.proven_scale) == (pytest.approx(2 * 25), None)
+    assert (pace.left(), pace.is_reliable) == (pytest.approx(2 * 25), False)
     pace.enter("large", "loading the call")
     clock.now += 15
     pace.leave("large")
     assert (pace.scale, pace.left()) == (3.0, pytest.approx(3 * 20))
-
-
-def test_earlier_replays_tell_until_this_one_does() -> None:
-    clock = Clock()
-    pace = Pace({"a": 1.0, "b": 2.0, "c": 4.0}, scale=10.0, clock=clock)
-    assert pace.left() == pytest.approx(70.0)
-    pace.enter("a", "loading the call")
-    clock.now += 60
-    pace.leave("a")
-    assert (pace.is_reliable, pace.left()) == (False, pytest.approx(60.0))
-    assert pace.proven_scale == 10.0
-    pace.enter("b", "loading the call")
-    clock.now += 6
-    pace.leave("b")
-    assert (pace.is_reliable, pace.left()) == (True, pytest.approx(12.0))
-    assert pace.proven_scale == 3.0
 
 
 def test_calls_on_two_devices_are_at_work_together() -> None:
