@@ -201,7 +201,7 @@ class Plan:
                 data["baseline"],
                 [rebuilt(LayerChoice, choice) for choice in data["choices"]],
                 dict(data["left_out"]),
-                data.get("device", ""),
+                data["device"],
             )
         except (KeyError, TypeError, ValueError, AttributeError, PlanError) as error:
             raise PlanError(f"the plan {path} is damaged ({error}): {HOW}") from error

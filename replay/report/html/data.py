@@ -182,7 +182,7 @@ def _field(row: Row) -> list[str] | None:
     If the field is too large, each cell holds the worst of several places.
     """
     where = None if row.accuracy is None else row.accuracy.where
-    if where is None or not any(where.relative_l1):
+    if where is None:
         return None
     errors = torch.tensor(where.relative_l1).nan_to_num(nan=math.inf, posinf=math.inf)
     sizes = [min(most, size) for most, size in zip(FIELD, errors.shape, strict=True)]

@@ -116,14 +116,6 @@ def test_ties_take_the_first_and_the_baseline_before_all() -> None:
     assert chosen([new, newer, old], counted) == {"layers.0": "old"}
 
 
-def test_five_rounds_show_no_difference() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
-    few = [row("old", call, (10.0,) * 5), row("new", call, (5.0,) * 5)]
-    assert chosen(few, counted) == {"layers.0": "old"}
-    enough = [row("old", call, (10.0,) * 6), row("new", call, (5.0,) * 6)]
-    assert chosen(enough, counted) == {"layers.0": "new"}
-
-
 def test_difference_within_3_percent_is_a_tie() -> None:
     call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
     same = [row("old", call, 10.0), row("new", call, 9.8)]
@@ -325,36 +317,6 @@ def test_spoiling_kernel_is_reported_only_where_it_was_fastest() -> None:
     assert [each.kernel for each in plan.choices] == ["fast", "old", "old"]
     changes = "changes key and value in place, which later calls read again"
     assert plan.left_out == {"fast": f"in decode and prefill it {changes}"}
-
-
-def test_both_reasons_for_being_left_out() -> None:
-    calls = [facts("a", "layers.0", "decode"), facts("b", "layers.1", "decode")]
-    counted = census(("layers.0", "decode", 64, 10), ("layers.1", "decode", 64, 10))
-    # Add a second signature with another synthetic counterpart.
-    counted["signatures"].append({**counted["signatures"][0], "query": [1, 2, 128, 32]})
-    counted["rows"][1]["signature"] = 1
-    calls[1] = replace(calls[1], shape=Shape(1, 2, 2, 128, 64, 32, 32))
-    times = {"old": (10.0, 10.0), "careless": (5.0, 12.0), "x": (8.0, 8.0), "y": (7.0, 9.0)}
-    rows = [
-        row(name, call, ms)
-        for name, both in times.items()
-        for call, ms in zip(calls, both, strict=True)
-    ]
-    rows[2] = replace(rows[2], changed_inputs=("key",))
-    assert choose(rows, counted, COSINE, "old", ("x", "y")).left_out == {
-        "careless": "in decode it changes key in place, which later calls read again",
-        "x": "y saves more, and the two cannot share a process",
-    }
-
-
-def test_wrong_kernel_that_changes_inputs_counts_as_wrong() -> None:
-    call = facts("a", "layers.0", "decode")
-    rows = [row("old", call, 10.0), row("wrong", call, 5.0, "inaccurate", "far off")]
-    rows[1] = replace(rows[1], changed_inputs=("key",))
-    counted = census(("layers.0", "decode", 64, 10))
-    assert not choose(rows, counted, COSINE, "old").left_out
-    *_, wrong = uniform(rows, counted, COSINE, "old")
-    assert (wrong.outside, wrong.overwrites, wrong.reason) == (1, 0, "far off")
 
 
 def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it() -> None:

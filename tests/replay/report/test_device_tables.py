@@ -64,13 +64,6 @@ def test_kernels_that_ran_nowhere_have_no_line() -> None:
     assert "absent" not in merged_cells([*H100, *absent], [*H200, *absent])
 
 
-def test_calls_of_other_weights_have_a_matrix_of_their_own() -> None:
-    calls = [call_facts(weights, weights=weights) for weights in "xy"]
-    runs = [Run(name, rows_of(name, calls, times={"old": 2.0})) for name in ("H100", "H200")]
-    titles = [title for title, _, _ in matrices(across_devices(runs))]
-    assert [title.rpartition(" · ")[2] for title in titles] == ["x", "y"]
-
-
 def test_one_file_may_hold_both_devices() -> None:
     assert merged_cells([*H100, *H200]) == merged_cells(H100, H200)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from dataclasses import replace
 
 import pytest
@@ -151,13 +150,6 @@ def test_a_check_says_nothing_to_the_terminal() -> None:
     own = replace(checked("the model's own", 1.0), model="m\x1b[2J", weights="\x07")
     failed = replace(checked("k", 1.0), status="error", reason="r\x1b[2J")
     assert all(line.isprintable() for line in printed(80, own, failed))
-
-
-def test_a_variants_brackets_are_printed() -> None:
-    name = "triton-sage[smooth_k=off]"
-    lines = printed(100, checked("the model's own", 1), checked(name, 1.25))
-    rows = [line for line in lines if re.match(rf"{re.escape(name)} +[0-9]", line)]
-    assert len(rows) == 4  # three spans and the outcome
 
 
 def test_calls_left_by_a_plan_and_missing_modules_are_reported() -> None:

@@ -133,13 +133,6 @@ def test_nan_and_infinity_become_null(row: Row) -> None:
     assert leaf(read, "accuracy.reference.nan_count") == 4
 
 
-def test_numbers_are_not_rounded(row: Row) -> None:
-    row = replace(row, tflops=1 / 3)
-    table = io.StringIO()
-    write_csv([row], table)
-    assert float(next(csv.DictReader(io.StringIO(table.getvalue())))["tflops"]) == 1 / 3
-
-
 def test_line_is_written_at_once(row: Row) -> None:
     file = io.StringIO()
 

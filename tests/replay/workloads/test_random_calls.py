@@ -25,13 +25,6 @@ def test_command_line_offers_every_suite() -> None:
     assert set(SUITE_NAMES) == set(SUITES)
 
 
-def test_flux_shapes_are_as_published() -> None:
-    assert shapes("flux") == [
-        (1, 24, 24, length, length, 128, 128, False)
-        for length in (4224, 4352, 4416, 4480, 4544, 4608)
-    ]
-
-
 def test_suite_can_have_another_dtype_and_longest_shape() -> None:
     assert all(spec.dtype == torch.bfloat16 for spec in suite("sage"))
     assert all(spec.dtype == torch.float16 for spec in suite("sage", "float16"))

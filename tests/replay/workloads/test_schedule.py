@@ -42,11 +42,6 @@ def test_takers_keep_their_forms_and_then_help_others() -> None:
     assert taken(schedule, "ab") == ["", ""]
 
 
-def test_taker_helps_where_most_is_left() -> None:
-    schedule = Schedule(calls([64, 64, 512, 512, 512, 512]))
-    assert taken(schedule, "abc") == ["0:64", "2:512", "3:512"]
-
-
 def test_taker_that_is_ready_for_a_form_gets_it() -> None:
     schedule = Schedule(calls([64, 512]))
     schedule.prefer(schedule.calls[1], "a")

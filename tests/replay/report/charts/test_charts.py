@@ -164,20 +164,6 @@ def test_a_model_has_the_speedups_of_the_tables() -> None:
         assert (each["ratio"], each["low"], each["high"]) == (pooled.ratio, pooled.low, pooled.high)
 
 
-@pytest.mark.parametrize("model", ["model", "flux · v2", ""])
-def test_a_panel_says_what_its_calls_are_beside_the_model(model: str) -> None:
-    rows = [
-        replace(each, call=replace(each.call, model=model, phase=phase))
-        for phase in ("denoise", "")
-        for each in in_a_model("mine")
-    ]
-    (chart,) = model_charts(rows)
-    assert [panel["title"]["text"] for panel in chart.spec["vconcat"]] == [
-        "denoise · 1×2×64×32 · bfloat16 · no mask · 3 calls",
-        "1×2×64×32 · bfloat16 · no mask · 3 calls",
-    ]
-
-
 def everything(name: str = "mine") -> list[Row]:
     rows = [*swept(), *swept("slow", 6.0), *swept(q_len=1), *in_a_model("mine")]
     return [
@@ -252,14 +238,13 @@ def test_charts_have_no_characters_that_end_the_process() -> None:
 
 def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
-    long = "a checkpoint " * 30
     rows = [
         replace(each, call=replace(each.call, model=model))
-        for model in ("org/model", "org model", f"{long}1", f"{long}2")
+        for model in ("org/model", "org model")
         for each in in_a_model("mine", layers=1)
     ]
     written = write_plots(rows, tmp_path)
-    assert len(set(written)) == len(written) == 4 * 3
+    assert len(set(written)) == len(written) == 2 * 3
     assert tmp_path / "speedup-org-model-nvidia-h200-2.svg" in written
     titles = {json.loads(path.read_text())["title"]["text"] for path in tmp_path.glob("*.json")}
     assert titles == {row.call.model for row in rows}

@@ -90,23 +90,6 @@ def test_figures_are_those_of_the_rows() -> None:
     assert (wrong["correct"], wrong["status"]) == (False, "inaccurate")
 
 
-def test_groups_have_short_names_that_tell_them_apart() -> None:
-    rows = [
-        replace(row, call=replace(row.call, name=f"{weights} {row.call.name}", weights=weights))
-        for weights in ("seed 1", "seed 2")
-        for row in pages.rows(2, 2)
-    ]
-    rows += pages.rows(2, 1, model="flux · v2")
-    usual = "denoise · 1×2×64×32 · bfloat16 · no mask"
-    single = f"flux · v2 · {usual} · step 0 blocks.0.attn"
-    groups = page_data(rows, group_rows(rows), None)["groups"]
-    assert [(each["title"], each["short"]) for each in groups] == [
-        (f"model · {usual} · 2 calls", f"model · {usual} · seed 1"),
-        (f"model · {usual} · 2 calls", f"model · {usual} · seed 2"),
-        (f"{single} · 1 call", single),
-    ]
-
-
 def test_nonfinite_figures_are_missing(tmp_path: Path) -> None:
     rows = [_without_finite_figures(row) for row in pages.rows(3, 2)]
     write_html(rows, tmp_path / "out.html", checks=pages.checks("kernel-1"))
@@ -170,16 +153,6 @@ def test_a_large_field_of_errors_keeps_its_worst_cells() -> None:
     assert [line.count(levels["nan"]) for line in cells] == [0, 1] + [0] * 30
 
 
-def test_field_without_cells_is_left_out() -> None:
-    rows = pages.rows(1, 1)
-    accuracy = rows[0].accuracy
-    assert accuracy is not None
-    assert accuracy.where is not None
-    where = replace(accuracy.where, relative_l1=((), ()))
-    rows[0] = replace(rows[0], accuracy=replace(accuracy, where=where))
-    assert page_data(rows, group_rows(rows), None)["fields"] == [None]
-
-
 def test_saved_pictures_and_texts_stand_side_by_side(tmp_path: Path) -> None:
     checks = pages.checks("kernel-1", "a/b.py:f", "nothing saved")
     for check in checks[:3]:
@@ -225,17 +198,3 @@ def test_a_page_is_for_one_type_of_device(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ReportError, match=r"cannot write .*: Is a directory"):
         write_html(pages.rows(1, 1), tmp_path)
-
-
-def test_a_random_replay_on_a_cpu_has_a_report(tmp_path: Path) -> None:
-    rows = [
-        replace(
-            row, call=replace(row.call, module="", phase="synthetic"), roof=None, roof_share=None
-        )
-        for row in pages.rows(2, 1, on_gpu=False)
-    ]
-    write_html(rows, tmp_path / "out.html")
-    assert data_of((tmp_path / "out.html").read_text("utf-8"))["rows"]["roof.tflops"] == [
-        None,
-        None,
-    ]
