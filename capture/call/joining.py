@@ -14,6 +14,7 @@ from capture.call.strides import concatenated
 
 _HEADS, _QUERIES = 1, 2
 """Dimensions of a query tensor."""
+_KEYS = ("key", "value")
 _SAME_ON_ALL = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "page_table")
 
 
@@ -57,22 +58,17 @@ def _check_alike(first: AttentionCall, other: AttentionCall) -> None:
 
 
 def _by_heads(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
-    holders = _holders_of_keys(parts)
-    given = parts[0].tensors().keys()
-    tensors = {"query": _joined(parts, "query", _HEADS), "key": _joined(holders, "key", _HEADS)}
+    tensors: dict[str, Tensor] = {}
+    for name in parts[0].tensors():
+        if name in _SAME_ON_ALL:
+            tensors[name] = _the_same(parts, name)
+        elif name == "attn_mask":
+            tensors[name] = _joined_mask(parts, _HEADS)
+        else:
+            holders = _holders_of_keys(parts) if name in _KEYS else parts
+            tensors[name] = _joined(holders, name, 0 if name == "sinks" else _HEADS)
     if all(part.value_is_in_key for part in parts):
         tensors["value"] = tensors["key"][..., : parts[0].shape.v_head_dim]
-    else:
-        tensors["value"] = _joined(holders, "value", _HEADS)
-    if "output" in given:
-        tensors["output"] = _joined(parts, "output", _HEADS)
-    if "sinks" in given:
-        tensors["sinks"] = _joined(parts, "sinks", 0)
-    if "attn_mask" in given:
-        tensors["attn_mask"] = _joined_mask(parts, _HEADS)
-    for name in _SAME_ON_ALL:
-        if name in given:
-            tensors[name] = _the_same(parts, name)
     return tensors
 
 
@@ -82,15 +78,14 @@ def _by_queries(parts: Sequence[AttentionCall]) -> dict[str, Tensor]:
         raise JoinError(
             "is_causal, a window or lengths refer to the queries of a part, not of the whole call"
         )
-    tensors = {
-        "query": _joined(parts, "query", _QUERIES),
-        "key": _the_same(parts, "key"),
-        "value": _the_same(parts, "value"),
-    }
-    if first.output is not None:
-        tensors["output"] = _joined(parts, "output", _QUERIES)
-    if first.attn_mask is not None:
-        tensors["attn_mask"] = _joined_mask(parts, _QUERIES)
+    tensors: dict[str, Tensor] = {}
+    for name in first.tensors():
+        if name in _KEYS:
+            tensors[name] = _the_same(parts, name)
+        elif name == "attn_mask":
+            tensors[name] = _joined_mask(parts, _QUERIES)
+        else:
+            tensors[name] = _joined(parts, name, _QUERIES)
     return tensors
 
 
@@ -111,17 +106,12 @@ def _holders_of_keys(parts: Sequence[AttentionCall]) -> Sequence[AttentionCall]:
         else:
             runs.append([part])
     for grouped in (runs, [[part] for part in parts]):
-        ratios = {sum(part.shape.q_heads for part in run) / _kv_heads(run) for run in grouped}
+        ratios = {
+            sum(part.shape.q_heads for part in run) / run[0].shape.kv_heads for run in grouped
+        }
         if len(ratios) == 1:
             return [run[0] for run in grouped]
     raise JoinError("its key/value heads would serve different numbers of query heads")
-
-
-_KEYS = ("key", "value")
-
-
-def _kv_heads(run: Sequence[AttentionCall]) -> int:
-    return run[0].shape.kv_heads
 
 
 def _joined(parts: Sequence[AttentionCall], name: str, dim: int) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -48,40 +47,41 @@ def check_files(dataset: Dataset) -> list[FileCheck]:
 
 
 def _verify_entry(entry: FileEntry) -> FileCheck:
-    found = _recomputed(entry)
-    if not entry.origin.derived:
-        return found
-    return replace(found, text=f"{found.text}; derived: {entry.origin.derived}")
+    good, text = _recomputed(entry)
+    if entry.origin.derived:
+        text += f"; derived: {entry.origin.derived}"
+    return FileCheck(entry.path, good, text)
 
 
-def _recomputed(entry: FileEntry) -> FileCheck:
+def _recomputed(entry: FileEntry) -> tuple[bool, str]:
+    """Load a call and recompute its output; return whether all is well, and a description."""
     recorded_on = entry.origin.device_type
     device = "cuda" if recorded_on == "cuda" and torch.cuda.is_available() else "cpu"
     try:
         call = entry.load(device)
     except DatasetError as error:
-        return FileCheck(entry.path, False, error.reason)
+        return False, error.reason
     except RuntimeError as error:  # the call does not fit into the device's memory
-        return FileCheck(entry.path, False, f"cannot be loaded on {device}: {_first_line(error)}")
+        return False, f"cannot be loaded on {device}: {_first_line(error)}"
     if call.output is None:
-        return FileCheck(entry.path, True, "intact; no output recorded")
+        return True, "intact; no output recorded"
     if call.features:
-        text = f"intact; cannot be recomputed, as SDPA has no {beyond(call)}"
-        return FileCheck(entry.path, True, text)
+        return True, f"intact; cannot be recomputed, as SDPA has no {beyond(call)}"
     if call.dropout_p > 0:
-        return FileCheck(entry.path, True, f"intact; dropout {call.dropout_p} cannot be recomputed")
+        return True, f"intact; dropout {call.dropout_p} cannot be recomputed"
     note = "" if recorded_on == device else f" (recomputed on cpu, recorded on {recorded_on})"
     try:
         good, text = _compare_output(call, call.output)
     except (RuntimeError, TypeError, ValueError) as error:
-        text = f"output cannot be recomputed here: {_first_line(error)}"
-        return FileCheck(entry.path, False, text)
-    return FileCheck(entry.path, good, f"intact; {text}{note}" if good else f"{text}{note}")
+        return False, f"output cannot be recomputed here: {_first_line(error)}"
+    return good, f"intact; {text}{note}" if good else f"{text}{note}"
 
 
 def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
     """Recompute the recorded output; return whether the results agree, and a description."""
-    with torch.inference_mode(), _backend(call):
+    backend = _BACKENDS.get(call.origin.backend)
+    is_forced = backend is not None and call.origin.device_type == call.device.type
+    with torch.inference_mode(), sdpa_kernel(backend) if is_forced else contextlib.nullcontext():
         again = TORCH_SDPA(**call.arguments())
     # A fully masked row is NaN in some backends.
     if bool(((again == output) | (again.isnan() & output.isnan())).all()):
@@ -95,13 +95,3 @@ def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
 
 def _first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
-
-
-@contextlib.contextmanager
-def _backend(call: AttentionCall) -> Iterator[None]:
-    backend = _BACKENDS.get(call.origin.backend)
-    if backend is None or call.origin.device_type != call.device.type:
-        yield
-        return
-    with sdpa_kernel(backend):
-        yield

@@ -14,6 +14,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -137,16 +138,14 @@ for the arguments `*args, **kwargs`."""
 _active = threading.Lock()
 
 
+@dataclass(slots=True)
 class _Position:
     """Handled calls of a thread."""
 
-    __slots__ = ("handled", "inside")
-
-    def __init__(self) -> None:
-        self.inside = False
-        """True inside a handled or observed call."""
-        self.handled = 0
-        """Number of handled calls that have started so far."""
+    inside: bool = False
+    """True inside a handled or observed call."""
+    handled: int = 0
+    """Number of handled calls that have started so far."""
 
 
 class _PerThread(threading.local):
@@ -172,11 +171,8 @@ def intercept(
     Raises:
         RuntimeError: another interception is active.
     """
-
-    def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
-        return _handled(sdpa, handler, traced, state)
-
-    with _intercepted(replacement, eagerly=traced is None, keeps_fast_path=keeps_fast_path):
+    replacing = functools.partial(_handled, handler, traced)
+    with _intercepted(replacing, eagerly=traced is None, keeps_fast_path=keeps_fast_path):
         yield
 
 
@@ -190,21 +186,16 @@ def observe(observer: Observer) -> Iterator[None]:
     Raises:
         RuntimeError: another interception is active.
     """
-
-    def replacement(sdpa: Callable[..., Tensor], state: _State) -> Callable[..., Tensor]:
-        return _observed(sdpa, observer, state)
-
-    with _intercepted(replacement, eagerly=True, keeps_fast_path=True):
+    replacing = functools.partial(_observed, observer)
+    with _intercepted(replacing, eagerly=True, keeps_fast_path=True):
         yield
 
 
+@dataclass(slots=True)
 class _State:
     """State of an interception. Every call reads this state."""
 
-    __slots__ = ("is_over",)
-
-    def __init__(self) -> None:
-        self.is_over = False
+    is_over: bool = False
 
 
 _Replacing = Callable[[Callable[..., Tensor], _State], Callable[..., Tensor]]
@@ -223,7 +214,9 @@ def _intercepted(replacing: _Replacing, *, eagerly: bool, keeps_fast_path: bool)
             if eagerly:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             if not keeps_fast_path:
-                stack.enter_context(_no_fast_path())
+                fast_path = torch.backends.mha.get_fastpath_enabled()
+                torch.backends.mha.set_fastpath_enabled(False)
+                stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
             stack.enter_context(_replaced_everywhere(replacing))
             yield
     finally:
@@ -266,7 +259,7 @@ def _like_the_original(replacement: Callable[..., Tensor]) -> Callable[..., Tens
 
 
 def _handled(
-    sdpa: Callable[..., Tensor], handler: Handler, traced: Traced | None, state: _State
+    handler: Handler, traced: Traced | None, sdpa: Callable[..., Tensor], state: _State
 ) -> Callable[..., Tensor]:
     @_like_the_original
     def scaled_dot_product_attention(*args: Any, **kwargs: Any) -> Tensor:
@@ -274,27 +267,19 @@ def _handled(
         if traced is not None and torch.compiler.is_compiling():
             return traced(bind(*args, **kwargs), lambda: sdpa(*args, **kwargs))
         # A closure may still hold this function after the interception has ended.
-        position = _thread.position
-        if state.is_over or position.inside:
-            return sdpa(*args, **kwargs)
-        try:
-            arguments = bind(*args, **kwargs)
-        except (TypeError, ValueError):
-            arguments = None
+        arguments = None
+        if not (state.is_over or is_inside()):
+            with contextlib.suppress(TypeError, ValueError):  # let SDPA raise its own error
+                arguments = bind(*args, **kwargs)
         if arguments is None:
-            return sdpa(*args, **kwargs)  # let SDPA raise its own error
-        position.inside = True  # repeats `answer`, to save the cost of another function call
-        position.handled += 1
-        try:
-            return handler(arguments, lambda: sdpa(*args, **kwargs), sdpa)
-        finally:
-            position.inside = False
+            return sdpa(*args, **kwargs)
+        return answer(handler, arguments, lambda: sdpa(*args, **kwargs), sdpa)
 
     return scaled_dot_product_attention
 
 
 def _observed(
-    sdpa: Callable[..., Tensor], observer: Observer, state: _State
+    observer: Observer, sdpa: Callable[..., Tensor], state: _State
 ) -> Callable[..., Tensor]:
     thread, is_compiling = _thread, torch.compiler.is_compiling
 
@@ -329,15 +314,15 @@ def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
     originals = {id(sdpa): sdpa for sdpa in (TORCH_SDPA, F.scaled_dot_product_attention)}
     replacements = {key: replacing(sdpa, state) for key, sdpa in originals.items()}
     try:
-        _swap_references(replacements)
+        swap_references(replacements)
         yield
     finally:
         state.is_over = True
         # In all modules, because modules imported since then may hold the replacement.
-        _swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
+        swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 
 
-def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
+def swap_references(functions: dict[int, Callable[..., Any]]) -> None:
     """Replace functions in every loaded module except this one; `functions` is keyed by id."""
     for module in list(sys.modules.values()):
         if not isinstance(module, types.ModuleType) or vars(module) is globals():
@@ -349,13 +334,3 @@ def _swap_references(functions: dict[int, Callable[..., Tensor]]) -> None:
         for name, held in list(namespace.items()):
             if id(held) in functions and name != "TORCH_SDPA":
                 namespace[name] = functions[id(held)]  # some modules forbid setattr
-
-
-@contextlib.contextmanager
-def _no_fast_path() -> Iterator[None]:
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast_path)

@@ -5,7 +5,7 @@ The ranks do not communicate, because a recording must not wait for other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
@@ -84,8 +84,12 @@ def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
         query: (B, Hq, Sq, D), with the heads of this rank.
         key: (B, Hkv, Sk, D), with the heads of this rank.
     """
+    from torch.distributed.tensor import DTensor
+
     heads, kv_heads, head_dim = query.shape[-3], key.shape[-3], query.shape[-1]
-    for weight in _distributed(module):
+    for weight in module.parameters():
+        if not isinstance(weight, DTensor):
+            continue
         local, whole = weight.to_local().shape, weight.shape
         is_of_query = local[0] % (heads * head_dim) == 0  # a gate doubles the number of rows
         is_fused = local[0] == (heads + 2 * kv_heads) * head_dim
@@ -95,12 +99,6 @@ def of_weights(module: nn.Module, query: Tensor, key: Tensor) -> RankPart:
         if len(sharding) == 1:
             return _part(weight, sharding[0], heads, ways=whole[0] / local[0])
     return WHOLE
-
-
-def _distributed(module: nn.Module) -> Iterator[DTensor]:
-    from torch.distributed.tensor import DTensor
-
-    return (weight for weight in module.parameters() if isinstance(weight, DTensor))
 
 
 def _part(tensor: DTensor, mesh_dim: int, heads: int, *, ways: float) -> RankPart:

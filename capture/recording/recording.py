@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 import weakref
+from dataclasses import asdict
 from pathlib import Path
 
 from capture.errors import CaptureError, RecordingWarning, reason_of
@@ -187,7 +188,7 @@ class Recording:
             self._missed_attention = self.missed_attention
             self.may_have_run = self._context.tracker.may_have_run
             self._context.tracker.forget()
-            self.capture.missed_attention = [each.to_json() for each in self._missed_attention]
+            self.capture.missed_attention = [*map(asdict, self._missed_attention)]
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:

@@ -100,31 +100,14 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None,
     known = _written_out.get(id(block_mask))
     if known is not None and known[0] is block_mask and known[1].shape[-2:] == (q_len, kv_len):
         return known[1], ""
+    from torch.nn.attention.flex_attention import create_mask
+
     with outside_of_modes():
-        index = [
-            torch.arange(size, device=query.device).view(
-                [-1 if at == dim else 1 for at in range(4)]
-            )
-            for dim, size in enumerate((batch, heads, q_len, kv_len))
-        ]
-        mask = torch.as_tensor(_broadcast(block_mask.mask_mod, index))
-        mask = mask.expand(batch, heads, q_len, kv_len)
+        sizes = (batch, heads, q_len, kv_len)
+        mask = create_mask(block_mask.mask_mod, *sizes, device=str(query.device))
     _written_out.clear()  # keeps only the latest mask, which all layers share
     _written_out[id(block_mask)] = (block_mask, mask)
     return mask, ""
 
 
 _written_out: dict[int, tuple[Any, Tensor]] = {}
-
-
-def _broadcast(mask_mod: Any, index: list[Tensor]) -> Tensor:
-    """Evaluate a `mask_mod` at all positions at once, or one by one if it cannot broadcast."""
-    try:
-        result: Tensor = mask_mod(*index)
-    except Exception:
-        over_keys = torch.vmap(mask_mod, in_dims=(None, None, None, 0))
-        over_queries = torch.vmap(over_keys, in_dims=(None, None, 0, None))
-        over_heads = torch.vmap(over_queries, in_dims=(None, 0, None, None))
-        over_batch = torch.vmap(over_heads, in_dims=(0, None, None, None))
-        result = over_batch(*(positions.flatten() for positions in index))
-    return result

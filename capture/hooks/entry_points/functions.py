@@ -13,6 +13,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from capture.hooks.interceptor import swap_references
+
 _replacements = itertools.count()
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -25,11 +27,11 @@ def replaced(function: Callable[..., Any], wrap: Wrap) -> Iterator[None]:
             yield
         return
     wrapper = wrap(function)
-    _swap(function, wrapper)
+    swap_references({id(function): wrapper})
     try:
         yield
     finally:
-        _swap(wrapper, function)
+        swap_references({id(wrapper): function})
 
 
 @contextlib.contextmanager
@@ -76,12 +78,3 @@ def _calling(name: str, closure: tuple[str, ...]) -> types.CodeType:
     )
     code: types.CodeType = template["make"](*closure)
     return code
-
-
-def _swap(old: object, new: object) -> None:
-    for module in list(sys.modules.values()):
-        if isinstance(module, types.ModuleType):
-            namespace = vars(module)
-            for name, held in list(namespace.items()):
-                if held is old:
-                    namespace[name] = new  # some modules forbid setattr

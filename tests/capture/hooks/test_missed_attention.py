@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,7 @@ def test_function_held_since_before_is_missed_and_is_reported(
     assert str(past) == "2 runs of 1 module of class HoldingAttention (such as layers.1)"
     data = load(tmp_path)
     assert_good(data)
-    assert data.captures[0].missed_attention == [past.to_json()]
+    assert data.captures[0].missed_attention == [asdict(past)]
 
 
 def test_nothing_is_missed_a_model_that_calls_sdpa(
