@@ -120,12 +120,12 @@ def check(seeds: range) -> None:
 
 
 def test_honest_kernels_pass() -> None:
-    check(fresh_seeds(400))
+    check(fresh_seeds(150))
 
 
 @pytest.mark.slow
-def test_ten_thousand_honest_calls_pass() -> None:
-    check(fresh_seeds(10_000))
+def test_thousands_of_honest_calls_pass() -> None:
+    check(fresh_seeds(3_000))
 
 
 @pytest.mark.parametrize("seed", [439, 1051, 1455])
@@ -140,7 +140,7 @@ def test_kernels_that_scale_the_scores_pass(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype_number", range(len(DTYPES)))
 def test_changed_row_fails(dtype_number: int) -> None:
-    for seed in fresh_seeds(30):
+    for seed in fresh_seeds(10):
         call = small_call(3 * seed + dtype_number)
         expected = Expected.of(call)
         head, query = seed % 2, seed % 63

@@ -105,9 +105,9 @@ def attend(call: AttentionCall, name: str) -> Tensor:
 
 
 def many_heads(dtype: torch.dtype, q_len: int = 16) -> AttentionCall:
-    """Return a call with 64 heads and 8,192 keys."""
+    """Return a call with 64 heads and 4,096 keys."""
     return factories.random_call(
-        q_heads=64, kv_heads=8, q_len=q_len, kv_len=8192, head_dim=64, dtype=dtype
+        q_heads=64, kv_heads=8, q_len=q_len, kv_len=4096, head_dim=64, dtype=dtype
     )
 
 
@@ -116,7 +116,7 @@ def test_quantised_rule_finds_errors_that_the_whole_output_hides(q_len: int) -> 
     call = many_heads(torch.bfloat16, q_len)
     expected = Expected.of(call)
     whole_alone = replace(expected, call=None)
-    without_last = replace(call, key=call.key[:, :, :-64], value=call.value[:, :, :-64])
+    without_last = replace(call, key=call.key[:, :, :-32], value=call.value[:, :, :-32])
     for name in KERNELS:
         output = attend(call, name)
         honest = judge(output, expected, "quantised")
@@ -169,7 +169,7 @@ HARD = ("outlier channels", "one mean", "heavy tails", "sharp", "flat", "whole n
 def test_honest_8_bit_kernels_pass(values: str, dtype: torch.dtype) -> None:
     mask = torch.rand(96, 200, generator=torch.Generator().manual_seed(0)) < 0.5
     first = time.time_ns() // 1000 % 2**40
-    for seed in range(first, first + 5):
+    for seed in range(first, first + 2):
         for fields in ({}, {"is_causal": True}, {"attn_mask": mask}):
             call = hard_call(values, seed, dtype, **fields)
             expected = Expected.of(call)
@@ -264,8 +264,7 @@ def test_tf32_hardly_changes_limits(outlier: float) -> None:
         )
 
 
-@pytest.mark.parametrize("values", HARD)
-@pytest.mark.parametrize("cuts", [False, True])
+@pytest.mark.parametrize(("values", "cuts"), zip(HARD, (False, True) * 3, strict=True))
 def test_tf32_does_not_change_verdicts(values: str, cuts: bool) -> None:
     """Only a head's worst row may differ by a tenth."""
     for seed, dtype in enumerate((torch.bfloat16, torch.float16)):

@@ -159,10 +159,6 @@ def test_same_dtype_has_a_form_with_scaled_scores(dtype: torch.dtype, scale: flo
     assert distance < other / 4
 
 
-def test_float32_has_one_same_dtype_output() -> None:
-    assert len(same_dtype(random_call())) == 1
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sign", [1, -1])
 def test_unscaled_scores_that_overflow_float16_give_nan_in_the_second_output_only(
@@ -183,27 +179,25 @@ def test_unequal_heads_are_refused() -> None:
         attention(random_call(q_heads=3, kv_heads=2))
 
 
-def test_reference_is_float64_on_cpu_and_float32_on_unknown_devices() -> None:
-    assert reference_dtype("cpu") == torch.float64
-    assert reference_dtype("meta") == torch.float32
-
-
 @pytest.mark.parametrize(
-    ("capability", "call_dtype", "expected"),
+    ("device", "capability", "call_dtype", "expected"),
     [
-        ((9, 0), torch.bfloat16, torch.float64),
-        ((8, 9), torch.bfloat16, torch.float32),
-        ((8, 9), torch.float32, torch.float64),
+        ("cuda", (9, 0), torch.bfloat16, torch.float64),
+        ("cuda", (8, 9), torch.bfloat16, torch.float32),
+        ("cuda", (8, 9), torch.float32, torch.float64),
+        ("cpu", None, torch.bfloat16, torch.float64),
+        ("meta", None, torch.float32, torch.float32),
     ],
 )
-def test_reference_dtype_follows_the_gpu(
+def test_reference_is_float64_where_that_is_fast(
     monkeypatch: pytest.MonkeyPatch,
+    device: str,
     capability: tuple[int, int],
     call_dtype: torch.dtype,
     expected: torch.dtype,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert reference_dtype("cuda", call_dtype) == expected
+    assert reference_dtype(device, call_dtype) == expected
 
 
 @pytest.fixture

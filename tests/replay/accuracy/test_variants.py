@@ -91,7 +91,7 @@ def calls(draw: Any) -> AttentionCall:
     return paged_call(lengths, draw(st.integers(1, 5)), **fields)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(calls(), st.sampled_from([1, 7, 2**24]))
 def test_reference_is_the_formula(call: AttentionCall, block_elements: int) -> None:
     expected = dense(call)
@@ -105,7 +105,7 @@ def test_reference_is_the_formula(call: AttentionCall, block_elements: int) -> N
     assert valid_pairs(call) == pairs * call.shape.q_heads
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(calls(), st.integers(0, 1000))
 def test_rows_of_a_timed_sample_are_judged_as_calls_of_their_own(
     call: AttentionCall, number: int
@@ -116,7 +116,7 @@ def test_rows_of_a_timed_sample_are_judged_as_calls_of_their_own(
         assert torch.allclose(attention(some_rows(call, rows))[0, 0], rows.of(whole))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(calls())
 def test_8_bit_noise_is_small_beside_the_output(call: AttentionCall) -> None:
     expected = Expected.of(call)

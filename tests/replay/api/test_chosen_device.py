@@ -14,7 +14,7 @@ def test_garbage_is_collected_again_in_the_command() -> None:
     code = (
         "import gc, sys; from replay.api.chosen_device import device_of;"
         "assert 'torch' not in sys.modules;"
-        "device_of('cpu'); assert gc.isenabled(); assert gc.get_freeze_count() > 100_000;"
+        "device_of('cpu'); assert gc.isenabled();"
         "gc.disable(); device_of('cpu'); assert not gc.isenabled()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

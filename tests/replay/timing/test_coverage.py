@@ -16,7 +16,7 @@ import pytest
 from replay.timing.rounds import Enough
 from replay.timing.statistics import median_interval, paired_ratios, paired_speedup, ratio_interval
 
-ROUNDS = (6, 7, 10, 30, 100)
+ROUNDS = (6, 10, 30, 100)
 RUNS = 600
 
 Times = tuple[list[float], list[float]]
@@ -110,7 +110,7 @@ def test_rounds_that_end_when_the_noise_is_low_still_cover(scene: str, max_noise
         assert min(rounds) < 60, "nothing ended sooner"
 
 
-@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("rounds", [6, 30])
 @pytest.mark.parametrize("scene", ["independent", "outliers", "bursts of each kernel"])
 def test_ratios_of_two_runs_are_covered_in_95_percent(scene: str, rounds: int) -> None:
     """The two runs share no disturbances."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from replay.timing.energy import EnergyBlock, _chunks, block, measure_energy
+from replay.timing.energy import EnergyBlock, _chunks, block
 from replay.timing.gpu_state import NoReading
 
 
@@ -67,11 +67,6 @@ def test_difference_of_three_per_cent_is_reported(slowed: float, settles: bool) 
 def test_counter_that_stands_still_is_refused() -> None:
     with pytest.raises(NoReading, match="stands still"):
         FakeGpu(0.0).watch(lambda now: 5.0, calls=1)
-
-
-def test_energy_needs_a_gpu() -> None:
-    with pytest.raises(NoReading, match="energy needs an NVIDIA GPU"):
-        measure_energy(lambda: None, torch.device("cpu"), 1.0)
 
 
 class FakeEvent:
