@@ -77,6 +77,16 @@ KINDS: dict[str, dict[str, Any]] = {
 
 MASKED = tuple(kind for kind, changes in KINDS.items() if "attn_mask" in changes)
 
+REFUSED = {
+    "causal, longer keys": (
+        "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
+    ),
+    "float32": "dtype float32: needs float16 or bfloat16",
+    "narrow values": "value head_dim 32 differs from query head_dim 64",
+    **dict.fromkeys(MASKED, "takes no attn_mask"),
+}
+"""Kinds of call that most libraries do not support, with the reasons."""
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,
     "model's": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),

@@ -15,50 +15,9 @@ import torch
 from replay.kernels import libraries
 from replay.kernels.registry import KernelNameError, catalogue, select
 
-THIRD_PARTY = {
-    "fa2": "flash-attn",
-    "fa2-varlen": "flash-attn",
-    "fa2-kvcache": "flash-attn",
-    "fa3": "flash_attn_3",
-    "fa3-fp8": "flash_attn_3",
-    "fa4": "flash-attn-4",
-    "torch-fa3": "flash_attn_3",
-    "torch-fa4": "flash-attn-4",
-    "sage1": "sageattention",
-    "sage2": "sageattention",
-    "sage2-fp16-triton": "sageattention",
-    "sage2-fp16-cuda": "sageattention",
-    "sage2-fp8-cuda": "sageattention",
-    "sage2-fp8-sm90": "sageattention",
-    "sage2-varlen": "sageattention",
-    "sage3": "sageattn3",
-    "sparge": "spas_sage_attn",
-    "xformers": "xformers",
-    "cudnn-fp8": "nvidia-cudnn-frontend",
-    "te-flash": "transformer-engine",
-    "te-fused": "transformer-engine",
-    "te-unfused": "transformer-engine",
-    "flashinfer-fa2": "flashinfer-python",
-    "flashinfer-fa3": "flashinfer-python",
-    "flashinfer-decode": "flashinfer-python",
-    "hub:kernels-community/flash-attn2": "kernels",
-    "hub:kernels-community/flash-attn3": "kernels",
-    "hub:kernels-community/sage-attention": "kernels",
-}
-QUANTISED = ("sage", "sparge", "cudnn-fp8", "fa3-fp8", "hub:kernels-community/sage")
-
 
 def test_the_catalogue() -> None:
     kernels = catalogue()
-    for name, package in THIRD_PARTY.items():
-        kernel = kernels[name]
-        assert (kernel.library, kernel.default, kernel.variant_of) == (package, True, "")
-        assert "install" in kernel.install
-        assert kernel.about
-        expected = "quantised" if name.startswith(QUANTISED) else "exact"
-        assert kernel.accuracy_class == expected, name
-        assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
-        assert kernel.own_process == name.startswith("te-")
     for name, kernel in kernels.items():
         if kernel.variant_of:
             base = kernels[kernel.variant_of]
@@ -67,8 +26,11 @@ def test_the_catalogue() -> None:
             assert not kernel.default
             assert (kernel.library, kernel.install) == (base.library, base.install)
             assert kernel.accuracy_class == base.accuracy_class
-        elif name.startswith(("torch-default", "torch-math", "flex")):
-            assert kernel.library == "torch"
+        elif kernel.library not in ("torch", "triton"):
+            assert "install" in kernel.install
+            assert kernel.about
+            assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
+            assert kernel.own_process == name.startswith("te-")
 
 
 OURS = ("triton-fa2", "triton-varlen")
@@ -142,36 +104,13 @@ def test_the_catalogue_imports_no_library_and_none_of_its_names_is_doubted() -> 
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
-        (
-            ImportError("a.so: undefined symbol: x\nmore"),
-            "cannot be imported: a.so: undefined symbol: x",
-        ),
-        (
-            OSError("libcudart.so.11: cannot open"),
-            "cannot be imported: libcudart.so.11: cannot ope",
-        ),
-        (RuntimeError("operator already registered"), "cannot be imported: operator already regis"),
-        (
-            AttributeError("module 'triton' has no x"),
-            "cannot be imported: module 'triton' has no x",
-        ),
+        (ImportError("a.so: undefined x\nmore"), "cannot be imported: a.so: undefined x"),
+        (RuntimeError("already registered"), "cannot be imported: already registered"),
         (ValueError(), "cannot be imported: ValueError"),
-        (
-            ModuleNotFoundError("No module named 'einops'", name="einops"),
-            "cannot be imported: No module named 'einops'",
-        ),
-        (
-            ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"),
-            "not installed: pip install --pre flash-attn-4",
-        ),
-        (
-            ModuleNotFoundError("No module named 'flash_attn.cute'", name="flash_attn.cute"),
-            "not installed: pip install --pre flash-attn-4",
-        ),
-        (
-            ModuleNotFoundError("No module named 'flash'", name="flash"),
-            "cannot be imported: No module named 'flash'",
-        ),
+        (ModuleNotFoundError("No einops", name="einops"), "cannot be imported: No einops"),
+        (ModuleNotFoundError("no", name="flash_attn"), "not installed: pip install --pre flash"),
+        (ModuleNotFoundError("no", name="flash_attn.cute"), "not installed: pip install --pre"),
+        (ModuleNotFoundError("No flash", name="flash"), "cannot be imported: No flash"),
     ],
 )
 def test_why_an_import_failed(

@@ -29,6 +29,7 @@ from tests.replay.kernels.kinds import (
     KINDS,
     MASKED,
     PACKED,
+    REFUSED,
     check,
     verify,
     verify_variants,
@@ -39,17 +40,6 @@ Install = Callable[..., ModuleType]
 Formula = Callable[..., Tensor]
 Unavailable = Callable[..., "str | None"]
 
-BOTTOM_RIGHT = (
-    "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
-)
-FLOAT32 = "dtype float32: needs float16 or bfloat16"
-NARROW = "value head_dim 32 differs from query head_dim 64"
-REFUSED = {
-    "causal, longer keys": BOTTOM_RIGHT,
-    "float32": FLOAT32,
-    "narrow values": NARROW,
-    **dict.fromkeys(MASKED, "takes no attn_mask"),
-}
 OTHER_HEAD_DIMS = {
     "head_dim 96": "head_dim 96: needs 64, 128 or 256",
     "head_dim 80": "head_dim 80: needs 64, 128 or 256",

@@ -65,15 +65,6 @@ def test_a_name_is_taken_once(kernels: Callable[..., Kernel]) -> None:
         register_kernel("torch-math")(same)
 
 
-def test_kernels_of_a_test_are_forgotten() -> None:
-    assert "mine" not in catalogue()
-
-
-def test_the_catalogue_is_a_copy() -> None:
-    catalogue().clear()
-    assert "torch-math" in catalogue()
-
-
 def test_default_kernels(kernels: Callable[..., Kernel]) -> None:
     kernels("slow", same, default=False)
     chosen, named = select(None)

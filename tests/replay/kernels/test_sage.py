@@ -7,14 +7,7 @@ The stand-ins do not quantise, so a correct adapter gives an exact output.
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
-import inspect
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -25,20 +18,11 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
-from tests.replay.kernels.kinds import KINDS, MASKED, VARIANTS, check, verify
+from tests.replay.kernels.kinds import KINDS, MASKED, REFUSED, VARIANTS, check, verify
 
 Install = Callable[..., ModuleType]
 Formula = Callable[..., Tensor]
 Calls = list[dict[str, Any]]
-
-REFUSED = {
-    "causal, longer keys": (
-        "causal with 130 queries and 150 keys: the kernel aligns it bottom right, SDPA top left"
-    ),
-    "float32": "dtype float32: needs float16 or bfloat16",
-    "narrow values": "value head_dim 32 differs from query head_dim 64",
-    **dict.fromkeys(MASKED, "takes no attn_mask"),
-}
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
@@ -339,45 +323,6 @@ def test_sage1_changes_its_key_as_a_user_would_see(make_call: Callable[..., Atte
     assert torch.equal(call.key, before)
 
 
-REAL_CORE = """
-import torch
-from capture.call.attention_call import AttentionCall
-from replay.accuracy.errors import compare
-from replay.kernels.adapters.sage1 import _prepare
-from replay.accuracy.reference import attention
-
-torch.manual_seed(0)
-for dim, length, key_heads, options in (
-    (64, 128, 1, {}),
-    (96, 130, 2, {"is_causal": True, "scale": 0.2}),
-    (128, 130, 2, {"is_causal": True}),
-):
-    query, key, value = (
-        torch.randn(1, heads, length, dim).half() for heads in (2, key_heads, key_heads)
-    )
-    call = AttentionCall(query, key + 1, value, enable_gqa=key_heads == 1, **options)
-    print(compare(_prepare(call, smooth_k=True)(), attention(call)).cosine > 0.999)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("sageattention") is None, reason="sageattention is not installed"
-)
-def test_the_core_of_sage1_on_the_real_kernels() -> None:
-    """The real Triton kernels of the installed 1.x run in Triton's interpreter on the CPU."""
-    if importlib.metadata.version("sageattention")[0] != "1":
-        pytest.skip("sageattention is not 1.x")
-    done = subprocess.run(
-        [sys.executable, "-c", REAL_CORE],
-        cwd=Path(__file__).parents[3],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.stdout.split() == ["True"] * 3, done.stderr
-
-
 @pytest.mark.parametrize("function", sage2.FUNCTIONS, ids=lambda function: function.kernel)
 def test_sage2(sage_2: Calls, function: sage2.Function) -> None:
     refused = dict(REFUSED)
@@ -401,15 +346,6 @@ def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
         assert options.items() <= dropped_in.items()
 
 
-def test_options_exist_in_the_functions(sage_2: Calls) -> None:
-    """The stand-ins repeat the parameters of the real functions."""
-    module = sage2.LIBRARY.load()
-    for function in sage2.FUNCTIONS:
-        parameters = inspect.signature(getattr(module, function.function)).parameters
-        for options in function.variants.values():
-            assert set(options) <= set(parameters)
-
-
 def test_names_of_variants() -> None:
     counts = {
         base: len(_variants(base)) - 1
@@ -423,14 +359,6 @@ def test_names_of_variants() -> None:
         "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32]",
         "sage2-fp8-sm90[quant=per_thread,accum=fp32+fp32,smooth_k=off]",
     ]
-    assert [kernel.name for kernel in _variants("sage2-fp16-triton")][1:] == [
-        "sage2-fp16-triton[quantizer=triton]",
-        "sage2-fp16-triton[quantizer=triton,smooth_k=off]",
-        "sage2-fp16-triton[quantizer=cuda]",
-        "sage2-fp16-triton[quantizer=cuda,smooth_k=off]",
-    ]
-    assert len(_variants("sage2-fp16-cuda")) - 1 == 2 * 4 * 2
-    assert len(_variants("sage2-fp8-cuda")) - 1 == 2 * 4 * 2
     # smooth_v is offered only where it has an effect.
     smoothed = {kernel.name for kernel in catalogue().values() if "smooth_v=on" in kernel.name}
     assert len(smoothed) == 8
@@ -460,14 +388,6 @@ def test_a_part_that_was_not_built(unavailable: Callable[..., str | None]) -> No
     assert unavailable("sage2", 7, 5) == (
         "needs compute capability 8.0, 8.6, 8.9, 9.0, 12.0 or 12.1 (this GPU has 7.5)"
     )
-
-
-@pytest.mark.usefixtures("sage_2")
-def test_sage_1_and_2_share_a_name(unavailable: Callable[..., str | None]) -> None:
-    assert unavailable("sage1") == (
-        "version 2.2.0 is installed, this kernel is 1.x: pip install sageattention==1.0.6"
-    )
-    assert unavailable("sage2-varlen") is None
 
 
 @pytest.mark.usefixtures("sage_1")

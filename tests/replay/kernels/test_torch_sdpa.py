@@ -83,14 +83,6 @@ def test_unsupported_is_pytorchs_own_sentence(make_call: MakeCall) -> None:
     assert catalogue()["torch-flash-compiled"].unsupported(call) == reason
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-def test_invalid_names_are_doubted(make_call: MakeCall, name: str) -> None:
-    kernel = catalogue()[name]
-    both = make_call(is_causal=True, attn_mask=torch.zeros(9, 13))
-    assert kernel.unsupported(both) == "attn_mask and is_causal together"
-    assert "dropout" in (kernel.unsupported(make_call(dropout_p=0.1)) or "")
-
-
 def test_math_refuses_what_would_not_fit(
     make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,11 +163,3 @@ def test_flex_against_the_oracle(make_call: MakeCall) -> None:
         {"q_len": 40, "kv_len": 70, "attn_mask": torch.randn(1, 1, 40, 70)},
     ):
         check("flex", make_call(**kind))
-
-
-def test_flex_says_what_it_cannot(make_call: MakeCall) -> None:
-    flex = catalogue()["flex"]
-    assert flex.unsupported(make_call(dtype=torch.float64)) == (
-        "dtype float64: needs float16, bfloat16 or float32"
-    )
-    assert flex.unsupported(make_call(q_heads=4, kv_heads=2)) is None
