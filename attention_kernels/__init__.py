@@ -44,10 +44,7 @@ if TYPE_CHECKING:
     from attention_kernels.portable.prefill import prefill
     from attention_kernels.portable.varlen import KeyRanges, packed_prefill, padded_prefill
     from attention_kernels.quantised.quantise import quantise_key_value
-    from attention_kernels.quantised.quantised_prefill import (
-        attend_to_quantised,
-        quantised_prefill,
-    )
+    from attention_kernels.quantised.quantised_prefill import attend_to_quantised, quantised_prefill
     from attention_kernels.sparse.sparse_decode import paged_sparse_decode, sparse_decode
     from attention_kernels.sparse.token_choice import choose_paged_tokens, choose_tokens
 

@@ -23,12 +23,7 @@ import triton
 import triton.language as tl
 
 from attention_kernels.decode.kv_cache import find_tokens
-from attention_kernels.decode.quantised_cache import (
-    CACHE_BLOCK,
-    fit_query,
-    in_value_order,
-    log2,
-)
+from attention_kernels.decode.quantised_cache import CACHE_BLOCK, fit_query, in_value_order, log2
 from attention_kernels.decode.split_kv_assignment import assigned_part, seen_positions
 from attention_kernels.decode.split_kv_merge import COUNTERS_TOGETHER, merge
 from attention_kernels.tiles.high_low_parts import (

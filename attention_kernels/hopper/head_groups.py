@@ -115,10 +115,7 @@ def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> f
     falling = times.flip(0)
     head_groups, rest = divmod(bundles, head_group)
     tiles = torch.cat(
-        [
-            falling.repeat_interleave(head_group).repeat(head_groups),
-            falling.repeat_interleave(rest),
-        ]
+        [falling.repeat_interleave(head_group).repeat(head_groups), falling.repeat_interleave(rest)]
     )
     turns = -(-len(tiles) // programs)
     by_turn = tiles.new_zeros(turns * programs)

@@ -25,11 +25,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from attention_kernels.hopper.key_ranges import (
     CallBounds,
@@ -67,13 +63,7 @@ from attention_kernels.hopper.pipeline import (
     wait_for_turn,
 )
 from attention_kernels.hopper.rescale import rescale
-from attention_kernels.hopper.scores import (
-    ROWS,
-    add_scores,
-    matrix,
-    own_sums,
-    start_scores,
-)
+from attention_kernels.hopper.scores import ROWS, add_scores, matrix, own_sums, start_scores
 from attention_kernels.hopper.softmax import SoftmaxExtras, unpack, weigh, weigh_whole
 from attention_kernels.hopper.stream_k import ProgramShare, gather
 from attention_kernels.tiles.division import quotient

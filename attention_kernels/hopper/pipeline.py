@@ -110,14 +110,7 @@ def fill(ring, desc, place, index, phase, rest=None):
 
 @gluon.jit
 def fill_shared(
-    ring,
-    desc,
-    place,
-    index,
-    phase,
-    WHICH: gl.constexpr,
-    CONSUMERS: gl.constexpr,
-    rest=None,
+    ring, desc, place, index, phase, WHICH: gl.constexpr, CONSUMERS: gl.constexpr, rest=None
 ):
     """Call `fill` for the ring of KEY or VALUE."""
     if CONSUMERS == CONSUMERS_NAMED:

@@ -231,15 +231,7 @@ def _leave(output, reference, total, piece, share, WHO: gl.constexpr, CONSUMERS:
 
 @gluon.jit
 def _add_up(
-    output,
-    reference,
-    total,
-    shared,
-    first,
-    last,
-    share,
-    WHO: gl.constexpr,
-    CONSUMERS: gl.constexpr,
+    output, reference, total, shared, first, last, share, WHO: gl.constexpr, CONSUMERS: gl.constexpr
 ):
     """Add up all pieces of a tile, which the programs `first` to `last` have stored.
 

@@ -21,11 +21,7 @@ from attention_kernels.launch.launcher import (
 from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward_kernel import forward_kernel
-from attention_kernels.portable.forward_tiles import (
-    Blocks,
-    blocks,
-    is_small,
-)
+from attention_kernels.portable.forward_tiles import Blocks, blocks, is_small
 from attention_kernels.tiles.head_dim_pieces import pieces
 from attention_kernels.tiles.masking import mask_unit, window_sides
 from attention_kernels.tiles.online_softmax import base_2

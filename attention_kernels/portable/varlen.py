@@ -213,16 +213,7 @@ def _attend(
                 sinks=sinks,
             )
     return forward(
-        query,
-        key,
-        value,
-        None,
-        is_causal,
-        scale,
-        lengths,
-        return_lse,
-        options=options,
-        sinks=sinks,
+        query, key, value, None, is_causal, scale, lengths, return_lse, options=options, sinks=sinks
     )
 
 
@@ -252,15 +243,7 @@ def _planned(shape: tuple[int, int], strides: tuple[int, int], device: torch.dev
 
 
 @triton.jit
-def _key_ranges(
-    keys,
-    ranges,
-    batches,
-    length,
-    stride_batch,
-    stride_key,
-    BLOCK: tl.constexpr,
-):
+def _key_ranges(keys, ranges, batches, length, stride_batch, stride_key, BLOCK: tl.constexpr):
     """Store the first key and the number of keys of one batch element."""
     batch = tl.program_id(0)
     keys += batch.to(tl.int64) * stride_batch

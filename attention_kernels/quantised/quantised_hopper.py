@@ -15,10 +15,7 @@ from attention_kernels.hopper.scores import ROWS
 from attention_kernels.hopper.stream_k import TileTimes, arguments_of, cut_for, memory_for
 from attention_kernels.launch.descriptors import nowhere
 from attention_kernels.launch.launcher import Launch, PlannedCall
-from attention_kernels.quantised.quantise import (
-    QuantisedKeyValue,
-    padded_dim,
-)
+from attention_kernels.quantised.quantise import QuantisedKeyValue, padded_dim
 from attention_kernels.quantised.quantised_hopper_kernel import quantised_hopper_kernel
 from attention_kernels.quantised.quantised_operands import strides_of
 from attention_kernels.tiles.online_softmax import LN_2

@@ -20,11 +20,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from attention_kernels.hopper.key_ranges import (
     CallBounds,
@@ -63,12 +59,7 @@ from attention_kernels.hopper.pipeline import (
     wait_for,
     wait_for_turn_after,
 )
-from attention_kernels.hopper.scores import (
-    ROWS,
-    matrix,
-    own_sums,
-    start_scores,
-)
+from attention_kernels.hopper.scores import ROWS, matrix, own_sums, start_scores
 from attention_kernels.hopper.special_functions import LOG2, approximately
 from attention_kernels.hopper.stream_k import ProgramShare, gather
 from attention_kernels.quantised.quantised_hopper_operands import (

@@ -205,13 +205,7 @@ def quantised_prefill_kernel(
 
 @triton.jit
 def _lengths_of(
-    batch,
-    q_len,
-    kv_len,
-    q_offsets_ptr,
-    k_starts_ptr,
-    k_lengths_ptr,
-    IS_BOTTOM_RIGHT: tl.constexpr,
+    batch, q_len, kv_len, q_offsets_ptr, k_starts_ptr, k_lengths_ptr, IS_BOTTOM_RIGHT: tl.constexpr
 ):
     """Return a batch element's first query in memory, its number of queries, its first key, its
     number of valid keys, and the distance from a query to its diagonal key within the element."""

@@ -9,12 +9,7 @@ from attention_kernels.decode.split_kv import attend_to_cache
 
 
 def sparse_decode(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    indices: Tensor,
-    *,
-    scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, indices: Tensor, *, scale: float | None = None
 ) -> Tensor:
     """Return attention to the tokens in `indices`, (B, Hq, Sq, Dv), contiguous.
 

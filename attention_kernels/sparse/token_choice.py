@@ -63,14 +63,7 @@ def _score_kernel(
         length = tl.load(lengths_ptr + batch)
     positions = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
     tokens, is_valid, slots, first_axis = find_tokens(
-        positions,
-        positions < length,
-        batch,
-        length,
-        None,
-        table_ptr,
-        stride_table,
-        PAGE_SIZE,
+        positions, positions < length, batch, length, None, table_ptr, stride_table, PAGE_SIZE
     )
     key_rows = first_axis * stride_key_first + slots * stride_key_token
     key_rows += kv_head.to(tl.int64) * stride_key_head

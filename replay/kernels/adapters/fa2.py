@@ -109,11 +109,7 @@ register_adapted(
     "fa2-varlen",
     LIBRARY,
     at_once(_prepare_varlen),
-    (
-        *_limits,
-        *limits.PADDED_OR_PACKED,
-        limits.page_size_multiple_of(PAGE_SIZE),
-    ),
+    (*_limits, *limits.PADDED_OR_PACKED, limits.page_size_multiple_of(PAGE_SIZE)),
     "FlashAttention 2 on packed sequences, and on padded batches, packed by their mask",
     prepare=_prepare_varlen,
     features=(*KNOWN, "packed", "paged"),

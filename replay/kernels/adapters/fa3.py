@@ -124,11 +124,7 @@ register_adapted(
     "fa3-varlen",
     replace(LIBRARY, functions=("flash_attn_varlen_func",)),
     at_once(_prepare_varlen),
-    (
-        *_limits,
-        limits.multiple_of_8,
-        *limits.PADDED_OR_PACKED,
-    ),
+    (*_limits, limits.multiple_of_8, *limits.PADDED_OR_PACKED),
     "FlashAttention 3 on packed sequences, and on padded batches, packed by their mask",
     prepare=_prepare_varlen,
     features=(*KNOWN, "packed", "key-lengths"),

@@ -130,11 +130,7 @@ register_adapted(
     "fa4-varlen",
     _VARLEN,
     at_once(_prepare_varlen),
-    (
-        *_limits,
-        *limits.PADDED_OR_PACKED,
-        _pages_on_data_centre_gpus,
-    ),
+    (*_limits, *limits.PADDED_OR_PACKED, _pages_on_data_centre_gpus),
     "FlashAttention 4 on packed sequences, and on padded batches, packed by their mask",
     prepare=_prepare_varlen,
     unavailable=partial(_unavailable, _VARLEN),

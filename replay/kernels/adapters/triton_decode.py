@@ -38,13 +38,7 @@ from replay.kernels.wrapping import adapt, at_once, register_adapted
 if TYPE_CHECKING:
     from attention_kernels.decode.paging import PagedCache
 
-DECODE_LIMITS = (
-    no_dropout,
-    half_precision,
-    max_head_dim(256),
-    max_queries(16),
-    no_huge_softcap,
-)
+DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16), no_huge_softcap)
 
 LATENT, TAIL = 512, 128
 """Maximum head dimension of a value that is the first part of its key (absorbed MLA), and of the

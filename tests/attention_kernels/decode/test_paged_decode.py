@@ -70,11 +70,7 @@ def test_only_tokens_are_read(lengths: list[int], more: int, page_size: int, at_
     call = padded_call(lengths, max(lengths) + more, at_end, q_len=2)
     keys = call.attn_mask[:, 0, 0] if call.attn_mask is not None else torch.empty(0)
     cache = page(
-        call.key,
-        call.value,
-        page_size,
-        lengths=keys.sum(dim=1),
-        starts=keys.int().argmax(dim=1),
+        call.key, call.value, page_size, lengths=keys.sum(dim=1), starts=keys.int().argmax(dim=1)
     )
     output = paged_decode(call.query, *poisoned(cache))
     torch.testing.assert_close(output.double(), expected_of(call), rtol=0, atol=3e-3)

@@ -111,9 +111,7 @@ ALL_DIMS = sorted({dims_of(*each) for each in itertools.product(HEAD_DIMS, HEAD_
 
 
 @pytest.mark.parametrize(
-    "plan",
-    {plan for plan, _ in NARROW} | {schedule(dims, 1, 4096) for dims in ALL_DIMS},
-    ids=str,
+    "plan", {plan for plan, _ in NARROW} | {schedule(dims, 1, 4096) for dims in ALL_DIMS}, ids=str
 )
 def test_registers_of_all_warp_groups_fit(plan: Schedule) -> None:
     threads = 128

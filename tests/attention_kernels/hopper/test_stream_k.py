@@ -17,10 +17,7 @@ FLUX = 36 * 24
 """Tiles of 128 queries of Flux: 4,608 tokens and 24 heads."""
 
 tile_of_piece, blocks_of_piece = stream_k.tile_of_piece.fn, stream_k.blocks_of_piece.fn
-programs_of_tile, turns_with_pieces = (
-    stream_k.programs_of_tile.fn,
-    stream_k.turns_with_pieces.fn,
-)
+programs_of_tile, turns_with_pieces = (stream_k.programs_of_tile.fn, stream_k.turns_with_pieces.fn)
 
 
 @pytest.fixture(autouse=True)

@@ -170,9 +170,7 @@ def test_a_mask_with_others_numbers_behind_its_rows(verify: Verify, head_dim: in
 
 @pytest.mark.usefixtures("size")
 @pytest.mark.parametrize(
-    ("layout", "head_dim", "size"),
-    pairwise(product(LAYOUTS, [64, 80], LOADS)),
-    indirect=["size"],
+    ("layout", "head_dim", "size"), pairwise(product(LAYOUTS, [64, 80], LOADS)), indirect=["size"]
 )
 def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
     call = call_of((2, 2, 2, 70, 140, head_dim, head_dim), is_causal=True)

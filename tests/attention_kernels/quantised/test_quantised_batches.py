@@ -15,11 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from attention_kernels.options import Lengths
-from attention_kernels.quantised.quantise import (
-    GROUP,
-    first_group,
-    quantise_key_value,
-)
+from attention_kernels.quantised.quantise import GROUP, first_group, quantise_key_value
 from attention_kernels.quantised.quantised_prefill import (
     attend_to_quantised,
     quantised_prefill,
