@@ -92,12 +92,7 @@ def _check(
     is_causal: bool,
     enable_gqa: bool,
 ) -> None:
-    """Reject a call that no kernel supports.
-
-    Raises:
-        NotImplementedError: as for `attention`.
-        ValueError: as for `attention`.
-    """
+    """Reject a call that no kernel supports, with the errors of `attention`."""
     if dropout_p:
         raise NotImplementedError(f"attention has no dropout (dropout_p is {dropout_p})")
     if torch.is_grad_enabled() and (

@@ -42,7 +42,13 @@ from torch import Tensor
 from attention_kernels.launch.descriptors import described, nowhere
 from attention_kernels.launch.launcher import Launch, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes, vector
-from attention_kernels.tiles.eight_bits import (
+from attention_kernels.tiles.high_low_parts import (
+    LOG2_LARGEST_FP8,
+    LOG2_LARGEST_INT8,
+    high_low_parts,
+)
+from attention_kernels.tiles.matmul import INTERPRETED
+from attention_kernels.tiles.round_to_eight_bits import (
     FP8_MAX,
     INT8_MAX,
     SMALLEST_MAXIMUM,
@@ -50,12 +56,6 @@ from attention_kernels.tiles.eight_bits import (
     to_fp8,
     to_int8,
 )
-from attention_kernels.tiles.high_low_parts import (
-    LOG2_LARGEST_FP8,
-    LOG2_LARGEST_INT8,
-    high_low_parts,
-)
-from attention_kernels.tiles.matmul import INTERPRETED
 
 CACHE_BLOCK = tl.constexpr(128)
 """Number of tokens whose values are transposed together; lengths are rounded up to a multiple of

@@ -233,12 +233,7 @@ def _plan_call(
 
 
 def _check_by_sequence(cache: Cache | QuantisedCache) -> None:
-    """Check the shapes of lengths and token indices.
-
-    Raises:
-        ValueError: the number of lengths differs from that of the sequences, or the indices do not
-            have one list of tokens for each key head.
-    """
+    """Raise ValueError if the shape of the lengths or of the token indices does not fit."""
     batch, kv_heads, *_ = cache.shapes[0]
     if cache.lengths is not None and cache.lengths.shape != (batch,):
         raise ValueError(f"{tuple(cache.lengths.shape)} lengths of {batch} sequences")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,36 +38,6 @@ from attention_kernels.tiles.online_softmax import LOG2_E
 from attention_kernels.tiles.visited_blocks import VisitedBlocks
 
 
-@overload
-def hopper_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    options: AttentionOptions = PLAIN,
-    sinks: Tensor | None = None,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def hopper_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *,
-    is_causal: bool = False,
-    scale: float | None = None,
-    options: AttentionOptions = PLAIN,
-    sinks: Tensor | None = None,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
 def hopper_prefill(
     query: Tensor,
     key: Tensor,
@@ -79,7 +49,7 @@ def hopper_prefill(
     options: AttentionOptions = PLAIN,
     sinks: Tensor | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return scaled dot-product attention on a Hopper GPU.
 
     Tensors are read in place if TMA can address them: the elements of a head must be adjacent, and
@@ -97,8 +67,8 @@ def hopper_prefill(
         scale: factor of the scores, not negative; None for 1/√D.
         options: bottom right, window and soft cap. Blocks of keys outside a window are not read.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
-        return_lse: also return the natural logarithm of each row's sum of exponentials, sinks
-            included.
+        return_lse: return a tuple of the output and the natural logarithm of each row's sum of
+            exponentials, sinks included.
 
     Returns:
         The output, (B, Hq, Sq, Dv), with the layout of `query` if that is dense; zeros for queries

@@ -2,42 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any
 
 from torch import Tensor
 
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.portable.forward import forward
-
-
-@overload
-def prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
 
 
 def prefill(
@@ -51,7 +21,7 @@ def prefill(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return softmax(scale · QKᵀ + mask) · V, for tensors of any strides without a copy.
 
     A query whose keys are all masked gets zeros, as in SDPA. A NaN or an infinity spreads as in
@@ -68,8 +38,8 @@ def prefill(
         scale: factor of the scores; None for 1/√D.
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         options: bottom right, window and soft cap. Blocks of keys outside the window are not read.
-        return_lse: also return the natural logarithm of each row's sum of exponentials, (B, Hq, Sq)
-            float32, sinks included; -inf where every key is masked.
+        return_lse: return a tuple of the output and the natural logarithm of each row's sum of
+            exponentials, (B, Hq, Sq) float32, sinks included; -inf where every key is masked.
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.

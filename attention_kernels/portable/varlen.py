@@ -7,7 +7,7 @@ has its sequences concatenated, as in FlashAttention's `varlen` functions.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,36 +30,6 @@ class KeyRanges(NamedTuple):
     """(B,) int32, number of valid keys from the first on."""
 
 
-@overload
-def padded_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: KeyRanges,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def padded_prefill(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: KeyRanges,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
 def padded_prefill(
     query: Tensor,
     key: Tensor,
@@ -71,7 +41,7 @@ def padded_prefill(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return `prefill` under a padding mask; padding tokens among the queries are computed too.
 
     Keys and values in the padding have no effect, even if they are NaN.
@@ -97,42 +67,6 @@ def padded_prefill(
     return output if lse is None else (output, lse)
 
 
-@overload
-def packed_prefill(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    longest_query: int,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    seqused_k: Tensor | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[False] = False,
-) -> Tensor: ...
-
-
-@overload
-def packed_prefill(
-    query_THD: Tensor,
-    key_THD: Tensor,
-    value_THD: Tensor,
-    q_offsets: Tensor,
-    k_offsets: Tensor,
-    longest_query: int,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    seqused_k: Tensor | None = None,
-    sinks: Tensor | None = None,
-    options: AttentionOptions = PLAIN,
-    return_lse: Literal[True],
-) -> tuple[Tensor, Tensor]: ...
-
-
 def packed_prefill(
     query_THD: Tensor,
     key_THD: Tensor,
@@ -147,7 +81,7 @@ def packed_prefill(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """Return attention within each sequence of a packed batch, (Tq, Hq, Dv).
 
     Args:
@@ -161,7 +95,7 @@ def packed_prefill(
             in FlashAttention.
         scale, sinks, options: as for `prefill`.
         seqused_k: (B,) int32, number of valid keys of each sequence, from its first; None for all.
-        return_lse: also return the log-sum-exp as in `prefill`, (Hq, Tq).
+        return_lse: return a tuple of the output and the log-sum-exp as in `prefill`, (Hq, Tq).
 
     Raises:
         ValueError: the shapes do not fit together, or a head dimension is larger than 256.

@@ -44,7 +44,7 @@ from torch import Tensor
 from attention_kernels.launch.launcher import Launch, layout, named
 from attention_kernels.launch.shape_checks import Sizes, check_shapes
 from attention_kernels.options import Lengths
-from attention_kernels.tiles.eight_bits import (
+from attention_kernels.tiles.round_to_eight_bits import (
     FP8_MAX,
     INT8_MAX,
     SMALLEST_MAXIMUM,

@@ -72,7 +72,7 @@ from attention_kernels.quantised.quantised_hopper_operands import (
 )
 from attention_kernels.quantised.quantised_hopper_softmax import weigh
 from attention_kernels.tiles.division import quotient
-from attention_kernels.tiles.eight_bits import LOG2_FP8_MAX
+from attention_kernels.tiles.round_to_eight_bits import LOG2_FP8_MAX
 
 MASK_STAGES = gl.constexpr(2)
 """Number of mask blocks that fit for each consumer."""

@@ -14,7 +14,7 @@ from triton.language.core import PropagateNan
 from attention_kernels.hopper.scores import ROWS
 from attention_kernels.quantised.quantise import GROUP, first_group
 from attention_kernels.tiles.division import quotient
-from attention_kernels.tiles.eight_bits import FP8_MAX, INT8_MAX, SMALLEST_MAXIMUM
+from attention_kernels.tiles.round_to_eight_bits import FP8_MAX, INT8_MAX, SMALLEST_MAXIMUM
 
 ALL = gl.constexpr(PropagateNan.ALL)
 SCALE_GROUP = gl.constexpr(GROUP)

@@ -9,7 +9,7 @@ from attention_kernels.hopper.key_ranges import hide_unseen
 from attention_kernels.hopper.mask_blocks import hide
 from attention_kernels.hopper.scores import ROWS, own_sums
 from attention_kernels.hopper.special_functions import RECIPROCAL, TANH, approximately
-from attention_kernels.tiles.eight_bits import LOG2_FP8_MAX
+from attention_kernels.tiles.round_to_eight_bits import LOG2_FP8_MAX
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.descriptors import has_tma, nowhere
 from attention_kernels.launch.launcher import Launch, PlanCache, PlannedCall, layout, named
-from attention_kernels.launch.shape_checks import Sizes, check_head_dims, check_shapes, sizes_of
+from attention_kernels.launch.shape_checks import check_head_dims, check_shapes, sizes_of
 from attention_kernels.options import PLAIN, AttentionOptions, Lengths
 from attention_kernels.quantised.quantise import (
     GROUP,
@@ -172,51 +172,6 @@ def _mask_of(query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor) -> 
     return loadable_mask(attn_mask, shape)
 
 
-def _planned(
-    query: Tensor,
-    quantised: QuantisedKeyValue,
-    value: Tensor,
-    output: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    options: AttentionOptions,
-    sinks: Tensor | None,
-    in_tensor_cores: bool,
-    mask: Tensor | None = None,
-    visited: VisitedBlocks | None = None,
-) -> PlannedCall:
-    """Return the cached result of `_plan` for calls of one shape."""
-    shape = (
-        query.device,
-        layout(query),
-        quantised.layouts,
-        layout(value),
-        layout(sinks),
-        layout(mask),
-        visited and tuple(map(layout, visited)),
-        is_causal,
-        scale,
-        options,
-        in_tensor_cores,
-    )
-    return _calls.get(shape) or _calls.keep(
-        shape,
-        _plan(
-            query,
-            quantised,
-            value,
-            output,
-            is_causal,
-            scale,
-            options,
-            sizes_of(sinks),
-            in_tensor_cores,
-            mask,
-            visited,
-        ),
-    )
-
-
 _calls: PlanCache[PlannedCall] = PlanCache()
 
 
@@ -230,7 +185,7 @@ def _empty_output(query: Tensor, v_head_dim: int) -> Tensor:
     return rows[..., :v_head_dim]
 
 
-def _plan(
+def _planned(
     query: Tensor,
     quantised: QuantisedKeyValue,
     value: Tensor,
@@ -238,20 +193,35 @@ def _plan(
     is_causal: bool,
     scale: float | None,
     options: AttentionOptions,
-    sinks: Sizes | None,
+    sinks: Tensor | None,
     in_tensor_cores: bool,
-    mask: Tensor | None,
-    visited: VisitedBlocks | None,
+    mask: Tensor | None = None,
+    visited: VisitedBlocks | None = None,
 ) -> PlannedCall:
-    """Plan a call: everything except the addresses of its tensors.
+    """Plan a call: everything except the addresses of its tensors. Calls of one shape share the
+    plan.
 
-    `value`, and `query` on Hopper, must suit a tensor descriptor. `mask` comes from `_mask_of`, and
-    `sinks` is a shape.
+    `value`, and `query` on Hopper, must suit a tensor descriptor. `mask` comes from `_mask_of`.
     """
+    shape = (
+        query.device,
+        layout(query),
+        quantised.layouts,
+        layout(value),
+        layout(sinks),
+        layout(mask),
+        visited and tuple(map(layout, visited)),
+        is_causal,
+        scale,
+        options,
+        in_tensor_cores,
+    )
+    if (kept := _calls.get(shape)) is not None:
+        return kept
     batch, q_heads, q_rows, head_dim = query.shape
     lengths = quantised.lengths
     key = (*quantised.key.shape[:2], quantised.kv_len)
-    check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sinks)
+    check_shapes(query.shape, (*key, head_dim), (*key, quantised.v_head_dim), sizes_of(sinks))
     check_head_dims(head_dim, quantised.v_head_dim)
     is_causal, left, right = window_sides(is_causal, options, q_rows, quantised.kv_len)
     has_diagonal = is_causal or left is not None or right is not None
@@ -267,9 +237,10 @@ def _plan(
         from attention_kernels.quantised import quantised_hopper
 
         right = 0 if is_causal else right
-        return quantised_hopper.plan(
+        planned = quantised_hopper.plan(
             query, quantised, value, output, numbers, is_bottom_right, left, right, mask, visited
         )
+        return _calls.keep(shape, planned)
     if lengths is not None:
         batch = lengths.batches
     q_len = numbers["q_len"]
@@ -309,7 +280,8 @@ def _plan(
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
-    return PlannedCall(launch, (None, nowhere(key_desc), nowhere(value_desc), None, None))
+    descriptors = (None, nowhere(key_desc), nowhere(value_desc), None, None)
+    return _calls.keep(shape, PlannedCall(launch, descriptors))
 
 
 def quantised_prefill(

@@ -29,7 +29,10 @@ import triton
 import triton.language as tl
 
 from attention_kernels.quantised.quantise import first_group
-from attention_kernels.tiles.eight_bits import (
+from attention_kernels.tiles.masking import mask_bias, may_see, stretches
+from attention_kernels.tiles.matmul import matmul
+from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap
+from attention_kernels.tiles.round_to_eight_bits import (
     FP8_MAX,
     INT8_MAX,
     LOG2_FP8_MAX,
@@ -38,9 +41,6 @@ from attention_kernels.tiles.eight_bits import (
     to_fp8,
     to_int8,
 )
-from attention_kernels.tiles.masking import mask_bias, may_see, stretches
-from attention_kernels.tiles.matmul import matmul
-from attention_kernels.tiles.online_softmax import LOG2_E, add_sink, soft_cap
 from attention_kernels.tiles.visited_blocks import first_key
 
 

@@ -21,8 +21,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from attention_kernels.tiles.eight_bits import round_to_fp8
 from attention_kernels.tiles.matmul import INTERPRETED
+from attention_kernels.tiles.round_to_eight_bits import round_to_fp8
 
 LOG2_LARGEST_INT8 = tl.constexpr(13.9999)
 """Base-2 logarithm of the largest INT8 operand of `high_low_parts`; 2¹⁴ would need a high part of
