@@ -20,6 +20,9 @@ from tests.factories import accuracy, census, errors, row, speedup_over
 from tests.factories import call_facts as facts
 
 COSINE = Budget("cosine", 0.99)
+CALL = facts("a", "layers.0")
+ONE_LAYER = census(("layers.0", "denoise", 64, 1))
+TWO_LAYERS = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
 
 
 def judged(**figures: float) -> Accuracy:
@@ -75,17 +78,13 @@ def test_the_worst_call_decides(metric: str, good: float, bad: float) -> None:
         assert worst == (good if kernel == "new" else bad)
 
 
-def test_nan_is_the_worst_figure() -> None:
-    calls = [facts(name, "layers.0") for name in "ab"]
-    for metric in ("cosine", "relative_l1", "rmse"):
-        rows = [row("old", call, 10.0) for call in calls]
-        rows += [
-            row("new", calls[0], 5.0, accuracy=judged(**{metric: math.nan})),
-            row("new", calls[1], 5.0),
-        ]
-        assert chosen(rows, census(("layers.0", "denoise", 64, 2)), Budget(metric, 0.5)) == {
-            "layers.0": "old"
-        }
+@pytest.mark.parametrize("metric", ["cosine", "relative_l1", "rmse"])
+def test_nan_is_the_worst_figure(metric: str) -> None:
+    calls = [CALL, facts("b", "layers.0")]
+    nan = judged(**{metric: math.nan})
+    rows = [row("old", call, 10.0) for call in calls]
+    rows += [row("new", calls[0], 5.0, accuracy=nan), row("new", calls[1], 5.0)]
+    assert chosen(rows, ONE_LAYER, Budget(metric, 0.5)) == {"layers.0": "old"}
 
 
 @pytest.mark.parametrize("status", ["inaccurate", "unsupported", "crash", "error", "not-timed"])
@@ -106,40 +105,36 @@ def test_a_kernel_without_a_row_for_one_call_is_not_chosen_there() -> None:
 
 
 def test_ties_take_the_first_and_the_baseline_before_all() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
     wide, narrow = (4.0, 6.0, 5.0, 3.9, 6.1) * 2, (5.0, 4.0, 6.0, 5.9, 4.0) * 2
-    new, newer = row("new", call, wide), row("newer", call, narrow)
-    old = row("old", call, 10.0)
-    assert chosen([new, newer, old], counted) == {"layers.0": "new"}
-    assert chosen([newer, new, old], counted) == {"layers.0": "newer"}
-    old = row("old", call, (5.5, 4.4, 6.4, 3.8, 5.0) * 2)
-    assert chosen([new, newer, old], counted) == {"layers.0": "old"}
+    new, newer = row("new", CALL, wide), row("newer", CALL, narrow)
+    old = row("old", CALL, 10.0)
+    assert chosen([new, newer, old], ONE_LAYER) == {"layers.0": "new"}
+    assert chosen([newer, new, old], ONE_LAYER) == {"layers.0": "newer"}
+    old = row("old", CALL, (5.5, 4.4, 6.4, 3.8, 5.0) * 2)
+    assert chosen([new, newer, old], ONE_LAYER) == {"layers.0": "old"}
 
 
 def test_difference_within_3_percent_is_a_tie() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 1))
-    same = [row("old", call, 10.0), row("new", call, 9.8)]
-    assert chosen(same, counted) == {"layers.0": "old"}
-    faster = [row("old", call, 10.0), row("new", call, 9.6)]
-    assert chosen(faster, counted) == {"layers.0": "new"}
+    same = [row("old", CALL, 10.0), row("new", CALL, 9.8)]
+    assert chosen(same, ONE_LAYER) == {"layers.0": "old"}
+    faster = [row("old", CALL, 10.0), row("new", CALL, 9.6)]
+    assert chosen(faster, ONE_LAYER) == {"layers.0": "new"}
 
 
 def test_a_slower_kernel_is_chosen_where_the_baseline_is_outside() -> None:
-    call, counted = facts("a", "layers.0"), census(("layers.0", "denoise", 64, 3))
-    rows = [row("old", call, 10.0, accuracy=judged(cosine=0.9)), row("careful", call, 20.0)]
+    counted = census(("layers.0", "denoise", 64, 3))
+    rows = [row("old", CALL, 10.0, accuracy=judged(cosine=0.9)), row("careful", CALL, 20.0)]
     plan = choose(rows, counted, COSINE, "old")
     assert plan.choices[0].kernel == "careful"
     assert plan.saved_ms == pytest.approx(-30)
-    rows[1] = row("careful", call, 20.0, accuracy=judged(cosine=0.9))
+    rows[1] = row("careful", CALL, 20.0, accuracy=judged(cosine=0.9))
     plan = choose(rows, counted, COSINE, "old")
     assert (plan.choices[0].kernel, plan.choices[0].inside) == ("old", False)
 
 
 def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
-    plan = choose(rows, counted, COSINE, "old")
+    rows = [row("old", CALL, 10.0), row("new", CALL, 5.0)]
+    plan = choose(rows, TWO_LAYERS, COSINE, "old")
     assert [(each.kernel, each.covered) for each in plan.choices] == [("new", True), ("old", False)]
     assert plan.choices[1].worst is None
     assert plan.choices[1].baseline_ms == 10
@@ -148,11 +143,10 @@ def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
 
 def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
     """Each layer has another fastest kernel; over both layers it is `new`."""
-    a, b = facts("a", "layers.0"), facts("b", "layers.1")
+    a, b = CALL, facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("newer", a, 6.0)]
     rows += [row("old", b, 10.0), row("new", b, 4.0), row("newer", b, 3.9)]
-    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
-    assert set(chosen(rows, counted).values()) == {"new"}
+    assert set(chosen(rows, TWO_LAYERS).values()) == {"new"}
 
 
 @pytest.mark.parametrize(
@@ -160,36 +154,24 @@ def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
 )
 def test_rounds_of_two_processes_are_not_paired(against: list[float], chosen: str) -> None:
     """A kernel with its own worker is rated by its speed-up over the baseline in that worker."""
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("alone", call, 5.0)]
+    rows = [row("old", CALL, 10.0), row("alone", CALL, 5.0)]
     over = speedup_over("old", paired_speedup(against, [5.0, 5.2] * 5))
     rows[1] = replace(rows[1], process="alone", speedup=over)
     plan = choose(rows, census(("layers.0", "denoise", 64, 8)), Budget("cosine", 0.9), "old")
     assert plan.choices[0].kernel == chosen
 
 
-def test_kernels_of_other_environments_are_not_chosen() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    rows[1] = replace(rows[1], environment="other")
-    counted = census(("layers.0", "denoise", 64, 1))
-    assert chosen(rows, counted) == {"layers.0": "old"}
-    assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
+def test_kernels_that_run_elsewhere_or_nowhere_are_left_out() -> None:
+    rows = [row("old", CALL, 10.0), row("new", CALL, 5.0, environment="other")]
+    rows.append(row("far", CALL, None, "unavailable", "needs a CUDA GPU"))
+    assert chosen(rows, ONE_LAYER) == {"layers.0": "old"}
+    assert [each.kernel for each in uniform(rows, TWO_LAYERS, COSINE, "old")] == ["old"]
 
 
 def test_a_kernel_that_supports_no_call_saves_nothing_anywhere() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("new", call, None, "unsupported", "takes no mask")]
-    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
-    new = uniform(rows, counted, COSINE, "old")[1]
+    rows = [row("old", CALL, 10.0), row("new", CALL, None, "unsupported", "takes no mask")]
+    new = uniform(rows, TWO_LAYERS, COSINE, "old")[1]
     assert (new.saved_ms, new.falls_back, new.not_captured) == (0, 1, 1)
-
-
-def test_unavailable_kernel_did_not_fail() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("far", call, None, "unavailable", "needs a CUDA GPU")]
-    counted = census(("layers.0", "denoise", 64, 1), ("layers.1", "denoise", 64, 1))
-    assert [each.kernel for each in uniform(rows, counted, COSINE, "old")] == ["old"]
 
 
 def test_each_kernel_is_evaluated_at_every_layer() -> None:
@@ -215,36 +197,23 @@ def test_each_kernel_is_evaluated_at_every_layer() -> None:
     assert (wrong.worst_module, wrong.worst_figure, wrong.reason) == ("layers.3", 0.2, "far off")
 
 
-@pytest.mark.parametrize(
-    ("machine", "device"),
-    [(Machine("NVIDIA H200"), "NVIDIA H200"), (Machine("AMD", threads="8"), "cpu")],
-)
-def test_a_plan_names_the_device_of_its_rows(machine: Machine, device: str) -> None:
-    """Rows without a time do not matter."""
-    rows = [row("old", ms=10.0, machine=machine), row("absent", status="unavailable")]
-    assert choose(rows, census(("layers.0", "denoise", 64, 1)), COSINE, "old").device == device
-
-
-def test_rows_of_two_devices_make_no_plan() -> None:
-    rows = [
-        row(kernel, ms=1.0, machine=Machine(device))
-        for kernel, device in (("old", "H100"), ("new", "H200"))
-    ]
+def test_a_plan_names_the_device_of_its_timed_rows() -> None:
+    rows = [row("old", ms=10.0, machine=Machine("H100")), row("absent", status="unavailable")]
+    assert choose(rows, ONE_LAYER, COSINE, "old").device == "H100"
+    rows.append(row("new", ms=1.0, machine=Machine("H200")))
     with pytest.raises(PlanError, match="the rows were measured on H100, H200: make one from"):
-        choose(rows, census(("layers.0", "denoise", 64, 1)), COSINE, "old")
+        choose(rows, ONE_LAYER, COSINE, "old")
 
 
 def test_rows_that_make_no_plan() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("new", call, 5.0)]
-    counted = census(("layers.0", "denoise", 64, 1))
+    rows = [row("old", CALL, 10.0), row("new", CALL, 5.0)]
     with pytest.raises(PlanError, match="add old to --kernels"):
-        choose(rows[1:], counted, COSINE, "old")
+        choose(rows[1:], ONE_LAYER, COSINE, "old")
     with pytest.raises(PlanError, match="add old to --kernels"):
-        choose([], counted, COSINE, "old")
-    random = row("old", replace(call, name="a-random", weights="none"), 10.0)
+        choose([], ONE_LAYER, COSINE, "old")
+    random = row("old", replace(CALL, name="a-random", weights="none"), 10.0)
     with pytest.raises(PlanError, match=r"model \(random\), model \(none\)"):
-        choose([*rows, random], counted, COSINE, "old")
+        choose([*rows, random], ONE_LAYER, COSINE, "old")
     with pytest.raises(CensusError):
         choose(rows, {}, COSINE, "old")
 
@@ -320,8 +289,7 @@ def test_spoiling_kernel_is_reported_only_where_it_was_fastest() -> None:
 
 
 def test_a_kernel_that_ran_without_the_mask_is_not_chosen_where_models_pass_it() -> None:
-    call = facts("a", "layers.0")
-    rows = [row("old", call, 10.0), row("new", call, 5.0, restated_as="window 1023/0")]
+    rows = [row("old", CALL, 10.0), row("new", CALL, 5.0, restated_as="window 1023/0")]
     counted = census(("layers.0", "denoise", 64, 10))
     assert chosen(rows, counted) == {"layers.0": "old"}
     new = uniform(rows, counted, COSINE, "old")[1]

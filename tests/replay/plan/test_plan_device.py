@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from replay.plan.plan_device import measured_on, mismatch, type_of, types_at_hand
+from replay.plan.plan_device import measured_on, type_of, types_at_hand
 from replay.rows.row import Machine
 
 CPU, FIRST, SECOND = (torch.device(each) for each in ("cpu", "cuda:0", "cuda:1"))
@@ -52,17 +52,3 @@ def test_a_model_runs_where_its_weights_are(devices: set[torch.device], types: l
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert types_at_hand({CPU}) == [type_of(CPU)] == ["cpu"]
-
-
-@pytest.mark.parametrize(
-    ("device", "at_hand", "sentence"),
-    [
-        ("H200", ["H200"], ""),
-        ("H100", ["H100", "H200"], ""),
-        ("", ["H200"], ""),
-        ("H100", ["H200"], "was made on H100, and this is H200"),
-        ("H100", ["cpu", "H200"], "was made on H100, and this is cpu or H200"),
-    ],
-)
-def test_mismatch_is_described(device: str, at_hand: list[str], sentence: str) -> None:
-    assert mismatch(device, at_hand) == sentence

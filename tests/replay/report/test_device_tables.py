@@ -145,21 +145,5 @@ def test_the_command(run_cli: RunCli) -> None:
     code, shown, err = run_cli("devices", "h100.jsonl", "h200.jsonl", "--markdown", "-")
     assert shown == Path("table.md").read_text()
     assert "kernels × devices" in err
-
-
-@pytest.mark.usefixtures("stored")
-@pytest.mark.parametrize(
-    ("arguments", "sentence"),
-    [
-        (("h100.jsonl",), "all rows are of H100"),
-        (("h100.jsonl", "none.jsonl"), "none.jsonl: no such file; write one with"),
-        (("h100.jsonl", "h200.jsonl", "--markdown", "./h100.jsonl"), "would overwrite"),
-        (("h100.jsonl", "h200.jsonl", "--markdown", "none/x.md"), "cannot write none/x.md"),
-    ],
-)
-def test_unusable_arguments_are_refused(
-    run_cli: RunCli, arguments: tuple[str, ...], sentence: str
-) -> None:
-    code, shown, err = run_cli("devices", *arguments)
-    assert (code, shown) == (2, "")
-    assert sentence in err
+    code, shown, err = run_cli("devices", "h100.jsonl", "h200.jsonl", "--markdown", "./h100.jsonl")
+    assert (code, shown, "would overwrite" in err) == (2, "", True)

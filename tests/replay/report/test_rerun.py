@@ -18,10 +18,3 @@ def test_several_calls_have_a_mean_ratio() -> None:
     before = [row("a", ONE, 1.0), row("a", TWO, 8.0)]
     after = [row("a", ONE, 2.0), row("a", TWO, 4.0, status="inaccurate")]
     assert changes(before, after) == ["a: 1 × the time over 2 calls, ok → inaccurate (1 call)"]
-
-
-def test_a_kernel_that_does_not_run_has_no_time() -> None:
-    assert changes([row("a", ONE, 1.0)], [row("a", ONE, status="crash")]) == [
-        "a: not timed in both runs, ok → crash"
-    ]
-    assert changes([], [row("a", ONE, 1.0)]) == []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -117,9 +115,3 @@ def test_window_works_with_more_queries_than_keys() -> None:
     mask = spec.call("cpu").attn_mask
     assert mask is not None
     assert int(mask.sum(-1).min()) > 0
-
-
-def test_scale_of_the_spec_is_the_calls() -> None:
-    call = Spec(**{**vars(SPEC), "scale": 0.5}).call("cpu")
-    assert (call.scale, call.softmax_scale) == (0.5, 0.5)
-    assert SPEC.call("cpu").softmax_scale == pytest.approx(1 / math.sqrt(64))

@@ -63,13 +63,6 @@ def test_damaged_file_costs_one_row(damaged: Path) -> None:
         assert "model-1.safetensors: a symbolic link" in reasons[1]
 
 
-def test_directory_without_recordings_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DatasetError, match="holds no recorded call"):
-        from_directory(tmp_path)
-    with pytest.raises(DatasetError, match="no such directory"):
-        from_directory(tmp_path / "missing")
-
-
 @pytest.fixture
 def parts(tmp_path: Path) -> Path:
     """A call that two ranks share, and a call without the part of one rank."""

@@ -99,13 +99,6 @@ def test_equal_runs_have_one_table() -> None:
     assert (found.answer, found.is_worse, found.tables) == ("nothing changed", False, ())
 
 
-def test_devices_come_first() -> None:
-    before = run("before", {"a": 0.5})
-    after = run("after", {"a": 0.5}, machine=replace(HERE, device="GPU 2"))
-    found = sections(compare(before, after, NO_SPREAD))
-    assert found.notes[0].startswith("GPU 1 → GPU 2: different devices, so speed-ups over")
-
-
 def hostile() -> Comparison:
     facts = call_facts(HOSTILE, module=HOSTILE)
     machine = replace(HERE, torch=HOSTILE)

@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,22 +135,6 @@ def test_all_charts_are_drawn_without_a_network(page: Path, width: int) -> None:
     assert seen.found["requests"] == []
     assert pages.HOSTILE in seen.found["title"]
     assert seen.found["images"] == 0
-
-
-def test_only_what_is_drawn_is_described(tmp_path: Path) -> None:
-    seen = []
-    for has_roof in (True, False):
-        rows = pages.rows(3, 2)
-        if not has_roof:
-            rows = [replace(row, roof=None, speedup=None) for row in rows]
-        write_html(rows, tmp_path / "page.html")
-        script = """return {
-            notes: ["roof-note", "shapes-note"].map((id) => !$(id).hidden),
-            tradeoff: $("tradeoff").textContent,
-        };"""
-        seen.append(opened(tmp_path / "page.html", script).found)
-    assert [each["notes"] for each in seen] == [[True, False], [False, False]]
-    assert seen[1]["tradeoff"] == "No kernel has both a speed-up and an error."
 
 
 def test_rows_are_sorted_and_filtered(page: Path) -> None:
