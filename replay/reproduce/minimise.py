@@ -61,20 +61,13 @@ class _TimeIsOver(Exception):
     """Signal that ends the search."""
 
 
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        found: Smallest,
-        run: Callable[[AttentionCall], TrialOutcome],
-        deadline: float,
-        report: Callable[[str], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self.found = found
-        self._run = run
-        self._deadline = deadline
-        self._report = report
-        self._clock = clock
+    found: Smallest
+    run: Callable[[AttentionCall], TrialOutcome]
+    deadline: float
+    report: Callable[[str], None]
+    clock: Callable[[], float]
 
     def along(self, axes: tuple[Axis, ...]) -> None:
         """Shorten every axis until no axis can be shortened further."""
@@ -104,13 +97,13 @@ class _Search:
         part = axis.take(found.call, first, end)
         if part is None:
             return False
-        if self._clock() >= self._deadline:
+        if self.clock() >= self.deadline:
             raise _TimeIsOver
         begin, _ = found.kept.get(axis.name, (0, 0))
         kept = (begin + first, begin + end)
-        self._report(f"{axis.name} {kept[0]}-{kept[1] - 1}")
+        self.report(f"{axis.name} {kept[0]}-{kept[1] - 1}")
         found.trials += 1
-        outcome = self._run(part)
+        outcome = self.run(part)
         if not outcome.is_like(found.outcome):
             return False
         found.call, found.outcome = part, outcome
@@ -122,16 +115,16 @@ class _Search:
 def _guesses(axis: Axis, found: Smallest) -> Iterator[Range]:
     """Yield the ranges with the largest errors."""
     call, worst, where = found.call, found.outcome.worst_row, found.outcome.where
-    places: list[tuple[int, int, Range]] = []
+    places: list[tuple[int, int, int, int]] = []
     if worst is not None:
-        places.append((worst[0], worst[1], (worst[2], worst[2] + 1)))
+        places.append((*worst, worst[2]))
     if where is not None:
-        places.append((*where.head, (where.queries[0], where.queries[1] + 1)))
-    for batch, head, queries in places:
+        places.append((*where.head, *where.queries))
+    for batch, head, first, last in places:
         if axis.name == "sequences" and call.cu_seqlens_q is None:
             yield batch, batch + 1
         elif axis.name == "key heads":
             group = head // (call.shape.q_heads // call.shape.kv_heads)
             yield group, group + 1
         elif axis.name == "queries":
-            yield queries
+            yield first, last + 1

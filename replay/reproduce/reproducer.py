@@ -57,6 +57,10 @@ class Reproduction:
     python: str = sys.executable
     """Interpreter of the environment that the kernel runs in."""
 
+    def trials(self, scratch: Path) -> AbstractContextManager[Trials]:
+        """Return trials of the kernel in new processes."""
+        return trials(self.kernel, self.settings, self.timeout, scratch, self.python)
+
 
 @dataclass(frozen=True)
 class Reproduced:
@@ -90,7 +94,7 @@ def reproduce(
         scratch = Path(temporary)
         report("starting")
         call = workload.load(torch.device("cpu"))
-        with _trials(request, scratch) as tried:
+        with request.trials(scratch) as tried:
             report("the whole call")
             whole = tried.of(workload)
             if not whole.fails:
@@ -116,7 +120,7 @@ def _write(
     entry = _write_dataset(smallest.call, request.workload.name, out)
     # A failure that depends on earlier trials would be useless to a kernel's author.
     report("once more, in a new worker")
-    with _trials(request, scratch) as tried:
+    with request.trials(scratch) as tried:
         again = tried.of(recorded_call(entry))
     if not again.is_like(smallest.outcome):
         raise ReproduceError(
@@ -127,7 +131,17 @@ def _write(
     no_script = ""
     try:
         report("writing the script")
-        _write_script(request, entry, smallest, out, scratch)
+        stored = scratch / "stored.safetensors"
+        shown = Shown(
+            request.kernel,
+            _kernel_call(request, entry, stored),
+            entry.load(),
+            entry.path.name,
+            again,
+            request.settings.device,
+            request.timeout,
+        )
+        write_script(shown, out, stored, request.settings.tolerances)
         report("running the script")
         # A script that does not show the failure would be worse than no script.
         _check_script(request, out)
@@ -138,10 +152,6 @@ def _write(
     found = Reproduced(whole, smallest, no_script)
     (out / "README.md").write_text(_readme(request, found), encoding="utf-8")
     return found
-
-
-def _trials(request: Reproduction, scratch: Path) -> AbstractContextManager[Trials]:
-    return trials(request.kernel, request.settings, request.timeout, scratch, request.python)
 
 
 _ONE = {"sequences": "sequence", "key heads": "key head", "queries": "query"}
@@ -183,22 +193,6 @@ def _write_dataset(call: AttentionCall, name: str, out: Path) -> FileEntry:
     dataset = Dataset(out, [entry], [record])
     dataset.save_manifest()
     return dataset.entries[0]
-
-
-def _write_script(
-    request: Reproduction, entry: FileEntry, smallest: Smallest, out: Path, scratch: Path
-) -> None:
-    stored = scratch / "stored.safetensors"
-    shown = Shown(
-        request.kernel,
-        _kernel_call(request, entry, stored),
-        entry.load(),
-        entry.path.name,
-        smallest.outcome,
-        request.settings.device,
-        request.timeout,
-    )
-    write_script(shown, out, stored, request.settings.tolerances)
 
 
 def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> KernelCall:
@@ -250,10 +244,8 @@ def _readme(request: Reproduction, found: Reproduced) -> str:
     smallest = found.smallest
     assert smallest is not None
     call, machine = smallest.call, describe(request.settings.device)
-    versions = [f"torch {machine.torch}"]
-    versions += [
-        f"{name} {value}" for name in ("cuda", "triton") if (value := getattr(machine, name))
-    ]
+    packages = {"torch": machine.torch, "cuda": machine.cuda, "triton": machine.triton}
+    versions = [f"{name} {value}" for name, value in packages.items() if value]
     kernel = catalogue().get(request.kernel)
     if kernel is not None and kernel.library not in ("", "torch", "triton"):
         versions.append(f"{kernel.library} {version(kernel.library)}".strip())
@@ -278,23 +270,16 @@ def _readme(request: Reproduction, found: Reproduced) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Quote text of a recording, so that it cannot become Markdown; most names are plain."""
-    text = printable(text)
-    if re.fullmatch(r"[\w ,;:×/.-]*", text) and not re.search(r"\b_|_\b|://", text):
-        return text
-    return f"`{text.replace('`', ' ').strip()}`"
+    """Quote a name from a recording, so that it cannot become Markdown."""
+    return f"`{printable(text).replace('`', ' ').strip()}`"
 
 
 def _check_place(out: Path) -> None:
     """Raise ReproduceError if the directory cannot be written or is not empty."""
-    if out.exists() and not out.is_dir():
-        raise ReproduceError(f"--out {out} is a file: name a directory")
-    if out.is_dir() and any(out.iterdir()):
-        raise ReproduceError(f"--out {out} is not empty: name another directory")
-    if not out.absolute().parent.is_dir():
-        raise ReproduceError(f"--out {out}: create its parent directory first")
     try:
-        os.rmdir(tempfile.mkdtemp(dir=out if out.is_dir() else out.absolute().parent))
+        if out.exists() and any(out.iterdir()):
+            raise ReproduceError(f"--out {out} is not empty: name another directory")
+        os.rmdir(tempfile.mkdtemp(dir=out if out.exists() else out.absolute().parent))
     except OSError as error:
         raise ReproduceError(
             f"cannot write --out {out} ({error.strerror}): name another directory"

@@ -29,46 +29,22 @@ HONEST_CALLS = 12
 """Number of honest calls before a cheat begins; more than the calls before timing starts."""
 
 
-def cached_by_pointer() -> Attention:
-    """Keep the result as long as the inputs have the same addresses."""
+def cached(key_of: Callable[[Tensor, Tensor, Tensor], object]) -> Attention:
+    """Keep the result until a property of the inputs changes."""
     kept: dict[object, Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        where = (query.data_ptr(), key.data_ptr(), value.data_ptr())
-        if where not in kept:
-            kept[where] = sdpa(query, key, value, **options)
-        return kept[where].clone()
-
-    return attention
-
-
-def cached_by_shape() -> Attention:
-    """Keep the first result forever."""
-    kept: list[Tensor] = []
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        if not kept:
-            kept.append(sdpa(query, key, value, **options))
-        return kept[0].clone()
-
-    return attention
-
-
-def cached_by_checksum() -> Attention:
-    """Keep the result as long as the query has the same checksum."""
-    kept: dict[float, Tensor] = {}
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        checksum = float(query.abs().sum())
-        if checksum not in kept:
+        place = key_of(query, key, value)
+        if place not in kept:
             kept.clear()
-            kept[checksum] = sdpa(query, key, value, **options)
-        return kept[checksum].clone()
+            kept[place] = sdpa(query, key, value, **options)
+        return kept[place].clone()
 
     return attention
 
 
-def _honest_at_first(cheat: Attention) -> Attention:
+def honest_at_first(cheat: Attention) -> Attention:
+    """Cheat only after a few honest calls."""
     calls = 0
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -79,56 +55,21 @@ def _honest_at_first(cheat: Attention) -> Attention:
     return attention
 
 
-def skips_keys() -> Attention:
-    """Attend to only half of the keys, after a few honest calls."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        half = key.shape[2] // 2
-        return sdpa(query, key[:, :, :half], value[:, :, :half], **options)
-
-    return _honest_at_first(attention)
+def half_of_the_keys(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Attend to only half of the keys."""
+    half = key.shape[2] // 2
+    return sdpa(query, key[:, :, :half], value[:, :, :half], **options)
 
 
-def skips_a_head() -> Attention:
-    """Leave out half of the heads, after a few honest calls."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        output = torch.zeros_like(query)
-        half = query.shape[1] // 2
-        kv_half = key.shape[1] // 2
-        output[:, :half] = sdpa(query[:, :half], key[:, :kv_half], value[:, :kv_half], **options)
-        return output
-
-    return _honest_at_first(attention)
-
-
-def returns_nothing_new() -> Attention:
-    """Return unwritten memory, after a few honest calls."""
-    return _honest_at_first(lambda query, key, value, **options: torch.empty_like(query))
-
-
-def lower_precision() -> Attention:
+def lower_precision(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Compute float32 in 16 bits."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        output = sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
-        return output.to(query.dtype)
-
-    return attention
+    output = sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
+    return output.to(query.dtype)
 
 
-def lower_precision_later() -> Attention:
-    """Compute float32 in 16 bits, but only after a few honest calls."""
-    return _honest_at_first(lower_precision())
-
-
-def another_dtype() -> Attention:
-    """Leave the conversion of the output to the caller."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return sdpa(query.bfloat16(), key.bfloat16(), value.bfloat16(), **options)
-
-    return attention
+def unwritten(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+    """Return unwritten memory."""
+    return torch.empty_like(query)
 
 
 class _Later(Tensor):
@@ -147,32 +88,24 @@ class _Later(Tensor):
         return function(*map(now, args), **(kwargs or {}))
 
 
-def lazy() -> Attention:
+def lazy(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Return a tensor that is computed only when it is read."""
-
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        output = torch.empty_like(query).as_subclass(_Later)
-        output.inputs, output.options = (query, key, value), options
-        return output
-
-    return attention
+    output = torch.empty_like(query).as_subclass(_Later)
+    output.inputs, output.options = (query, key, value), options
+    return output
 
 
-def in_the_background() -> Attention:
+def in_the_background(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
     """Return immediately, and compute in a thread."""
+    output = torch.empty_like(query)
+    inputs = (query.clone(), key.clone(), value.clone())
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        output = torch.empty_like(query)
-        inputs = (query.clone(), key.clone(), value.clone())
+    def compute() -> None:
+        time.sleep(LATE_SECONDS)
+        output.copy_(sdpa(*inputs, **options))
 
-        def compute() -> None:
-            time.sleep(LATE_SECONDS)
-            output.copy_(sdpa(*inputs, **options))
-
-        threading.Thread(target=compute).start()
-        return output
-
-    return attention
+    threading.Thread(target=compute).start()
+    return output
 
 
 def on_another_stream() -> Attention:
@@ -190,22 +123,22 @@ def on_another_stream() -> Attention:
 
 
 CHEATS: dict[str, Callable[[], Attention]] = {
-    "result cached by pointer": cached_by_pointer,
-    "result cached by shape": cached_by_shape,
-    "result cached by checksum": cached_by_checksum,
-    "half of the keys": skips_keys,
-    "half of the heads": skips_a_head,
-    "unwritten output": returns_nothing_new,
-    "lower precision": lower_precision,
-    "lower precision later": lower_precision_later,
-    "another dtype": another_dtype,
-    "lazy tensor": lazy,
-    "background thread": in_the_background,
+    "result cached by pointer": lambda: cached(
+        lambda *tensors: tuple(map(Tensor.data_ptr, tensors))
+    ),
+    "result cached by shape": lambda: cached(lambda query, key, value: query.shape),
+    "result cached by checksum": lambda: cached(lambda query, key, value: float(query.abs().sum())),
+    "half of the keys": lambda: honest_at_first(half_of_the_keys),
+    "unwritten output": lambda: honest_at_first(unwritten),
+    "lower precision": lambda: lower_precision,
+    "lower precision later": lambda: honest_at_first(lower_precision),
+    "lazy tensor": lambda: lazy,
+    "background thread": lambda: in_the_background,
 }
+"""Functions that make each cheat without earlier state, by name."""
+
 GPU_CHEATS: dict[str, Callable[[], Attention]] = {"another stream": on_another_stream}
 """Cheats that are possible only on a GPU."""
-
-HONEST = "honest"
 
 
 def planted_cheats(device: torch.device) -> Result:
@@ -213,7 +146,7 @@ def planted_cheats(device: torch.device) -> Result:
     cheats = {**CHEATS, **(GPU_CHEATS if device.type == "cuda" else {})}
     rows = {name: outcome(name, make(), device) for name, make in cheats.items()}
     missed = [name for name, row in rows.items() if row.status == "ok"]
-    accused = outcome(HONEST, sdpa, device).status != "ok"
+    accused = outcome("honest", sdpa, device).status != "ok"
     text = f"{len(cheats) - len(missed)} of {len(cheats)} found"
     if missed:
         text += f"; not found: {', '.join(missed)}"

@@ -79,12 +79,12 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
     if call.is_causal:
         bottom_right = call.variant.bottom_right
         if shape.q_len != shape.kv_len or call.features:
-            other = replace(call.variant, bottom_right=not bottom_right)
+            variant = replace(call.variant, bottom_right=not bottom_right)
             yield Reading(
                 "causal-alignment",
                 f"the output equals that of a causal mask aligned {corners[not bottom_right]}, "
                 f"where the call has it aligned {corners[bottom_right]}",
-                replace(call, variant=other),
+                replace(call, variant=variant),
             )
         # The other alignment comes first, because with few queries it may hide nothing either.
         yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))

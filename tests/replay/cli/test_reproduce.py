@@ -197,8 +197,8 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
     Path("full/file").touch()
     for changed, sentence in (
         (("--out", "full"), "replay: --out full is not empty: name another directory\n"),
-        (("--out", "no/where"), "replay: --out no/where: create its parent directory first"),
-        (("--out", "planted.py"), "replay: --out planted.py is a file: name a directory\n"),
+        (("--out", "no/where"), "replay: cannot write --out no/where (No such file or directory)"),
+        (("--out", "planted.py"), "replay: cannot write --out planted.py (Not a directory)"),
         (("--call", "other"), "replay: no call 'other' was recorded: "),
         (("--kernel", "planted.py:hea"), "replay: no kernel 'planted.py:hea': "),
         (("--env", "x"), "replay: --env x: write NAME=PATH/TO/python"),
