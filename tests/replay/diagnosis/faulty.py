@@ -13,38 +13,27 @@ from torch.nn.functional import scaled_dot_product_attention
 _kept: dict[Any, Any] = {}
 
 
-def right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def right(query, key, value, *others, **options):
     return scaled_dot_product_attention(query, key, value, *others, **options)
 
 
-def float16_scores(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def float16_scores(query, key, value, *others, **options):
     """Compute the product of query and key in float16 before scaling."""
     product = (query.half() @ key.mT.half()).float()
     return (product * query.shape[-1] ** -0.5).softmax(-1).to(value.dtype) @ value
 
 
-def saturated_scores(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
-    product = (query.float() @ key.mT.float()).clamp(-60000, 60000)
-    return ((product * query.shape[-1] ** -0.5).softmax(-1) @ value.float()).to(value.dtype)
-
-
-def no_maximum(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def no_maximum(query, key, value, *others, **options):
     """Take exponentials of scores without subtracting the maximum."""
     weights = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).exp()
     return ((weights / weights.sum(-1, keepdim=True)) @ value.float()).to(value.dtype)
 
 
-def float16_values(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def float16_values(query, key, value, *others, **options):
     return right(query.half(), key.half(), value.half()).to(query.dtype)
 
 
-def int8_keys(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def int8_keys(query, key, value, *others, **options):
     scale = key.abs().amax(dim=-1, keepdim=True).float() / 127
     rounded = (key.float() / scale).round() * scale
     return right(query.float(), rounded, value.float()).to(query.dtype)
@@ -53,15 +42,7 @@ def int8_keys(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options
 def with_mask(read: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor]:
     """Return a kernel that misreads the mask."""
 
-    def kernel(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        *others: Any,
-        **options: Any,
-    ) -> Tensor:
-        assert attn_mask is not None
+    def kernel(query, key, value, attn_mask, *others, **options):
         return right(query, key, value, read(attn_mask))
 
     return kernel
@@ -80,15 +61,12 @@ def scaled_by(factor: float) -> Callable[..., Tensor]:
 def in_head(attention: Callable[..., Tensor], head: int) -> Callable[..., Tensor]:
     """Return a kernel that computes one head in a faulty way."""
 
-    def kernel(*tensors: Tensor, **options: Any) -> Tensor:
-        output = right(*tensors, **options)
-        output[:, head] = attention(*tensors, **options)[:, head]
+    def kernel(query, key, value, **options):
+        output = right(query, key, value, **options)
+        output[:, head] = attention(query, key, value, **options)[:, head]
         return output
 
-    def keywords(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-        return kernel(query, key, value, **options)
-
-    return keywords
+    return kernel
 
 
 READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
@@ -97,7 +75,6 @@ READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
     "added": lambda mask: mask.float(),
     "transposed": lambda mask: mask.mT,
     "shifted": lambda mask: mask.roll(1, -1),
-    "first query": lambda mask: mask[..., :1, :],
     "first batch": lambda mask: mask[:1],
     "not 0": lambda mask: mask != 0,
     "log2": lambda mask: mask * math.log(2),
@@ -105,7 +82,7 @@ READINGS: dict[str, Callable[[Tensor], Tensor | None]] = {
 }
 
 
-def not_rescaled(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def not_rescaled(query, key, value, *others, **options):
     """Compute an online softmax over blocks of 16 keys without rescaling the sum."""
     scores = query.float() @ key.mT.float() * query.shape[-1] ** -0.5
     if options.get("is_causal"):
@@ -122,52 +99,36 @@ def not_rescaled(query: Tensor, key: Tensor, value: Tensor, *others: Any, **opti
     return (output / total).to(query.dtype)
 
 
-def scales_query(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def scales_query(query, key, value, *others, **options):
     query.mul_(query.shape[-1] ** -0.5)
     return right(query, key, value, *others, **{**options, "scale": 1.0})
 
 
-def rows_unwritten(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def rows_unwritten(query, key, value, *others, **options):
     output = torch.empty_like(query)
     output[:, 0] = right(query, key, value, *others, **options)[:, 0]
     output[:, 1, 3:] = right(query, key, value, *others, **options)[:, 1, 3:]
     return output
 
 
-def tail_of_keys_dropped(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def tail_of_keys_dropped(query, key, value, *others, **options):
     whole = key.shape[2] // 16 * 16
     return right(query, key[:, :, :whole], value[:, :, :whole])
 
 
-def tail_of_queries_zero(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
-    output = right(query, key, value, *others, **options)
-    output[:, :, query.shape[2] // 32 * 32 :] = 0
-    return output
-
-
-def bottom_right(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def bottom_right(query, key, value, *others, **options):
     rows, keys = query.shape[2], key.shape[2]
     mask = torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
     return right(query, key, value, mask)
 
 
-def kept_by_shape(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def kept_by_shape(query, key, value, *others, **options):
     if query.shape not in _kept:
         _kept[query.shape] = right(query, key, value, *others, **options)
     return _kept[query.shape].clone()
 
 
-def keys_kept_by_address(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def keys_kept_by_address(query, key, value, *others, **options):
     """Pack keys and values only once per address."""
     place = (key.data_ptr(), value.data_ptr(), key.shape)
     if place not in _kept:
@@ -175,47 +136,43 @@ def keys_kept_by_address(
     return right(query, *_kept[place], *others, **options)
 
 
-def scale_kept_by_shape(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+def scale_kept_by_shape(query, key, value, **options):
     """Use the scale of the first call of each shape."""
     options["scale"] = _kept.setdefault(("scale", query.shape), options.get("scale"))
     return scaled_dot_product_attention(query, key, value, **options)
 
 
-def value_told_apart_by_its_first_element(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def value_told_apart_by_its_first_element(query, key, value, *others, **options):
     kept = _kept.setdefault(("first element", float(value.flatten()[0])), value.clone())
     return scaled_dot_product_attention(query, key, kept, *others, **options)
 
 
-def first_memory(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def first_memory(query, key, value, *others, **options):
     """Replay a graph that reads the memory of its capture."""
     captured = _kept.setdefault(("graph", query.shape), (query, key, value))
     return right(*captured, *others, **options)
 
 
-def without_options(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def without_options(query, key, value, *others, **options):
     return right(query, key, value)
 
 
-def heads_modulo(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def heads_modulo(query, key, value, *others, **options):
     heads = torch.arange(query.shape[1]) % key.shape[1]
     return right(query, key[:, heads], value[:, heads])
 
 
-def one_row_off(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def one_row_off(query, key, value, *others, **options):
     output = right(query, key, value, *others, **options)
     output[:, 1, 2] += 1
     return output
 
 
-def too_long(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def too_long(query, key, value, *others, **options):
     return 1.5 * right(query, key, value, *others, **options)
 
 
-def wrong_once(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def wrong_once(query, key, value, *others, **options):
     output = right(query, key, value, *others, **options)
     if "called" not in _kept:
         _kept["called"] = True
@@ -223,37 +180,29 @@ def wrong_once(query: Tensor, key: Tensor, value: Tensor, *others: Any, **option
     return output
 
 
-def float8_values(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def float8_values(query, key, value, *others, **options):
     return right(query, key, value.to(torch.float8_e4m3fn).to(value.dtype), *others, **options)
 
 
-def raises(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def raises(query, key, value, *others, **options):
     raise RuntimeError("no such configuration")
 
 
-def black(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+def black(query, key, value, *others, **options):
     """Replace the NaN of an overflow by 0."""
     return float16_scores(query, key, value).nan_to_num(0.0)
 
 
-def clamped_scores(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def clamped_scores(query, key, value, *others, **options):
     scores = (query.float() @ key.mT.float() * query.shape[-1] ** -0.5).clamp(-20, 20)
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
-def multiplied(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def multiplied(query, key, value, attn_mask, *others, **options):
     return (query @ key.mT * query.shape[-1] ** -0.5 * attn_mask).softmax(-1) @ value
 
 
-def in_one_buffer(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def in_one_buffer(query, key, value, *others, **options):
     """Reuse one output buffer, whose last rows are never written."""
     # Not `empty_like`, whose memory may be zeros and look written.
     output: Tensor = _kept.setdefault(query.shape, torch.full_like(query, 0.7))
@@ -261,16 +210,7 @@ def in_one_buffer(
     return output.clone()
 
 
-def last_of_odd(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
-    output = right(query, key, value, *others, **options)
-    if query.shape[2] % 2:
-        output[:, :, -1] = output[:, :, -2]
-    return output
-
-
-def without_itself(
-    query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any
-) -> Tensor:
+def without_itself(query, key, value, *others, **options):
     """Hide each query's own key; the first query then sees no key and gets NaN."""
     hidden = ~torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
     scores = query @ key.mT * query.shape[-1] ** -0.5

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 import attention_replay as ar
+from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError
 from capture.models_package import import_models
 from capture.storage.call_file import PackedCall
 from capture.storage.dataset import Dataset
 from replay.diagnosis.captured import CAPTURED
-from replay.diagnosis.diagnosis import Diagnosis, layer_index
+from replay.diagnosis.diagnosis import Diagnosis
 from replay.diagnosis.diagnosis_text import paragraphs
 from replay.diagnosis.examinations import Diagnoses, Examiner, diagnose
 from replay.kernels.registry import Kernel, find
@@ -33,31 +34,26 @@ FAULTY = str(Path(faulty.__file__))
 BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
 
 
+def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
+    """Write a recording of these calls."""
+    entries = [
+        PackedCall.of(call).write(directory / f"model-{index:06d}.safetensors")
+        for index, call in enumerate(calls)
+    ]
+    Dataset(directory, entries, []).save_manifest()
+    return from_directory(directory)[0]
+
+
 @pytest.fixture
 def two_scales(tmp_path: Path) -> list[Workload]:
     """Two calls of one shape."""
-    dataset = Dataset(tmp_path, [], [])
-    for index, scale in enumerate((0.1, 0.5)):
-        call = random_call(scale=scale, with_output=True, origin={"module": f"layers.{index}"})
-        path = tmp_path / f"model-{index:06d}.safetensors"
-        dataset.entries.append(PackedCall.of(call).write(path))
-    dataset.save_manifest()
-    return from_directory(tmp_path)[0]
-
-
-def test_leftovers_of_an_earlier_call_are_found(two_scales: list[Workload]) -> None:
-    """The second process runs only the second call."""
-    kernel = find(f"{FAULTY}:scale_kept_by_shape")
-    examiner, found = Examiner(settings(), timeout=60), Diagnoses()
-    try:
-        for workload in two_scales:
-            examiner.examine(kernel, workload, found)
-    finally:
-        examiner.close()
-    assert found.right == {two_scales[0].name: [kernel.name]}
-    assert [(each.call, each.cause) for each in found.found] == [
-        (two_scales[1].name, "stale-graph")
-    ]
+    return written(
+        tmp_path,
+        *(
+            random_call(scale=scale, with_output=True, origin={"module": f"layers.{index}"})
+            for index, scale in enumerate((0.1, 0.5))
+        ),
+    )
 
 
 @pytest.mark.slow
@@ -120,11 +116,7 @@ def test_kernel_that_is_wrong_elsewhere_is_not_recommended(recorded: Path) -> No
 def test_a_finding_without_a_cause_says_which_queries(
     tmp_path: Path, q_len: int, said: str
 ) -> None:
-    dataset = Dataset(tmp_path, [], [])
-    path = tmp_path / "model-000000.safetensors"
-    dataset.entries.append(PackedCall.of(random_call(q_len=q_len)).write(path))
-    dataset.save_manifest()
-    workloads, _ = from_directory(tmp_path)
+    workloads = written(tmp_path, random_call(q_len=q_len))
     found = diagnose(workloads, [find(f"{FAULTY}:too_long")], settings(), in_process=True)
     assert [each.cause for each in found.found] == ["unknown"]
     assert said in found.found[0].sentence
@@ -188,16 +180,6 @@ def test_model_is_recorded_on_the_named_device(
     assert devices == [asked]
 
 
-def test_earlier_findings_are_kept_until_there_are_new_ones(
-    run_cli: RunCli, recorded: Path, tmp_path: Path
-) -> None:
-    earlier = tmp_path / "findings.json"
-    earlier.write_text("[]\n")
-    asked = ("--dir", str(recorded), "--kernels", "eagr", "--json", str(earlier))
-    assert run_cli("doctor", *asked)[0] == 2
-    assert earlier.read_text() == "[]\n"
-
-
 def test_findings_before_control_c_are_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,16 +208,9 @@ def test_findings_before_control_c_are_shown(
     assert earlier.read_text() == "[]\n"
 
 
-def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "wrong"
-    directory.mkdir()
-    dataset = Dataset(directory, [], [])
-    call = from_directory(recorded)[0][0].load(torch.device("cpu"))
-    assert call.output is not None
-    call = call.with_tensors({"output": torch.zeros_like(call.output)})
-    dataset.entries.append(PackedCall.of(call).write(directory / "model-000000.safetensors"))
-    dataset.save_manifest()
-    asked = ("--dir", str(directory), "--kernels", "captured", "--in-process", "--device", "cpu")
+def test_a_recorded_output_that_is_wrong(run_cli: RunCli, tmp_path: Path) -> None:
+    written(tmp_path, random_call().with_tensors({"output": torch.zeros(1, 2, 9, 32)}))
+    asked = ("--dir", str(tmp_path), "--kernels", "captured", "--in-process", "--device", "cpu")
     code, out, _ = run_cli("doctor", *asked)
     assert code == 1
     assert "captured: output-unwritten on 1 call" in out
@@ -244,7 +219,6 @@ def test_a_recorded_output_that_is_wrong(run_cli: RunCli, recorded: Path, tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--dir", "/nowhere"), "no such directory"),
         (("--dir", "{}", "--kernels", "sage2", "--device", "cpu"), "sage2 cannot run on cpu"),
         (("--dir", "{}", "--call", "other"), "no call 'other' was recorded"),
         (("--dir", "{}", "--max", "3"), "give --model MODEL"),
@@ -288,11 +262,6 @@ def test_around_a_run_without_attention() -> None:
         model(torch.ones(2))
 
 
-def test_the_number_of_a_layer() -> None:
-    assert layer_index("transformer.transformer_blocks.12.attn1") == 12
-    assert layer_index("mid_block.attention2") is None
-
-
 def test_the_worst_call_is_shown_first() -> None:
     found = [
         Diagnosis(f"call-{at}", "k", "overflow", f"layers.{at}", at, 0, 1, "…", {"error": error})
@@ -315,16 +284,12 @@ def test_the_worst_call_is_shown_first() -> None:
 def test_a_call_without_queries_or_keys_costs_no_other_finding(
     tmp_path: Path, in_process: bool
 ) -> None:
-    dataset = Dataset(tmp_path, [], [])
-    for index, (q_len, kv_len) in enumerate([(9, 13), (0, 13), (9, 0)]):
-        call = random_call(q_len=q_len, kv_len=kv_len, scale=0.5, with_output=True)
-        path = tmp_path / f"model-{index:06d}.safetensors"
-        dataset.entries.append(PackedCall.of(call).write(path))
-    dataset.save_manifest()
-    kernels = [CAPTURED, find(f"{FAULTY}:without_options")]
-    found = diagnose(
-        from_directory(tmp_path)[0], kernels, settings(), timeout=60, in_process=in_process
+    sizes = ({}, {"q_len": 0}, {"kv_len": 0})
+    workloads = written(
+        tmp_path, *(random_call(**size, scale=0.5, with_output=True) for size in sizes)
     )
+    kernels = [CAPTURED, find(f"{FAULTY}:without_options")]
+    found = diagnose(workloads, kernels, settings(), timeout=60, in_process=in_process)
     assert [(each.call, each.cause) for each in found.found] == [("model-000000", "wrong-scale")]
     assert found.unreadable == {
         "model-000001": "model-000001: a query of 1×2×0×32 has no output that could be judged"

@@ -36,6 +36,43 @@ def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float]
     return attention
 
 
+def with_sdpa_signature(attend: Callable[..., Tensor]):
+    """Give a function of (query, key, value, attn_mask, is_causal, scale) SDPA's signature.
+
+    The scale is a number. Further keywords are passed on.
+    """
+
+    @functools.wraps(attend)
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **features: bool,
+    ) -> Tensor:
+        return attend(query, key, value, attn_mask, is_causal, scale_of(query, scale), **features)
+
+    return attention
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> Tensor:
+    """Compute the plain formula with SDPA's mask."""
+    bias = bias_of(query, key, attn_mask, is_causal)
+    return attend_in_float32(query, *for_each_head(query, key, value), bias, scale)
+
+
 def bias_of(query: Tensor, key: Tensor, attn_mask: Tensor | None, is_causal: bool) -> Tensor:
     """Return the bias of the scores: float32, (B or 1, H or 1, Sq, Sk)."""
     q_len, kv_len = query.shape[2], key.shape[2]
@@ -73,3 +110,27 @@ def attend_in_float32(
     """Compute the plain formula: (B, H, Sq, Dv) in the query's dtype."""
     scores = query.float() @ key.float().mT * scale + bias
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
+
+
+def online_softmax(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor,
+    scale: float,
+    size: int = 64,
+    accumulator: torch.dtype = torch.float32,
+) -> Tensor:
+    """Compute keys in tiles of `size`, with the usual rescaling."""
+    shape = query.shape[:3]
+    largest, total = torch.full((*shape, 1), -1e30), torch.zeros(*shape, 1)
+    summed = torch.zeros(*shape, value.shape[3], dtype=accumulator)
+    for keys in tiles(key.shape[2], size):
+        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
+        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
+        weights, rescale = (scores - now).exp(), (largest - now).exp()
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        added = weights @ value[:, :, keys].float()
+        summed = (summed.float() * rescale + added).to(accumulator)
+        largest = now
+    return (summed.float() / total.clamp_min(1e-30)).to(query.dtype)

@@ -1,5 +1,6 @@
 """Kernels without a fault, written in different ways."""
 
+import arguments
 import torch
 from arguments import attend_in_float32, tiles, with_sdpa_arguments
 from torch import Tensor
@@ -22,17 +23,7 @@ def in_float32(query, key, value, bias, scale) -> Tensor:
 @with_sdpa_arguments
 def online_softmax(query, key, value, bias, scale) -> Tensor:
     """Keys in tiles of 64, with the usual rescaling."""
-    shape = query.shape[:3]
-    largest, total = torch.full((*shape, 1), -1e30), torch.zeros(*shape, 1)
-    summed = torch.zeros(*shape, value.shape[3])
-    for keys in tiles(key.shape[2], 64):
-        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
-        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, rescale = (scores - now).exp(), (largest - now).exp()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        summed = summed * rescale + weights @ value[:, :, keys].float()
-        largest = now
-    return (summed / total).to(query.dtype)
+    return arguments.online_softmax(query, key, value, bias, scale)
 
 
 @with_sdpa_arguments

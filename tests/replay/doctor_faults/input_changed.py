@@ -3,27 +3,24 @@
 import math
 
 import torch
-from arguments import attend_in_float32, bias_of, for_each_head, scale_of, with_sdpa_arguments
+from arguments import (
+    attend,
+    attend_in_float32,
+    bias_of,
+    for_each_head,
+    with_sdpa_arguments,
+    with_sdpa_signature,
+)
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 
-def query_takes_the_scale(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def query_takes_the_scale(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """The library takes no `scale`, so the wrapper multiplies the query by it."""
-    if scale is not None:
-        query.mul_(scale * query.shape[-1] ** 0.5)
-    return scaled_dot_product_attention(
-        query, key, value, attn_mask=attn_mask, is_causal=is_causal, enable_gqa=enable_gqa
-    )
+    query.mul_(scale * query.shape[-1] ** 0.5)
+    key, value = for_each_head(query, key, value)
+    return scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal)
 
 
 @with_sdpa_arguments
@@ -43,38 +40,20 @@ def key_mean_subtracted(query, key, value, bias, scale) -> Tensor:
     return attend_in_float32(query, smooth, value, bias, scale)
 
 
-def padded_values_zeroed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def padded_values_zeroed(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """Values of padding are set to 0 so that no NaN in them gets through."""
     if attn_mask is not None and attn_mask.dtype == torch.bool and attn_mask.shape[2] == 1:
         value.masked_fill_(~attn_mask.mT, 0.0)
-    bias = bias_of(query, key, attn_mask, is_causal)
-    key, value = for_each_head(query, key, value)
-    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    return attend(query, key, value, attn_mask, is_causal, scale)
 
 
-def mask_inverted(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def mask_inverted(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """The library expects True for masked keys, so the wrapper inverts the mask in place."""
     bias = bias_of(query, key, None, is_causal)
     key, value = for_each_head(query, key, value)
-    scores = query.float() @ key.float().mT * scale_of(query, scale) + bias
+    scores = query.float() @ key.float().mT * scale + bias
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(attn_mask.logical_not_(), -math.inf)
     elif attn_mask is not None:
@@ -82,22 +61,14 @@ def mask_inverted(
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
-def bias_in_base_two(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def bias_in_base_two(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """An additive mask is converted for exp2 in place."""
     bias = bias_of(query, key, attn_mask, is_causal)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask *= math.log2(math.e)
     key, value = for_each_head(query, key, value)
-    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    return attend_in_float32(query, key, value, bias, scale)
 
 
 @with_sdpa_arguments

@@ -22,40 +22,49 @@ def _scores(query, key, bias, scale, keys) -> Tensor:
     return query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
 
 
-@with_sdpa_arguments
-def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
-    """Rescales lazily, on jumps above 8, like FlashAttention 4, but forgets to rescale the sum."""
+def _lazily(
+    query, key, value, bias, scale, *, scales_sum=True, scales_values=True, is_late=False
+) -> Tensor:
+    """Rescale on jumps above 8 only, like FlashAttention 4.
+
+    Args:
+        is_late: rescale after the block's weights have been added.
+    """
     largest, total, summed = _start(query, value)
     for keys in tiles(key.shape[2], 64):
         scores = _scores(query, key, bias, scale, keys)
         now = scores.amax(-1, keepdim=True)
         if keys.start == 0:
             largest = now
-        jumps = now - largest > 8.0
-        summed = torch.where(jumps, summed * (largest - now).exp(), summed)
-        largest = torch.where(jumps, now, largest)
-        weights = (scores - largest).exp()
+        current = torch.where(now - largest > 8.0, now, largest)
+        factor, weights = (largest - current).exp(), (scores - current).exp()
+        if not is_late:
+            total = total * factor if scales_sum else total
+            summed = summed * factor if scales_values else summed
         total = total + weights.sum(-1, keepdim=True)
         summed = summed + weights @ value[:, :, keys].float()
+        if is_late:
+            total, summed = total * factor, summed * factor
+        largest = current
     return (summed / total).to(query.dtype)
+
+
+@with_sdpa_arguments
+def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
+    """Forgets to rescale the sum."""
+    return _lazily(query, key, value, bias, scale, scales_sum=False)
 
 
 @with_sdpa_arguments
 def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
-    """Rescales lazily, but forgets the accumulator: a correction warp that is never signalled."""
-    largest, total, summed = _start(query, value)
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        now = scores.amax(-1, keepdim=True)
-        if keys.start == 0:
-            largest = now
-        jumps = now - largest > 8.0
-        total = torch.where(jumps, total * (largest - now).exp(), total)
-        largest = torch.where(jumps, now, largest)
-        weights = (scores - largest).exp()
-        total = total + weights.sum(-1, keepdim=True)
-        summed = summed + weights @ value[:, :, keys].float()
-    return (summed / total).to(query.dtype)
+    """Forgets the accumulator: a correction warp that is never signalled."""
+    return _lazily(query, key, value, bias, scale, scales_values=False)
+
+
+@with_sdpa_arguments
+def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
+    """A software pipeline that is one block late."""
+    return _lazily(query, key, value, bias, scale, is_late=True)
 
 
 @with_sdpa_arguments
@@ -103,25 +112,6 @@ def splits_merged_with_a_floor(query, key, value, bias, scale) -> Tensor:
     factors = [(part[0] - largest).clamp_min(-6.0).exp() for part in parts]
     total = sum(factor * part[1] for factor, part in zip(factors, parts, strict=True))
     summed = sum(factor * part[2] for factor, part in zip(factors, parts, strict=True))
-    return (summed / total).to(query.dtype)
-
-
-@with_sdpa_arguments
-def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
-    """A software pipeline: a jump above 8 rescales after the block's weights have been added."""
-    largest, total, summed = _start(query, value)
-    for keys in tiles(key.shape[2], 64):
-        scores = _scores(query, key, bias, scale, keys)
-        now = scores.amax(-1, keepdim=True)
-        if keys.start == 0:
-            largest = now
-        jumps = now - largest > 8.0
-        current = torch.where(jumps, now, largest)
-        weights = (scores - current).exp()
-        total = total + weights.sum(-1, keepdim=True)
-        summed = summed + weights @ value[:, :, keys].float()
-        factor = (largest - current).exp()
-        total, summed, largest = total * factor, summed * factor, current
     return (summed / total).to(query.dtype)
 
 

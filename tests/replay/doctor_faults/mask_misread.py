@@ -5,33 +5,29 @@ import math
 from collections.abc import Callable
 
 import torch
-from arguments import attend_in_float32, bias_of, for_each_head, scale_of, tiles
+from arguments import (
+    attend,
+    attend_in_float32,
+    for_each_head,
+    online_softmax,
+    tiles,
+    with_sdpa_signature,
+)
 from torch import Tensor
 
 
-def with_own_mask(attend: Callable[..., Tensor]):
+def with_own_mask(misread: Callable[..., Tensor]):
     """Give a function of (query, key, value, mask, scale) SDPA's signature.
 
     The function handles only calls with a mask; other calls are computed correctly.
     """
 
-    @functools.wraps(attend)
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask=None,
-        dropout_p=0.0,
-        is_causal=False,
-        scale=None,
-        enable_gqa=False,
-    ) -> Tensor:
-        factor = scale_of(query, scale)
+    @with_sdpa_signature
+    @functools.wraps(misread)
+    def attention(query, key, value, attn_mask, is_causal, scale) -> Tensor:
         if attn_mask is None:
-            bias = bias_of(query, key, None, is_causal)
-            key, value = for_each_head(query, key, value)
-            return attend_in_float32(query, key, value, bias, factor)
-        return attend(query, *for_each_head(query, key, value), attn_mask, factor)
+            return attend(query, key, value, None, is_causal, scale)
+        return misread(query, *for_each_head(query, key, value), attn_mask, scale)
 
     return attention
 
@@ -127,33 +123,14 @@ def not_quite_masked(query, key, value, mask, scale) -> Tensor:
 def first_columns_for_all_tiles(query, key, value, mask, scale) -> Tensor:
     """Online softmax that advances the pointer to the keys, but not the pointer to the mask."""
     bias = _as_bias(mask).expand(-1, -1, query.shape[2], key.shape[2])
-    largest = torch.full((*query.shape[:3], 1), -1e30)
-    total, summed = torch.zeros_like(largest), torch.zeros(*query.shape[:3], value.shape[3])
-    for keys in tiles(key.shape[2], 64):
-        scores = query.float() @ key[:, :, keys].float().mT * scale
-        scores = scores + bias[..., : keys.stop - keys.start]
-        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, rescale = (scores - now).exp(), (largest - now).exp()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        summed = summed * rescale + weights @ value[:, :, keys].float()
-        largest = now
-    return (summed / total).to(query.dtype)
+    parts = [bias[..., : keys.stop - keys.start] for keys in tiles(key.shape[2], 64)]
+    return online_softmax(query, key, value, torch.cat(parts, -1), scale)
 
 
-def head_of_the_group(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def head_of_the_group(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """With grouped heads, the mask is indexed by the key head."""
     group = query.shape[1] // key.shape[1]
     if attn_mask is not None and attn_mask.shape[1] > 1:
         attn_mask = attn_mask[:, : key.shape[1]].repeat_interleave(group, 1)
-    bias = bias_of(query, key, attn_mask, is_causal)
-    key, value = for_each_head(query, key, value)
-    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    return attend(query, key, value, attn_mask, is_causal, scale)

@@ -3,7 +3,7 @@
 import math
 
 import torch
-from arguments import attend_in_float32, tiles, with_sdpa_arguments
+from arguments import attend_in_float32, online_softmax, tiles, with_sdpa_arguments
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -23,17 +23,9 @@ def padded_keys_counted(query, key, value, bias, scale) -> Tensor:
 @with_sdpa_arguments
 def tail_keys_dropped(query, key, value, bias, scale) -> Tensor:
     """Online softmax over `keys // 64` tiles."""
-    shape = query.shape[:3]
-    largest, total = torch.full((*shape, 1), -1e30), torch.zeros(*shape, 1)
-    summed = torch.zeros(*shape, value.shape[3])
-    for keys in tiles(max(key.shape[2] // 64 * 64, min(key.shape[2], 64)), 64):
-        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
-        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, rescale = (scores - now).exp(), (largest - now).exp()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        summed = summed * rescale + weights @ value[:, :, keys].float()
-        largest = now
-    return (summed / total).to(query.dtype)
+    whole = max(key.shape[2] // 64 * 64, min(key.shape[2], 64))
+    key, value, bias = key[:, :, :whole], value[:, :, :whole], bias[..., :whole]
+    return online_softmax(query, key, value, bias, scale)
 
 
 @with_sdpa_arguments

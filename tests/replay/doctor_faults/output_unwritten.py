@@ -2,12 +2,11 @@
 
 import torch
 from arguments import (
+    attend,
     attend_in_float32,
-    bias_of,
-    for_each_head,
-    scale_of,
     tiles,
     with_sdpa_arguments,
+    with_sdpa_signature,
 )
 from torch import Tensor
 
@@ -38,23 +37,12 @@ def batches_in_twos(query, key, value, bias, scale) -> Tensor:
     return output
 
 
-def first_head_of_a_group(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def first_head_of_a_group(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """A program per key head writes only one of the query heads that share it."""
     group = query.shape[1] // key.shape[1]
-    bias = bias_of(query, key, attn_mask, is_causal)
-    key, value = for_each_head(query, key, value)
     output = _empty(query, value)
-    found = attend_in_float32(query, key, value, bias, scale_of(query, scale))
-    output[:, ::group] = found[:, ::group]
+    output[:, ::group] = attend(query, key, value, attn_mask, is_causal, scale)[:, ::group]
     return output
 
 

@@ -1,7 +1,7 @@
 """Kernels that leave float16's range: scores, exponentials, sums or casts."""
 
 import torch
-from arguments import tiles, with_sdpa_arguments
+from arguments import online_softmax, tiles, with_sdpa_arguments
 from torch import Tensor
 
 HALF = torch.finfo(torch.float16)
@@ -49,18 +49,7 @@ def exponentials_in_half(query, key, value, bias, scale) -> Tensor:
 @with_sdpa_arguments
 def accumulator_in_half(query, key, value, bias, scale) -> Tensor:
     """Online softmax whose accumulator, not yet divided by the row's sum, is float16."""
-    rows = query.shape[:3]
-    largest = torch.full((*rows, 1), -1e30)
-    total = torch.zeros(*rows, 1)
-    summed = torch.zeros(*rows, value.shape[3], dtype=torch.float16)
-    for keys in tiles(key.shape[2], 64):
-        scores = query.float() @ key[:, :, keys].float().mT * scale + bias[..., keys]
-        now = torch.maximum(largest, scores.amax(-1, keepdim=True))
-        weights, rescale = (scores - now).exp(), (largest - now).exp()
-        total = total * rescale + weights.sum(-1, keepdim=True)
-        summed = (summed.float() * rescale + weights @ value[:, :, keys].float()).half()
-        largest = now
-    return (summed.float() / total).to(query.dtype)
+    return online_softmax(query, key, value, bias, scale, accumulator=torch.float16)
 
 
 @with_sdpa_arguments

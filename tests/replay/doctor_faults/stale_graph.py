@@ -3,7 +3,7 @@
 Graphs exist for some lengths only, as in serving engines; other lengths run eagerly and are right.
 """
 
-from arguments import attend_in_float32, bias_of, for_each_head, scale_of, with_sdpa_arguments
+from arguments import attend, attend_in_float32, with_sdpa_arguments, with_sdpa_signature
 from torch import Tensor
 
 GRAPH_LENGTHS = (64, 1)
@@ -96,22 +96,12 @@ def captured_after_two_calls(query, key, value, bias, scale) -> Tensor:
     return _outputs[place].clone()
 
 
-def first_mask_of_a_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def first_mask_of_a_shape(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """The mask's buffer is filled when a graph is captured, and never again."""
     if attn_mask is not None and _has_graph(query):
         attn_mask = _masks.setdefault(_shapes(query, key, attn_mask), attn_mask.clone())
-    bias = bias_of(query, key, attn_mask, is_causal)
-    key, value = for_each_head(query, key, value)
-    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    return attend(query, key, value, attn_mask, is_causal, scale)
 
 
 @with_sdpa_arguments
@@ -122,20 +112,10 @@ def first_scale_of_a_shape(query, key, value, bias, scale) -> Tensor:
     return attend_in_float32(query, key, value, bias, scale)
 
 
-def value_kept_by_shape(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-) -> Tensor:
+@with_sdpa_signature
+def value_kept_by_shape(query, key, value, attn_mask, is_causal, scale) -> Tensor:
     """Query and key are copied to the graph's buffers; a refactoring lost the line for values."""
-    bias = bias_of(query, key, attn_mask, is_causal)
-    key, value = for_each_head(query, key, value)
     if _has_graph(query):
         place = ("value", *_shapes(query, key, value))
         value = _buffers.setdefault(place, [value.clone()])[0]
-    return attend_in_float32(query, key, value, bias, scale_of(query, scale))
+    return attend(query, key, value, attn_mask, is_causal, scale)

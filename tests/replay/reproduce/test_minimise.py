@@ -41,16 +41,6 @@ def test_one_key_head_one_query_and_one_key() -> None:
     assert found.is_complete
 
 
-def test_call_that_needs_all_keys_keeps_its_output() -> None:
-    query = CALL.query[2, 0, 39]
-    fails = kernel(lambda call: has(query, call.query) and call.shape.kv_len == 50)
-    found = minimise(CALL, WRONG, fails, 60.0)
-    assert not found.is_derived
-    assert found.call.output is not None
-    assert CALL.output is not None
-    assert torch.equal(found.call.output, CALL.output[2:3, 0:2, 39:40])
-
-
 def test_a_length_that_must_be_odd_and_above_a_block() -> None:
     call = random_call(q_len=41, kv_len=50)
     fails = kernel(lambda call: call.shape.q_len % 2 == 1 and call.shape.q_len > 16)
@@ -103,13 +93,6 @@ def test_odd_numbers_of_keys_are_left_out() -> None:
     call = random_call(q_len=1, kv_len=21)
     found = minimise(call, WRONG, kernel(lambda call: call.shape.kv_len % 2 == 1), 60.0)
     assert found.call.shape.kv_len == 1
-
-
-def test_progress_names_what_is_tried() -> None:
-    lines: list[str] = []
-    minimise(CALL, WRONG, kernel(lambda call: call.shape.batch == 3), 60.0, lines.append)
-    assert lines[0] == "sequences 2-2"
-    assert any(line.startswith("queries") for line in lines)
 
 
 def test_call_without_keys_is_minimised() -> None:

@@ -86,6 +86,8 @@ RIGHT = 'output = stored["output"].to(DTYPE)'
 @pytest.mark.parametrize(
     ("wrong", "kind", "said"),
     [
+        ("", "exact", "does not fail"),
+        ("", "quantised", "does not fail"),
         ("output[0, 1, 3] += 1", "exact", "worst row: batch 0, head 1, query 3"),
         ("output[0, 1, 3, 5] = float('nan')", "exact", "the first at [0, 1, 3, 5]"),
         ("output = output[:, :, 1:]", "exact", "returned [1, 2, 8, 32] in torch.float32, not"),
@@ -100,11 +102,5 @@ def test_script_reports_each_error(
 ) -> None:
     write(random_call(), tmp_path, [RIGHT, wrong], kind)
     code, printed = run(tmp_path)
-    assert code == 1
+    assert code == int(bool(wrong))
     assert said in printed
-
-
-@pytest.mark.parametrize("kind", ["exact", "quantised"])
-def test_script_accepts_correct_outputs(kind: AccuracyClass, tmp_path: Path) -> None:
-    write(random_call(), tmp_path, [RIGHT], kind)
-    assert run(tmp_path)[0] == 0

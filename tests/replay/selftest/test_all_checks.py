@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,8 +15,7 @@ from rich.console import Console
 from replay.report.selftest_table import print_selftest
 from replay.rows.row import GpuState, Machine
 from replay.selftest import all_checks as run
-from replay.selftest import clock, work
-from replay.selftest import environment_checks as surroundings
+from replay.selftest import clock, environment_checks, work
 from replay.selftest.all_checks import SelftestReport, selftest
 from replay.selftest.result import Result
 
@@ -30,15 +29,12 @@ def verdict(*results: Result, resolution: float | None = 0.0123) -> SelftestRepo
     return SelftestReport(Machine("AMD EPYC"), results, resolution)
 
 
-def test_a_good_machine_says_what_it_can_tell_apart() -> None:
+def test_sentence_says_what_to_rely_on() -> None:
     good = verdict(GOOD, SKIPPED)
     assert good.passed
     # Rounded up: less is not promised.
     assert good.sentence.endswith("can tell kernels apart that differ by more than 1.3 %")
     assert "more than 0.1 %" in verdict(GOOD, resolution=0.0).sentence
-
-
-def test_a_bad_machine_says_what_to_do() -> None:
     bad = verdict(GOOD, BAD)
     assert not bad.passed
     assert bad.sentence == "do not rely on times of this machine (bad): do that"
@@ -60,8 +56,8 @@ def test_the_table_fits() -> None:
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make all checks pass at once."""
     for module, name in (
-        (surroundings, "processor"),
-        (surroundings, "clocks"),
+        (environment_checks, "processor"),
+        (environment_checks, "clocks"),
         (clock, "known_ratio"),
         (clock, "known_delay"),
         (clock, "nothing"),
@@ -94,32 +90,27 @@ def test_a_check_that_fails_to_run_has_failed(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.usefixtures("checks")
-@pytest.mark.parametrize("passes", [True, False])
 def test_the_command(
-    run_cli: Callable[..., tuple[int, str, str]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Any,
-    passes: bool,
+    run_cli: Callable[..., tuple[int, str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def planted(device: torch.device) -> Result:
         print("noise")
-        return Result("planted cheats", passes, "found", "read them")
+        return Result("planted cheats", False, "found", "read them")
 
+    code, _, _ = run_cli("selftest", "--device", "cpu")
+    assert code == 0
     monkeypatch.setattr(run, "planted_cheats", planted)
-    expected = 0 if passes else 1
     code, out, err = run_cli("selftest", "--device", "cpu", "--json", "-")
-    assert code == expected
+    assert code == 1
     written = json.loads(out)
-    assert (written["passed"], written["resolution"]) == (passes, 0.02)
+    assert (written["passed"], written["resolution"]) == (False, 0.02)
     assert [each["name"] for each in written["checks"]][-1] == "planted cheats"
-    assert written["machine"]["torch"] == torch.__version__
     assert written["sentence"] in " ".join(err.split())
     file = tmp_path / "selftest.json"
     code, out, _ = run_cli("selftest", "--device", "cpu", "--json", str(file))
-    assert code == expected
     assert "noise" not in out
     assert written["sentence"] in " ".join(out.split())
-    assert json.loads(file.read_text())["passed"] is passes
+    assert json.loads(file.read_text()) == written
 
 
 @pytest.mark.parametrize(
@@ -130,21 +121,15 @@ def test_a_gpu_that_slows_down_by_itself_fails(
     monkeypatch: pytest.MonkeyPatch, reasons: tuple[str, ...], passed: bool
 ) -> None:
     state = GpuState(1980, 690.5, 61, reasons, 2619)
-    monkeypatch.setattr(surroundings, "why_no_state", lambda device: "")
-    monkeypatch.setattr(surroundings, "read_gpu_state", lambda device: state)
+    monkeypatch.setattr(environment_checks, "why_no_state", lambda device: "")
+    monkeypatch.setattr(environment_checks, "read_gpu_state", lambda device: state)
     monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(surroundings, "WORKING_SECONDS", 0.001)
-    found = surroundings.clocks(torch.device("cuda"))
+    monkeypatch.setattr(environment_checks, "WORKING_SECONDS", 0.001)
+    found = environment_checks.clocks(torch.device("cuda"))
     assert found.passed is passed
     assert found.finding.startswith("1980 MHz, 2619 MHz memory, 690 W, 61 °C, ")
     assert all(reason in found.finding for reason in reasons)
-
-
-def test_without_nvml_clocks_are_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(surroundings, "why_no_state", lambda device: "no NVML")
-    found = surroundings.clocks(torch.device("cuda"))
-    assert (found.passed, found.finding) == (None, "no NVML")
 
 
 @pytest.mark.parametrize(("share", "passed"), [(1.0, True), (0.96, True), (0.5, False)])
@@ -159,7 +144,7 @@ def test_a_processor_that_others_use_fails(
         return now
 
     fake = SimpleNamespace(perf_counter=perf_counter, thread_time=lambda: now * share)
-    monkeypatch.setattr(surroundings, "time", fake)
-    found = surroundings.processor(1.0)
+    monkeypatch.setattr(environment_checks, "time", fake)
+    found = environment_checks.processor(1.0)
     assert found.passed is passed
     assert found.figures["share"] == pytest.approx(share, abs=0.01)

@@ -31,30 +31,29 @@ def samples(monkeypatch: pytest.MonkeyPatch) -> Callable[[Samples], None]:
     return given
 
 
-def test_one_kernel_under_two_names(samples: Callable[[Samples], None]) -> None:
-    samples(lambda name, block: NOISE if name == "one" else NOISE[1:] + NOISE[:1])
-    apart, spread, resolution = clock.same_kernel(CPU)
-    assert (apart.passed, spread.passed) == (True, True)
-    assert 0 < resolution < 0.01
-    assert apart.figures["told_apart"] == 0
+WILD = [1.0 if number % 2 else 2.0 for number in range(clock.ROUNDS)]
 
 
-def test_check_fails_when_two_equal_names_differ(samples: Callable[[Samples], None]) -> None:
-    samples(lambda name, block: [each * (1.02 if name == "one" else 1) for each in NOISE])
-    apart, _, resolution = clock.same_kernel(CPU)
-    assert apart.passed is False
-    assert "told apart in 3 of 3 blocks" in apart.finding
-    assert resolution == pytest.approx(0.02)
-
-
-def test_intervals_that_include_everything_prove_nothing(
+@pytest.mark.parametrize(
+    ("of", "passed", "told_apart", "resolution"),
+    [
+        (lambda name, block: NOISE if name == "one" else NOISE[1:] + NOISE[:1], True, 0, 0.005),
+        (lambda name, block: [x * (1.02 if name == "one" else 1) for x in NOISE], False, 3, 0.02),
+        (lambda name, block: WILD if name == "one" else WILD[::-1], False, 0, 1.0),
+    ],
+)
+def test_one_kernel_under_two_names(
     samples: Callable[[Samples], None],
+    of: Samples,
+    passed: bool,
+    told_apart: int,
+    resolution: float,
 ) -> None:
-    wild = [1.0 if number % 2 else 2.0 for number in range(clock.ROUNDS)]
-    samples(lambda name, block: wild if name == "one" else wild[::-1])
-    apart, _, resolution = clock.same_kernel(CPU)
-    assert (apart.passed, apart.figures["told_apart"]) == (False, 0)
-    assert resolution > 0.5
+    """Intervals that include everything prove nothing."""
+    samples(of)
+    apart, _, found = clock.same_kernel(CPU)
+    assert (apart.passed, apart.figures["told_apart"]) == (passed, told_apart)
+    assert resolution / 2 < found <= 1.5 * resolution
 
 
 def test_different_blocks_are_reported(samples: Callable[[Samples], None]) -> None:
@@ -65,9 +64,7 @@ def test_different_blocks_are_reported(samples: Callable[[Samples], None]) -> No
     assert spread.figures["spread"] == pytest.approx(0.2 / 1.1, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "passed"), [(2.0, True), (2.08, True), (2.2, False), (1.8, False)]
-)
+@pytest.mark.parametrize(("ratio", "passed"), [(2.08, True), (2.2, False), (1.8, False)])
 def test_the_known_ratio(samples: Callable[[Samples], None], ratio: float, passed: bool) -> None:
     samples(lambda name, block: [each * (ratio if name == "twice" else 1) for each in NOISE])
     found = clock.known_ratio(CPU)
@@ -75,9 +72,7 @@ def test_the_known_ratio(samples: Callable[[Samples], None], ratio: float, passe
     assert found.figures["ratio"] == pytest.approx(ratio)
 
 
-@pytest.mark.parametrize(
-    ("added", "passed"), [(2.0, True), (2.05, True), (2.2, False), (0.0, False)]
-)
+@pytest.mark.parametrize(("added", "passed"), [(2.05, True), (2.2, False), (0.0, False)])
 def test_the_known_delay(samples: Callable[[Samples], None], added: float, passed: bool) -> None:
     samples(lambda name, block: [each + (added if name == "delayed" else 0) for each in NOISE])
     found = clock.known_delay(CPU)
@@ -95,7 +90,7 @@ def test_empty_function_takes_no_time(
     assert f"{took * 1000:.2f} µs" in found.finding
 
 
-@pytest.mark.parametrize(("theirs", "passed"), [(1.0, True), (0.985, True), (0.9, False)])
+@pytest.mark.parametrize(("theirs", "passed"), [(0.985, True), (0.9, False)])
 def test_the_profilers_kernels_are_those_of_the_rounds(
     samples: Callable[[Samples], None], monkeypatch: pytest.MonkeyPatch, theirs: float, passed: bool
 ) -> None:
@@ -137,11 +132,3 @@ def test_a_processors_delay_lasts_until_another_clock_says_so(
     monkeypatch.setattr(work, "_now", now)
     work.delay(CPU)(5000.0)()
     assert looks == 6  # one block first, then blocks until 5 s have passed
-
-
-def test_failing_function_is_an_error() -> None:
-    def fails() -> None:
-        raise ValueError("no")
-
-    with pytest.raises(RuntimeError, match="fails failed"):
-        clock.samples_of({"fails": fails}, CPU)
