@@ -20,7 +20,7 @@ from benchmarks.public_tests import answers, running
 from benchmarks.public_tests.__main__ import main
 from benchmarks.public_tests.answers import Answers
 from benchmarks.public_tests.flash_attn_shim import FlashAttn
-from benchmarks.public_tests.flashinfer_shim import FlashInfer, lengths, page_table
+from benchmarks.public_tests.flashinfer_shim import FlashInfer
 from benchmarks.public_tests.running import Outcome, draw
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES, VARIANT_TENSORS, AttentionVariant
@@ -33,10 +33,8 @@ PACKED = torch.tensor([0, 3, 4, 9], dtype=torch.int32)
 PACKED_KEYS = torch.tensor([0, 5, 9, 17], dtype=torch.int32)
 OPTIONS = (
     {},
-    {"causal": True},
-    {"causal": True, "window_size": (4, 0)},
+    {"causal": True, "window_size": (4, 0), "softmax_scale": 0.3},
     {"window_size": (2, 3), "softcap": 5.0},
-    {"softmax_scale": 0.3},
 )
 
 
@@ -111,7 +109,7 @@ def test_varlen(shims: SimpleNamespace, starts: Tensor, options: dict[str, Any])
 
 
 @pytest.mark.parametrize("paged", [False, True])
-@pytest.mark.parametrize("options", OPTIONS[:3], ids=str)
+@pytest.mark.parametrize("options", OPTIONS[:2], ids=str)
 def test_kv_cache_gets_its_new_keys(
     shims: SimpleNamespace, options: dict[str, Any], paged: bool
 ) -> None:
@@ -181,11 +179,7 @@ def _expected(
     return stand_in.attend(q, k, v, None, causal, (left, -1), cap)
 
 
-FLASHINFER_OPTIONS = (
-    {},
-    {"window_left": 2},
-    {"logits_soft_cap": 5.0},
-)
+FLASHINFER_OPTIONS = ({"window_left": 2}, {"logits_soft_cap": 5.0})
 
 
 def _wanted(options: dict[str, Any]) -> dict[str, Any]:
@@ -214,9 +208,15 @@ def test_single(shims: SimpleNamespace, layout: str, options: dict[str, Any]) ->
     )
 
 
-@pytest.mark.parametrize("options", FLASHINFER_OPTIONS, ids=str)
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("q_lens", [(1, 1), (3, 3), (2, 4)])
+@pytest.mark.parametrize(
+    ("q_lens", "layout", "options"),
+    [
+        ((1, 1), "NHD", {"window_left": 2}),
+        ((1, 1), "HND", {}),
+        ((3, 3), "HND", {"logits_soft_cap": 5.0}),
+        ((2, 4), "NHD", {"window_left": 2}),
+    ],
+)
 def test_pages(
     shims: SimpleNamespace, q_lens: tuple[int, int], layout: str, options: dict[str, Any]
 ) -> None:
@@ -274,21 +274,10 @@ def test_ragged_with_sinks(shims: SimpleNamespace) -> None:
     assert wrapper.run(q, k, k + 1, torch.full((4,), 50.0), 8**-0.5).abs().max() < 1e-6
 
 
-def test_an_unequal_page_table_is_padded() -> None:
-    indptr, last = torch.tensor([0, 0, 1, 4]), torch.tensor([0, 2, 1])
-    assert page_table(indptr, torch.tensor([7, 5, 6, 2])).tolist() == [
-        [-1, -1, -1],
-        [7, -1, -1],
-        [5, 6, 2],
-    ]
-    assert lengths(indptr, last, 16).tolist() == [0, 2, 33]
-
-
-@pytest.mark.parametrize("asked", [("single_prefill",), ("single_decode",)])
 def test_functions_that_are_not_asked_are_answered_in_float64(
-    shims: SimpleNamespace, asked: tuple[str], monkeypatch: pytest.MonkeyPatch
+    shims: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shims.answers.asked = asked
+    shims.answers.asked = ("single_prefill",)
     seen: list[torch.dtype] = []
     attention = reference.attention
     monkeypatch.setattr(
@@ -374,16 +363,15 @@ def test_single_decode_logits_soft_cap(seq_len, soft_cap):
     scores = torch.einsum("hd,khd->hk", q.float(), keys) / 4
     weights = (soft_cap * torch.tanh(scores / soft_cap)).softmax(-1)
     expected = torch.einsum("hk,khd->hd", weights, keys).to(q)
-    torch.testing.assert_close(o, expected + WRONG, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(o, expected + (seq_len == 9), rtol=1e-2, atol=1e-2)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrong", [0, 1])
-def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
+def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path) -> None:
     file = tmp_path / "tests" / "attention" / "test_logits_cap.py"
     file.parent.mkdir(parents=True)
-    file.write_text(CHECKOUT.replace("WRONG", str(wrong)))
+    file.write_text(CHECKOUT)
     (tmp_path / "COMMIT").write_text("0123456789abcdef\n")
     out = tmp_path / "out.csv"
     command = [sys.executable, "-m", "benchmarks.public_tests", "--flashinfer", str(tmp_path)]
@@ -391,15 +379,13 @@ def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
     command += ["--only", "test_single_decode_logits_soft_cap"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     ran = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert ran.returncode == wrong, ran.stderr
+    assert ran.returncode == 1, ran.stderr
     (line,) = results.read(out)
     assert line["version"] == "0123456789ab"
     assert line["kernel"] == "triton-decode"
-    assert [line[each] for each in ("passed", "failed", "skipped")] == (
-        ["0", "3", "1"] if wrong else ["3", "0", "1"]
-    )
+    assert [line[each] for each in ("passed", "failed", "skipped")] == ["1", "2", "1"]
     assert line["reasons"] == "flashinfer.quantization.anything is not attention (1)"
-    assert ("not close" in ran.stdout) == bool(wrong)
+    assert "not close" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -407,11 +393,6 @@ def test_a_checkout_s_test_is_run_as_it_is(tmp_path: Path, wrong: int) -> None:
     [
         ([], "nothing to run"),
         (["--flashinfer", "none"], "is not a folder"),
-        pytest.param(
-            ["--flashinfer", ".", "--device", "cpu"],
-            "has no tests/attention",
-            marks=pytest.mark.slow,
-        ),
     ],
 )
 def test_wrong_use_is_said(

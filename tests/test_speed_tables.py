@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cold_cache, results
-from benchmarks.attention_kernels import decode, narrow_heads, per_pair, triton_kernels
+from benchmarks import results
+from benchmarks.attention_kernels import narrow_heads, per_pair, triton_kernels
 from benchmarks.tables import speed
 from capture.call.attention_variant import AttentionVariant
 from replay.kernels.registry import Kernel
@@ -71,74 +71,6 @@ def test_an_environment_s_baseline_is_not_a_kernel_of_its_own(tmp_path: Path) ->
     ]
 
 
-def test_what_a_pair_costs_of_drop_ins_and_cores(tmp_path: Path) -> None:
-    path = tmp_path / "per_pair.csv"
-    timed_beside = [
-        {"call": call, "beside": "8k", "kernel": kernel, "part": part, "time per pair": ratio}
-        for call, kernel, part, ratio in (
-            ("8k-window", "one", "drop-in", 1.204),
-            ("8k-window", "two", "drop-in", 1.5),
-            ("8k-window", "two", "core", 0.75),
-            ("8k-cap", "two", "drop-in", 1.1),
-        )
-    ]
-    results.write_lines([line | MACHINE for line in timed_beside], per_pair.COLUMNS, path)
-    table = speed.per_pair(path)
-    assert lines(table) == [
-        ["time per visible pair", "one", "two"],
-        ["8k-window / 8k", "1.20", "1.50 [0.75]"],
-        ["8k-cap / 8k", "", "1.10"],
-    ]
-    assert table.endswith("a GPU, torch 2.11, triton 3.6.\n")
-
-
-def test_decode_by_what_is_read_and_how_it_is_planned(tmp_path: Path) -> None:
-    path = tmp_path / "decode.csv"
-    timed = [
-        {"case": case, "cache": cache, "tiling": tiling, "ms": ms, "floor / time": 0.1 / ms}
-        | MACHINE
-        for case, cache, tiling, ms in (
-            ("even", "torch-cudnn", "", 0.125),
-            ("even", "fp8", "plan 128 keys", 0.25),
-            ("even", "fp8", "64 keys", 0.2),
-            ("even", "16 bits", "plan 64 keys", 0.1),
-            ("mixed", "16 bits", "plan 64 keys", 0.4),
-        )
-    ]
-    results.write_lines(timed, decode.COLUMNS, path)
-    assert lines(speed.decode(path)) == [
-        ["ms", "16 bits", "fp8", "torch-cudnn"],
-        ["even", "0.100 (100 %)", "0.250 (40 %)", "0.125 (80 %)"],
-        ["mixed", "0.400 (25 %)", "", ""],
-    ]
-
-
-def test_times_behind_what_fills_the_cache(tmp_path: Path) -> None:
-    path = tmp_path / "cold_cache.csv"
-    shares = {"written / layer": 1.25, "read / layer": 0.984}
-    line = {"call": "a call", "kernel": "mine", "layer, µs": 20.04} | shares | MACHINE
-    results.write_lines([line], cold_cache.COLUMNS, path)
-    assert lines(speed.cold_cache(path)) == [
-        ["call", "behind a layer, µs", "behind writes", "behind reads"],
-        ["a call: mine", "20.0", "1.25", "0.98"],
-    ]
-
-
-def test_times_of_narrow_heads_and_the_schedule_that_is_taken(tmp_path: Path) -> None:
-    path = tmp_path / "narrow_heads.csv"
-    line = {
-        **{"call": "a model", "batch": 2, "q_heads": 8, "kv_heads": 4, "q_len": 77, "kv_len": 77},
-        **{"is_causal": True, "torch-cudnn, ms": 0.03, "triton-fa3, ms": 0.02, "consumers": 3},
-        **{f"{count} consumers, ms": 0.01 * count for count in narrow_heads.CONSUMERS},
-        **MACHINE,
-    }
-    results.write_lines([line], narrow_heads.COLUMNS, path)
-    assert lines(speed.narrow_heads(path)) == [
-        ["ms", "torch-cudnn", "triton-fa3", "faster", "4 consumers", "3 consumers", "2 consumers"],
-        ["a model: 2×8/4×77 causal", "0.030", "0.020", "1.50", "0.040", "**0.030**", "0.020"],
-    ]
-
-
 def test_what_is_predicted_of_narrow_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every schedule has a predicted time, and the fastest is chosen."""
     persistent = pytest.importorskip("attention_kernels.hopper.persistent")
@@ -186,14 +118,6 @@ def test_a_pair_s_time_is_relative_to_the_plain_call_s(monkeypatch: pytest.Monke
     assert [line["time per pair"] for line in found] == pytest.approx([1.0, 1.0])
     assert (found[0]["low"], found[0]["high"]) == pytest.approx((1.0, 2.0))
     assert found[0]["pairs"] * 36 == found[0]["plain, pairs"] * 15
-
-
-def test_a_value_head_dim_of_its_own_is_in_the_shape(tmp_path: Path) -> None:
-    path = tmp_path / "rows.csv"
-    mla = {"head_dim": 192, "v_head_dim": 128}
-    results.write([timed("call", "one", 1.0, 10**9), timed("mla", "one", 1.0, 1, shape=mla)], path)
-    shapes = [line[0] for line in lines(speed.by_shape(str(path)))[1:]]
-    assert shapes == ["1×2×8×64 causal", "1×2×8×192/128 causal"]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from capture.storage.header import CallHeader
 from replay.accuracy.reference import attention
 from replay.reproduce.crop import DERIVED, EXACT, Axis, storable
 from tests.factories import normal, random_call
-from tests.variant_calls import CALLS, LIBRARY_CALLS
+from tests.variant_calls import CALLS
 
 SQUARE = {"q_len": 9, "kv_len": 9, "is_causal": True}
 PLAIN = {
@@ -26,7 +26,7 @@ PLAIN = {
     "padding": random_call(batch=2, attn_mask=(normal(2, 1, 1, 13) > 0)),
     "window to the right": random_call(variant=AttentionVariant(window=(2, 3))),
 }
-EVERY = {**PLAIN, **CALLS, **LIBRARY_CALLS}
+EVERY = {**PLAIN, **CALLS}
 
 BY_NAME = {axis.name: axis for axis in EXACT}
 
