@@ -1,6 +1,5 @@
 """Tests this project with many versions of Python, torch, diffusers and transformers.
 
 python -m compatibility             test every environment, write the versions in docs/index.md
-python -m compatibility.index       check that the package index satisfies our requirements
 python -m compatibility.wheel FILE  test a wheel in a clean environment
 """

@@ -6,9 +6,6 @@ Our wheel is installed into an existing environment, as a user would, and must r
 from __future__ import annotations
 
 import json
-import os
-import re
-import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,14 +56,14 @@ class CannotBuild(Exception):
     """The environment cannot be built here; the message says why."""
 
 
-def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path, list[str]]:
+def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path, str]:
     """Build it in `directory`; return its interpreter and the packages that ours replaced.
 
     Raises:
         CannotBuild: the interpreter is not available, or a package cannot be installed.
     """
     # Like `python -m venv`: with pip and, before Python 3.12, setuptools.
-    _uv("venv", "--seed", "--python", _interpreter(environment.python), str(directory))
+    _uv("venv", "--seed", "--python", environment.python, str(directory))
     python = directory / "bin" / "python"
     libraries = list(environment.libraries)
     if environment.resolution != "highest":
@@ -78,29 +75,18 @@ def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path,
     alone = [] if environment.with_dependencies else ["--no-deps"]
     _uv("pip", "install", "--python", str(python), *alone, str(wheel))
     after = installed(python)
-    return python, [
+    replaced = [
         f"{name} {version} → {after.get(name, 'gone')}"
         for name, version in before.items()
         if after.get(name) != version
     ]
+    return python, "; ".join(replaced) or "nothing"
 
 
 def installed(python: Path) -> dict[str, str]:
     """Return the installed version of each package."""
     listed = json.loads(_uv("pip", "list", "--format", "json", "--python", str(python)))
     return {each["name"]: each["version"] for each in listed}
-
-
-def _interpreter(version: str) -> str:
-    """Find the interpreter of a version such as 3.12: on PATH, in pyenv, or through uv."""
-    if found := shutil.which(f"python{version}"):
-        probe = subprocess.run([found, "-c", ""], capture_output=True, check=False)
-        if probe.returncode == 0:  # pyenv's shims exist for versions that are not selected too
-            return found
-    root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
-    pattern = re.compile(re.escape(version) + r"\.\d+")
-    own = [each for each in root.glob("versions/*") if pattern.fullmatch(each.name)]
-    return str(max(own) / "bin" / "python") if own else version
 
 
 def _uv(*arguments: str) -> str:

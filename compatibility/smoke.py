@@ -1,6 +1,6 @@
 """Smoke tests of an environment, one function per step; run by that environment's interpreter.
 
-Run `python smoke.py STEP` in a scratch directory that contains `own_model.py`. Exits 0 if the step
+Run `python smoke.py STEP` in a scratch directory that contains this file. Exits 0 if the step
 works, and 2 if it states in one sentence what the environment lacks.
 """
 
@@ -10,15 +10,41 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(64, 192)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.project(x).view(1, -1, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        output = nn.functional.scaled_dot_product_attention(query, key, value)
+        return x + output.transpose(1, 2).reshape(x.shape)
+
+
+def build(seed: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """Build a user's model: three layers of self-attention in plain torch."""
+    torch.manual_seed(seed)
+    model, x = nn.Sequential(*(Attention() for _ in range(3))), torch.randn(1, 100, 64)
+
+    @torch.no_grad()
+    def run() -> Tensor:
+        result: Tensor = model(x)
+        return result
+
+    return model, run
 
 
 def record_a_user_model() -> None:
-    import own_model  # type: ignore[import-not-found]
-
     from capture import load, record
 
-    model, run = own_model.build(seed=0)
+    model, run = build(seed=0)
     with record(model, out="own", max=3):
         run()
     assert len(load("own")) == 3
@@ -30,11 +56,9 @@ def replay_the_recording() -> None:
 
 
 def use_kernel_and_use_plan() -> None:
-    import own_model
-
     from replay import use_kernel, use_plan
 
-    _, run = own_model.build(seed=0)
+    _, run = build(seed=0)
     before = run()
     with use_kernel("torch-math") as swap:
         after = run()
@@ -50,11 +74,10 @@ def use_kernel_and_use_plan() -> None:
 
 
 def capture_a_function() -> None:
-    _command("capture", "--model", "own_model.py:build", "--max", "3", "--out", "function")
+    _command("capture", "--model", "smoke.py:build", "--max", "3", "--out", "function")
 
 
 def capture_a_transformers_checkpoint() -> None:
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -68,7 +91,6 @@ def capture_a_transformers_checkpoint() -> None:
 
 
 def capture_a_diffusers_checkpoint() -> None:
-    import torch
     from diffusers import (
         AutoencoderKL,
         DDIMScheduler,

@@ -34,11 +34,7 @@ TOKENIZER_FILES = ("tokenizer_config.json", "tokenizer.json", "vocab.txt", "spie
 
 
 def build(request: Request) -> Runnable:
-    """Build the pipeline or model in the directory ``request.name``.
-
-    Raises:
-        ModelError: The directory contains no pipeline or model, or it cannot be read or run.
-    """
+    """Build the pipeline or model in the directory ``request.name``."""
     directory = Path(request.name)
     if (directory / "model_index.json").is_file():
         return _pipeline(request)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,12 +13,13 @@ from diffusers.utils import BaseOutput
 from torch import nn
 from transformers import PreTrainedTokenizerBase, T5Config, T5EncoderModel
 
+from . import pretrained_weights
 from .errors import ModelError
 from .hub import read_checkpoint, refuse_missing
 from .inference import repeatable
 from .libraries import dtype_keyword
 from .outputs import of_pipeline
-from .random_weights import redraw
+from .random_weights import build_random, redraw
 from .request import Request
 from .runnable import Runnable
 
@@ -26,11 +27,7 @@ from .runnable import Runnable
 def read_pipeline(
     pipeline_class: type[DiffusionPipeline], source: str, dtype: torch.dtype
 ) -> DiffusionPipeline:
-    """Load a full pipeline from a directory or a hub id.
-
-    Raises:
-        ModelError: The pipeline cannot be read, or some of its weights are missing.
-    """
+    """Load a full pipeline from a directory or a hub id."""
     options = {dtype_keyword("diffusers"): dtype}
     pipeline = read_checkpoint(pipeline_class.from_pretrained, source, **options)
     for name, component in pipeline.components.items():
@@ -42,19 +39,100 @@ def read_pipeline(
     return pipeline
 
 
-def read_built_in(
-    pipeline_class: type[DiffusionPipeline], directory: Path, request: Request
-) -> DiffusionPipeline:
-    """Load our own pipeline from ``directory``, with trained or random weights.
+def named_runnable(
+    request: Request,
+    pipeline_class: type[DiffusionPipeline],
+    transformer_class: Any,
+    *,
+    hub_id: str,
+    configuration: Mapping[str, Any],
+    scheduler: Any,
+    tiny: Callable[[], DiffusionPipeline],
+    prompt: str,
+    trained_prompt: str,
+    t5_tokenizer: str,
+    embeddings: Callable[[Any], Mapping[str, tuple[int, ...]]],
+    run: Callable[[DiffusionPipeline, bool], dict[str, Any]],
+    output: str,
+) -> Runnable:
+    """Build a runnable of a published text-to-picture or text-to-video model.
 
-    Raises:
-        ModelError: The pipeline cannot be read, or some of its weights are missing.
+    The pipeline is our trained one (or its random counterpart), our tiny one, an official or given
+    checkpoint, or only a full-size transformer with random weights, which contains the attention.
+
+    Args:
+        hub_id: The official checkpoint.
+        configuration: Configuration of the official transformer.
+        tiny: Builds the tiny pipeline with random weights.
+        prompt: Default prompt.
+        trained_prompt: Default prompt of our trained weights.
+        t5_tokenizer: Name of the pipeline's T5 tokenizer.
+        embeddings: Maps the transformer's configuration to the shapes of the text embeddings, by
+            argument of the pipeline.
+        run: Maps the pipeline, and whether it is our trained one, to its other arguments.
+        output: Name of a decoded output.
     """
-    pipeline = read_pipeline(pipeline_class, str(directory), request.dtype)
-    if request.weights == "random":
-        modules = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
-        redraw(modules, seed=request.seed)
-    return pipeline
+    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
+    if request.prompt is not None:
+        prompt = request.prompt
+    elif trained:
+        prompt = trained_prompt
+    texts: dict[str, Any] = {"prompt": prompt}
+    note = ""
+    if trained:
+        pipeline = read_pipeline(pipeline_class, str(trained), request.dtype)
+        if request.weights == "random":
+            parts = pipeline.components.values()
+            redraw([part for part in parts if isinstance(part, nn.Module)], seed=request.seed)
+        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
+        note = _unknown_words(request, pipeline.components[t5_tokenizer])
+    elif request.is_built_in:
+        pipeline = tiny()
+        weights = f"random, seed {request.seed} (built-in tiny configuration)"
+    elif request.weights == "pretrained":
+        source = request.checkpoint or hub_id
+        pipeline = read_pipeline(pipeline_class, source, request.dtype)
+        weights = f"pretrained: {source}"
+    else:
+        if request.prompt is not None:
+            raise ModelError(
+                "--prompt has no effect with random weights of this size, whose text embeddings "
+                "are also random: leave it out, or use --weights pretrained or --size tiny"
+            )
+        if request.checkpoint:
+            configuration = read_checkpoint(
+                transformer_class.load_config, request.checkpoint, subfolder="transformer"
+            )
+        transformer = build_random(
+            lambda: transformer_class.from_config(configuration),
+            seed=request.seed,
+            dtype=request.dtype,
+            device=request.device,
+        )
+        absent = dict.fromkeys(inspect.signature(pipeline_class).parameters)
+        pipeline = pipeline_class(**{**absent, "transformer": transformer, "scheduler": scheduler})
+        texts = {
+            name: _noise(shape, request, stream)
+            for stream, (name, shape) in enumerate(embeddings(transformer.config).items(), 1)
+        }
+        prompt = "random text embeddings"
+        origin = request.checkpoint or hub_id.partition("/")[2]
+        weights = f"random, seed {request.seed} ({origin} configuration)"
+    decodes = pipeline.vae is not None
+    arguments = run(pipeline, trained is not None)
+    names = {"num_inference_steps": "steps", "max_sequence_length": "text_tokens"}
+    return pipeline_runnable(
+        pipeline,
+        request,
+        arguments={**texts, **arguments, "output_type": "pt" if decodes else "latent"},
+        weights=weights,
+        settings=request.settings(
+            prompt=prompt,
+            **{names.get(name, name): value for name, value in arguments.items()},
+            output=output if decodes else "latents: the VAE is left out",
+        ),
+        note=note,
+    )
 
 
 def pipeline_runnable(
@@ -117,26 +195,13 @@ def tiny_t5(vocabulary: int) -> T5EncoderModel:
     return T5EncoderModel(config)
 
 
-def embeddings(*shape: int, request: Request, stream: int) -> torch.Tensor:
+def _noise(shape: tuple[int, ...], request: Request, stream: int) -> torch.Tensor:
     """Draw normal noise in place of a text encoder's output; each ``stream`` is different."""
     generator = torch.Generator().manual_seed(request.seed + stream)
     return torch.randn(shape, generator=generator).to(request.device, request.dtype)
 
 
-def refuse_prompt(request: Request) -> None:
-    """Reject a prompt, because random embeddings replace the text encoder that would read it.
-
-    Raises:
-        ModelError: A prompt was given.
-    """
-    if request.prompt is not None:
-        raise ModelError(
-            "--prompt has no effect with random weights of this size, whose text embeddings are "
-            "also random: leave it out, or use --weights pretrained or --size tiny"
-        )
-
-
-def unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
+def _unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a sentence with the prompt's words that a trained picture model never saw.
 
     The result is empty if there are none. ``tokenizer`` has a token for each word of the model's

@@ -30,11 +30,7 @@ PASSAGE = (
 def read_language_model(
     model_class: type[PreTrainedModel], source: str, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Load a transformers model from a directory or a hub id.
-
-    Raises:
-        ModelError: The model cannot be read, or some of its weights are missing.
-    """
+    """Load a transformers model from a directory or a hub id."""
     options: dict[str, Any] = {dtype_keyword("transformers"): dtype, "output_loading_info": True}
     model, report = read_checkpoint(model_class.from_pretrained, source, **options)
     refuse_missing(source, sorted(report["missing_keys"]))
@@ -53,9 +49,6 @@ def prompt_ids(
 
     The user's prompt is used in full. Without a prompt, the result has exactly ``tokens`` ids, from
     repetitions of ``passage``. Without a tokenizer, the ids are random, by the seed.
-
-    Raises:
-        ModelError: The prompt is empty.
     """
     if tokenizer is None:
         generator = torch.Generator().manual_seed(request.seed)

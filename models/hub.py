@@ -25,10 +25,6 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
     Args:
         load: A library's ``from_pretrained``.
         source: A directory or a hub id.
-
-    Raises:
-        ModelError: The hub cannot be reached and nothing is cached; the hub does not have
-            ``source`` or denies access; or the directory lacks files that ``load`` needs.
     """
     if Path(source).is_dir():
         try:
@@ -52,11 +48,7 @@ def read_checkpoint(load: Callable[..., Loaded], source: str, **options: Any) ->
 
 
 def refuse_missing(source: str, keys: Sequence[str]) -> None:
-    """Raise if weights are missing, because the libraries only warn and use random weights.
-
-    Raises:
-        ModelError: ``keys`` is not empty.
-    """
+    """Raise if weights are missing, because the libraries only warn and use random weights."""
     if keys:
         raise ModelError(
             f"{source} lacks {len(keys)} of the model's weights (first {min(keys)}): give the "
@@ -68,9 +60,6 @@ def _why_unreachable(source: str) -> Exception | None:
     """Return the hub's error if the hub is unreachable but ``source`` is cached; else None.
 
     The hub is queried once, because the libraries would retry each file for half a minute.
-
-    Raises:
-        ModelError: The query failed, and no part of ``source`` is cached.
     """
     try:
         HfApi().model_info(source, timeout=_PROBE_SECONDS)

@@ -31,11 +31,7 @@ class Language:
     positions: int
 
     def encode(self, text: str) -> torch.Tensor:
-        """Return the token ids (1, T) of at most the first `SCORED_TOKENS` tokens, on the CPU.
-
-        Raises:
-            ModelError: The model has no tokenizer, or the text has fewer than two tokens.
-        """
+        """Return the token ids (1, T) of at most the first `SCORED_TOKENS` tokens, on the CPU."""
         if self.tokenizer is None:
             raise ModelError("these weights have no tokenizer to read a text: leave out the text")
         most = min(self.positions, SCORED_TOKENS)

@@ -23,11 +23,7 @@ def dtype_keyword(library: Library) -> str:
 
 
 def check(model: str, needs: Mapping[Library, Version]) -> None:
-    """Check that the libraries are installed in versions that `model` supports.
-
-    Raises:
-        ModelError: a library is missing or too old; the message names the required version.
-    """
+    """Check that the libraries are installed in versions that `model` supports."""
     for library, oldest in needs.items():
         required = ".".join(map(str, oldest))
         try:

@@ -73,9 +73,6 @@ def from_user(
 
     Args:
         named: True if ``name`` is one of ``models.NAMES``.
-
-    Raises:
-        ModelError: A value is invalid, or two values contradict each other.
     """
     _one_of("size", size, ("tiny", "full"))
     _one_of("weights", weights, ("random", "pretrained"))

@@ -29,12 +29,7 @@ from .runnable import Runnable
 
 
 def build(request: Request) -> Runnable:
-    """Build a runnable by calling the user's function.
-
-    Raises:
-        ModelError: The file or function is missing, raises, or returns another type. If it raises,
-            the cause is the user's own exception.
-    """
+    """Build a runnable by calling the user's function."""
     file, _, name = request.name.rpartition(":")
     path = Path(file).expanduser().resolve()
     if not path.is_file():
@@ -45,9 +40,7 @@ def build(request: Request) -> Runnable:
         with seeded(request.seed, request.device):
             try:
                 built = function(**arguments)
-            except KeyboardInterrupt:
-                raise
-            except BaseException as error:
+            except (Exception, SystemExit) as error:
                 raise ModelError(f"{name} in {file} failed: {_describe(error)}") from error
     roots, run = _checked(built, request.name)
     for root in roots.values():
@@ -93,9 +86,7 @@ def _import(path: Path, file: str) -> ModuleType:
     sys.modules[private_name] = module  # dataclasses and pickle look up their module
     try:
         spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[private_name]
         raise ModelError(f"{file} could not be imported: {_describe(error)}") from error
     return module
@@ -140,21 +131,14 @@ def _checked(built: Any, name: str) -> tuple[dict[str, nn.Module], Callable[[], 
             and callable(run)
         ):
             return roots, run
+    returned = type(built).__name__
+    if isinstance(built, tuple):
+        returned = f"({', '.join(type(item).__name__ for item in built)})"
     raise ModelError(
         f"{name} must return (module, run), an nn.Module or a dictionary of them and a callable "
-        f"without arguments, but returned {_shape(built)}"
+        f"without arguments, but returned {returned}"
     )
 
 
-def _shape(built: Any) -> str:
-    if isinstance(built, tuple):
-        return f"({', '.join(type(item).__name__ for item in built)})"
-    return type(built).__name__
-
-
 def _describe(error: BaseException) -> str:
-    name = type(error).__name__
-    try:
-        return f"{name}: {error}".splitlines()[0]
-    except Exception:  # the user's own class may fail to produce a text
-        return name
+    return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +48,6 @@ def train_autoencoder(
     *,
     batch: int,
     crops: int,
-    work: Path,
     seed: int,
     device: torch.device,
 ) -> History:
@@ -87,7 +85,7 @@ def train_autoencoder(
     # Benchmark: the sizes are few and fixed, and cuDNN's first choice is not always fast on narrow
     # convolutions.
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
-        return train(stage, autoencoder, loss, work=work, seed=seed, device=device)
+        return train(stage, autoencoder, loss, seed=seed, device=device)
 
 
 @torch.no_grad()

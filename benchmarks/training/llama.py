@@ -76,7 +76,6 @@ def main(arguments: list[str] | None = None) -> None:
     """Train, save, load, measure, and write the card."""
     given = options.parse("llama", __doc__, arguments)
     scale = SMOKE if given.smoke else FULL
-    (stage,) = given.limited([scale.stage])
     texts = corpus.read(given.library)
     train_documents = texts.train[: scale.documents]
     tokenizer = make_tokenizer(train_documents, scale)
@@ -88,9 +87,7 @@ def main(arguments: list[str] | None = None) -> None:
     model = make_model(scale, tokenizer).to(given.device)
     stream = tokens["train"].to(given.device)
     most = math.ceil(PASSES * len(stream) / (scale.batch * scale.context))
-    stage = replace(stage, steps=min(stage.steps, most))
-    if given.compile:
-        model.compile()
+    stage = replace(scale.stage, steps=min(scale.stage.steps, most))
 
     def loss(generator: torch.Generator, _: float) -> Tensor:
         starts = torch.randint(
@@ -107,7 +104,6 @@ def main(arguments: list[str] | None = None) -> None:
         stage,
         model,
         loss,
-        work=given.work,
         seed=given.seed,
         device=given.device,
         validate=lambda: log_loss(model, tokens["validation"], scale.context, given.device),

@@ -51,11 +51,7 @@ def muon(
 
     Those were trained by our own implementation, with the same arithmetic in float32; PyTorch's
     Newton–Schulz iteration is in bfloat16.
-
-    Raises:
-        RuntimeError: This PyTorch has no Muon.
     """
-    require_muon()
     return torch.optim.Muon(
         matrices,
         lr=learning_rate,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .. import pretrained_weights
 from ..libraries import Library, Version
 from ..runnable import Runnable
 
@@ -54,82 +53,43 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """Build CogVideoX as requested.
+    """Build CogVideoX as requested."""
+    from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
 
-    Raises:
-        ModelError: The checkpoint cannot be read.
-    """
-    from diffusers import CogVideoXPipeline
-
-    from ..diffusion import (
-        embeddings,
-        pipeline_runnable,
-        read_built_in,
-        read_pipeline,
-        refuse_prompt,
-        unknown_words,
-    )
+    from ..diffusion import named_runnable
 
     variant = VARIANTS[request.name]
-    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
-    prompt = request.prompt
-    if prompt is None:
-        prompt = BUILT_IN_PROMPT if trained else PROMPT
-    texts: dict[str, Any] = {"prompt": prompt}
-    note = ""
-    if trained:
-        pipeline = read_built_in(CogVideoXPipeline, trained, request)
-        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
-        note = unknown_words(request, pipeline.tokenizer)
-    elif request.is_built_in:
-        pipeline = tiny_pipeline(variant, request)
-        weights = f"random, seed {request.seed} (built-in tiny configuration)"
-    elif request.weights == "pretrained":
-        source = request.checkpoint or variant.hub_id
-        pipeline = read_pipeline(CogVideoXPipeline, source, request.dtype)
-        weights = f"pretrained: {source}"
-    else:
-        refuse_prompt(request)
-        pipeline = _random(variant, request)
-        config = pipeline.transformer.config
-        shape = (1, config.max_text_seq_length, config.text_embed_dim)
-        texts = {
-            "prompt_embeds": embeddings(*shape, request=request, stream=1),
-            "negative_prompt_embeds": embeddings(*shape, request=request, stream=2),
-        }
-        prompt = "random text embeddings"
-        origin = request.checkpoint or variant.hub_id.partition("/")[2]
-        weights = f"random, seed {request.seed} ({origin} configuration)"
 
-    config = pipeline.transformer.config
-    decodes = pipeline.vae is not None
-    tiny_steps = BUILT_IN_STEPS if trained else 4
-    run = {
-        "height": config.sample_height * pipeline.vae_scale_factor_spatial,
-        "width": config.sample_width * pipeline.vae_scale_factor_spatial,
-        "num_frames": config.sample_frames,
-        "num_inference_steps": request.steps or (tiny_steps if request.is_tiny else 50),
-        "guidance_scale": GUIDANCE_SCALE,
-        "max_sequence_length": config.max_text_seq_length,
-        "output_type": "pt" if decodes else "latent",
-    }
-    settings = request.settings(
-        prompt=prompt,
-        steps=run["num_inference_steps"],
-        height=run["height"],
-        width=run["width"],
-        num_frames=run["num_frames"],
-        guidance_scale=GUIDANCE_SCALE,
-        text_tokens=config.max_text_seq_length,
-        output="video" if decodes else "latents: the VAE is left out",
-    )
-    return pipeline_runnable(
-        pipeline,
+    def embeddings(config: Any) -> dict[str, tuple[int, ...]]:
+        shape = (1, config.max_text_seq_length, config.text_embed_dim)
+        return {"prompt_embeds": shape, "negative_prompt_embeds": shape}
+
+    def run(pipeline: CogVideoXPipeline, is_trained: bool) -> dict[str, Any]:
+        config = pipeline.transformer.config
+        tiny_steps = BUILT_IN_STEPS if is_trained else 4
+        return {
+            "num_inference_steps": request.steps or (tiny_steps if request.is_tiny else 50),
+            "height": config.sample_height * pipeline.vae_scale_factor_spatial,
+            "width": config.sample_width * pipeline.vae_scale_factor_spatial,
+            "num_frames": config.sample_frames,
+            "guidance_scale": GUIDANCE_SCALE,
+            "max_sequence_length": config.max_text_seq_length,
+        }
+
+    return named_runnable(
         request,
-        arguments={**texts, **run},
-        weights=weights,
-        settings=settings,
-        note=note,
+        CogVideoXPipeline,
+        CogVideoXTransformer3DModel,
+        hub_id=variant.hub_id,
+        configuration=variant.transformer,
+        scheduler=scheduler(variant),
+        tiny=lambda: tiny_pipeline(variant, request),
+        prompt=PROMPT,
+        trained_prompt=BUILT_IN_PROMPT,
+        t5_tokenizer="tokenizer",
+        embeddings=embeddings,
+        run=run,
+        output="video",
     )
 
 
@@ -185,31 +145,3 @@ def tiny_pipeline(variant: Variant, request: Request) -> CogVideoXPipeline:
             scheduler=scheduler(variant),
         )
     return pipeline.to(request.dtype)
-
-
-def _random(variant: Variant, request: Request) -> CogVideoXPipeline:
-    """Build a pipeline of only the full-size transformer, which contains the attention."""
-    from diffusers import CogVideoXPipeline, CogVideoXTransformer3DModel
-
-    from ..hub import read_checkpoint
-    from ..random_weights import build_random
-
-    if request.checkpoint:
-        config = read_checkpoint(
-            CogVideoXTransformer3DModel.load_config, request.checkpoint, subfolder="transformer"
-        )
-    else:
-        config = variant.transformer
-    transformer = build_random(
-        lambda: CogVideoXTransformer3DModel.from_config(config),
-        seed=request.seed,
-        dtype=request.dtype,
-        device=request.device,
-    )
-    return CogVideoXPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        vae=None,
-        transformer=transformer,
-        scheduler=scheduler(variant),
-    )

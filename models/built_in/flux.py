@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .. import pretrained_weights
 from ..libraries import Library, Version
 from ..runnable import Runnable
 
@@ -65,85 +66,47 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """Build FLUX.1 as requested.
+    """Build FLUX.1 as requested."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
 
-    Raises:
-        ModelError: The checkpoint cannot be read.
-    """
-    from diffusers import FluxPipeline
-
-    from ..diffusion import (
-        embeddings,
-        pipeline_runnable,
-        read_built_in,
-        read_pipeline,
-        refuse_prompt,
-        unknown_words,
-    )
+    from ..diffusion import named_runnable
 
     variant = VARIANTS[request.name]
-    trained = pretrained_weights.directory(request.name) if request.is_built_in else None
-    prompt = request.prompt
-    if prompt is None:
-        prompt = BUILT_IN_PROMPT if trained else PROMPT
     text_tokens = TINY_TEXT_TOKENS if request.is_tiny else variant.text_tokens
-    texts: dict[str, Any] = {"prompt": prompt}
-    note = ""
-    if trained:
-        pipeline = read_built_in(FluxPipeline, trained, request)
-        weights = pretrained_weights.describe(request.name, request.weights, request.seed)
-        note = unknown_words(request, pipeline.tokenizer_2)
-    elif request.is_built_in:
-        pipeline = tiny_pipeline(variant, request)
-        weights = f"random, seed {request.seed} (built-in tiny configuration)"
-    elif request.weights == "pretrained":
-        source = request.checkpoint or variant.hub_id
-        pipeline = read_pipeline(FluxPipeline, source, request.dtype)
-        weights = f"pretrained: {source}"
-    else:
-        refuse_prompt(request)
-        pipeline = _random(variant, request)
-        config = pipeline.transformer.config
-        shape = (1, text_tokens, config.joint_attention_dim)
-        texts = {
-            "prompt_embeds": embeddings(*shape, request=request, stream=1),
-            "pooled_prompt_embeds": embeddings(
-                1, config.pooled_projection_dim, request=request, stream=2
-            ),
-        }
-        prompt = "random text embeddings"
-        origin = request.checkpoint or variant.hub_id.partition("/")[2]
-        weights = f"random, seed {request.seed} ({origin} configuration)"
 
-    if trained:
-        pixels, tiny_steps = pipeline.vae.config.sample_size, BUILT_IN_STEPS
-    else:
+    def embeddings(config: Any) -> dict[str, tuple[int, ...]]:
+        return {
+            "prompt_embeds": (1, text_tokens, config.joint_attention_dim),
+            "pooled_prompt_embeds": (1, config.pooled_projection_dim),
+        }
+
+    def run(pipeline: FluxPipeline, is_trained: bool) -> dict[str, Any]:
         pixels, tiny_steps = (TINY_PIXELS if request.is_tiny else FULL_PIXELS), 4
-    decodes = pipeline.vae is not None
-    run = {
-        "height": pixels,
-        "width": pixels,
-        "num_inference_steps": request.steps or (tiny_steps if request.is_tiny else variant.steps),
-        "guidance_scale": variant.guidance_scale,
-        "max_sequence_length": text_tokens,
-        "output_type": "pt" if decodes else "latent",
-    }
-    settings = request.settings(
-        prompt=prompt,
-        steps=run["num_inference_steps"],
-        height=pixels,
-        width=pixels,
-        guidance_scale=variant.guidance_scale,
-        text_tokens=text_tokens,
-        output="image" if decodes else "latents: the VAE is left out",
-    )
-    return pipeline_runnable(
-        pipeline,
+        if is_trained:
+            pixels, tiny_steps = pipeline.vae.config.sample_size, BUILT_IN_STEPS
+        steps = tiny_steps if request.is_tiny else variant.steps
+        return {
+            "num_inference_steps": request.steps or steps,
+            "height": pixels,
+            "width": pixels,
+            "guidance_scale": variant.guidance_scale,
+            "max_sequence_length": text_tokens,
+        }
+
+    return named_runnable(
         request,
-        arguments={**texts, **run},
-        weights=weights,
-        settings=settings,
-        note=note,
+        FluxPipeline,
+        FluxTransformer2DModel,
+        hub_id=variant.hub_id,
+        configuration=variant.transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
+        tiny=lambda: tiny_pipeline(variant, request),
+        prompt=PROMPT,
+        trained_prompt=BUILT_IN_PROMPT,
+        t5_tokenizer="tokenizer_2",
+        embeddings=embeddings,
+        run=run,
+        output="image",
     )
 
 
@@ -151,6 +114,36 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
     """Build a pipeline with 2 double and 4 single blocks of 2 heads (D = 128).
 
     There are 64 text tokens and 20·20 image tokens.
+    """
+    from ..inference import seeded
+
+    with seeded(request.seed, request.device):
+        pipeline = small_pipeline(
+            variant,
+            layers=(2, 4),
+            vae_channels=(8, 8, 16, 32),
+            vae={"norm_num_groups": 4, "scaling_factor": 0.3611, "shift_factor": 0.1159},
+        )
+    return pipeline.to(request.dtype)
+
+
+def small_pipeline(
+    variant: Variant,
+    *,
+    layers: tuple[int, int],
+    vae_channels: tuple[int, ...],
+    vae: Mapping[str, Any],
+    scheduler: Mapping[str, Any] = MappingProxyType({}),
+    words: Sequence[str] = (),
+) -> FluxPipeline:
+    """Build a pipeline with new weights, and text encoders 64 wide.
+
+    Args:
+        layers: Numbers of double and of single blocks, with 2 heads (D = 128).
+        vae_channels: Channels of each level of the autoencoder.
+        vae: Other options of the autoencoder.
+        scheduler: Options of the scheduler in addition to the variant's.
+        words: Words that are one token of the T5 tokenizer.
     """
     from diffusers import (
         AutoencoderKL,
@@ -161,10 +154,9 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     from ..diffusion import tiny_t5
-    from ..inference import seeded
     from ..offline_tokenizers import clip_tokenizer, t5_tokenizer
 
-    clip_tokens, t5_tokens = clip_tokenizer(max_length=77), t5_tokenizer()
+    clip_tokens, t5_tokens = clip_tokenizer(77, words), t5_tokenizer(words)
     clip_config = CLIPTextConfig(
         vocab_size=len(clip_tokens),
         hidden_size=64,
@@ -176,62 +168,28 @@ def tiny_pipeline(variant: Variant, request: Request) -> FluxPipeline:
         eos_token_id=clip_tokens.eos_token_id,
         pad_token_id=clip_tokens.pad_token_id,
     )
-    with seeded(request.seed, request.device):
-        pipeline = FluxPipeline(
-            tokenizer=clip_tokens,
-            text_encoder=CLIPTextModel(clip_config),
-            tokenizer_2=t5_tokens,
-            text_encoder_2=tiny_t5(len(t5_tokens)),
-            transformer=FluxTransformer2DModel(
-                in_channels=16,
-                num_layers=2,
-                num_single_layers=4,
-                num_attention_heads=2,
-                joint_attention_dim=64,
-                pooled_projection_dim=64,
-                **variant.transformer,
-            ),
-            vae=AutoencoderKL(
-                down_block_types=("DownEncoderBlock2D",) * 4,
-                up_block_types=("UpDecoderBlock2D",) * 4,
-                block_out_channels=(8, 8, 16, 32),
-                norm_num_groups=4,
-                latent_channels=4,  # packed 2×2 into the transformer's 16 channels
-                use_quant_conv=False,
-                use_post_quant_conv=False,
-                scaling_factor=0.3611,
-                shift_factor=0.1159,
-            ),
-            scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
-        )
-    return pipeline.to(request.dtype)
-
-
-def _random(variant: Variant, request: Request) -> FluxPipeline:
-    """Build a pipeline of only the full-size transformer, which contains the attention."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
-    from ..hub import read_checkpoint
-    from ..random_weights import build_random
-
-    if request.checkpoint:
-        config = read_checkpoint(
-            FluxTransformer2DModel.load_config, request.checkpoint, subfolder="transformer"
-        )
-    else:
-        config = variant.transformer
-    transformer = build_random(
-        lambda: FluxTransformer2DModel.from_config(config),
-        seed=request.seed,
-        dtype=request.dtype,
-        device=request.device,
-    )
     return FluxPipeline(
-        tokenizer=None,
-        text_encoder=None,
-        tokenizer_2=None,
-        text_encoder_2=None,
-        vae=None,
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(**variant.scheduler),
+        tokenizer=clip_tokens,
+        text_encoder=CLIPTextModel(clip_config),
+        tokenizer_2=t5_tokens,
+        text_encoder_2=tiny_t5(len(t5_tokens)),
+        transformer=FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=layers[0],
+            num_single_layers=layers[1],
+            num_attention_heads=2,
+            joint_attention_dim=64,
+            pooled_projection_dim=64,
+            **variant.transformer,
+        ),
+        vae=AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * len(vae_channels),
+            up_block_types=("UpDecoderBlock2D",) * len(vae_channels),
+            block_out_channels=vae_channels,
+            latent_channels=4,  # packed 2×2 into the transformer's 16 channels
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+            **vae,
+        ),
+        scheduler=FlowMatchEulerDiscreteScheduler(**{**variant.scheduler, **scheduler}),
     )

@@ -86,11 +86,7 @@ VARIANTS = {
 
 
 def build(request: Request) -> Runnable:
-    """Build Llama as requested.
-
-    Raises:
-        ModelError: The checkpoint cannot be read, or a prompt is given without a tokenizer.
-    """
+    """Build Llama as requested."""
     from transformers import AutoTokenizer, LlamaForCausalLM
 
     from ..generation import PASSAGE, generation_runnable, prompt_ids, read_language_model

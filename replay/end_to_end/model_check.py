@@ -12,13 +12,12 @@ from __future__ import annotations
 import random
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -141,10 +140,9 @@ class _Arm:
         """Return the time of one forward of each phase, and of `RUN`, by round."""
         return by_round([run.times for run in self.runs])
 
-    @classmethod
-    def of(cls, variant: Variant) -> _Arm:
-        refused = RunFailed("unavailable", variant.refused) if variant.refused else None
-        return cls(variant, failure=refused)
+    def __post_init__(self) -> None:
+        if self.variant.refused:
+            self.failure = RunFailed("unavailable", self.variant.refused)
 
 
 def check(
@@ -173,12 +171,13 @@ def check(
         ModelRefused: the model cannot be built.
         RunFailed: the model fails even with its own attention.
     """
-    own, *_ = arms = [_Arm(BASELINE), *map(_Arm.of, variants)]
+    own, *_ = arms = [_Arm(variant) for variant in (BASELINE, *variants)]
     with closing(process), tempfile.TemporaryDirectory() as scratch:
         for number, arm in enumerate(arms):
             file = Path(scratch) / f"{number}.safetensors"
             save = None if save_output is None else (save_output, capture.model)
-            _attempt(arm, process, partial(process.run, arm.variant, file, text, save))
+            run = partial(process.run, arm.variant, keep=file, text=text, save=save)
+            _attempt(arm, process, run)
             if arm.failure is None:
                 arm.outputs = load_file(file)
         # Counted in a separate run, because counting makes compiled models run eagerly.
@@ -191,8 +190,7 @@ def check(
             if phase != RUN
         }
         for arm in arms:
-            look_inside = partial(process.look_inside, arm.variant, waits)
-            arm.inside = _attempt(arm, process, look_inside)
+            arm.inside = _attempt(arm, process, partial(process.run, arm.variant, waits=waits))
     at = kernel_at or {}
     return [_checked(capture, rows, arm, own, at, seed, mismatch) for arm in arms]
 
@@ -203,9 +201,8 @@ def _run_rounds(
     own, *others = arms
     shuffle = random.Random(seed).shuffle
     done, total = 0, requested or MOST_ROUNDS
-    began = time.monotonic()
     while done < total:
-        process.round = _round(done, total, time.monotonic() - began)
+        process.round = f"round {done + 1} of {total}" if done else "first round"
         kernels = [arm for arm in others if arm.failure is None]
         shuffle(kernels)
         for first in range(0, max(len(kernels), 1), NEIGHBOURS):
@@ -225,17 +222,6 @@ def _run_rounds(
             affordable = int(ROUNDS_SECONDS / statistics.mean(taken))
             total = min(MOST_ROUNDS, max(affordable, MINIMUM_ROUNDS))
     process.round = ""
-
-
-def _round(done: int, total: int, elapsed: float) -> str:
-    """Describe the next round, and the time left once a round is done.
-
-    After the rounds, each kernel runs once more with a timer on its calls.
-    """
-    if not done:
-        return "first round"
-    left = elapsed / done * (total - done + 1)
-    return f"round {done + 1} of {total}, about {left:.0f} s left"
 
 
 def _attempt(arm: _Arm, process: ModelProcess, run: Callable[[], ModelRun]) -> ModelRun | None:
@@ -291,27 +277,10 @@ def _checked(
         checked.status, checked.reason = arm.failure.status, str(arm.failure)
         checked.log = arm.failure.log
         return checked
-    _fill_in_runs(checked, arm)
     choose = kernel_at.get(name) or everywhere(arm.variant.kernel_id)
     mine = [row for row in rows if row.id == choose(row.call.module, row.call.phase)]
     checked.changed_inputs = sorted({each for row in mine for each in row.changed_inputs})
-    checked.own_attention_seconds = _of_calls(own.inside, "attention")
-    launch, own_launch = _of_calls(arm.inside, "launch"), _of_calls(own.inside, "launch")
-    checked.more_launch_seconds = {
-        span: launch[span] - own_launch[span] for span in launch if span in own_launch
-    }
-    own_seconds = own.seconds()
-    for span, seconds in arm.seconds().items():
-        # A kernel's runs are compared with the adjacent baseline runs, not with all of them.
-        before = (
-            [own_seconds[span][each] for each in arm.paired_with] if span in own_seconds else []
-        )
-        compares = arm is not own and bool(before)
-        checked.measured[span] = MeasuredSpan(
-            summarize([1000 * each for each in seconds]),
-            paired_speedup(before, seconds) if compares else None,
-            _rate(arm.runs[-1].times.tokens.get(span), seconds),
-        )
+    _fill_in_runs(checked, arm, own)
     if arm is own:
         return checked
     try:
@@ -324,16 +293,15 @@ def _checked(
     if mismatch:
         return checked
     try:
-        run, phases = _clocked(own)
         checked.prediction = predict(
-            capture.census, rows, choose, KernelId(OWN), run, phases, seed=seed
+            capture.census, rows, choose, KernelId(OWN), *_clocked(own), seed=seed
         )
     except ValueError as error:
         checked.unpredicted = str(error)
     return checked
 
 
-def _fill_in_runs(checked: ModelResult, arm: _Arm) -> None:
+def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
     last = arm.runs[-1]
     checked.runs = [run.times for run in arm.runs]
     checked.delayed = delayed(checked.runs)
@@ -343,33 +311,50 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm) -> None:
     states = [run.gpu for run in arm.runs if run.gpu is not None]
     checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
     checked.power_w = _median([state.power_w for state in states])
-    checked.attention_seconds = _of_calls(arm.inside, "attention")
-    checked.busy_seconds = _busy_seconds(arm.inside)
+    if arm.inside is not None and own.inside is not None:
+        inside, own_inside = arm.inside.times, own.inside.times
+        checked.attention_seconds = _per_forward(inside.attention, inside)
+        checked.own_attention_seconds = _per_forward(own_inside.attention, own_inside)
+        own_launch = _per_forward(own_inside.launch, own_inside)
+        checked.more_launch_seconds = {
+            span: seconds - own_launch[span]
+            for span, seconds in _per_forward(inside.launch, inside).items()
+            if span in own_launch
+        }
+        checked.busy_seconds = _busy_seconds(arm)
+    own_seconds = own.seconds()
+    for span, seconds in arm.seconds().items():
+        tokens = last.times.tokens.get(span)
+        speedup = None
+        if arm is not own and span in own_seconds:
+            # A kernel's runs are compared with the adjacent baseline runs, not with all of them.
+            speedup = paired_speedup([own_seconds[span][at] for at in arm.paired_with], seconds)
+        checked.measured[span] = MeasuredSpan(
+            summarize([1000 * each for each in seconds]),
+            speedup,
+            None if tokens is None else tokens / statistics.median(seconds),
+        )
 
 
-def _of_calls(inside: ModelRun | None, what: Literal["attention", "launch"]) -> dict[str, float]:
-    """Sum the attention times per forward of each phase, and for `RUN`; empty if not measured."""
-    if inside is None:
-        return {}
-    seconds = inside.times.attention if what == "attention" else inside.times.launch
+def _per_forward(seconds: Mapping[str, float], times: RunTimes) -> dict[str, float]:
+    """Divide a run's times by its forwards of each phase, and sum them for `RUN`."""
     if not seconds:
         return {}
-    forwards = inside.times.forwards.items()
     return {RUN: sum(seconds.values())} | {
-        phase: seconds.get(phase, 0.0) / len(each) for phase, each in forwards
+        phase: seconds.get(phase, 0.0) / len(each) for phase, each in times.forwards.items()
     }
 
 
-def _busy_seconds(inside: ModelRun | None) -> dict[str, float]:
+def _busy_seconds(arm: _Arm) -> dict[str, float]:
     """Return the GPU's busy time per forward of each phase; empty on a CPU."""
-    if inside is None or inside.peak_bytes is None:
+    if arm.inside is None or arm.inside.peak_bytes is None:
         return {}
-    return {phase: statistics.fmean(each) for phase, each in inside.times.forwards.items()}
+    return {phase: statistics.fmean(each) for phase, each in arm.inside.times.forwards.items()}
 
 
 def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
     """Return the baseline times that a prediction needs: of the run and of every phase."""
-    own_seconds, busy = own.seconds(), _busy_seconds(own.inside)
+    own_seconds, busy = own.seconds(), _busy_seconds(own)
     run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
     return run, {
         phase: Clocked(
@@ -377,10 +362,6 @@ def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
         )
         for phase, seconds in own_seconds.items()
     }
-
-
-def _rate(tokens: int | None, seconds: Sequence[float]) -> float | None:
-    return None if tokens is None else tokens / statistics.median(seconds)
 
 
 def _median(values: Sequence[Any]) -> float | None:

@@ -139,9 +139,11 @@ class ModelProcess:
     def run(
         self,
         variant: Variant,
+        *,
         keep: Path | None = None,
         text: str | None = None,
         save: tuple[Path, str] | None = None,
+        waits: Mapping[str, float] | None = None,
     ) -> ModelRun:
         """Run the model once.
 
@@ -150,16 +152,33 @@ class ModelProcess:
             text: a text that a language model also reads, for `text_ids` and `text_logits`;
                 requires `keep`.
             save: a directory for viewable outputs, and the model's name in it; requires `keep`.
+            waits: seconds by phase that the host needs for a forward. With this argument, every
+                attention call is timed; `replay.end_to_end.model_clock` explains how the other
+                times then differ.
 
         Raises:
             ModelRefused: the model cannot be built.
             RunFailed: the run failed, or the process died.
         """
-        return self._run(
-            variant,
-            keep=None if keep is None else str(keep),
-            text=text,
-            save=None if save is None else [str(save[0].resolve()), save[1]],
+        request = {
+            "step": "run",
+            "name": variant.name,
+            "kernel": variant.kernel,
+            "plan": None if variant.plan is None else str(variant.plan.resolve()),
+            "trust_code": variant.trust_code,
+            "path": list(variant.path),
+            "keep": None if keep is None else str(keep),
+            "text": text,
+            "save": None if save is None else [str(save[0].resolve()), save[1]],
+            "waits": None if waits is None else dict(waits),
+        }
+        ran = self._step(request)["ran"]
+        gpu = ran["gpu"]
+        return ModelRun(
+            times=RunTimes(**ran["times"]),
+            **ran["swap"],
+            peak_bytes=ran["peak_bytes"],
+            gpu=None if gpu is None else rebuilt(GpuState, gpu),
         )
 
     def count(self) -> dict[str, Any]:
@@ -174,50 +193,6 @@ class ModelProcess:
         """
         census: dict[str, Any] = self._step({"step": "count"})["counted"]
         return census
-
-    def look_inside(self, variant: Variant, waits: Mapping[str, float]) -> ModelRun:
-        """Run the model once more and time every attention call.
-
-        `replay.end_to_end.model_clock` explains how the times differ from those of `run`.
-
-        Args:
-            waits: seconds by phase that the host needs for a forward.
-
-        Raises:
-            ModelRefused: the model cannot be built.
-            RunFailed: the run failed, or the process died.
-        """
-        return self._run(variant, waits=dict(waits))
-
-    def _run(
-        self,
-        variant: Variant,
-        *,
-        keep: str | None = None,
-        text: str | None = None,
-        save: list[str] | None = None,
-        waits: dict[str, float] | None = None,
-    ) -> ModelRun:
-        request = {
-            "step": "run",
-            "name": variant.name,
-            "kernel": variant.kernel,
-            "plan": None if variant.plan is None else str(variant.plan.resolve()),
-            "trust_code": variant.trust_code,
-            "path": list(variant.path),
-            "keep": keep,
-            "text": text,
-            "save": save,
-            "waits": waits,
-        }
-        ran = self._step(request)["ran"]
-        gpu = ran["gpu"]
-        return ModelRun(
-            times=RunTimes(**ran["times"]),
-            **ran["swap"],
-            peak_bytes=ran["peak_bytes"],
-            gpu=None if gpu is None else rebuilt(GpuState, gpu),
-        )
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any]:
         """Build the model if necessary, and return the child's reply to a request."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +22,14 @@ from replay.end_to_end.model_clock import Clock
 from replay.end_to_end.model_process import OWN
 from replay.end_to_end.saved_outputs import keep
 from replay.kernels.failures import classify
-from replay.patch.use_kernel import Around, Swap, use_kernel, use_plan
+from replay.patch.call_counts import Swap
+from replay.patch.call_dispatcher import Around
+from replay.patch.use_kernel import use_kernel, use_plan
 from replay.timing.gpu_state import gpu_is_lost, read_gpu_state
 from replay.workers.worker import Hear, Say
 
-
-@dataclass
-class Served:
-    """Model of this process."""
-
-    runnable: Any
-    device: torch.device
-
-
-_served: Served | None = None
+_runnable: Any = None
+"""Model of this process, once it is built."""
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
@@ -44,48 +38,46 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     Requests are `{"step": "build", …}`, `{"step": "count"}` and `{"step": "run", …}`, as
     `replay.end_to_end.model_process` sends them.
     """
-    global _served
+    global _runnable
     if request["step"] == "build":
         say(at="building the model")
         models = import_models()
         try:
-            runnable = models.load(**request["arguments"])
+            _runnable = models.load(**request["arguments"])
         except models.ModelError as error:
             say(refused=str(error))
             return
-        _served = Served(runnable, _device(runnable))
-        say(built={"name": runnable.name, "weights": runnable.weights})
+        say(built={"name": _runnable.name, "weights": _runnable.weights})
         return
-    assert _served is not None, "build the model first"
+    assert _runnable is not None, "build the model first"
     try:
         if request["step"] == "count":
-            _count(_served, say)
+            _count(_runnable, say)
         else:
-            _run(_served, request, say)
+            _run(_runnable, request, say)
     except import_models().ModelError as error:
         say(refused=str(error))
     except Exception as error:
-        if gpu_is_lost(_served.device):
+        if gpu_is_lost(_device(_runnable)):
             say(lost=classify(error)[1], status="crash")
             return
         status, reason = classify(error)
         say(failed_run={"status": status, "reason": reason})
 
 
-def _count(served: Served, say: Say) -> None:
+def _count(runnable: Any, say: Say) -> None:
     """Count in a separate run, because counting makes compiled models run eagerly."""
     say(at="counting attention calls")
-    with counting(served.runnable.roots) as census:
-        served.runnable.run()
+    with counting(runnable.roots) as census:
+        runnable.run()
     say(counted=census.to_json())
 
 
-def _run(served: Served, request: dict[str, Any], say: Say) -> None:
+def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
     # The path is appended after the model's own libraries are imported, so that versions from
     # another environment do not replace them.
     sys.path += [entry for entry in request["path"] if entry not in sys.path]
-    runnable, device = served.runnable, served.device
-    name = request["name"]
+    device, name = _device(runnable), request["name"]
     say(at=name)
     on_gpu = device.type == "cuda"
     if on_gpu:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
@@ -38,59 +39,46 @@ def reasons(checked: ModelResult, span: str = RUN) -> list[str]:
     return found or ["nothing recorded explains the difference"]
 
 
-def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
-    """List possible causes of a difference of unknown size, one sentence each."""
-    return [
-        *_fallbacks(checked, predicted, span),
-        *_not_recorded(predicted),
-        *_scatter(predicted),
-        *_unsteady(checked, span),
-        *_copies(checked, span),
-        *_clocks(checked, predicted),
-    ]
-
-
-def _fallbacks(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
-    """Compare the fallbacks, which are counted over a full run."""
-    if span != RUN:
-        return []
+def suspects(checked: ModelResult, predicted: PredictedTime, span: str) -> Iterator[str]:
+    """Yield possible causes of a difference of unknown size, one sentence each."""
+    # Fallbacks and copies are counted over a full run.
     more = sum(checked.fallbacks.values()) - predicted.calls.fell_back
-    if more <= 0:
-        return []
-    reason = max(checked.fallbacks, key=lambda each: checked.fallbacks[each])
-    return [f"{more} more calls fell back than predicted, mostly because: {reason}"]
-
-
-def _not_recorded(predicted: PredictedTime) -> list[str]:
-    calls = sum(missing.calls for missing in predicted.not_recorded)
-    if not calls:
-        return []
-    where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
-    return [
-        f"{counted(calls, 'call')} ({where}) are unlike any replayed call: the prediction "
-        "assumes that their time stays the same"
-    ]
-
-
-def _scatter(predicted: PredictedTime) -> list[str]:
+    if span == RUN and more > 0:
+        reason = max(checked.fallbacks, key=lambda each: checked.fallbacks[each])
+        yield f"{more} more calls fell back than predicted, mostly because: {reason}"
+    if calls := sum(missing.calls for missing in predicted.not_recorded):
+        where = ", ".join(dict.fromkeys(missing.phase for missing in predicted.not_recorded))
+        yield (
+            f"{counted(calls, 'call')} ({where}) are unlike any replayed call: the prediction "
+            "assumes that their time stays the same"
+        )
     scatter = predicted.clues.scatter
-    if scatter is None or scatter < SCATTERED:
-        return []
-    return [
-        f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): the machine "
-        "had other load, so replay and measure again when it is idle"
-    ]
-
-
-def _unsteady(checked: ModelResult, span: str) -> list[str]:
+    if scatter is not None and scatter >= SCATTERED:
+        yield (
+            f"rounds of the costliest call differ up to {scatter:.0f}-fold (p90 / p10): the "
+            "machine had other load, so replay and measure again when it is idle"
+        )
     ms = checked.measured[span].ms
-    if ms.p90 < UNSTEADY * ms.p10:
-        return []
-    return [
-        f"the model took {in_ms(ms.p10 / 1000)} to {in_ms(ms.p90 / 1000)} (10th to 90th "
-        "percentile) with the kernel: the machine had other load, so measure again when it is "
-        "idle, or with more --model-rounds"
-    ]
+    if ms.p90 >= UNSTEADY * ms.p10:
+        yield (
+            f"the model took {in_ms(ms.p10 / 1000)} to {in_ms(ms.p90 / 1000)} (10th to 90th "
+            "percentile) with the kernel: the machine had other load, so measure again when it is "
+            "idle, or with more --model-rounds"
+        )
+    if checked.copies and span == RUN:
+        yield (
+            f"{checked.copies} of {checked.hits} outputs were copied into the layout that "
+            "the model expects"
+        )
+    replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz
+    if replayed and in_model and abs(in_model / replayed - 1) >= NOTABLE:
+        power = ""
+        if predicted.clues.power_w and checked.power_w:
+            power = f" ({predicted.clues.power_w:.0f} and {checked.power_w:.0f} W)"
+        yield (
+            f"the SM clock was {replayed:.0f} MHz in the replay and {in_model:.0f} in the model"
+            f"{power}"
+        )
 
 
 def _waits(checked: ModelResult, predicted: PredictedTime, span: str) -> list[str]:
@@ -138,27 +126,6 @@ def _attention(checked: ModelResult, predicted: PredictedTime, span: str) -> lis
         f"attention went from {in_ms(before)} to {in_ms(after)} in the model, and from "
         f"{in_ms(predicted.attention_seconds)} to "
         f"{in_ms(predicted.attention_seconds - predicted.saved_seconds)} in the replay"
-    ]
-
-
-def _copies(checked: ModelResult, span: str) -> list[str]:
-    if not checked.copies or span != RUN:
-        return []
-    return [
-        f"{checked.copies} of {checked.hits} outputs were copied into the layout that "
-        "the model expects"
-    ]
-
-
-def _clocks(checked: ModelResult, predicted: PredictedTime) -> list[str]:
-    replayed, in_model = predicted.clues.sm_clock_mhz, checked.sm_clock_mhz
-    if not replayed or not in_model or abs(in_model / replayed - 1) < NOTABLE:
-        return []
-    power = ""
-    if predicted.clues.power_w and checked.power_w:
-        power = f" ({predicted.clues.power_w:.0f} and {checked.power_w:.0f} W)"
-    return [
-        f"the SM clock was {replayed:.0f} MHz in the replay and {in_model:.0f} in the model{power}"
     ]
 
 

@@ -33,8 +33,7 @@ def load_arguments(
         trust_code: whether files of Python code that the recording names may run.
 
     Raises:
-        NotRebuildable: `capture` did not build that model, an older version did, or its files are
-        gone.
+        NotRebuildable: `capture` did not build that model, or its files are gone.
         NotTrusted: building the model runs code named by the recording.
     """
     arguments = _arguments(capture, device)
@@ -87,11 +86,6 @@ def _arguments(capture: CaptureRecord, device: str) -> dict[str, Any]:
             f"{capture.model} was recorded in your own script, and only that can run it: measure "
             "there with `with use_kernel(…)`, or give capture a function that builds it "
             "(--model FILE.py:FUNCTION)"
-        )
-    if "given" not in settings:
-        raise NotRebuildable(
-            f"the recording of {capture.model} is of an older version and does not say how its "
-            "model was built: capture it again"
         )
     try:
         model, given = _checked(settings)

@@ -3,7 +3,6 @@
 DIR/<model>/<kernel>/image-000.png            images
 DIR/<model>/<kernel>/frame-000.png video.webp frames, and the video
 DIR/<model>/<kernel>/text.txt                 prompt and new tokens
-DIR/<model>/<kernel>/latents.safetensors      if nothing can be viewed
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from PIL import Image, features
-from safetensors.torch import save_file
+from PIL import Image
 from torch import Tensor
 
 FRAME_MS = 125
@@ -37,7 +35,7 @@ def keep(
 
     Args:
         outputs: CPU tensors: `frames` (F, C, H, W) or `images` (N, C, H, W) in [0, 1], `sequences`
-            (1, T), `latents`, `output`.
+            (1, T). Other tensors cannot be viewed and are ignored.
         kernel: name of the kernel or the baseline, which may be `path/file.py:function`.
         decode: converts token ids (1, T) to text; without this function, the ids are written.
 
@@ -54,17 +52,16 @@ def keep(
                 files.append(place / f"{stem}-{index:03d}.png")
                 picture.save(files[-1])
             if name == "frames":
-                files.append(_save_moving(pictures, place))
+                files.append(place / "video.webp")
+                first, *others = pictures
+                first.save(
+                    files[-1], save_all=True, append_images=others, duration=FRAME_MS, loop=0
+                )
     if "sequences" in outputs:
         ids = outputs["sequences"]
         text = decode(ids) if decode else " ".join(map(str, ids[0].tolist()))
         files.append(place / "text.txt")
         files[-1].write_text(text + "\n", encoding="utf-8")
-    if not files:
-        for name in ("latents", "output"):
-            if name in outputs:
-                files.append(place / f"{name}.safetensors")
-                save_file({name: outputs[name].contiguous()}, files[-1])
     return files
 
 
@@ -86,10 +83,3 @@ def _picture(values: Tensor) -> Image.Image:
     """Convert (C, H, W) in [0, 1], with 1, 3 or 4 channels, to a picture; NaN becomes black."""
     levels = (values.float().nan_to_num(nan=0.0).clamp(0, 1) * 255).round().to(torch.uint8)
     return Image.fromarray(levels.permute(1, 2, 0).squeeze(-1).numpy())
-
-
-def _save_moving(frames: list[Image.Image], place: Path) -> Path:
-    """Save all frames in one file: WebP, or a GIF of 256 colours if PIL does not support WebP."""
-    path = place / ("video.webp" if features.check("webp") else "video.gif")
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=FRAME_MS, loop=0)
-    return path

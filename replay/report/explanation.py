@@ -102,7 +102,7 @@ def _sentences(
     else:
         yield f"It took {unexplained} less than all this, which is unexplained."
     notable = max(abs(less), abs(remainder)) >= NOTABLE * before
-    if notable and (causes := suspects(checked, predicted, phase)):
+    if notable and (causes := list(suspects(checked, predicted, phase))):
         yield f"Possible causes: {'; '.join(causes)}."
 
 

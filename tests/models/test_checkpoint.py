@@ -35,9 +35,7 @@ def test_a_pipeline_directory_runs_and_prints_nothing(
     runnable = models.load(str(cogvideo_directory), steps=1, device="cpu", prompt="a fox")
     assert runnable.roots.keys() == {"transformer", "text_encoder", "vae"}
     assert runnable.weights == f"pretrained: {cogvideo_directory}"
-    first, second = runnable.run().frames, runnable.run().frames
-    assert first.shape == (1, 9, 3, 96, 128)
-    assert torch.equal(first, second)
+    assert runnable.run().frames.shape == (1, 9, 3, 96, 128)
     assert capfd.readouterr() == ("", "")
 
 
@@ -46,12 +44,6 @@ def test_a_checkpoint_gives_the_weights_it_holds(tiny: Tiny, llama_directory: Pa
     loaded = models.load("llama-3.1-8b", size="tiny", checkpoint=str(llama_directory), device="cpu")
     assert loaded.weights == f"pretrained: {llama_directory}"
     assert torch.equal(torch.stack(loaded.run().logits), torch.stack(built_in.run().logits))
-
-
-def test_a_checkpoint_without_a_size_is_full(cogvideo_directory: Path) -> None:
-    runnable = models.load("cogvideo", checkpoint=str(cogvideo_directory), steps=1, device="cpu")
-    assert runnable.settings["size"] == "full"
-    assert runnable.run().frames.shape == (1, 9, 3, 96, 128)
 
 
 def test_a_decoder_directory_generates(llama_directory: Path) -> None:

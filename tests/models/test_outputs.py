@@ -48,21 +48,6 @@ def test_an_image_and_its_latents() -> None:
     assert outputs.tensors["images"].max() <= 1
 
 
-def test_a_run_that_ends_at_latents(cogvideo_directory: Path) -> None:
-    runnable = models.load(
-        "cogvideo",
-        size="full",
-        weights="random",
-        checkpoint=str(cogvideo_directory),
-        steps=1,
-        device="cpu",
-    )
-    result = runnable.run()
-    outputs = runnable.outputs(result)
-    assert outputs.tensors.keys() == {"latents"}
-    assert torch.equal(outputs.tensors["latents"], result.frames)
-
-
 def test_a_generation(tiny: Tiny) -> None:
     runnable = tiny("llama-3.1-8b")
     result = runnable.run()

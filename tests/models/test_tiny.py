@@ -100,24 +100,6 @@ def test_a_second_run_repeats_the_first_and_nothing_is_printed(
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("cogvideo", 6),
-        ("cogvideo-5b", 4),
-        ("flux", 12),
-        ("flux-schnell", 4),
-        ("llama", 8),
-        ("llama-3.1-8b", 8),
-    ],
-)
-def test_steps_unasked_and_loading_prints_nothing(
-    capfd: pytest.CaptureFixture[str], name: str, steps: int
-) -> None:
-    assert models.load(name, size="tiny", device="cpu").settings["steps"] == steps
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("name", models.NAMES)
 def test_runnable_describes_itself(tiny: Tiny, name: str) -> None:
     runnable = tiny(name)
@@ -267,17 +249,17 @@ def test_the_trained_pictures_are_what_the_caption_says(name: str, whole: str) -
     assert rates["colours"] == rates[told] == 1
 
 
-@pytest.mark.parametrize("name", ["cogvideo", "flux"])
 @pytest.mark.parametrize(
-    ("prompt", "weights", "unknown"),
+    ("name", "prompt", "weights", "unknown"),
     [
-        ("a striped red circle on a dark background.", "pretrained", ""),
-        ("A red panda, a red panda, a blue cross", "pretrained", "A, panda,"),
-        ("A red panda", "random", ""),
-        (None, "pretrained", ""),
+        ("cogvideo", "a striped red circle on a dark background.", "pretrained", ""),
+        ("flux", "A red panda, a red panda, a blue cross", "pretrained", "A, panda,"),
+        ("cogvideo", "A red panda", "pretrained", "A, panda"),
+        ("flux", "A red panda", "random", ""),
+        ("flux", None, "pretrained", ""),
     ],
 )
-def test_words_that_a_trained_model_never_saw_are_told(
+def test_words_that_a_trained_model_never_saw_are_named(
     name: str, prompt: str | None, weights: str, unknown: str
 ) -> None:
     runnable = models.load(name, size="tiny", weights=weights, device="cpu", steps=1, prompt=prompt)
@@ -300,7 +282,7 @@ def test_all_trained_weights_are_small() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-3.1-8b"])
-def test_the_seed_decides_random_weights(name: str) -> None:
+def test_seed_determines_random_weights(name: str) -> None:
     first, same, different = (
         parameters(models.load(name, size="tiny", weights="random", device="cpu", seed=seed))
         for seed in (0, 0, 1)
@@ -309,16 +291,11 @@ def test_the_seed_decides_random_weights(name: str) -> None:
     assert not torch.equal(first, different)
 
 
-def test_the_seed_leaves_trained_weights_alone(tiny: Tiny) -> None:
-    other = models.load("llama", size="tiny", device="cpu", seed=1)
-    assert torch.equal(parameters(tiny("llama")), parameters(other))
-
-
 def test_building_and_running_leave_the_global_generator_alone() -> None:
     torch.manual_seed(7)
     state = torch.get_rng_state()
-    models.load("flux", size="tiny", device="cpu", steps=1).run()
-    models.load("flux", size="tiny", weights="random", device="cpu", steps=1).run()
+    models.load("llama-3.1-8b", size="tiny", device="cpu", steps=1).run()
+    models.load("flux", size="tiny", weights="random", device="cpu", steps=1)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import models
 from replay import use_kernel
-from replay.end_to_end.drift import METRICS, Drift, cells, compare, ssim
+from replay.end_to_end.drift import METRICS, cells, compare, ssim
 
 KERNELS = """
 import torch
@@ -22,9 +22,6 @@ def noisy(query, key, value, *args, **kwargs):
     output = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
     generator = torch.Generator().manual_seed(output.shape[2])
     return output + 0.2 * output.std() * torch.randn(output.shape, generator=generator)
-
-def broken(query, key, value, *args, **kwargs):
-    return torch.full_like(query, float("nan"))
 """
 
 
@@ -193,42 +190,26 @@ def test_outputs_that_do_not_compare() -> None:
         compare(*texts)
 
 
-# In real models
+def test_a_slightly_wrong_kernel_shows_in_a_language_model(tmp_path: Path) -> None:
+    text = "Nobody in the village could remember the year. " * 4
+    (tmp_path / "wrong.py").write_text(KERNELS)
+    runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=16)
+    language = runnable.language
+    assert language is not None
+    assert language.score is not None
+    ids = language.encode(text)
 
+    def run() -> dict[str, Tensor]:
+        outputs = runnable.outputs(runnable.run()).tensors
+        return {**outputs, "text_ids": ids, "text_logits": language.score(ids)}
 
-def run(runnable: models.Runnable, text: str = "") -> dict[str, Tensor]:
-    tensors = dict(runnable.outputs(runnable.run()).tensors)
-    if text:
-        assert runnable.language is not None
-        assert runnable.language.score is not None
-        ids = runnable.language.encode(text)
-        tensors |= {"text_ids": ids, "text_logits": runnable.language.score(ids)}
-    return tensors
-
-
-@pytest.fixture
-def wrong_kernels(tmp_path: Path) -> str:
-    path = tmp_path / "wrong.py"
-    path.write_text(KERNELS)
-    return str(path)
-
-
-def drifts(name: str, kernel: str, text: str = "", steps: int = 1) -> tuple[Drift, Drift]:
-    """Return the drift of a tiny model from itself, and with a kernel."""
-    runnable = models.load(name, size="tiny", weights="random", device="cpu", steps=steps)
-    baseline = run(runnable, text)
-    with use_kernel(kernel):
-        swapped = run(runnable, text)
+    baseline = run()
+    with use_kernel(f"{tmp_path}/wrong.py:noisy"):
+        swapped = run()
     itself, wrong = compare(baseline, baseline), compare(baseline, swapped)
     for drift in (itself, wrong):
         assert drift.keys() <= METRICS.keys()
         json.dumps(drift, allow_nan=False)
-    return itself, wrong
-
-
-def test_a_slightly_wrong_kernel_shows_in_a_language_model(wrong_kernels: str) -> None:
-    text = "Nobody in the village could remember the year. " * 4
-    itself, wrong = drifts("llama", f"{wrong_kernels}:noisy", text, steps=16)
     exact = {"kl": 0, "generated_kl": 0, "top1_agreement": 1, "relative_l1": 0, "cosine": 1}
     assert {name: itself[name] for name in exact} == exact
     assert itself["first_diverging_token"] is None
@@ -245,28 +226,3 @@ def test_a_slightly_wrong_kernel_shows_in_a_language_model(wrong_kernels: str) -
     assert wrong["text_tokens"] is not None
     assert 1 < wrong["text_tokens"] <= len(text)
     assert wrong["nan_count"] == 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["cogvideo", "flux"])
-def test_a_slightly_wrong_kernel_shows_in_a_diffusion_model(name: str, wrong_kernels: str) -> None:
-    itself, wrong = drifts(name, f"{wrong_kernels}:noisy")
-    exact = {"relative_l1": 0, "cosine": 1, "frame_mse": 0, "psnr": None, "ssim": 1}
-    assert {name: itself[name] for name in exact} == exact
-    assert cells(itself)[0] == "PSNR ∞ dB, SSIM 1.000"
-    assert wrong["relative_l1"] > 1e-4
-    assert wrong["cosine"] < 1 - 1e-8
-    assert 20 < wrong["worst_psnr"] <= wrong["psnr"] < 90
-    assert 0.5 < wrong["worst_ssim"] <= wrong["ssim"] < 1
-    assert wrong["black_frames"] == wrong["nan_count"] == 0
-
-
-def test_a_kernel_that_returns_nan_shows(wrong_kernels: str) -> None:
-    runnable = models.load("flux", size="tiny", weights="random", device="cpu", steps=1)
-    baseline = run(runnable, "")
-    with use_kernel(f"{wrong_kernels}:broken"):
-        wrong = compare(baseline, run(runnable, ""))
-    assert baseline.keys() == {"images", "latents"}
-    assert wrong["nan_count"] == sum(each.numel() for each in baseline.values())
-    assert wrong["black_frames"] == wrong["frames"] == 1
-    assert wrong["relative_l1"] is None

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from replay.end_to_end import model_server
-from replay.patch.use_kernel import CallCounts, Swap
+from replay.patch.call_counts import CallCounts, Swap
 
 
 @pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])

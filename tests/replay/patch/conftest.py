@@ -1,17 +1,18 @@
-"""Kernels that are visible in the output, and a compiler reset between tests."""
+"""Kernels that are visible in the output, and a compiler and a registry reset between tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel
 from replay.kernels import registry
+from replay.plan.plan import Budget, LayerChoice, Plan
 
 
 def _counters() -> Any:
@@ -21,7 +22,9 @@ def _counters() -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
+def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Start with an empty compiler, and forget the kernels that the test registers."""
+    monkeypatch.setattr(registry, "_kernels", registry.catalogue())
     torch.compiler.reset()
     _counters().clear()
     yield
@@ -33,29 +36,43 @@ def graphs() -> int:
     return int(_counters()["stats"]["unique_graphs"])
 
 
+def plan_of(*choices: tuple[str, str, str]) -> Plan:
+    """Return a plan of (module, phase, kernel)."""
+    layers = [
+        LayerChoice(*choice, True, True, None, None, None, saved_ms=0.0, calls=1, captured=1)
+        for choice in choices
+    ]
+    return Plan("model", "random", Budget("cosine", 0.9), "torch-math", layers)
+
+
+def scaling(factor: int) -> Callable[..., Tensor]:
+    """Return a kernel whose output is a multiple of the right one."""
+
+    def scaled(*args: Any, **kwargs: Any) -> Tensor:
+        attention: Tensor = factor * TORCH_SDPA(*args, **kwargs)
+        return attention
+
+    return scaled
+
+
 @pytest.fixture
-def doubling() -> Iterator[str]:
+def scaled() -> None:
+    """Register kernels `twice` and `thrice`, which return that multiple of the right output."""
+    register_kernel("twice")(scaling(2))
+    register_kernel("thrice")(scaling(3))
+
+
+@pytest.fixture
+def doubling() -> str:
     """Register a kernel that returns twice the right output and takes no mask."""
-
-    @register_kernel(
+    register_kernel(
         "doubling", unsupported=lambda call: "no mask" if call.attn_mask is not None else None
-    )
-    def double(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        return 2 * attention
-
-    yield "doubling"
-    del registry._kernels["doubling"]
+    )(scaling(2))
+    return "doubling"
 
 
 @pytest.fixture
-def eightfold() -> Iterator[str]:
+def eightfold() -> str:
     """Register a kernel that returns eight times the right output, with a mask too."""
-
-    @register_kernel("eightfold")
-    def eightfold(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        attention: Tensor = F.scaled_dot_product_attention(query, key, value, *args, **kwargs)
-        return 8 * attention
-
-    yield "eightfold"
-    del registry._kernels["eightfold"]
+    register_kernel("eightfold")(scaling(8))
+    return "eightfold"

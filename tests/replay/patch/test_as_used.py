@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from capture import load, record
 from replay import use_kernel, use_plan
-from replay.plan.plan import Budget, LayerChoice, Plan
 from tests.capture.hooks.entry_points.test_diffusers import model, step
+
+from .conftest import plan_of
 
 MODULES = ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
 
@@ -85,18 +86,7 @@ def test_calls_are_recorded_and_exchanged(
     denoiser = model()
     torch.manual_seed(1)
     change(denoiser)
-    plan = Plan(
-        "flux",
-        "",
-        Budget("cosine", 0.9),
-        "torch-default",
-        [
-            LayerChoice(MODULES[0], "denoise", eightfold, True, True, None, None, None, 0.0, 1, 1),
-            LayerChoice(
-                MODULES[1], "denoise", "torch-math", True, True, None, None, None, 0.0, 1, 1
-            ),
-        ],
-    )
+    plan = plan_of((MODULES[0], "denoise", eightfold), (MODULES[1], "denoise", "torch-math"))
     with torch.no_grad():
         expected = step(denoiser)
         with record(denoiser, tmp_path / "calls") as recording:

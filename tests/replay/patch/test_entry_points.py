@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
-from replay.plan.plan import Budget, LayerChoice, Plan
 from tests.capture.hooks.entry_points import test_diffusers as diffusers_road
 from tests.capture.hooks.entry_points import test_libraries as libraries_road
 from tests.capture.hooks.entry_points.test_transformers import (
@@ -22,6 +21,8 @@ from tests.capture.hooks.entry_points.test_transformers import (
     with_flash,
 )
 from tests.factories import normal
+
+from .conftest import plan_of
 
 GPT_OSS = {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS: dict[str, Callable[[], Any]] = {
@@ -77,9 +78,8 @@ def test_another_kernel_falls_back_by_reason(model: str, reason: str) -> None:
     )
 
 
-@pytest.mark.parametrize("model", ["Llama eager", "Llama flex"])
-def test_the_output_is_the_kernels(model: str, doubling: str, eightfold: str) -> None:
-    built = MODELS[model]()
+def test_the_output_is_the_kernels(doubling: str, eightfold: str) -> None:
+    built = MODELS["Llama eager"]()
     expected = logits(built)
     with use_kernel(eightfold) as swap:
         assert not torch.allclose(logits(built), expected, atol=1e-3)
@@ -127,11 +127,7 @@ def test_a_paged_cache_is_written_once() -> None:
 def test_a_plan_names_modules_of_any_road() -> None:
     model = MODELS["Llama eager"]()
     expected = logits(model)
-    choice = LayerChoice(
-        "model.layers.1.self_attn", "prefill", "eager", True, True, None, None, None, 0.0, 1, 1
-    )
-    plan = Plan("llama", "", Budget("cosine", 0.9), "torch-default", [choice])
-    with use_plan(plan, model) as swap:
+    with use_plan(plan_of(("model.layers.1.self_attn", "prefill", "eager")), model) as swap:
         assert torch.allclose(logits(model), expected, atol=1e-5)
     tally = swap.entry_points["transformers"]
     assert (swap.hits, swap.not_planned, tally.hits, tally.fallbacks) == (

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import models
 from capture.hooks.interceptor import TORCH_SDPA
 from replay import register_kernel, use_kernel, use_plan
-from replay.kernels import registry
 from replay.kernels.registry import KernelNameError, find, select
-from replay.patch.use_kernel import KernelOutputError
-from replay.plan.plan import Budget, LayerChoice, Plan
+from replay.patch.call_dispatcher import KernelOutputError
+
+from .conftest import plan_of
 
 
 class Attend(nn.Module):
@@ -81,14 +81,11 @@ def test_output_of_another_form_is_refused(
         return change(F.scaled_dot_product_attention(query, key, value, **options))
 
     model = torch.compile(Attend(), backend="eager") if compiled else Attend()
-    try:
-        with (
-            use_kernel("misshaping") as swap,
-            pytest.raises(KernelOutputError, match=f"misshaping returned {said}"),
-        ):
-            model(torch.randn(1, 2, 5, 8))
-    finally:
-        del registry._kernels["misshaping"]
+    with (
+        use_kernel("misshaping") as swap,
+        pytest.raises(KernelOutputError, match=f"misshaping returned {said}"),
+    ):
+        model(torch.randn(1, 2, 5, 8))
     assert swap.hits == 0
 
 
@@ -104,20 +101,17 @@ def test_every_output_is_checked() -> None:
     right, moved = torch.empty_like(query), query.contiguous()
     outputs += [right.double(), right, moved, right, right]
     model = Attend()
-    try:
-        with use_kernel("changing") as swap:
-            for copies in (0, 0, 1, 1):
-                model(query)
-                assert swap.layout_copies == copies
-            with pytest.raises(KernelOutputError, match="changing returned"):
-                model(query)
-    finally:
-        del registry._kernels["changing"]
+    with use_kernel("changing") as swap:
+        for copies in (0, 0, 1, 1):
+            model(query)
+            assert swap.layout_copies == copies
+        with pytest.raises(KernelOutputError, match="changing returned"):
+            model(query)
     assert swap.hits == 4
 
 
 def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replay.patch.use_kernel.MOST_KNOWN", 2)
+    monkeypatch.setattr("replay.patch.call_dispatcher.MOST_FORMS", 2)
     model = Attend()
     with use_kernel(doubling) as swap:
         for length in (1, 2, 3, 1, 2):
@@ -138,11 +132,8 @@ def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool)
         return F.scaled_dot_product_attention(query, key, value, **options)
 
     model = torch.compile(Attend(), backend="eager", fullgraph=True) if compiled else Attend()
-    try:
-        with use_kernel("telling") as swap, torch.autocast("cpu", torch.bfloat16):
-            output = model(torch.randn(1, 2, 5, 8))
-    finally:
-        del registry._kernels["telling"]
+    with use_kernel("telling") as swap, torch.autocast("cpu", torch.bfloat16):
+        output = model(torch.randn(1, 2, 5, 8))
     assert (swap.hits, seen, output.dtype) == (1, {torch.bfloat16}, torch.bfloat16)
 
 
@@ -170,12 +161,8 @@ def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
 
     sdpa, inside, before = F.scaled_dot_product_attention, insides(), outputs()
     layer = next(path for path, _ in runnable.roots[""].named_modules() if "self_attn" in path)
-    budget = Budget("cosine", 0.9)
-    choice = LayerChoice(layer, "prefill", doubling, True, True, None, None, None, 0.0, 1, 1)
-    for swapped in (
-        use_kernel(doubling),
-        use_plan(Plan("llama", "", budget, "torch-default", [choice]), runnable.roots[""]),
-    ):
+    plan = plan_of((layer, "prefill", doubling))
+    for swapped in (use_kernel(doubling), use_plan(plan, runnable.roots[""])):
         with swapped as swap:
             during = outputs()
         assert swap.hits

@@ -1,4 +1,6 @@
-"""Route calls by the module that makes them: cheaply, and under `torch.compile`.
+"""Finds the modules that a plan names, and the kernel for a call by the module that makes it.
+
+This is cheap, and works under `torch.compile`.
 
 The `forward` of each module in a plan is wrapped, on the instance, and sets the kernels for its
 calls while it runs. Hooks would not work: `torch.compile` overlooks hooks that are added to a model
@@ -17,7 +19,7 @@ import functools
 import gc
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import nn
 
 from attention_replay.errors import Error
 from capture.hooks.interceptor import Arguments
-from capture.hooks.modules import ModuleTracker, roots_of
+from capture.hooks.modules import roots_of
 from capture.hooks.phases import ModuleRole, deciding
 
 Choices = Mapping[str, str]
@@ -81,20 +83,21 @@ class PlannedModules:
     """
 
     def __init__(self, choices: Mapping[str, Choices], watched: Any = None) -> None:
-        if watched is None:
-            roots, found = _among_live_modules(choices)
-        else:
-            named = roots_of(watched)
-            roots, found = list(named.values()), _matching(choices, named)
         if not choices:
             raise PlanMismatch("the plan names no module: make a new plan")
+        if watched is None:
+            gc.collect()  # a deleted model may survive in a cycle, with the same paths
+            live = gc.get_objects()
+            named = [("", each) for each in live if issubclass(type(each), nn.Module)]
+        else:
+            named = list(roots_of(watched).items())
+        self._roots, found = _find(choices, [(name, _uncompiled(root)) for name, root in named])
         if not found:
             where = "this process" if watched is None else type(watched).__name__
             raise PlanMismatch(
                 f"{where} has no module {next(iter(choices))!r} and no other module of the plan: "
                 "build the model it was made for first, and pass it as `module`"
             )
-        self._roots = [_uncompiled(root) for root in roots]
         self._choices = {module: choices[path] for module, path in found.items()}
         self.missing = [path for path in choices if path not in found.values()]
 
@@ -191,47 +194,36 @@ def _wrapped(module: nn.Module, wrapper: Wrapper) -> Iterator[None]:
             attributes["forward"] = before
 
 
-def _matching(
-    choices: Mapping[str, Choices], roots: Mapping[str, nn.Module]
-) -> dict[nn.Module, str]:
-    """Map the modules below the roots that a plan names to their paths in the plan."""
-    paths = {watched.module: watched.path for watched in ModuleTracker(roots).watched}
-    components = tuple(f"{name}." for name in roots if name)
-
-    def found(way: Mapping[str, str]) -> dict[nn.Module, str]:
-        return {module: way[path] for module, path in paths.items() if path in way}
-
-    # Paths without their first name may be ambiguous, which does not matter if full paths fit.
-    most = found(_as_they_are(choices)) or max(
-        found(_shortened(choices)),
-        found({f"{component}{path}": path for component in components for path in choices}),
-        key=len,
-    )
-    return {module: path for module, path in most.items() if not _is_compiled(module)}
-
-
-def _among_live_modules(
-    choices: Mapping[str, Choices],
+def _find(
+    choices: Mapping[str, Choices], named: Sequence[tuple[str, nn.Module]]
 ) -> tuple[list[nn.Module], dict[nn.Module, str]]:
-    """Find modules with these paths anywhere in this process, and the roots above them."""
-    gc.collect()  # a deleted model may survive in a cycle, with the same paths
-    live = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    for way_of in (_as_they_are, _shortened):
-        way = way_of(choices)
-        found: dict[nn.Module, str] = {}
-        roots = []
-        for root in live:
-            below = [(_at(root, path), named) for path, named in way.items()]
-            inside = {module: named for module, named in below if module is not None}
-            roots += [root] if inside else []
-            found.update(inside)
-        if found:
-            return roots, found
-    return [], {}
+    """Return the roots that contain planned modules, and the plan's path of each such module."""
 
+    def look(ways: Callable[[str], Mapping[str, str]]) -> dict[nn.Module, dict[nn.Module, str]]:
+        found = {}
+        way_of = {name: ways(name) for name, _ in named}
+        for name, root in named:
+            below = [(_at(root, path), planned) for path, planned in way_of[name].items()]
+            if at := {module: planned for module, planned in below if module is not None}:
+                found[root] = at
+        return found
 
-def _as_they_are(choices: Mapping[str, Choices]) -> dict[str, str]:
-    return {path: path for path in choices}
+    def whole(name: str) -> dict[str, str]:
+        """Map paths below a root of this name to the plan's paths."""
+        if not name:
+            return {path: path for path in choices}
+        inside = {path: path for path in choices if f"{path}.".startswith(f"{name}.")}
+        return {path[len(name) + 1 :]: planned for path, planned in inside.items()}
+
+    found = look(whole)
+    if not found:
+        # Paths without their first name may be ambiguous, which does not matter if full paths fit.
+        shortened = _shortened(choices)
+        found = look(lambda name: shortened)
+        without_name = look(lambda name: whole(""))
+        if sum(map(len, without_name.values())) > sum(map(len, found.values())):
+            found = without_name
+    return list(found), {module: path for at in found.values() for module, path in at.items()}
 
 
 def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
@@ -249,8 +241,8 @@ def _shortened(choices: Mapping[str, Choices]) -> dict[str, str]:
 
 def _at(root: nn.Module, path: str) -> nn.Module | None:
     """Return the module below `root`, ignoring the wrappers of compiled blocks in the path."""
-    if path == type(root).__name__:
-        return root  # the name that capture gives an unnamed root
+    if path in ("", type(root).__name__):  # capture gives an unnamed root the name of its type
+        return root
     module: nn.Module | None = root
     for name in path.split("."):
         if module is None:  # `not module` would call `__len__`, which some modules define

@@ -1,0 +1,76 @@
+"""Counts of a model's attention calls, by kernel, entry point and outcome."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from capture.text.counted import counted
+from replay.patch.planned_modules import NOT_PLANNED
+
+
+@dataclass
+class CallCounts:
+    """Counts of the calls routed to one kernel."""
+
+    hits: int = 0
+    """Calls that the kernel handled."""
+    fallbacks: Counter[str] = field(default_factory=Counter)
+    """Calls that fell back to the model's own attention, by reason."""
+    layout_copies: int = 0
+    """Outputs that had to be copied into the query's memory layout: by the operator in a compiled
+    model, otherwise by the model's own reshape after attention."""
+
+    def __str__(self) -> str:
+        """Format as `90 calls, 48 fell back (48 × takes no mask), 90 layout copies`."""
+        text = counted(self.hits, "call")
+        if self.fallbacks:
+            reasons = ", ".join(f"{count} × {reason}" for reason, count in self.fallbacks.items())
+            text += f", {self.fallbacks.total()} fell back ({reasons})"
+        return text + (f", {self.layout_copies} layout copies" if self.layout_copies else "")
+
+
+@dataclass
+class Swap:
+    """Counts of all calls while kernels were in use."""
+
+    kernels: dict[str, CallCounts]
+    """Counts by kernel name."""
+    entry_points: dict[str, CallCounts] = field(default_factory=dict)
+    """Counts of the same calls by entry point, such as `sdpa` or `transformers`."""
+    in_graphs: Counter[str] = field(default_factory=Counter)
+    """Functions other than SDPA that compiled graphs call directly, counted once per graph."""
+    not_planned: int = 0
+    """Calls by modules outside the plan, which the model's own attention handled."""
+    missing: list[str] = field(default_factory=list)
+    """Modules that the plan names but the model does not have."""
+
+    @property
+    def hits(self) -> int:
+        return sum(tally.hits for tally in self.kernels.values())
+
+    @property
+    def fallbacks(self) -> Counter[str]:
+        """Fallbacks of all kernels, and calls that are not in the plan."""
+        counts = Counter({NOT_PLANNED: self.not_planned} if self.not_planned else {})
+        for tally in self.kernels.values():
+            counts += tally.fallbacks
+        return counts
+
+    @property
+    def layout_copies(self) -> int:
+        return sum(tally.layout_copies for tally in self.kernels.values())
+
+    def __str__(self) -> str:
+        """Format one line per kernel: `sage1: 90 calls, 48 fell back (48 × takes no mask)`."""
+        lines = [f"{name}: {tally}" for name, tally in self.kernels.items()]
+        if self.not_planned:
+            lines.append(f"{NOT_PLANNED}: {counted(self.not_planned, 'call')}")
+        if self.entry_points.keys() - {"sdpa"}:
+            lines += [f"of these by {name}: {tally}" for name, tally in self.entry_points.items()]
+        if self.in_graphs:
+            calls = ", ".join(f"{count} × {name}" for name, count in self.in_graphs.items())
+            lines.append(f"in compiled graphs, not answered: {calls}")
+        if self.missing:
+            lines.append(f"not in the model: {', '.join(self.missing)}")
+        return "\n".join(lines)

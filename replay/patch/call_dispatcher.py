@@ -1,0 +1,206 @@
+"""Runs kernels on a model's attention calls: checks each form of call once, and each output."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention_replay.errors import Error
+from capture.call.attention_call import AttentionCall
+from capture.call.attention_variant import beyond_arguments
+from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
+from capture.hooks.interceptor import Arguments, answer
+from replay.isolation.output_form import malformed
+from replay.kernels.registry import Kernel
+from replay.patch.call_counts import CallCounts, Swap
+from replay.patch.custom_op import costs_reshape, laid_out
+from replay.patch.planned_modules import NOT_PLANNED
+
+Around = Callable[[], contextlib.AbstractContextManager[object]]
+
+MOST_FORMS = 1024
+"""Maximum number of forms of calls for which the kernel's support is cached."""
+
+SDPA_ARGUMENTS = Arguments._fields[:8]
+
+
+class KernelOutputError(Error):
+    """Output of a kernel that does not fit the call; the message states why."""
+
+
+@dataclass(slots=True)
+class _CallForm:
+    """Facts that the calls of one form share: the same shapes, strides, dtypes and options."""
+
+    refusal: str | None
+    """Reason why the kernel cannot run these calls; None if it can."""
+    output: object = None
+    """Shape, strides, dtype and device of the last output that was checked."""
+    costs_reshape: bool = False
+    """True if the model's own reshape copies this output."""
+
+
+class CallDispatcher:
+    """Runs kernels on calls and counts the outcomes."""
+
+    def __init__(
+        self,
+        swap: Swap,
+        kernels: Mapping[str, Kernel],
+        choose: Callable[[Arguments], str | None],
+        around: Around,
+    ) -> None:
+        self._swap = swap
+        self._around = None if around is contextlib.nullcontext else around
+        self._kernels = kernels
+        self._attentions = {name: kernel.attention for name, kernel in kernels.items()}
+        self._forms: dict[object, _CallForm] = {}
+        self._choose = choose
+        self._own = F.scaled_dot_product_attention
+        self._counting = threading.Lock()
+
+    def handle(
+        self, arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+    ) -> Tensor:
+        """Handle a call that is not compiled."""
+        name = self._choose(arguments) or NOT_PLANNED
+        if is_any_enabled():  # a kernel does not cast its inputs under autocast, as SDPA would
+            arguments = cast(arguments, autocast_dtype(arguments.query))
+        output, form = self._attend(name, arguments, proceed)
+        if form.costs_reshape:
+            self._count(name, arguments.entry_point, copies=1)
+        return output
+
+    def answer(self, kernel: str, arguments: Arguments) -> Tensor:
+        """Handle a call from a compiled graph."""
+        name = kernel or self._choose(arguments) or NOT_PLANNED
+
+        def handle(
+            arguments: Arguments, proceed: Callable[[], Tensor], sdpa: Callable[..., Tensor]
+        ) -> Tensor:
+            output, is_copy = laid_out(self._attend(name, arguments, proceed)[0], arguments.query)
+            if is_copy:
+                self._count(name, arguments.entry_point, copies=1)
+            return output
+
+        def proceed() -> Tensor:
+            return self._own(**_keywords(arguments))
+
+        output = answer(handle, arguments, proceed, self._own)
+        return laid_out(output, arguments.query)[0]
+
+    def traced(self, function: str) -> None:
+        with self._counting:
+            self._swap.in_graphs[function] += 1
+
+    def refuse(self, kernel: str, reason: str) -> None:
+        self._count(kernel or NOT_PLANNED, "sdpa", fallback=reason)
+
+    def _attend(
+        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
+    ) -> tuple[Tensor, _CallForm]:
+        """Return the output, and the facts about calls of this form."""
+        if self._around is None:
+            return self._run(name, arguments, proceed)
+        with self._around():
+            return self._run(name, arguments, proceed)
+
+    def _run(
+        self, name: str, arguments: Arguments, proceed: Callable[[], Tensor]
+    ) -> tuple[Tensor, _CallForm]:
+        form = self._form(name, arguments)
+        if form.refusal is not None:
+            self._count(name, arguments.entry_point, fallback=form.refusal)
+            return proceed(), form
+        output = self._attentions[name](**_keywords(arguments))
+        output_form: object = None
+        if isinstance(output, Tensor):
+            output_form = (output.shape, output.stride(), output.dtype, output.device)
+        if output_form is None or output_form != form.output:
+            if not _fits(output, arguments):
+                wrong = malformed(output, AttentionCall(**arguments.fields()))
+                raise KernelOutputError(f"{name} {wrong or 'returned no output of this call'}")
+            form.output, form.costs_reshape = output_form, costs_reshape(output, arguments.query)
+        self._count(name, arguments.entry_point, hits=1)
+        return output, form
+
+    def _form(self, name: str, arguments: Arguments) -> _CallForm:
+        """Return the facts about a call; values of masks and lengths matter if there is padding."""
+        kernel = self._kernels.get(name)
+        if kernel is None:
+            return _CallForm(NOT_PLANNED)
+        if arguments.returns:
+            return _CallForm(f"the model asks for {arguments.returns}")
+        if arguments.refusal:
+            return _CallForm(arguments.refusal)
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa = arguments[:8]
+        if query.ndim != 4:
+            return _CallForm("not four-dimensional")
+        if query.requires_grad and torch.is_grad_enabled():
+            return _CallForm("gradients are needed")
+        if attn_mask is not None or arguments.features:
+            return _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
+        # Written out for speed, because every call passes here.
+        signature = (
+            *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
+            *(query.shape, query.stride(), query.dtype),
+            *(key.shape, key.stride(), key.dtype),
+            *(value.shape, value.stride(), value.dtype),
+        )
+        form = self._forms.get(signature)
+        if form is None:
+            if len(self._forms) >= MOST_FORMS:  # a decoder has a new shape for every token
+                self._forms.clear()
+            form = _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
+            self._forms[signature] = form
+        return form
+
+    def _count(
+        self, name: str, entry_point: str, *, hits: int = 0, fallback: str = "", copies: int = 0
+    ) -> None:
+        swap = self._swap
+        with self._counting:
+            if entry_point not in swap.entry_points:
+                swap.entry_points[entry_point] = CallCounts()
+            tallies = [swap.entry_points[entry_point]]
+            if name in swap.kernels:
+                tallies.append(swap.kernels[name])
+            elif fallback:
+                swap.not_planned += 1
+            for tally in tallies:
+                tally.hits += hits
+                tally.layout_copies += copies
+                if fallback:
+                    tally.fallbacks[fallback] += 1
+
+
+def _fits(output: object, arguments: Arguments) -> bool:
+    """Return True if an output has the expected form; a reshape may not notice a wrong one."""
+    query, key, value = arguments[:3]
+    if not isinstance(output, Tensor) or output.ndim != 4:
+        return False
+    if output.shape[2:] != (query.shape[2], value.shape[3]):
+        return False
+    if (output.dtype, output.device) != (query.dtype, query.device):
+        return False
+    # With broadcast sizes or paged keys, the query alone does not determine the first two sizes.
+    same_batch = query.shape[0] == key.shape[0]
+    same_heads = arguments.enable_gqa or query.shape[1] == key.shape[1]
+    return output.shape[:2] == query.shape[:2] or not (same_batch and same_heads)
+
+
+def _keywords(arguments: Arguments) -> dict[str, Any]:
+    """Convert to keywords, without unused options, because not every function accepts them."""
+    keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
+    if not arguments.enable_gqa:
+        del keywords["enable_gqa"]
+    if arguments.entry_point != "sdpa":
+        keywords.update(beyond_arguments(arguments))
+    return keywords
