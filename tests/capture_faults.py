@@ -273,7 +273,7 @@ def try_fault(
     def once(injected: Injected) -> str:
         directory = Path(tempfile.mkdtemp(dir=scratch)) / "recorded"
         try:
-            with mock.patch.object(interceptor, "_swap_references", replace_in_torch):
+            with mock.patch.object(interceptor, "swap_references", replace_in_torch):
                 return attempt(directory, injected, way, earlier=earlier)
         except AssertionError as error:
             raise AssertionError(

@@ -17,9 +17,12 @@ is_any_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 def autocast_dtype(query: Tensor) -> torch.dtype | None:
     """Return the dtype that SDPA casts its arguments to in this thread; None without autocast."""
     device = query.device.type
-    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+    try:
+        # torch 2.11 cannot trace `is_autocast_available` in a compiled model.
+        is_on = torch.is_autocast_enabled(device)
+    except RuntimeError:  # a type of device without autocast, such as meta
         return None
-    return torch.get_autocast_dtype(device)
+    return torch.get_autocast_dtype(device) if is_on else None
 
 
 def cast(arguments: Arguments, dtype: torch.dtype | None) -> Arguments:
