@@ -1,15 +1,11 @@
 """Errors of an output against a reference; `replay.accuracy.verdict` judges them.
 
-Figures follow the usual definitions of attention papers and are never rounded. Sums are in float64
-and are collected per row, because an average over a large output hides a broken head or row. A row
-is the Dv numbers of one (batch, head, query).
+Sums are in float64 and are collected per row: the Dv numbers of one (batch, head, query). Figures
+are never rounded.
 
-Non-finite values are never dropped silently:
-- An element agrees if output and reference are both NaN or the same infinity. The call itself makes
-  that value, so the element counts as zero on both sides.
-- Any other non-finite element makes its figures NaN or infinite, by IEEE arithmetic, and is counted
-  in `mismatched_nonfinite`.
-- `nan_count` and `inf_count` count all NaN and all infinite elements of the output.
+An element that is NaN, or the same infinity, in both tensors counts as zero on both sides. Any
+other non-finite element makes its figures NaN or infinite, and is counted in
+`mismatched_nonfinite`. `nan_count` and `inf_count` count all NaN and infinite output elements.
 """
 
 from __future__ import annotations

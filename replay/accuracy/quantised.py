@@ -1,12 +1,10 @@
 """The error of honest 8-bit attention on one call, which quantised kernels are compared with.
 
-A call is computed in two plain 8-bit ways, both coarser than published kernels, with the
-reference's own blocks. A quantised kernel's error in a head or a row is compared with the larger
-error of the two ways:
+A call is computed in two plain 8-bit ways, both coarser than published kernels. A kernel's error in
+a head or a row is compared with the larger error of the two:
 
 - INT8: query and key have a scale per 128 rows, value a scale per channel, and probabilities a
-  scale per row. Nothing is subtracted from the keys. SageAttention 1 and 2 (Zhang et al. 2024) have
-  finer scales, and more bits for value and probabilities.
+  scale per row. SageAttention 1 and 2 (Zhang et al. 2024) have finer scales.
 - FP8 (e4m3): each key head has one scale, as in FlashAttention-3 (Shah et al. 2024) and Transformer
   Engine.
 """

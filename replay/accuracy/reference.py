@@ -2,23 +2,19 @@
 
     output = softmax(cap(scale · QKᵀ) + mask) · V,    cap(s) = softcap · tanh(s / softcap)
 
-The formula is computed one block of query rows at a time, so that a score matrix of 75,600 × 75,600
-never exists. Short calls are computed several heads at a time. Kernels are judged by this file, so
-this file and the kernels do not import each other.
+The formula is computed one block of query rows at a time. Kernels are judged by this file, so this
+file and the kernels do not import each other. Semantics are those of torch's math backend:
 
-Semantics are those of torch's math backend:
-- `is_causal` is aligned top left.
+- `is_causal` is aligned top left, and applies together with a mask.
 - In a bool mask, True means attend. A float mask is added to the scores.
 - A query whose keys are all masked gets zeros.
-- A non-finite key or value reaches every query whose score row contains it, masked or not (-inf +
-  inf and 0 · NaN are both NaN).
-- A mask and `is_causal` apply together, as in torch's CPU flash backend.
-- Dropout is ignored, because a reference must be the same each time.
+- A non-finite key or value reaches every query whose score row contains it, masked or not.
+- Dropout is ignored.
 
 Features beyond SDPA (`capture.call.attention_variant`) are compared with their libraries' own
 definitions in `tests/replay/accuracy/test_variants.py`. A key outside the window, in another packed
 sequence or after the last valid key contributes nothing, whatever its values. A sink's weight is
-dropped after the softmax. Keys in pages are gathered first.
+dropped after the softmax.
 """
 
 from __future__ import annotations

@@ -1,9 +1,4 @@
-"""Calls restricted to the keys that a sparse kernel chose.
-
-A sparse kernel is right if it returns attention to the keys it chose, which is judged on the call
-that `restricted` makes. The kernel is useful if its output is close to attention to all keys, which
-is only recorded.
-"""
+"""Calls restricted to the keys that a sparse kernel chose, by which the kernel is judged."""
 
 from __future__ import annotations
 

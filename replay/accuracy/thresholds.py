@@ -1,12 +1,7 @@
-"""The constants that outputs are judged by, and the file that changes them.
+"""The constants that outputs are judged by, and the file that changes them. Imports no torch.
 
-Everything else in a verdict is derived from the call's data. `replay --tolerances FILE.toml` gives
-the constants that differ from the defaults, in a table per class of kernel:
-
-    [quantised]
-    minimum_cosine = 0.98
-
-Imports no torch.
+`replay --tolerances FILE.toml` gives the constants that differ from the defaults, in a table for
+each class of kernel: `[quantised]` with a line `minimum_cosine = 0.98`.
 """
 
 from __future__ import annotations

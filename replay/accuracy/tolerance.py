@@ -1,8 +1,7 @@
 """The error that an exact kernel's output may have on one call.
 
-The tolerance has two sources. One is the error of eager attention on the call, in the call's own
-dtype; in 16 bits there are two forms of it, and the larger error counts. The other is a model of
-each row's rounding. `replay.accuracy.verdict` applies the tolerance.
+The tolerance comes from the error of eager attention on the call, in the call's own dtype, and from
+a model of each row's rounding. `replay.accuracy.verdict` applies the tolerance.
 """
 
 from __future__ import annotations

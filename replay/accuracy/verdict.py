@@ -1,8 +1,4 @@
-"""The verdict on a kernel's output.
-
-Nothing in this module runs a kernel, so outputs can be judged in another process. Quantised kernels
-have their own rule. Sparse kernels are judged as exact, on the keys they chose.
-"""
+"""The verdict on a kernel's output. Nothing here runs a kernel: another process may judge."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """The forms of a call: as recorded, and with equivalent options in place of its mask.
 
-A kernel that takes the mask gets the mask, as it would in the model. A kernel that refuses the mask
-or prefers options gets the options, as its users would write them. Outputs are judged by the
+A kernel that refuses the mask, or prefers options, gets the options. Outputs are judged by the
 recorded call in either case.
 """
 

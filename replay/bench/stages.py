@@ -138,18 +138,26 @@ def make_row(
     samples = timed.samples if is_timed else None
     core = timed.core_samples if is_timed and not reverified.core_fault else None
     time_ms = None if samples is None else summarize(samples.ms)
-    over_time = ("took longer than --max-seconds",) * (samples is not None and samples.is_over_time)
-    unsteady = (checked.not_deterministic,) if checked.not_deterministic else ()
-    no_core = (f"no core time: {reverified.core_fault}",) if reverified.core_fault else ()
-    no_energy = (f"{NO_ENERGY}{timed.no_energy}",) if timed.no_energy else ()
+    layer_host_ms = None
+    if samples is not None and samples.layer_host_ms:
+        layer_host_ms = summarize(samples.layer_host_ms)
     block = timed.block if is_timed else None
+    settled = block if block is not None and block.settles else None
     tflops = None if time_ms is None else flops.tflops(call, time_ms.p50)
     intensity = flops.arithmetic_intensity(call)
     share = None
     if roof is not None and tflops:  # a call without visible keys has no operations
         share = tflops / roof.at(intensity)
     is_above = share is not None and share > MOST_OF_ROOF
-    above = (ABOVE_ROOF,) * is_above
+    flags = [checked.not_deterministic, *checked.flags, *reverified.flags]
+    if reverified.core_fault:
+        flags.append(f"no core time: {reverified.core_fault}")
+    if timed.no_energy:
+        flags.append(f"{NO_ENERGY}{timed.no_energy}")
+    if samples is not None and samples.is_over_time:
+        flags.append("took longer than --max-seconds")
+    if is_above:
+        flags.append(ABOVE_ROOF)
     return Row(
         kernel=checked.kernel.name,
         call=facts,
@@ -158,19 +166,7 @@ def make_row(
         environment=options.environment,
         process=options.process,
         restated_as=checked.restated_as,
-        flags=tuple(
-            dict.fromkeys(
-                (
-                    *unsteady,
-                    *checked.flags,
-                    *reverified.flags,
-                    *no_core,
-                    *no_energy,
-                    *over_time,
-                    *above,
-                )
-            )
-        ),
+        flags=tuple(dict.fromkeys(filter(None, flags))),
         changed_inputs=tuple(dict.fromkeys(checked.changed_inputs + timed.changed_inputs)),
         time_ms=time_ms,
         core_time_ms=None if core is None else summarize(core.ms),
@@ -183,14 +179,10 @@ def make_row(
         peak_bytes=checked.peak_bytes,
         first_call_ms=None if checked.is_interpreted else checked.first_call_ms,
         host_ms=None if samples is None else samples.host_ms,
-        layer_host_ms=(
-            summarize(samples.layer_host_ms)
-            if samples is not None and samples.layer_host_ms
-            else None
-        ),
+        layer_host_ms=layer_host_ms,
         energy=None if block is None else _energy(block, call),
-        burst_ms=block.burst_ms if block is not None and block.settles else None,
-        sustained_ms=block.sustained_ms if block is not None and block.settles else None,
+        burst_ms=None if settled is None else settled.burst_ms,
+        sustained_ms=None if settled is None else settled.sustained_ms,
         accuracy=reverified.accuracy,
         accuracy_class=checked.kernel.accuracy_class,
         tolerances=settings.tolerances.changes(),

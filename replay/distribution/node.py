@@ -21,7 +21,7 @@ from replay.kernels.registry import find
 from replay.rows.row import KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environment_options import WorkerError
-from replay.workers.execution import Findings, Workers
+from replay.workers.execution import Assignment, Findings, Progress, Workers
 from replay.workers.process import Placement, first_processes
 from replay.workloads.schedule import Schedule
 from replay.workloads.sources import source_from_json
@@ -127,34 +127,34 @@ class Node:
         Raises:
             WorkerError: an environment does not work.
         """
-        workload = Workload.of(source_from_json(source))
-        kernels = {name: list(map(find, names)) for name, names in assigned.items()}
 
-        def work(say: Callable[[str], None]) -> list[Row]:
-            schedule, wanted = Schedule([workload]), Settings.from_json(settings)
-            found = self._workers.replay(schedule, kernels, wanted, lambda _, stage: say(stage))
-            return list(found)
+        def work(call: Workload, kernels: Assignment, wanted: Settings, say: Progress) -> list[Row]:
+            return list(self._workers.replay(Schedule([call]), kernels, wanted, say))
 
-        yield from _stages_and_result(work)
+        yield from _stages_and_result(work, source, assigned, settings)
 
     def first_calls(
         self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
     ) -> Iterator[str | dict[KernelId, float]]:
         """Yield each kernel when it is called, and finally the milliseconds of all first calls."""
-        workload = Workload.of(source_from_json(source))
-        kernels = {name: list(map(find, names)) for name, names in assigned.items()}
-
-        def work(say: Callable[[str], None]) -> dict[KernelId, float]:
-            wanted = Settings.from_json(settings)
-            return self._workers.first_calls(workload, kernels, wanted, lambda _, stage: say(stage))
-
-        yield from _stages_and_result(work)
+        yield from _stages_and_result(self._workers.first_calls, source, assigned, settings)
 
 
-def _stages_and_result(work: Callable[[Callable[[str], None]], T]) -> Iterator[str | T]:
+def _stages_and_result(
+    work: Callable[[Workload, Assignment, Settings, Progress], T],
+    source: dict[str, Any],
+    assigned: Names,
+    settings: dict[str, Any],
+) -> Iterator[str | T]:
+    workload, wanted = Workload.of(source_from_json(source)), Settings.from_json(settings)
+    kernels = {name: list(map(find, names)) for name, names in assigned.items()}
     events: SimpleQueue[str | Future[T]] = SimpleQueue()
+
+    def say(_: Workload, stage: str) -> None:
+        events.put(stage)
+
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(work, events.put).add_done_callback(events.put)
+        pool.submit(work, workload, kernels, wanted, say).add_done_callback(events.put)
         while isinstance(event := events.get(), str):
             yield event
         yield event.result()

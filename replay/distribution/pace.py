@@ -40,17 +40,14 @@ class Pace:
 
     @property
     def total(self) -> int:
-        """Return the number of calls."""
         return len(self.expected)
 
     @property
     def done(self) -> int:
-        """Return the number of finished calls."""
         return len(self._took)
 
     @property
     def elapsed(self) -> float:
-        """Return the seconds since the start."""
         return self._clock() - self._start
 
     @property

@@ -1,8 +1,7 @@
 """The devices of a Ray cluster, for measurements with `replay --ray`.
 
-Ray starts the processes of `replay.distribution.node` on the nodes, one for each device, and
-carries messages between these processes and this one. The fleet distributes the calls, as on one
-host.
+Ray starts a `replay.distribution.node.Node` for each device, and carries its messages. The fleet
+distributes the calls, as on one host.
 """
 
 from __future__ import annotations

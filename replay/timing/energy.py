@@ -1,11 +1,8 @@
 """The energy of a call, and its sustained time, from a block of calls without gaps.
 
 NVML counts the energy of the whole GPU and updates the count every 20 to 100 ms. So calls follow
-each other for a second without a gap. The energy between two updates is divided by the number of
-calls between these updates. The energy of an idle GPU is included.
-
-During the block the GPU becomes as warm and as slow as under a steady load. The first calls after a
-pause run at the clock of a short burst. The last calls run at the clock that the power limit
+each other for a second, and the energy between two updates is divided by the number of calls. The
+first calls run at the clock of a short burst, the last ones at the clock that the power limit
 sustains.
 """
 

@@ -1,7 +1,6 @@
 """The work of an attention call: its floating-point operations and bytes, as exact integers.
 
-The figures depend only on shapes, masks and stored sizes, not on a kernel. So the TFLOPS and GB/s
-of all kernels on a call have the same numerator.
+The figures depend only on shapes, masks and stored sizes, so they are equal for all kernels.
 """
 
 from __future__ import annotations

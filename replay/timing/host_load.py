@@ -1,10 +1,7 @@
 """The host's work between two attention calls of a model, to time launches as in a model.
 
-A function that is called repeatedly is launched from the processor's innermost caches. In a model
-the other operations of a layer run between attention calls: about forty launches from other code.
-The host then takes 1.5 times as long for the same call. Conversely, a launcher that runs much
-Python slows the other operations down, because it evicts them from the caches
-(`docs/whole-model.md`).
+About forty launches of other code evict the launcher from the processor's innermost caches: the
+host then takes 1.5 times as long for the same call (`docs/whole-model.md`).
 """
 
 from __future__ import annotations

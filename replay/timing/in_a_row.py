@@ -1,9 +1,8 @@
 """The time of calls in a row by the host's clock, which reveals work that samples do not show.
 
-A sample measures the time between two events on the call's own stream. So it excludes work on other
-streams, and a kernel could falsify the events. This module uses no events. The GPU waits until the
-host has enqueued several calls, with a mark before and after the calls. A mark is a number that is
-copied to memory which the host watches. At the end the host waits for the whole device.
+A sample's events exclude work on other streams, and a kernel could falsify them. Here the GPU waits
+until the host has enqueued several calls, between two marks: numbers that are copied to memory
+which the host watches. At the end the host waits for the whole device.
 """
 
 from __future__ import annotations
@@ -111,25 +110,22 @@ def _waits(function: Function, device: torch.device, ahead_ms: float) -> _Waits:
     unset = time.perf_counter()
     was_ahead = not begun.item()
     # A delayed host sees a mark late, so this time is an upper limit. Another try may lower it.
-    began = _watched(begun, device, unset).unset
-    ended = _watched(done, device, began).seen
+    began, _ = _watched(begun, device, unset)
+    _, ended = _watched(done, device, began)
     torch.cuda.synchronize(device)
     left_ms = (time.perf_counter() - ended) * 1000
     return _Waits((ended - began) * 1000, left_ms, was_ahead)
 
 
-class _Watched(NamedTuple):
-    unset: float
-    """Time of the last check at which the mark was not set."""
-    seen: float
-    """Time of the first check at which the mark was set."""
+def _watched(mark: Tensor, device: torch.device, unset: float) -> tuple[float, float]:
+    """Wait for a mark; raise if the GPU refuses all work, because the mark would never be set.
 
-
-def _watched(mark: Tensor, device: torch.device, unset: float) -> _Watched:
-    """Wait for a mark; raise if the GPU refuses all work, because the mark would never be set."""
+    Returns:
+        The times of the last check before the mark was set, and of the first check after.
+    """
     stream = torch.cuda.current_stream(device)
     while True:
         looked = time.perf_counter()
         if mark.item() or stream.query():
-            return _Watched(unset, time.perf_counter())
+            return unset, time.perf_counter()
         unset = looked

@@ -1,8 +1,7 @@
 """The measured peaks of a machine: the two limits of a roofline (Williams et al. 2009).
 
-The compute peak is the fastest of several large matrix products. The memory peak is the fastest of
-several copies between buffers that no cache can hold. A kernel that computes in fewer bits than its
-inputs may exceed the compute peak. A kernel with its tensors in a cache may exceed the memory peak.
+They are the fastest of several large matrix products, and of several copies between buffers that no
+cache can hold. A kernel that computes in fewer bits, or out of a cache, may exceed them.
 """
 
 from __future__ import annotations

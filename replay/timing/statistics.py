@@ -1,22 +1,15 @@
 """The statistics of repeated timings: percentiles of one kernel, paired comparison of two.
 
-Times are summarised by percentiles, not means, because times have a minimum and a long tail. Raw
-samples are kept, so that every figure can be computed again.
-
 The interval of a speed-up is an exact interval of order statistics. With X ~ Binomial(n, 1/2), the
 k-th smallest and k-th largest of n independent samples enclose their median with probability
-1 - 2·P(X < k), whatever their distribution (Conover, Practical Nonparametric Statistics, 3rd ed.,
-1999, section 3.2). We print 95 % and choose the largest k that has 97.5 %. Below six samples even
-the smallest and the largest do not reach 95 % (five: 93.8 %), so there is no interval; six have
-96.9 %.
+1 - 2·P(X < k) (Conover, Practical Nonparametric Statistics, 3rd ed., 1999, section 3.2). We print
+95 % and choose the largest k that has 97.5 %. Below six samples there is no interval.
 
-Two kinds of disturbance make consecutive rounds dependent. The first affects the whole machine
-(drift, bursts, other processes). It makes a round's ratio larger or smaller with equal chance,
-because the order of the kernels in each round is shuffled. So the interval stays exact. The second
-affects one kernel alone for several rounds and does not average out. So the range of ranks in the
-interval is multiplied by √((1 + r) / (1 - r)), the factor for a first-order autoregressive process
-(Bartlett 1946), with r estimated from the ratios (`_autocorrelation`). In simulations at r = 0.6
-the interval covers at least 95 % from six rounds on (`tests/replay/timing/test_coverage.py`).
+A disturbance of the whole machine makes a round's ratio larger or smaller with equal chance,
+because the order of the kernels is shuffled. A disturbance of one kernel for several rounds does
+not average out. So the range of ranks is multiplied by √((1 + r) / (1 - r)), the factor for a
+first-order autoregressive process (Bartlett 1946), with r estimated from the ratios.
+`tests/replay/timing/test_coverage.py` simulates both.
 """
 
 from __future__ import annotations

@@ -1,25 +1,18 @@
-"""The measurement of one sample of a kernel's time.
+"""The measurement of one sample of a kernel's time (`docs/method.md`).
 
-On CUDA, a sample is the GPU time between two events on the stream, from the moment when the stream
-reaches the kernel until the kernel ends. A wait, and the reads for a cold cache, keep the GPU busy
-while the host enqueues the call. So launch cost is excluded unless the host takes longer than that.
-`host_ms` reports launch cost separately, after other work as in a model
-(`replay.timing.host_load`). `layer_host_ms` includes the work after the call, which is slower after
-a launcher written in Python, because processor caches are cold.
+On CUDA, a sample is the GPU time between two events on the stream. A wait, and the reads for a cold
+cache, keep the GPU busy while the host enqueues the call, so launch cost is excluded. `host_ms` is
+the launch cost after other work, as in a model (`replay.timing.host_load`). `layer_host_ms` also
+includes the work after the call, which is slower after a launcher that fills processor caches.
 
-- `cold` reads a buffer of at least twice the L2 cache before each sample, so that neither inputs
-  nor output are cached. Writes to the buffer would leave dirty lines, which go to memory while the
-  kernel runs and take up to 9 µs (H100). A model's layer reads its weights and leaves almost no
-  dirty lines (`benchmarks.cold_cache`).
+- `cold` reads a buffer of at least twice the L2 cache before each sample. Writes to the buffer
+  would leave dirty lines, which go to memory while the kernel runs and take up to 9 µs (H100).
 - `warm` runs the kernel once, untimed, before each sample.
 
-On a CPU, a sample is the mean wall time of enough calls to last a millisecond. The cache is always
-warm.
+On a CPU, a sample is the mean wall time of enough calls to last a millisecond.
 
-In a model the previous layer ran the same kernel; in a replay another kernel ran before.
-`calls_before` puts calls of the same kernel before each sample. This matters for launches. It also
-matters on a GPU at its power limit, because the clock takes about 40 ms to adapt to a kernel
-(`docs/whole-model.md`).
+In a model the previous layer ran the same kernel. `calls_before` puts calls of the same kernel
+before each sample, which matters for launches and for a GPU at its power limit.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The Python environments that kernels run in, and replays spread over these environments.
 
-Kernel packages conflict: FlashAttention 4 breaks `import diffusers`, and SageAttention 1 and 2
-share a name. So every kernel runs in a worker process, which may use another interpreter. The
-parent's own environment is called `this`.
+Kernel packages conflict, so every kernel runs in a worker process, which may use another
+interpreter. The parent's own environment is called `this`.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from replay.workloads.sources import source_from_json
 from replay.workloads.workload import Workload
 
 _judges: dict[str, LocalJudge] = {}
-"""Judge of the last or next call, by the call's key. It is kept for a worker that starts again and
-requests it."""
+"""Judge of the last or next call, by a key of all its inputs except the seed and the compared
+output."""
 
 
 @functools.cache
@@ -30,9 +30,7 @@ def _inbox(device: torch.device) -> Inbox:
 
 
 def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
-    """Handle the request `{"do": "touch", …}`, `{"do": "expect", …}`, `{"do": "open", …}`,
-    `{"do": "judge", …}` or `{"do": "samples", …}`.
-    """
+    """Handle a request to "touch" a device, "expect" or "open" a call, or judge outputs."""
     if request["do"] == "touch":
         _touch(request["device"] or usual_device())
         say(works=True)
@@ -40,10 +38,13 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
     settings = Settings.from_json(request["settings"])
     if request["do"] == "expect":
         say(expecting=True)
-        _expect(request, settings)
+        if not settings.roofline:  # nothing else may run while the worker measures the peak
+            _judge_of(request, settings)
         return
     if request["do"] == "open":
-        _open(request, settings)
+        judge = _judge_of(request, settings)
+        judge.seed = request["seed"]
+        judge.compared = _inbox(settings.device).take(request["handed"]).get("output")
         say(opened=True)
         return
     if not _judges:
@@ -79,40 +80,20 @@ def _touch(device: str) -> None:
     LocalJudge(call, seed=0).judge("", "exact", query, None)
 
 
-def _expect(request: dict[str, Any], settings: Settings) -> None:
-    """Compute the reference of a call that will be opened, unless the reference exists already."""
-    if settings.roofline:
-        return  # nothing else may run while the worker measures the device's peak
-    key = _key(request, settings)
-    if key not in _judges:
-        _judges.clear()
-        _judges[key] = _judge(request, settings)
-
-
-def _open(request: dict[str, Any], settings: Settings) -> None:
-    key = _key(request, settings)
-    if key not in _judges:
-        _judges.clear()
-        _judges[key] = _judge(request, settings)
-    judge = _judges[key]
-    judge.seed = request["seed"]
-    judge.compared = _inbox(settings.device).take(request["handed"]).get("output")
-
-
-def _judge(request: dict[str, Any], settings: Settings) -> LocalJudge:
-    call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
-    with torch.no_grad():
-        return LocalJudge(
-            call,
-            seed=0,
-            errors_against=settings.errors_against,
-            compare_stats=settings.compare_stats,
-            thresholds=settings.tolerances,
-        )
-
-
-def _key(request: dict[str, Any], settings: Settings) -> str:
-    """Return a key of all inputs of a judge except the seed and the compared output."""
+def _judge_of(request: dict[str, Any], settings: Settings) -> LocalJudge:
+    """Return the judge of a call, and keep it for a worker that starts again."""
     asked = settings.to_json()
     how = [asked[name] for name in ("errors_against", "compare_stats", "tolerances")]
-    return json.dumps([request["workload"], *how])
+    key = json.dumps([request["workload"], *how])
+    if key not in _judges:
+        _judges.clear()
+        call = Workload.of(source_from_json(request["workload"])).load_to_judge(settings.device)
+        with torch.no_grad():
+            _judges[key] = LocalJudge(
+                call,
+                seed=0,
+                errors_against=settings.errors_against,
+                compare_stats=settings.compare_stats,
+                thresholds=settings.tolerances,
+            )
+    return _judges[key]

@@ -30,9 +30,7 @@ from replay.workloads.workload import Workload
 
 
 def handle(request: dict[str, Any], say: Say, hear: Hear) -> None:
-    """Handle the request `{"do": "probe", …}`, `{"do": "touch", …}`, `{"do": "warm up", …}`,
-    `{"do": "call", …}` or `{"do": "replay", …}`.
-    """
+    """Handle a request to "probe", "warm up", "call" or "replay" kernels, or "touch" a device."""
     with torch.no_grad():  # kernels run in this mode, so a change of it is noticed
         process_state = _process_state()
         if request["do"] == "probe":

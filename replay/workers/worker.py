@@ -1,9 +1,7 @@
-"""The child process, which handles a parent's requests, one per line.
+"""The child process, which handles a parent's requests, one line of JSON each.
 
-Every line is JSON. Before any work that could end this process, a line names that work, so that the
-parent can name the kernel to blame. Tensors are never sent: a request names a file or a random
-shape. Stdout and stderr belong to the kernels; the parent keeps their output.
-`replay.workers.process` starts this process with two pipes and the module that handles requests.
+Before any work that could end this process, a line names that work, so that the parent can name the
+kernel to blame. Stdout and stderr belong to the kernels; the parent keeps their output.
 """
 
 from __future__ import annotations
