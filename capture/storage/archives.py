@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import logging
 import os
 import re
 import stat
@@ -26,8 +25,6 @@ from capture.errors import DatasetError
 from capture.storage import cache, plain_files
 from capture.storage.names import MANIFEST, is_of_dataset
 from capture.text.printable import printable
-
-logger = logging.getLogger(__name__)
 
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 EXPANSION = 64
@@ -144,7 +141,6 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
     the topmost folder with recorded calls.
     """
     folders: dict[str, dict[str, ArchiveMember]] = defaultdict(dict)
-    others = 0
     for number, member in enumerate(members):
         if number == MEMBERS:
             raise DatasetError(f"{address}: has more than {MEMBERS} members")
@@ -155,7 +151,6 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
                 "pack the directory by a relative path"
             )
         if not parts or not is_of_dataset(parts[-1]):
-            others += 1
             continue
         folder = folders["/".join(parts[:-1])]
         if parts[-1] in folder:
@@ -163,8 +158,6 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
                 f"{address}: has two members called {printable(member.name[:200])}: pack it again"
             )
         folder[parts[-1]] = member
-    if others:
-        logger.info("%s: %d members are not of a dataset, and are ignored", address, others)
     found = [folder for folder in folders if MANIFEST in folders[folder]] or list(folders)
     if not found:
         raise DatasetError(f"{address}: holds no recorded calls")

@@ -1,7 +1,7 @@
 """Copies datasets that are not local directories to the cache.
 
-The files that list the calls are copied first. The file of each call is copied when it is first
-read. The copy is read and checked like any other dataset.
+The manifest is copied first. The file of each call is copied when it is first read. The copy is
+read and checked like any other dataset.
 """
 
 from __future__ import annotations
@@ -10,14 +10,17 @@ import os
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from capture.errors import DatasetError
 from capture.storage import cache, checksums, plain_files
-from capture.storage.names import CALL, LONGEST_JOURNAL, LONGEST_MANIFEST, MANIFEST, is_of_dataset
+from capture.storage.names import CALL, LONGEST_MANIFEST, MANIFEST, is_of_dataset
+
+if TYPE_CHECKING:
+    from capture.storage.call_file import FileEntry
 
 ProgressReport = Callable[[int, int], None]
 """Function that receives the bytes copied since its last call, and the total bytes expected."""
@@ -55,21 +58,11 @@ class DatasetFiles(Protocol):
         ...
 
 
-class WantedFile(NamedTuple):
-    """File of a call that must be copied."""
-
-    path: Path
-    """Path of the copy."""
-    nbytes: int
-    checksum: str | None
-    """Checksum in the manifest; None if the manifest has none."""
-
-
 class CachedCopy:
     """A dataset that is not a local directory, and the directory of its copy."""
 
     def __init__(self, files: DatasetFiles, report: ProgressReport = no_report) -> None:
-        """Copy the manifest and journals; copy all files if there is no manifest."""
+        """Copy the manifest, or all calls if there is no manifest."""
         self.address = files.address
         self._files = files
         limits, total = self._index()
@@ -79,7 +72,7 @@ class CachedCopy:
         try:
             for name, limit in limits.items():
                 files.copy(name, staging / name, limit, lambda count: report(count, total))
-            self.directory = cache.version(files.cache, *_content(staging, limits))
+            self.directory = cache.version(files.cache, _content(staging, limits))
             with cache.writing(self.directory):
                 for name in limits:
                     os.replace(staging / name, self.directory / name)
@@ -91,46 +84,43 @@ class CachedCopy:
         sizes = self._files.sizes()
         if sizes is None:
             return {MANIFEST: LONGEST_MANIFEST}, 0
-        sizes = {name: size for name, size in sizes.items() if is_of_dataset(name)}
-        if not sizes:
-            raise DatasetError(f"{self.address}: holds no recorded calls")
-        limits = {
-            name: LONGEST_MANIFEST if name == MANIFEST else LONGEST_JOURNAL
-            for name in sizes
-            if not name.endswith(CALL)
+        calls = {
+            name: size
+            for name, size in sizes.items()
+            if is_of_dataset(name) and name.endswith(CALL)
         }
-        if MANIFEST not in limits:
-            limits |= {name: size for name, size in sizes.items() if name.endswith(CALL)}
-        total = sum(sizes[name] for name in limits)
+        if MANIFEST in sizes:
+            limits, total = {MANIFEST: LONGEST_MANIFEST}, sizes[MANIFEST]
+        elif calls:
+            limits, total = calls, sum(calls.values())
+        else:
+            raise DatasetError(f"{self.address}: holds no recorded calls")
         cache.require_room(self._files.cache, total, self.address)
         return limits, total
 
-    def fetch(
-        self, wanted: WantedFile, arrived: Callable[[int], None] = lambda count: None
-    ) -> None:
+    def fetch(self, entry: FileEntry, arrived: Callable[[int], None] = lambda count: None) -> None:
         """Copy a call's file and compare its checksum, unless the cache already holds the file.
 
         Raises:
             DatasetError: the file is missing or altered.
             Unreachable: no file of the dataset can be copied.
         """
-        path, nbytes, checksum = wanted
-        if os.path.lexists(path):
+        name, checksum = entry.path.name, entry.checksum
+        if os.path.lexists(entry.path):
             return
-        with cache.placed(path) as temporary:
-            self._files.copy(path.name, temporary, nbytes, arrived)
+        with cache.placed(entry.path) as temporary:
+            self._files.copy(name, temporary, entry.nbytes, arrived)
             if checksum is not None and checksums.checksum(temporary) != checksum:
                 raise DatasetError(
-                    f"{self.address}: {path.name} was altered since it was recorded (checksum "
-                    "differs)"
+                    f"{self.address}: {name} was altered since it was recorded (checksum differs)"
                 )
 
     def fetch_all(
-        self, wanted: Iterable[WantedFile], report: ProgressReport = no_report
+        self, entries: Iterable[FileEntry], report: ProgressReport = no_report
     ) -> dict[Path, DatasetError]:
         """Copy calls' files, several at a time; return the errors of files that were not copied."""
-        missing = [file for file in wanted if not os.path.lexists(file.path)]
-        total = sum(file.nbytes for file in missing)
+        missing = [entry for entry in entries if not os.path.lexists(entry.path)]
+        total = sum(entry.nbytes for entry in missing)
         cache.require_room(self.directory, total, self.address)
         stopped = threading.Event()
 
@@ -142,7 +132,7 @@ class CachedCopy:
         errors = {}
         pool = ThreadPoolExecutor(_AT_A_TIME)
         try:
-            futures = {pool.submit(self.fetch, file, arrived): file.path for file in missing}
+            futures = {pool.submit(self.fetch, entry, arrived): entry.path for entry in missing}
             for future in as_completed(futures):
                 try:
                     future.result()
@@ -156,15 +146,12 @@ class CachedCopy:
         return errors
 
 
-def _content(directory: Path, names: Iterable[str]) -> Iterator[bytes]:
-    """Yield content that distinguishes versions of a dataset.
+def _content(directory: Path, names: Iterable[str]) -> bytes:
+    """Return content that distinguishes versions of a dataset.
 
-    The manifest and journals contain the checksums of call files. Without a manifest or journal, a
-    changed file would not be noticed, so random bytes keep earlier copies from being used.
+    The manifest contains the checksums of all files. Without a manifest, a changed file would not
+    be noticed, so random bytes keep earlier copies from being used.
     """
-    index = sorted(name for name in names if not name.endswith(CALL))
-    if not index:
-        yield secrets.token_bytes()
-    for name in index:
-        yield name.encode()
-        yield plain_files.read(directory / name, LONGEST_JOURNAL)
+    if MANIFEST not in names:
+        return secrets.token_bytes()
+    return plain_files.read(directory / MANIFEST, LONGEST_MANIFEST)

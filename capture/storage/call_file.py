@@ -17,7 +17,7 @@ from capture.call.mask_structure import found_in
 from capture.call.strides import pack, unpack
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.cached_copy import CachedCopy, WantedFile
+from capture.storage.cached_copy import CachedCopy
 from capture.storage.header import GAPS, GAPS_AT_LEAST, CallHeader, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
@@ -155,13 +155,9 @@ class FileEntry:
             raise DatasetError(fault, self.path)
         return call
 
-    @property
-    def wanted(self) -> WantedFile:
-        return WantedFile(self.path, self.nbytes, self.checksum)
-
     def _read(self, *, check: bool) -> dict[str, Tensor]:
         if self.cached_copy is not None:
-            self.cached_copy.fetch(self.wanted)
+            self.cached_copy.fetch(self)
         with TensorFile.opened(self.path, self.nbytes) as file:
             self._compare(file)
             return file.read(self.checksum if check else None)
@@ -170,7 +166,7 @@ class FileEntry:
         """Raise if the header differs from the recorded header, before allocating any memory."""
         if _header(file) != self.header:
             raise DatasetError("its header is not what the manifest says of it", self.path)
-        stored = {name: (dtype_name(each.dtype), each.shape) for name, each in file.tensors.items()}
+        stored = {name: (dtype_name(dtype), shape) for name, (dtype, shape) in file.tensors.items()}
         described = {
             name: (self.header.dtypes[name], layout.stored)
             for name, layout in self.header.layouts.items()

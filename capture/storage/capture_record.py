@@ -76,18 +76,23 @@ class CaptureRecord:
         return record
 
 
+_SIGNATURE = {
+    **dict.fromkeys(("query", "key", "value"), list[int]),
+    "mask": list[int] | None,
+    "dtype": str,
+    "mask_dtype": str | None,
+    "is_causal": bool,
+    "scale": float | None,
+    "enable_gqa": bool,
+}
+
+
 def _check_census(census: dict[str, Any]) -> None:
     """Raise ValueError unless a census has the form of `capture.hooks.census.Census.to_json`."""
     signatures = required(census, "signatures", list[Any])
     for signature in signatures:
-        for name in ("query", "key", "value"):
-            required(signature, name, list[int])
-        required(signature, "mask", list[int] | None)
-        required(signature, "dtype", str)
-        required(signature, "mask_dtype", str | None)
-        required(signature, "is_causal", bool)
-        required(signature, "scale", float | None)
-        required(signature, "enable_gqa", bool)
+        for name, kind in _SIGNATURE.items():
+            required(signature, name, kind)
         for name in ("beyond", "road", "refusal"):
             typed(str, signature.get(name, ""), name)
     for row in required(census, "rows", list[Any]):

@@ -116,7 +116,8 @@ class Dataset(Sequence[AttentionCall]):
             directory = cached_copy.directory
         # Journals are read before the manifest. If a capture ends in between, the manifest lists
         # it, because its journal is deleted only after the manifest is written.
-        unfinished = journals(directory) if directory.is_dir() else []
+        is_local = cached_copy is None and directory.is_dir()
+        unfinished = journals(directory) if is_local else []
         dataset = cls.listed(directory)
         dataset.cached_copy = cached_copy
         for journal in unfinished:
@@ -197,7 +198,7 @@ class Dataset(Sequence[AttentionCall]):
         """
         if self.cached_copy is None:
             return []
-        wanted = [entry.wanted for entry in (self.entries if entries is None else entries)]
+        wanted = self.entries if entries is None else entries
         errors = self.cached_copy.fetch_all(wanted, report)
         return [DamagedFile(path, error) for path, error in errors.items()]
 
@@ -212,8 +213,7 @@ class Dataset(Sequence[AttentionCall]):
     def _add_unfinished(self, journal: JournalContents) -> None:
         repair = f"`capture repair {quoted(self.directory)}`"
         try:
-            over = journal.active is False and self.cached_copy is None
-            capture = UnfinishedCapture.of(journal, over=over)
+            capture = UnfinishedCapture.of(journal, over=journal.active is False)
         except ValueError as error:
             self._add_note(f"{journal.path} is damaged ({error})")
             return
@@ -226,10 +226,7 @@ class Dataset(Sequence[AttentionCall]):
         if not journal.replaces and not is_other and not has_ended_empty:
             self.merge(capture)
         complete = counted(len(capture.entries), "complete call")
-        if self.cached_copy is not None:
-            damage = ", and its journal is damaged" if journal.damaged else ""
-            self._add_note(f"the capture of {model} had not ended: {complete}{damage}")
-        elif journal.active:
+        if journal.active:
             self._add_note(f"{model} is still being recorded")
         elif journal.active is None:
             self._add_note(
@@ -325,9 +322,6 @@ class Dataset(Sequence[AttentionCall]):
         if isinstance(index, slice):
             return [entry.load(check=self.checks) for entry in self.entries[index]]
         return self.entries[index].load(check=self.checks)
-
-    def __iter__(self) -> Iterator[AttentionCall]:
-        return (entry.load(check=self.checks) for entry in self.entries)
 
 
 def load(where: str | Path, *, check: bool = True) -> Dataset:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -15,7 +14,6 @@ from capture.call.joining import JoinError, join
 from capture.call.splits import SPLITS
 from capture.errors import DatasetError
 from capture.storage.call_file import FileEntry
-from capture.storage.header import GAPS, GAPS_AT_LEAST
 
 
 @dataclass(frozen=True)
@@ -51,26 +49,12 @@ class JoinedCall:
         """
         if len(self.entries) == 1:
             return self.entries[0].load(device, check=check)
-        if excess := self._excess():
-            raise DatasetError(f"{self.name}: {excess}")
         parts = [entry.load(device, check=check) for entry in self.entries]
         try:
             whole = join(parts, self.entries[0].origin.split)
         except JoinError as error:
             raise DatasetError(f"{self.name} cannot be joined: {error}") from error
         return replace(whole, origin=self.origin)
-
-    def _excess(self) -> str:
-        """Return why the memory is out of proportion to the files; empty if it is not."""
-        nbytes = sum(entry.nbytes for entry in self.entries)
-        memory = sum(
-            math.prod(layout.size) * getattr(torch, entry.header.dtypes[name]).itemsize
-            for entry in self.entries
-            for name, layout in entry.header.layouts.items()
-        )
-        if memory <= max(GAPS * nbytes, GAPS_AT_LEAST):
-            return ""
-        return f"its parts take {memory} bytes of memory for files of {nbytes}"
 
 
 class JoinedCalls(Sequence[AttentionCall]):
@@ -123,9 +107,6 @@ class JoinedCalls(Sequence[AttentionCall]):
         if isinstance(index, slice):
             return [call.load(check=self._check) for call in self.calls[index]]
         return self.calls[index].load(check=self._check)
-
-    def __iter__(self) -> Iterator[AttentionCall]:
-        return (call.load(check=self._check) for call in self.calls)
 
 
 def is_part(origin: Origin) -> bool:

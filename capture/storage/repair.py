@@ -48,16 +48,8 @@ def repair(directory: str | Path) -> list[str]:
                 why = "; ".join(filter(None, (before.note, files)))
                 done.append(f"wrote {directory / MANIFEST} again: {why}")
     except OSError as error:
-        raise DatasetError(
-            f"cannot repair {_where(error, directory)}: {error.strerror or error}"
-        ) from error
+        raise DatasetError(f"cannot repair {directory}: {error}") from error
     return done
-
-
-def _where(error: OSError, directory: Path) -> str:
-    """Return the directory, and the file that could not be written if the error names a file."""
-    named = error.filename
-    return f"{directory}: {named}" if named and str(named) != str(directory) else str(directory)
 
 
 def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str, str]:

@@ -13,7 +13,6 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,8 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+_DtypeAndShape = tuple[torch.dtype, tuple[int, ...]]
 
 _LONGEST_HEADER = 1 << 20
 """Maximum size of a header in bytes. The header of a recorded call has about 2,000 bytes."""
@@ -99,14 +100,6 @@ def _parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator[
         yield _memory(tensor)
 
 
-@dataclass(frozen=True)
-class StoredTensor:
-    """A tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class TensorFile:
     """An open safetensors file with a checked header; the tensors are not read yet."""
 
@@ -159,8 +152,8 @@ class TensorFile:
     def _empty(self) -> dict[str, Tensor]:
         try:
             return {
-                name: torch.empty(stored.shape, dtype=stored.dtype, device="cpu")
-                for name, stored in self.tensors.items()
+                name: torch.empty(shape, dtype=dtype, device="cpu")
+                for name, (dtype, shape) in self.tensors.items()
             }
         except RuntimeError as error:
             raise DatasetError(
@@ -180,7 +173,7 @@ class TensorFile:
                 piece, offset = piece[count:], offset + count
 
 
-def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, StoredTensor]]:
+def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, _DtypeAndShape]]:
     """Return the metadata and tensors that a header describes, in the order of the file."""
     if not isinstance(header, dict):
         raise ValueError("its header is not an object")
@@ -193,16 +186,16 @@ def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, Stored
         shape, offsets = (_counts(entry, each) for each in ("shape", "data_offsets"))
         if dtype is None or len(offsets) != 2:
             raise ValueError(f"tensor of dtype {entry['dtype']!r:.40}, offsets {offsets[:3]}")
-        found.append((*offsets, name, StoredTensor(dtype, shape)))
+        found.append((*offsets, name, dtype, shape))
     found.sort(key=lambda item: item[:2])
     end = 0
-    for begin, this_end, _, stored in found:
-        if begin != end or this_end - begin != math.prod(stored.shape) * stored.dtype.itemsize:
+    for begin, this_end, _, dtype, shape in found:
+        if begin != end or this_end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError("tensors that overlap, leave gaps or have another size")
         end = this_end
     if end != nbytes:
         raise ValueError(f"{nbytes} bytes of tensors where {end} are described")
-    return metadata, {name: stored for _, _, name, stored in found}
+    return metadata, {name: (dtype, shape) for _, _, name, dtype, shape in found}
 
 
 def _counts(entry: dict[str, Any], name: str) -> tuple[int, ...]:

@@ -112,17 +112,3 @@ def test_altered_part_is_found(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match="rank1-000000"):
         joined(tmp_path)[0]
     assert len(list(load(tmp_path, check=False).joined())) == 1
-
-
-def test_files_that_claim_much_memory_together(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each file is within its bounds, but the sum of all files is not."""
-    for rank in (0, 1):
-        store_part(tmp_path, CALL, rank, [0, 1])
-    nbytes = sum(entry.nbytes for entry in load(tmp_path).entries)
-    calls = joined(tmp_path)
-    monkeypatch.setattr("capture.storage.joined_calls.GAPS_AT_LEAST", 0)
-    monkeypatch.setattr("capture.storage.joined_calls.GAPS", 0)
-    with pytest.raises(DatasetError, match=f"bytes of memory for files of {nbytes}"):
-        calls[0]

@@ -20,7 +20,6 @@ from capture.storage import remote
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
-from capture.storage.journal import Journal
 from capture.storage.names import MANIFEST
 from capture.storage.repair import repair
 from tests.capture.storage.servers import Server, serving
@@ -247,20 +246,6 @@ def test_without_a_manifest(recorded: Path, place: Place) -> None:
     assert dataset.note.startswith(
         "s3://org/name/calls/manifest.json is missing: the files were read"
     )
-
-
-@pytest.mark.parametrize("place", ["s3", "hub"], indirect=True)
-def test_capture_that_had_not_ended(recorded: Path, place: Place, make_call: MakeCall) -> None:
-    record = CaptureRecord("other", "random")
-    journal = Journal.begin(recorded / "other.journal", record.to_json(), replaces=False)
-    call = make_call(call_index=3)
-    packed = PackedCall.of(call)
-    entry = packed.write(recorded / "other-000003.safetensors")
-    journal.append(**entry.to_json())
-    journal.close()
-    dataset = load(f"{place[1]}/calls")
-    assert dataset.note == "the capture of other had not ended: 1 complete call"
-    assert dataset[3].query.equal(call.query)
 
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
