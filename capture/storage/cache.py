@@ -2,7 +2,7 @@
 
     ~/.cache/attention-replay/datasets/      (or in `$XDG_CACHE_HOME`)
         bucket-calls-1f0e…/                  one directory per address, named after the address
-            5b1c…/                           one version, deleted if outdated and unused for a day
+            5b1c…/                           one version
 
 A file gets its final name when it is complete, so a file with this name is never incomplete, even
 if processes copy the same file at the same time or are killed. The cache may be deleted at any
@@ -16,15 +16,10 @@ import hashlib
 import os
 import re
 import secrets
-import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from capture.errors import DatasetError
-
-UNUSED_SECONDS = 24 * 3600
-"""Time after its last use for which a version is kept once a newer version exists."""
 
 
 def user_cache() -> Path:
@@ -44,8 +39,6 @@ def version(directory: Path, *content: bytes) -> Path:
     found = directory / _digest(*content)
     with writing(directory):
         found.mkdir(mode=0o700, parents=True, exist_ok=True)
-        os.utime(found)
-    _forget_others(directory, found)
     return found
 
 
@@ -62,18 +55,6 @@ def placed(path: Path) -> Iterator[Path]:
             temporary.unlink()
 
 
-def require_room(directory: Path, nbytes: int, address: str) -> None:
-    """Create a directory, and check that `nbytes` fit into it."""
-    with writing(directory):
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shutil.disk_usage(directory).free
-    if nbytes > free:
-        raise DatasetError(
-            f"{address}: {nbytes} bytes are to be copied to {directory}, where {free} are free: "
-            "make room, or set XDG_CACHE_HOME to a directory on a larger disk"
-        )
-
-
 @contextlib.contextmanager
 def writing(directory: Path) -> Iterator[None]:
     """Convert an `OSError` about the cache to a `DatasetError`."""
@@ -84,18 +65,6 @@ def writing(directory: Path) -> Iterator[None]:
             f"cannot write to the cache {directory} ({error.strerror or error}): set "
             "XDG_CACHE_HOME to a directory that can be written to"
         ) from error
-
-
-def _forget_others(directory: Path, current: Path) -> None:
-    """Delete other versions, and leftovers of killed processes, if unused for a day."""
-    before = time.time() - UNUSED_SECONDS
-    with contextlib.suppress(OSError):
-        for other in [*directory.iterdir(), *current.glob(".*.part")]:
-            if other != current and other.lstat().st_mtime < before:
-                if other.is_dir() and not other.is_symlink():
-                    shutil.rmtree(other, ignore_errors=True)
-                else:
-                    other.unlink(missing_ok=True)
 
 
 def _digest(*content: bytes) -> str:

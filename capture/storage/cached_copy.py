@@ -95,7 +95,6 @@ class CachedCopy:
             limits, total = calls, sum(calls.values())
         else:
             raise DatasetError(f"{self.address}: holds no recorded calls")
-        cache.require_room(self._files.cache, total, self.address)
         return limits, total
 
     def fetch(self, entry: FileEntry, arrived: Callable[[int], None] = lambda count: None) -> None:
@@ -121,7 +120,6 @@ class CachedCopy:
         """Copy calls' files, several at a time; return the errors of files that were not copied."""
         missing = [entry for entry in entries if not os.path.lexists(entry.path)]
         total = sum(entry.nbytes for entry in missing)
-        cache.require_room(self.directory, total, self.address)
         stopped = threading.Event()
 
         def arrived(count: int) -> None:

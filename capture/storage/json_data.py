@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -11,8 +10,6 @@ from collections.abc import Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-_DEEPEST = 32
-"""Maximum nesting depth; deeper values cannot be copied or written again."""
 _SHORTEST = 16
 """Minimum average bytes of text per list or object, because an empty list takes twenty times as
 much memory as its text. A manifest has about 80 bytes."""
@@ -21,15 +18,14 @@ _FEW = 1 << 20
 
 
 def parsed(text: str | bytes) -> Any:
-    """Parse JSON; raise ValueError if its size in memory or its depth is excessive."""
+    """Parse JSON; raise ValueError if its size in memory is excessive."""
     lists, objects = (b"[", b"{") if isinstance(text, bytes) else ("[", "{")
     if text.count(lists) + text.count(objects) > max(_FEW, len(text) // _SHORTEST):  # type: ignore[arg-type]
         raise ValueError("more lists and objects than its length accounts for")
-    with contextlib.suppress(RecursionError):
-        data = json.loads(text)
-        if _is_shallow(data):
-            return data
-    raise ValueError("nested too deeply")
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
 
 
 def with_names(data: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
@@ -98,21 +94,6 @@ def _fits(hint: Any, value: Any) -> bool:
 @functools.cache
 def _analysed(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     return get_origin(hint), get_args(hint)
-
-
-def _is_shallow(value: Any) -> bool:
-    """Return whether a value has at most `_DEEPEST` levels."""
-    level = [value]
-    for _ in range(_DEEPEST):
-        nested = [part for part in level if isinstance(part, dict | list)]
-        if not nested:
-            return True
-        level = [
-            part
-            for part_of in nested
-            for part in (part_of.values() if isinstance(part_of, dict) else part_of)
-        ]
-    return False
 
 
 def shown(value: Any) -> str:

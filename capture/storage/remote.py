@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import re
 import secrets
-import shutil
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -106,10 +107,9 @@ def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     file = cache.version(copies, state if has_version else secrets.token_bytes()) / "archive"
     if not file.exists():
         size = int(info.get("size") or 0)
-        cache.require_room(copies, size, shown)
-        limit = size or shutil.disk_usage(file.parent).free
         with cache.placed(file) as temporary:
-            _download(system, path, temporary, limit, lambda count: report(count, size), shown)
+            arrived = functools.partial(report, total=size)
+            _download(system, path, temporary, size or sys.maxsize, arrived, shown)
     return file, copies
 
 

@@ -62,6 +62,5 @@ def lacking(files: Sequence[FileFacts], directory: Path) -> list[FileFacts]:
 
 def receive(facts: FileFacts, content: bytes, directory: Path) -> None:
     """Write a file into a directory returned by `directory_here`."""
-    cache.require_room(directory, facts.nbytes, facts.path.name)
     with cache.placed(directory / facts.path.name) as temporary, cache.writing(directory):
         temporary.write_bytes(content)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import stat
 import tarfile
 import zipfile
@@ -108,25 +107,6 @@ def test_archive_that_changes_is_unpacked_again(
     zipped(archive, files(recorded))
     [second] = load(archive)
     assert (first.origin.call_index, second.origin.call_index) == (0, 7)
-
-
-def test_versions_unused_for_a_day_are_deleted(recorded: Path, tmp_path: Path, cache: Path) -> None:
-    archive = zipped(tmp_path / "calls.zip", files(recorded))
-    list(load(archive))
-    [old] = {path.parent for path in cache.rglob("*.safetensors")}
-    leftover = old / ".0123.part"
-    leftover.touch()
-    for path in (leftover, old):
-        os.utime(path, (0, 0))
-    dataset = load(archive)
-    assert not leftover.exists()
-    assert copies(cache) == ["model-0.safetensors", "model-1.safetensors"]
-    dataset.entries.pop().path.unlink()
-    entries = load(recorded).entries[:1]
-    Dataset(recorded, entries, [CaptureRecord("model", "random")]).save_manifest()
-    os.utime(old, (0, 0))
-    load(zipped(archive, files(recorded)))
-    assert not old.exists()
 
 
 def test_altered_file_costs_itself_and_is_not_kept(
@@ -278,15 +258,6 @@ def test_file_that_is_no_archive(tmp_path: Path) -> None:
         DatasetError, match=r"calls\.7z: is a file: give a directory .*\.zip, \.tar"
     ):
         load(tmp_path / "calls.7z")
-
-
-def test_full_disk(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    archive = zipped(tmp_path / "calls.zip", files(recorded))
-    dataset = load(archive)
-    usage = type("Usage", (), {"free": 10})
-    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
-    with pytest.raises(DatasetError, match="where 10 are free: make room, or set XDG_CACHE_HOME"):
-        dataset.fetch()
 
 
 def test_cache_that_cannot_be_written(recorded: Path, tmp_path: Path, cache: Path) -> None:

@@ -265,9 +265,8 @@ def test_no_header_is_longer_than_any_call_has(dataset: Dataset, length: int) ->
         FileEntry.read(path)
 
 
-@pytest.mark.parametrize("depth", [500, 100_000])
-def test_deep_json_is_damage(dataset: Dataset, depth: int) -> None:
-    deep = "[" * depth + "]" * depth
+def test_deep_json_is_damage(dataset: Dataset) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
     manifest = dataset.directory / MANIFEST
     text = manifest.read_text().replace('"settings": {}', f'"settings": {{"a": {deep}}}')
     manifest.write_text(text)

@@ -11,20 +11,13 @@ import pytest
 import torch
 
 from capture.errors import DatasetError
-from capture.storage.dataset import Dataset
 from replay.distribution.node import Node
 from replay.distribution.ray_cluster import RemoteWorkers
-from replay.distribution.transfer import FileFacts, directory_here, lacking, receive
+from replay.distribution.transfer import FileFacts
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import from_directory
 from replay.workloads.sources import RandomSource, Source
 from replay.workloads.workload import with_counterparts
-
-
-class Usage(NamedTuple):
-    """Usage of a disk, in bytes."""
-
-    free: int
 
 
 class Method(NamedTuple):
@@ -108,14 +101,3 @@ def test_unreadable_file_is_left_to_the_node(recorded: Path, elsewhere: Direct) 
     assert elsewhere._sent(workload.source) == workload.source
     with pytest.raises(DatasetError):
         loaded(workload.source)
-
-
-def test_full_disk_is_reported_in_a_sentence(
-    recorded: Path, elsewhere: Direct, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    facts = FileFacts.of(Dataset.open(recorded).entries[0].path)
-    directory = directory_here([facts])
-    assert lacking([facts], directory) == [facts]
-    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(free=10))
-    with pytest.raises(DatasetError, match="where 10 are free: make room"):
-        receive(facts, b"", directory)
