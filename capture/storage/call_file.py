@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from capture.call.mask_structure import found_in
 from capture.call.strides import pack, unpack
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.cached_copy import CachedCopy
 from capture.storage.header import GAPS, GAPS_AT_LEAST, CallHeader, dtype_name, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
@@ -71,8 +71,8 @@ class FileEntry:
     nbytes: int
     checksum: str | None
     """Checksum in the manifest (see `checksums`); None if the manifest does not list the file."""
-    cached_copy: CachedCopy | None = field(default=None, compare=False, repr=False)
-    """Copy that the file is fetched to when it is first read; None for a local file."""
+    fetch: Callable[[FileEntry], None] | None = field(default=None, compare=False, repr=False)
+    """Function that copies the file to `path` before it is read; None for a local file."""
 
     @property
     def origin(self) -> Origin:
@@ -156,8 +156,8 @@ class FileEntry:
         return call
 
     def _read(self, *, check: bool) -> dict[str, Tensor]:
-        if self.cached_copy is not None:
-            self.cached_copy.fetch(self)
+        if self.fetch is not None:
+            self.fetch(self)
         with TensorFile.opened(self.path, self.nbytes) as file:
             self._compare(file)
             return file.read(self.checksum if check else None)

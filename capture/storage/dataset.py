@@ -124,7 +124,7 @@ class Dataset(Sequence[AttentionCall]):
             if not journal.is_empty:
                 dataset._add_unfinished(journal)
         if cached_copy is not None:
-            dataset.entries = [replace(entry, cached_copy=cached_copy) for entry in dataset.entries]
+            dataset.entries = [replace(entry, fetch=cached_copy.fetch) for entry in dataset.entries]
             dataset._name_as_given(cached_copy.address)
         return dataset
 
