@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from capture.storage.arrivals import shown_arrivals
 from capture.storage.listing import listed_files
@@ -30,21 +31,23 @@ class ChosenCalls:
     """Sizes of random calls, which may be too large for a machine."""
 
 
-class CallChoice(Protocol):
-    """Interface of every choice of calls."""
+class CallChoice:
+    """Base class of every choice of calls."""
 
     def check(self) -> None:
         """Raise Error for a mistake that can be found in a fraction of a second."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
         """Open the recording; None if the calls are not recorded."""
+        return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
         """Return the calls, given the open recording."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class RecordedCalls:
+class RecordedCalls(CallChoice):
     """Calls of a recording."""
 
     where: str
@@ -59,7 +62,6 @@ class RecordedCalls:
     """The recording, if it is already open."""
 
     def check(self) -> None:
-        """Raise Error if the recording does not exist, or if no call has one of the names."""
         if self.dataset is not None:
             return
         directory = directory_of(self.where)
@@ -71,7 +73,6 @@ class RecordedCalls:
             chosen_names([Path(file).stem for file in files], self.names, files)
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Open the recording."""
         from capture.storage.dataset import Dataset
 
         if self.dataset is not None:
@@ -80,7 +81,6 @@ class RecordedCalls:
             return Dataset.open(self.where, report=report)
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the recorded calls, with their random counterparts if requested."""
         from replay.workloads.recorded import from_dataset
         from replay.workloads.workload import with_counterparts
 
@@ -93,7 +93,7 @@ class RecordedCalls:
 
 
 @dataclass(frozen=True)
-class CallsInMemory:
+class CallsInMemory(CallChoice):
     """Calls of this program, written to a directory so that worker processes can read them."""
 
     calls: tuple[AttentionCall, ...]
@@ -101,12 +101,11 @@ class CallsInMemory:
     """Empty directory that must exist until the replay has ended."""
 
     def check(self) -> None:
-        """Raise ChoiceError if there are no calls."""
         if not self.calls:
             raise ChoiceError("there is no call to replay: give at least one")
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        """Write the calls to files, and open these as a dataset."""
+        # Worker processes read the calls from files.
         from capture.storage.call_file import PackedCall
         from capture.storage.dataset import Dataset
 
@@ -118,60 +117,53 @@ class CallsInMemory:
         return dataset
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the calls as they were written."""
         return RecordedCalls(str(self.directory)).found(dataset, quiet=quiet)
 
 
-@dataclass(frozen=True)
-class RandomValues:
-    """Values of random calls."""
+@dataclass(frozen=True, kw_only=True)
+class RandomValues(CallChoice):
+    """Values of random calls; subclasses choose the shapes."""
 
-    is_causal: bool = False
     mask: str = "none"
     """One of `replay.workloads.random_masks.MASKS`, or `causal`."""
-    scale: float | None = None
     distribution: str = "normal"
     dtype: str = "bfloat16"
     seed: int = 0
 
-    def of(self, spec: Spec) -> Spec:
-        """Return the spec of a shape with these values."""
-        return replace(
-            spec,
-            is_causal=spec.is_causal or self.is_causal or self.mask == "causal",
-            mask="none" if self.mask == "causal" else self.mask,
-            scale=self.scale,
-            distribution=self.distribution,
-        )
+    def _calls(self, name: str, shapes: Sequence[Spec]) -> ChosenCalls:
+        """Return calls of these shapes."""
+        from replay.workloads.workload import random_workloads
+
+        is_causal = self.mask == "causal"
+        specs = [
+            replace(
+                spec,
+                is_causal=spec.is_causal or is_causal,
+                mask="none" if is_causal else self.mask,
+                distribution=self.distribution,
+            )
+            for spec in shapes
+        ]
+        return ChosenCalls(random_workloads(name, specs, self.seed), specs=specs)
 
 
-@dataclass(frozen=True)
-class RandomCall:
+@dataclass(frozen=True, kw_only=True)
+class RandomCall(RandomValues):
     """One random call of any shape; the sizes are those of `replay.workloads.random_calls.Spec`."""
 
-    batch: int
-    q_heads: int
-    kv_heads: int | None
+    batch: int = 1
+    q_heads: int = 16
+    kv_heads: int | None = None
     """Number of key heads; None for the number of query heads."""
-    q_len: int
-    kv_len: int | None
+    q_len: int = 1024
+    kv_len: int | None = None
     """Key length; None for the query length."""
-    head_dim: int
-    v_head_dim: int | None
+    head_dim: int = 64
+    v_head_dim: int | None = None
     """Head dimension of the value; None for `head_dim`."""
-    values: RandomValues = RandomValues()
-
-    def check(self) -> None:
-        """Check nothing: the sizes are checked when the call is created."""
-
-    def opened(self, *, quiet: bool) -> Dataset | None:
-        """Return None, because nothing is recorded."""
-        return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the call."""
         from replay.workloads import random_calls
-        from replay.workloads.workload import random_workloads
 
         spec = random_calls.Spec(
             batch=self.batch,
@@ -181,33 +173,20 @@ class RandomCall:
             kv_len=self.q_len if self.kv_len is None else self.kv_len,
             head_dim=self.head_dim,
             v_head_dim=self.head_dim if self.v_head_dim is None else self.v_head_dim,
-            dtype=random_calls.dtype(self.values.dtype),
+            dtype=random_calls.dtype(self.dtype),
         )
-        specs = [self.values.of(spec)]
-        return ChosenCalls(random_workloads("random", specs, self.values.seed), specs=specs)
+        return self._calls("random", [spec])
 
 
-@dataclass(frozen=True)
-class SuiteCalls:
+@dataclass(frozen=True, kw_only=True)
+class SuiteCalls(RandomValues):
     """Calls of a published list of shapes."""
 
-    name: str
-    longest: int | None = None
+    suite: str
+    max_seq: int | None = None
     """Maximum length; longer shapes are left out."""
-    values: RandomValues = RandomValues()
-
-    def check(self) -> None:
-        """Check nothing: the list is read when its calls are created."""
-
-    def opened(self, *, quiet: bool) -> Dataset | None:
-        """Return None, because nothing is recorded."""
-        return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the calls of the list."""
         from replay.workloads import random_calls
-        from replay.workloads.workload import random_workloads
 
-        shapes = random_calls.suite(self.name, self.values.dtype, self.longest)
-        specs = [self.values.of(spec) for spec in shapes]
-        return ChosenCalls(random_workloads(self.name, specs, self.values.seed), specs=specs)
+        return self._calls(self.suite, random_calls.suite(self.suite, self.dtype, self.max_seq))

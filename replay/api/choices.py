@@ -42,8 +42,8 @@ class MeasureChoice:
     errors_against: str = "reference"
     metrics: tuple[str, ...] = ()
     """Figures measured only on request: `energy`, `roofline`, `stats`, `resources`."""
-    save_output: Path | None = None
-    tolerances: Path | Thresholds | None = None
+    save_output: str | os.PathLike[str] | None = None
+    tolerances: str | os.PathLike[str] | Thresholds | None = None
     for_model: bool = False
     """True to measure as in a model, for a plan or a check of the model."""
     seed: int = 0
@@ -87,7 +87,7 @@ class MeasureChoice:
             energy=is_gpu and "energy" in self.metrics,
             roofline="roofline" in self.metrics,
             resources="resources" in self.metrics,
-            save_output=None if self.save_output is None else _made(self.save_output),
+            save_output=None if self.save_output is None else _made(Path(self.save_output)),
             tolerances=thresholds(self.tolerances),
         )
 
@@ -102,7 +102,7 @@ class RunPlace:
     """GPUs that share the calls: `all`, or comma-separated indices."""
     ray: str | None = None
     """Address of a Ray cluster whose devices share the calls."""
-    environments: tuple[str, ...] = ()
+    env: tuple[str, ...] = ()
     """Other Python environments: `NAME=PYTHON`, or a TOML file with a table `[environments]`."""
     timeout: float = 300.0
     """Seconds without a sign of life after which a worker is killed."""
@@ -110,13 +110,9 @@ class RunPlace:
     """True to run kernels in this process, without workers."""
 
     def __post_init__(self) -> None:
-        several = "--gpus" if self.gpus is not None else "--ray" if self.ray is not None else ""
-        if several and self.in_process:
-            raise ChoiceError(f"{several} requires worker processes: leave out --in-process")
-        if self.environments and self.in_process:
-            raise ChoiceError(
-                "environments require worker processes: leave out --in-process or --env"
-            )
+        for name in ("gpus", "ray", "env"):
+            if self.in_process and getattr(self, name):
+                raise ChoiceError(f"--{name} requires worker processes: leave out --in-process")
 
     def interpreters(self) -> dict[str, str]:
         """Return the interpreters of the other environments, by name.
@@ -124,7 +120,7 @@ class RunPlace:
         Raises:
             WorkerError: an environment cannot be used.
         """
-        return interpreters(self.environments, are_here=self.ray is None)
+        return interpreters(self.env, are_here=self.ray is None)
 
 
 @dataclass(frozen=True)
@@ -157,11 +153,7 @@ class ReplayRequest:
         """
         check_name(self.place.device)
         self.calls.check()
-        check_kernels(
-            self.kernels,
-            self.measure.special_kernels,
-            parse_files=not self.place.environments,
-        )
+        check_kernels(self.kernels, self.measure.special_kernels, parse_files=not self.place.env)
         self.place.interpreters()
 
 

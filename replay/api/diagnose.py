@@ -50,23 +50,13 @@ class ExaminationInterrupted(KeyboardInterrupt):
 def doctor(
     subject: str | os.PathLike[str] | Dataset | Sequence[AttentionCall],
     kernels: str | Sequence[str] | None = None,
-    *,
-    calls: str | Sequence[str] | None = None,
-    device: str | torch.device | None = None,
-    workers: bool = True,
-    timeout: float = TIMEOUT,
-    tolerances: str | os.PathLike[str] | Thresholds | None = None,
-    progress: bool | None = None,
+    **options: Any,
 ) -> Diagnoses: ...
 @overload
 def doctor(
     subject: torch.nn.Module | dict[str, Any] | Pipeline,
     kernels: str | Callable[..., Tensor] | Sequence[str | Callable[..., Tensor]] | None = None,
-    *,
-    max: int = 20,
-    sample: str = "hard",
-    out: str | os.PathLike[str] | None = None,
-    timeout: float = TIMEOUT,
+    **options: Any,
 ) -> AbstractContextManager[Diagnoses]: ...
 def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
     """Find out why kernels are wrong: the layer, step and head, and the cause.

@@ -30,32 +30,20 @@ class Outcome:
     """Sentence about work that the time did not suffice for; empty if nothing is missing."""
 
 
-def without_variants(assigned: Assignment) -> Assignment | None:
-    """Return the kernels without variants; None if all kernels or no kernels would remain."""
-    plain = {
-        name: [kernel for kernel in kernels if not kernel.variant_of]
-        for name, kernels in assigned.items()
-    }
-    return plain if plain != assigned and any(plain.values()) else None
-
-
 def of_complete_calls(
-    rows: Sequence[Row], stages: Sequence[Assignment], machines: Sequence[Machine]
+    rows: Sequence[Row], assigned: Assignment, machines: Sequence[Machine]
 ) -> list[Row]:
-    """Return the rows of calls that have every kernel of a stage, or that cannot be read."""
+    """Return the rows of calls that have a row of every kernel, or that cannot be read."""
     from replay.bench.resume import label_of
 
     found: dict[str, set[tuple[str, str]]] = {}
     for row in rows:
         found.setdefault(label_of(row, machines), set()).add((row.environment, row.kernel))
-    wanted = [
-        {(name, kernel.name) for name, kernels in stage.items() for kernel in kernels}
-        for stage in stages
-    ]
+    wanted = {(name, kernel.name) for name, kernels in assigned.items() for kernel in kernels}
     complete = {
         call
         for call, present in found.items()
-        if any(kernels <= present for kernels in wanted) or any(not name for _, name in present)
+        if wanted <= present or any(not name for _, name in present)
     }
     return [row for row in rows if label_of(row, machines) in complete]
 

@@ -6,9 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from replay.api.recorded_models import (
-    one_capture,
-)
+from replay.api.recorded_models import one_capture
 from replay.api.replay_calls import call_choice, replay
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attention_replay.errors import Error
-from replay.api.session import say_on_stderr
+from replay.api.messages import say
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,7 @@ class ModelRequest:
     """File of a plan to run the model with as well."""
     text: str | None = None
     """File of a text on which a language model's perplexity is measured."""
-    rounds: int | None = None
+    model_rounds: int | None = None
     """Timed runs per kernel; None for as many as fit into a few seconds."""
     trust_code: bool = False
     """True to run code files named by the recording or the plan."""
@@ -165,7 +165,7 @@ def _check_plan(
             "same with --any-device"
         )
     if not plan.device:
-        say_on_stderr(
+        say(
             f"{request.plan} does not say which type of GPU it was made "
             "on: make it again to be sure that its kernels are the fastest here"
         )

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from replay.api.call_choices import CallChoice, CallsInMemory, RecordedCalls
 from replay.api.choices import MeasureChoice, ReplayRequest, RunPlace, joined_names
 from replay.api.chosen_device import ChoiceError
-from replay.api.session import Session, say_on_stderr
+from replay.api.messages import say
+from replay.api.session import Session
 from replay.timing.defaults import ROUNDS
 
 if TYPE_CHECKING:
@@ -101,15 +102,15 @@ def replay(
         baseline=baseline,
         errors_against=errors_against,
         metrics=tuple(metrics),
-        save_output=None if save_output is None else Path(save_output),
-        tolerances=_tolerances(tolerances),
+        save_output=save_output,
+        tolerances=tolerances,
         for_model=for_model,
     )
     place = RunPlace(
         device=None if device is None else str(device),
         gpus=gpus if gpus is None or isinstance(gpus, str) else ",".join(map(str, gpus)),
         ray=ray,
-        environments=environments(env),
+        env=environments(env),
         timeout=timeout,
         in_process=not workers,
     )
@@ -133,7 +134,7 @@ def measured(request: ReplayRequest, progress: bool | None = None) -> Rows:
             pass
         outcome = session.outcome()
     if outcome.left_out and not quiet:
-        say_on_stderr(outcome.left_out)
+        say(outcome.left_out)
     return Rows(outcome.rows)
 
 
@@ -185,7 +186,3 @@ def _calls(given: Any) -> tuple[AttentionCall, ...]:
                 f"expected a directory, a Dataset or attention calls, got {type(call).__name__}"
             )
     return calls
-
-
-def _tolerances(given: str | os.PathLike[str] | Thresholds | None) -> Path | Thresholds | None:
-    return Path(given) if isinstance(given, str | os.PathLike) else given

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from capture.text.printable import printable
 from replay.api.choices import thresholds
 from replay.api.chosen_device import ChoiceError, device_of
+from replay.api.messages import say
 from replay.api.replay_calls import call_choice
-from replay.api.session import say_on_stderr
 
 if TYPE_CHECKING:
     import torch
@@ -97,7 +97,7 @@ def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bo
     with call_choice(dataset, name) as choice:
         found = choice.found(choice.opened(quiet=quiet), quiet=quiet)
     if found.note:
-        say_on_stderr(found.note)
+        say(found.note)
     calls = found.workloads
     if len(calls) != 1:
         names = ", ".join(workload.name for workload in calls[:3]) + " …" * (len(calls) > 3)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
-from capture.text.printable import printable
 from replay.api.call_choices import ChosenCalls
 from replay.api.choices import ReplayRequest, RunPlace
 from replay.api.chosen_device import device_of
 from replay.api.chosen_kernels import able_kernels, chosen_kernels
-from replay.api.outcome import Outcome, left_out, of_complete_calls, without_variants
+from replay.api.messages import say
+from replay.api.outcome import Outcome, left_out, of_complete_calls
 from replay.distribution.pace import Pace
 from replay.distribution.time_limit import TimeLimit, in_words
 
@@ -41,35 +40,8 @@ logger = logging.getLogger(__name__)
 LONG_SECONDS = 30.0
 """Minimum length of a replay that is announced; shorter ones end before a user decides to wait."""
 
-NOT_COMPARED = ("--rounds", "--max-seconds", "--max-noise", "--seed", "--metric resources")
+NOT_COMPARED = ("--rounds", "--max-seconds", "--seed", "--metric resources")
 """Options that rows do not contain, so that `--resume` cannot detect their change."""
-
-
-def say_on_stderr(sentence: str) -> None:
-    """Print a sentence about a replay on stderr."""
-    print(f"replay: {printable(sentence)}", file=sys.stderr)
-
-
-@dataclass
-class _Part:
-    """Calls to replay with the same kernels."""
-
-    assigned: Assignment
-    calls: list[Workload]
-    tiers: list[int]
-    """Tier of each call (`replay.workloads.representative`); all tiers are equal without a time
-    limit."""
-    pace: Pace
-    kernels: int
-    """Number of kernels."""
-
-    @property
-    def seconds(self) -> float:
-        """Return the expected duration in seconds, without compilation."""
-        from replay.distribution.estimate import together
-
-        expected = [self.pace.expected[call.label] for call in self.calls]
-        return together(expected, self.pace.at_a_time) * (self.pace.scale or 1.0)
 
 
 class Session:
@@ -78,27 +50,22 @@ class Session:
     Args:
         early: worker processes that are already started; None to start them in the block.
         quiet: True to show only warnings.
-        say: function that shows a sentence to the user.
-
-    Attributes:
-        dataset: the open recording; None if the calls are not recorded.
-        device: device that kernels run on; with several devices, their type.
-        machines: one machine for each type of device.
-        settings: settings for timing and judging.
-        kernels: the kernels to run.
-        assigned: the kernels by environment.
-        pythons: the interpreters of the other environments.
-        workloads: the calls.
     """
 
     dataset: Dataset | None
+    """The open recording; None if the calls are not recorded."""
     device: torch.device
+    """Device that kernels run on; with several devices, their type."""
     machines: list[Machine]
+    """One machine for each type of device."""
     settings: Settings
     kernels: list[Kernel]
     assigned: Assignment
+    """The kernels by environment."""
     pythons: dict[str, str]
+    """The interpreters of the other environments."""
     workloads: list[Workload]
+    """The calls to replay."""
 
     def __init__(
         self,
@@ -106,16 +73,13 @@ class Session:
         *,
         early: First | None = None,
         quiet: bool = False,
-        say: Callable[[str], None] = say_on_stderr,
     ) -> None:
         self.request = request
         self.limit = TimeLimit(request.max_time)
         self._early = early
         self._quiet = quiet
-        self._say = say
         self._where: Execution
         self._rows: list[Row] = []
-        self._parts: list[_Part] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Session:
@@ -151,9 +115,9 @@ class Session:
             self._check_size(found)
         self.workloads = found.workloads
         if found.note:
-            self._say(found.note)
+            say(found.note)
         if not self._quiet and (unread := self._no_readings()):
-            self._say(unread)
+            say(unread)
         self.assigned = self._where.assign(self.kernels, self.device)
         for name, kernels in self.assigned.items():
             logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in kernels))
@@ -184,7 +148,7 @@ class Session:
             execution(first, self.pythons, self.request.place.timeout, place) as where,
         ):
             if trouble:
-                self._say(f"{trouble}; times include the load of both")
+                say(f"{trouble}; times include the load of both")
             yield where
 
     def _check_size(self, found: ChosenCalls) -> None:
@@ -206,12 +170,22 @@ class Session:
 
     def rows(self) -> Generator[Row, None, None]:
         """Yield rows as calls are finished, excluding the rows of a resumed file."""
-        self._parts = self._planned()
-        seconds = sum(part.seconds for part in self._parts)
+        from replay.distribution.estimate import Rates, expected_seconds, together
+
+        calls = self._calls
+        if self.request.resume is not None:
+            self._rows, calls = self._resumed(self.request.resume)
+        if not calls:
+            return
+        able = {name: able_kernels(kernels, self.device) for name, kernels in self.assigned.items()}
+        expected = expected_seconds(calls, able, self.settings, Rates.of(self.device))
+        pace = Pace(expected, self._where.at_a_time)
+        seconds = together([*expected.values()], pace.at_a_time)
         is_long = self.limit.seconds is not None or seconds >= LONG_SECONDS
-        if self._parts and is_long and not self._quiet:
-            self._say(self._announced())
-        with contextlib.closing(self._measured()) as measured:
+        if is_long and not self._quiet:
+            kernels = len({kernel.name for group in able.values() for kernel in group})
+            say(self._announced(calls, kernels, seconds))
+        with contextlib.closing(self._measured(calls, pace)) as measured:
             for row in measured:
                 self._rows.append(row)
                 if row.first_call_ms is not None:
@@ -232,7 +206,7 @@ class Session:
         in_order = sorted(latest(self._rows), key=lambda row: places[label[id(row)]])
         shown = in_order
         if is_early_end:
-            shown = of_complete_calls(in_order, self._stages(), self.machines)
+            shown = of_complete_calls(in_order, self.assigned, self.machines)
         is_in_order = [id(row) for row in in_order] == [id(row) for row in self._rows]
         missing = left_out(self._calls, shown, self.machines, self.assigned)
         return Outcome(shown, in_order, is_in_order, missing)
@@ -246,98 +220,54 @@ class Session:
             replace(call, on=machine.device) for machine in self.machines for call in self.workloads
         ]
 
-    def _stages(self) -> list[Assignment]:
-        """Return the kernels of each pass over all calls; variants come in a second pass."""
-        first = without_variants(self.assigned)
-        return [self.assigned] if first is None else [first, self.assigned]
-
-    def _planned(self) -> list[_Part]:
-        """Return the parts to measure, without the rows that a resumed file already has."""
-        from replay.distribution.estimate import Rates, expected_seconds
-        from replay.workloads.representative import tiers
-
-        calls, stages = self._calls, self._stages()
-        left = [calls] * len(stages)
-        if self.request.resume is not None:
-            self._rows, left = self._resumed(self.request.resume, stages)
-        tier_of: dict[str, int] = {}
-        if self.limit.seconds is None:  # every call runs, so their order does not matter
-            stages, left = stages[-1:], left[-1:]
-        else:
-            names = (call.name for call in self.workloads)
-            tier_of = dict(zip(names, tiers(self.workloads), strict=True))
-        rates, parts = Rates.of(self.device), []
-        for stage, waiting in zip(stages, left, strict=True):
-            able = {name: able_kernels(kernels, self.device) for name, kernels in stage.items()}
-            expected = expected_seconds(waiting, able, self.settings, rates)
-            pace = Pace(expected, self._where.at_a_time)
-            if waiting:
-                kernels = len({kernel.name for group in able.values() for kernel in group})
-                order = [tier_of.get(call.name, 0) for call in waiting]
-                parts.append(_Part(stage, waiting, order, pace, kernels))
-        return parts
-
-    def _resumed(
-        self, path: Path, stages: Sequence[Assignment]
-    ) -> tuple[list[Row], list[list[Workload]]]:
-        """Return the complete rows of a file, and the remaining calls of every stage."""
-        from replay.bench.resume import finished_rows, label_of
+    def _resumed(self, path: Path) -> tuple[list[Row], list[Workload]]:
+        """Return the rows of the complete calls of a file, and the remaining calls."""
+        from replay.bench.resume import finished_rows
         from replay.rows.row_files import save_jsonl
 
-        rows: dict[str, list[Row]] = {}
-        left: list[list[Workload]] = []
-        for stage in stages:
-            found, waiting = finished_rows(path, self._calls, stage, self.machines, self.settings)
-            of_stage: dict[str, list[Row]] = {}
-            for row in found:
-                of_stage.setdefault(label_of(row, self.machines), []).append(row)
-            rows |= of_stage
-            left.append(waiting)
-        kept = [row for call in self._calls for row in rows.get(call.label, [])]
+        kept, left = finished_rows(path, self._calls, self.assigned, self.machines, self.settings)
         save_jsonl(kept, path)
         if kept and not self._quiet:
-            labels = {label_of(row, self.machines) for row in kept}
-            count = len(labels - {call.label for call in left[-1]})
+            count = len(self._calls) - len(left)
             are = "1 call is" if count == 1 else f"{count} calls are"
-            self._say(
+            say(
                 f"{are} kept as measured before, even if {', '.join(NOT_COMPARED)} changed; "
-                f"{len(left[-1])} to go"
+                f"{len(left)} to go"
             )
         return kept, left
 
-    def _measured(self) -> Generator[Row, None, None]:
-        """Yield the rows of all parts until the time is over."""
+    def _measured(self, calls: list[Workload], pace: Pace) -> Generator[Row, None, None]:
+        """Yield the rows of calls until the time is over."""
         from replay.report.progress import shown_progress
         from replay.workers.process import Stopped
+        from replay.workloads.representative import tiers
         from replay.workloads.schedule import Schedule
 
-        with self.limit.watched():
-            for part in self._parts:
-                pace = part.pace
+        def is_in_time(call: Workload) -> bool:
+            scale = pace.scale if pace.is_reliable else None
+            return self.limit.allows(pace.expected[call.label] * (scale or 1.0))
 
-                def is_in_time(call: Workload, pace: Pace = pace) -> bool:
-                    scale = pace.scale if pace.is_reliable else None
-                    return self.limit.allows(pace.expected[call.label] * (scale or 1.0))
+        order = None  # without a limit every call runs, so their order does not matter
+        if self.limit.seconds is not None:
+            names = (call.name for call in self.workloads)
+            tier_of = dict(zip(names, tiers(self.workloads), strict=True))
+            order = [tier_of[call.name] for call in calls]
+        expected = [pace.expected[call.label] for call in calls]
+        schedule = Schedule(calls, order, is_in_time, expected)
+        with (
+            self.limit.watched(),
+            shown_progress(pace, quiet=self._quiet) as report,
+            contextlib.suppress(Stopped),
+        ):
+            yield from self._where.replay(schedule, self.assigned, self.settings, report)
 
-                expected = [pace.expected[call.label] for call in part.calls]
-                schedule = Schedule(part.calls, part.tiers, is_in_time, expected)
-                with shown_progress(pace, quiet=self._quiet) as report:
-                    try:
-                        yield from self._where.replay(
-                            schedule, part.assigned, self.settings, report
-                        )
-                    except Stopped:
-                        return
-
-    def _announced(self) -> str:
+    def _announced(self, calls: Sequence[Workload], kernels: int, seconds: float) -> str:
         """Return the announcement: the work, its place, and the expected duration."""
-        parts = self._parts
-        calls = len({call.name for part in parts for call in part.calls})
-        devices = parts[0].pace.at_a_time
-        what = f"{counted(calls, 'call')} × {counted(parts[-1].kernels, 'kernel')}"
+        devices = self._where.at_a_time
+        number = len({call.name for call in calls})
+        what = f"{counted(number, 'call')} × {counted(kernels, 'kernel')}"
         several = f"{devices} × " if devices > 1 else ""
         types = " and ".join(machine.device for machine in self.machines)
-        seconds = sum(part.seconds for part in parts)
         sentence = f"{what} on {several}{types}: about {in_words(seconds)} (a guess)"
         if self.limit.seconds is not None and not self.limit.allows(seconds):
             within = in_words(self.limit.seconds)

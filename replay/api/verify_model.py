@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attention_replay.errors import Error
 from replay.api.choices import joined_names
-from replay.api.recorded_models import (
-    ModelRequest,
-    RecordedModels,
-    recorded_models,
-)
+from replay.api.messages import say
+from replay.api.recorded_models import ModelRequest, RecordedModels, recorded_models
 from replay.api.replay_calls import call_choice, environments, replay
-from replay.api.session import say_on_stderr
 from replay.workers.environment_options import interpreters
 
 if TYPE_CHECKING:
@@ -126,7 +122,7 @@ def verify(
     if troubles and not found:
         raise Error("; ".join(troubles))
     for trouble in troubles:
-        say_on_stderr(trouble)
+        say(trouble)
     return found
 
 
@@ -136,7 +132,6 @@ def check_models(
     assigned: Assignment,
     pythons: Mapping[str, str],
     *,
-    seed: int = 0,
     save_output: Path | None = None,
     report: Callable[[str], None] = lambda stage: None,
 ) -> Iterator[ModelChecks]:
@@ -151,7 +146,7 @@ def check_models(
         model_rows = [row for row in rows if row.call.model == capture.model]
         try:
             checks = _checks(
-                models, capture, build, model_rows, assigned, pythons, seed, save_output, report
+                models, capture, build, model_rows, assigned, pythons, save_output, report
             )
         except Error as error:
             yield ModelChecks(capture.model, [], str(error))
@@ -195,7 +190,6 @@ def _checks(
     rows: Sequence[Row],
     assigned: Assignment,
     pythons: Mapping[str, str],
-    seed: int,
     save_output: Path | None,
     report: Callable[[str], None],
 ) -> list[ModelResult]:
@@ -210,6 +204,10 @@ def _checks(
 
     request = models.request
     groups, failed = _variants(rows, assigned, pythons, capture)
+
+    def reported(stage: str) -> None:
+        report(f"{capture.model}: {stage}")
+
     kernel_at = {}
     if request.plan is not None and models.plan and models.plan.model == capture.model:
         path = Path(request.plan)
@@ -217,16 +215,13 @@ def _checks(
         kernel_at[path.name] = partial(_planned, models.plan)
     found: list[ModelResult] = []
     for variants in groups:
-        process = ModelProcess(
-            sys.executable, build, request.timeout, partial(_report, report, capture.model)
-        )
+        process = ModelProcess(sys.executable, build, request.timeout, reported)
         checks = check(
             capture,
             rows,
             variants,
             process,
-            rounds=request.rounds,
-            seed=seed,
+            rounds=request.model_rounds,
             text=models.text,
             kernel_at=kernel_at,
             save_output=save_output,
@@ -240,10 +235,6 @@ def _planned(plan: Plan, module: str, phase: str) -> KernelId:
     from replay.rows.row import KernelId
 
     return KernelId(plan.kernel_at(module, phase))
-
-
-def _report(report: Callable[[str], None], model: str, stage: str) -> None:
-    report(f"{model}: {stage}")
 
 
 def _variants(
@@ -274,7 +265,12 @@ def _variants(
             except KeyError:
                 refused = f"the interpreter of {environment} is not named: give --env"
         for kernel in kernels:
-            own_rows = _tried(rows, environment, kernel)
+            own_rows = [
+                row
+                for row in rows
+                if (row.environment, row.kernel) == (environment, kernel.name)
+                and row.status not in ("unavailable", "unsupported")
+            ]
             if not own_rows or kernel.name == OWN:
                 continue
             name = str(own_rows[0].id)
@@ -289,12 +285,3 @@ def _variants(
             )
             groups.setdefault(process, []).append(variant)
     return list(groups.values()), failed
-
-
-def _tried(rows: Sequence[Row], environment: str, kernel: Kernel) -> list[Row]:
-    return [
-        row
-        for row in rows
-        if (row.environment, row.kernel) == (environment, kernel.name)
-        and row.status not in ("unavailable", "unsupported")
-    ]

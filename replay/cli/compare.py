@@ -5,30 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from rich.console import Console
 
-from capture.command_line.parser import Listed, OneSentenceParser
-from capture.text.printable import printable
+from capture.command_line.parser import Listed
 from replay.api.compare_rows import ComparedRuns, compare, run_of
-from replay.cli import shared_options as options
-from replay.cli.files import (
-    UsageError,
-    check_place,
-    noted,
-    opened,
-    say_unwritten,
-    shared_file,
-)
-from replay.comparison.conditions import CONDITIONS, Condition, failures, read_conditions
+from replay.api.messages import say
+from replay.cli.files import UsageError, check_files, noted, opened, say_unwritten
+from replay.cli.shared_options import VerbParser
+from replay.comparison.conditions import CONDITIONS, failures, read_conditions
 from replay.report.comparison.markdown import to_markdown
 from replay.report.comparison.plain_text import print_comparison
-from replay.report.comparison.sections import Sections, sections
+from replay.report.comparison.sections import sections
 from replay.rows.row_files import plain
-
-WRITTEN = ("markdown", "json")
 
 EXAMPLES = """\
   replay compare before.jsonl after.jsonl               what became faster, slower or wrong?
@@ -37,15 +28,15 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay compare`."""
-    command = options.verb(
+    command = VerbParser(
         "compare",
         "Compare runs that `replay --json` wrote: speed and accuracy of the same kernel\n"
         "on the same call.",
         EXAMPLES,
     )
-    command.add_argument("before", metavar="BEFORE", help="the file of rows to compare with")
+    command.add_argument("before", metavar="BEFORE", help="file of rows to compare with")
     command.add_argument("after", metavar="AFTER", nargs="+", help="files of rows")
     command.add_argument(
         "--of",
@@ -56,23 +47,23 @@ def parser() -> OneSentenceParser:
     command.add_argument(
         "--spread",
         metavar="WHAT",
-        help="how far two equal runs differ: a share (1.5%%), or the rows of a second run of "
+        help="difference between two equal runs: a share (1.5%%), or the rows of a second run of "
         "BEFORE (default: 0)",
     )
     command.add_argument(
         "--fail-on",
         action=Listed,
         metavar="A,B",
-        help=f"exit with 1 if one holds: {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
+        help=f"exit with 1 on any of {', '.join(CONDITIONS)}; slow:3%% only by more than 3 %%",
     )
-    options.add_markdown(command)
-    options.add_json(command, resume=False, what="every row of it as JSON")
-    options.add_common(command, verbosity=False)
+    command.add("--markdown")
+    command.add("--json", help="write all comparisons as JSON (- for stdout)")
+    command.add_common(verbosity=False)
     command.add_version()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Compare runs, print and write the changes; return 1 if a condition of `--fail-on` is met.
 
     Raises:
@@ -80,27 +71,26 @@ def run(argv: Sequence[str]) -> int:
         ComparisonError: the runs cannot be compared.
         RowsError: a file cannot be read.
     """
-    arguments = parser().parse_args(argv)
-    if wrong := _misuse(arguments):
-        raise UsageError(wrong)
-    for option in WRITTEN:
-        check_place(getattr(arguments, option))
+    _check(arguments)
     conditions = read_conditions(arguments.fail_on)
     after = [run_of(name) for name in arguments.after]
     before = run_of(arguments.before)
     compared = [compare(before, run, of=arguments.of, spread=arguments.spread) for run in after]
     unwritten: list[str] = []
     _show(compared, arguments, unwritten)
-    return max(_exit_code(compared, conditions), say_unwritten(unwritten))
+    failed = failures(compared, conditions)
+    if failed:
+        say(f"failed: {'; '.join(failed)}")
+    return max(1 if failed else 0, say_unwritten(unwritten))
 
 
 def _show(
     compared: Sequence[ComparedRuns], arguments: argparse.Namespace, unwritten: list[str]
 ) -> None:
-    """Write and print comparisons."""
-    said = [sections(comparison) for comparison in compared]
+    """Write comparisons, and print them below each other."""
+    found = [sections(comparison) for comparison in compared]
     formats: dict[str, Callable[[], str]] = {
-        "markdown": lambda: to_markdown(said),
+        "markdown": partial(to_markdown, found),
         "json": lambda: json.dumps(plain([one.to_json() for one in compared]), indent=1) + "\n",
     }
     places = {name: getattr(arguments, name) for name in formats}
@@ -111,36 +101,19 @@ def _show(
                 if file is not None:
                     file.write(formats[name]())
     finally:
-        _print(said, Console(highlight=False, stderr="-" in places.values()))
+        console = Console(highlight=False, stderr="-" in places.values())
+        for number, parts in enumerate(found):
+            if number:
+                console.print()
+            print_comparison(parts, console)
 
 
-def _print(said: Sequence[Sections], console: Console) -> None:
-    """Print comparisons below each other."""
-    for number, parts in enumerate(said):
-        if number:
-            console.print()
-        print_comparison(parts, console)
-
-
-def _exit_code(compared: Sequence[ComparedRuns], conditions: Sequence[Condition]) -> int:
-    """Print the conditions that are met to stderr; return 1 if there are any."""
-    failed = failures(compared, conditions)
-    if failed:
-        print(f"replay: failed: {printable('; '.join(failed))}", file=sys.stderr)
-    return 1 if failed else 0
-
-
-def _misuse(arguments: argparse.Namespace) -> str:
-    """Return a sentence about arguments that contradict each other; empty if there are none."""
-    names = [arguments.before, *arguments.after]
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise UsageError if a run is named twice, or if a file cannot be written."""
     read: dict[str, str] = {}
-    for name in names:
+    for name in (arguments.before, *arguments.after):
         other = read.setdefault(os.path.realpath(name), name)
         if other is not name:
             same = name if other == name else f"{other} and {name}"
-            return f"{same} is the same file twice: name two runs"
-    for option in WRITTEN:
-        given = getattr(arguments, option)
-        if given not in (None, "-") and os.path.realpath(given) in read:
-            return f"--{option} would overwrite {given}: name another file"
-    return shared_file(arguments, ("spread",), WRITTEN)
+            raise UsageError(f"{same} is the same file twice: name two runs")
+    check_files(arguments)

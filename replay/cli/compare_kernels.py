@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING
+import argparse
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
-from replay.cli import shared_options as options
-from replay.cli.files import output_file
-from replay.cli.requests import recorded_calls, request_of
-from replay.cli.showing import show
-
-if TYPE_CHECKING:
-    import argparse
+from replay.cli.replayed import show
+from replay.cli.requests import recorded_calls
+from replay.cli.shared_options import DEVICES, RECORDING, TIMING, WAITING, VerbParser
 
 EXAMPLES = """\
   replay --dir captured_inputs                                every kernel × every recorded call
@@ -36,52 +28,31 @@ other verbs, each with its own --help:
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay --dir`."""
-    command = options.verb(
+    command = VerbParser(
         "",
         "Run attention kernels on recorded calls: how fast, how accurate, which to use.",
         f"{EXAMPLES}\n{VERBS}",
         usage="replay --dir DIR [options]   or   replay VERB …",
     )
-    what = command.add_argument_group("what to replay")
-    options.add_recording(what)
+    what = command.group("what to replay", *RECORDING)
     what.add_argument(
         "--versus-random",
         action="store_true",
-        help="replay each call beside random values, and show how far those mislead",
+        help="replay each call with random values too, and show how far those mislead",
     )
-    options.add_kernels(what)
-    how = command.add_argument_group("how to measure, and where")
-    options.add_timing(how)
-    options.add_limits(how)
-    options.add_place(how, several=True)
-    shown = command.add_argument_group("what to show and write")
-    options.add_metric(shown)
-    options.add_errors_against(shown)
-    options.add_tolerances(shown)
+    command.add("--kernels", to=what)
+    how = (*TIMING, "--baseline-kernel", "--max-time", DEVICES, "--env", WAITING)
+    command.group("how to measure, and where", *how)
+    shown = command.group("what to show and write", "--metric", "--errors-against", "--tolerances")
     shown.add_argument("--per-call", action="store_true", help="a table per call, not per shape")
-    options.add_json(shown)
-    shown.add_argument(
-        "--csv", type=output_file, metavar="FILE", help="write the rows as CSV (- for stdout)"
-    )
-    options.add_report(shown)
-    options.add_saved_output(shown)
-    options.add_check(shown)
-    options.add_common(shown)
+    command.add("--json", "--resume", "--report", "--check", to=shown)
+    command.add_common(shown)
     command.add_version(shown)
     return command
 
 
-def run(argv: Sequence[str]) -> int:
-    """Replay, print and write; return 1 if a call cannot be read or `--check` fails.
-
-    Raises:
-        Error: an argument cannot be used.
-    """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    return show(arguments, parser(), lambda: request_of(arguments, recorded_calls(arguments)))
+def run(arguments: argparse.Namespace) -> int:
+    """Replay, print and write; return 1 if a call cannot be read or `--check` fails."""
+    return show(arguments, recorded_calls(arguments))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import argparse
+from functools import partial
 
 from rich.console import Console
 
-from capture.command_line.parser import OneSentenceParser
 from replay.api.compare_rows import run_of
-from replay.cli import shared_options as options
-from replay.cli.files import UsageError, check_place, opened
+from replay.cli.files import check_files, write_and_show
+from replay.cli.shared_options import VerbParser
 from replay.comparison.device_types import across_devices
 from replay.report.device_tables import devices_markdown, print_devices
 
@@ -20,40 +19,29 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay devices`."""
-    command = options.verb(
+    command = VerbParser(
         "devices",
-        "Merge what `replay --json` wrote on several types of device: a table for each,\n"
-        "and a matrix of kernels and devices.",
+        "Merge the files that `replay --json` wrote on several types of device: a table for\n"
+        "each, and a matrix of kernels and devices.",
         EXAMPLES,
     )
-    command.add_argument("rows", nargs="+", metavar="ROWS", help="what `replay --json` wrote")
-    options.add_markdown(command)
-    options.add_common(command, verbosity=False)
+    command.add_argument("rows", nargs="+", metavar="ROWS", help="files that `replay --json` wrote")
+    command.add("--markdown")
+    command.add_common(verbosity=False)
     command.add_version()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
-    """Merge runs, and print and write the tables.
-
-    Raises:
-        UsageError: a file cannot be used.
-        ComparisonError: the runs cannot be merged.
-        RowsError: a file cannot be read.
-    """
-    arguments = parser().parse_args(argv)
-    written = arguments.markdown
-    read = [Path(name).resolve() for name in arguments.rows]
-    if written not in (None, "-") and Path(written).resolve() in read:
-        raise UsageError(f"--markdown would overwrite {written}: name another file")
-    check_place(written)
+def run(arguments: argparse.Namespace) -> int:
+    """Merge runs, and print and write the tables."""
+    check_files(arguments)
     merged = across_devices([run_of(name) for name in arguments.rows])
-    try:
-        with opened(written) as file:
-            if file is not None:
-                file.write(devices_markdown(merged))
-    finally:  # the tables are shown even if the file cannot be written
-        print_devices(merged, Console(highlight=False, stderr=written == "-"))
+    console = Console(highlight=False, stderr=arguments.markdown == "-")
+    write_and_show(
+        arguments.markdown,
+        partial(devices_markdown, merged),
+        partial(print_devices, merged, console),
+    )
     return 0

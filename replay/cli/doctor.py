@@ -8,20 +8,18 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.command_line.parser import OneSentenceParser, positive
-from capture.command_line.verbosity import narrated
+from capture.command_line.parser import positive
 from capture.text.printable import printable
 from replay.api.call_choices import RecordedCalls
 from replay.api.chosen_device import device_of
 from replay.api.diagnose import ExaminationInterrupted, able_kernels, doctor
-from replay.api.session import say_on_stderr
-from replay.cli import shared_options as options
-from replay.cli.files import UsageError, check_files, opened
+from replay.api.messages import say
+from replay.cli.files import UsageError, check_files, write_and_show
+from replay.cli.shared_options import WAITING, VerbParser
 from replay.cli.stdout import reserved_stdout
 
 if TYPE_CHECKING:
@@ -39,9 +37,9 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay doctor`."""
-    command = options.verb(
+    command = VerbParser(
         "doctor",
         "Find out why kernels are wrong on recorded calls: on which layer, step and head,\n"
         "what causes it and how that was found, and what to use instead. Exits with 1 if\n"
@@ -49,7 +47,7 @@ def parser() -> OneSentenceParser:
         EXAMPLES,
     )
     source = command.add_mutually_exclusive_group(required=True)
-    options.add_directory(source, required=False)
+    command.add("--dir", to=source, required=False)
     source.add_argument(
         "--model",
         metavar="MODEL",
@@ -59,30 +57,24 @@ def parser() -> OneSentenceParser:
         "--max",
         type=positive,
         metavar="N",
-        help=f"with --model: number of calls to record (default {CALLS})",
+        help=f"number of calls to record with --model (default {CALLS})",
     )
-    options.add_calls(command)
-    options.add_kernels(command)
-    options.add_device(command)
-    options.add_workers(command)
-    options.add_tolerances(command)
-    options.add_json(command, resume=False, what="the list of findings as JSON")
-    options.add_common(command)
+    command.add("--call", "--kernels", "--device", WAITING, "--tolerances")
+    command.add("--json", help="write the list of findings as JSON (- for stdout)")
+    command.add_common()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Examine kernels, print and write the findings; return 1 if a kernel is wrong.
 
     Raises:
         Error: an argument cannot be used.
     """
-    arguments = parser().parse_args(argv)
     check_files(arguments)
     if arguments.max is not None and arguments.model is None:
         raise UsageError("--max limits what is recorded: give --model MODEL")
-    examine = _examine if arguments.model is None else _record_and_examine
-    return narrated(arguments.verbose)(partial(examine, arguments))()
+    return _examine(arguments) if arguments.model is None else _record_and_examine(arguments)
 
 
 def _record_and_examine(arguments: argparse.Namespace) -> int:
@@ -143,15 +135,13 @@ def _examine(arguments: argparse.Namespace) -> int:
             )
     except ExaminationInterrupted as interrupted:
         raise KeyboardInterrupt(_interruption(interrupted, arguments.json)) from None
-    try:
-        with opened(arguments.json) as file:
-            if file is not None:
-                json.dump(plain([diagnosis.to_json() for diagnosis in found.found]), file, indent=1)
-                file.write("\n")
-    finally:  # the findings are shown even if the file cannot be written
-        _print(found, arguments.json)
+    write_and_show(
+        arguments.json,
+        lambda: json.dumps(plain([one.to_json() for one in found.found]), indent=1) + "\n",
+        partial(_print, found, arguments.json),
+    )
     for sentence in found.left_out:
-        say_on_stderr(sentence)
+        say(sentence)
     return 1 if found.found or found.unreadable else 0
 
 

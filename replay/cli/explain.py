@@ -5,19 +5,18 @@ The module imports torch only after reading the file.
 
 from __future__ import annotations
 
+import argparse
 import difflib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from capture.command_line.parser import OneSentenceParser
 from capture.text.printable import printable
 from replay.api.write_report import read_checks
-from replay.cli import shared_options as options
 from replay.cli.files import UsageError
+from replay.cli.shared_options import VerbParser
 from replay.report.explanation import PHASES, explanation
 from replay.rows.row_files import RowsError, rebuilt
 
@@ -25,35 +24,34 @@ if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay explain`."""
-    command = options.verb(
+    command = VerbParser(
         "explain",
-        "Say in a paragraph why a kernel that is fast alone is slow in a model: what its\n"
-        "speed would gain the model, and what takes that away.",
+        "Explain in a paragraph why a kernel that is fast alone is slow in a model: what its\n"
+        "speed would gain, and where that gain is lost.",
     )
     command.add_argument(
-        "checks", type=Path, metavar="FILE", help="what `replay verify --checks FILE` wrote"
+        "checks", type=Path, metavar="FILE", help="file that `replay verify --checks FILE` wrote"
     )
-    options.add_kernel(command)
+    command.add("--kernel")
     command.add_argument(
         "--phase",
         choices=PHASES,
         metavar="PHASE",
         help=f"{', '.join(PHASES)} (default: the phase that takes most of a run)",
     )
-    options.add_common(command, verbosity=False)
+    command.add_common(verbosity=False)
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print a paragraph for each kernel.
 
     Raises:
         UsageError: the file does not contain the named kernel, or contains no kernel.
         RowsError: the file cannot be read.
     """
-    arguments = parser().parse_args(argv)
     checks = _read(arguments.checks)
 
     from replay.end_to_end.model_process import BASELINE

@@ -6,22 +6,24 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from attention_replay.errors import Error
 from capture.command_line.parser import not_empty
 from capture.storage.names import is_of_dataset
-from capture.text.printable import printable
+from replay.api.messages import say
 from replay.rows.replacement import why_not_written
-from replay.rows.row_files import Writable
+from replay.rows.row_files import Writable, read_jsonl
 
-WRITTEN_FILES = ("json", "csv", "checks", "out", "report")
-"""Options that name a file to write; `-` means stdout."""
+WRITTEN_FILES = ("json", "csv", "checks", "out", "report", "markdown", "plot", "save_output")
+"""Options that name a file or a directory to write; `-` means stdout."""
 
-READ_FILES = ("dir", "tolerances")
-"""Options of most verbs that name a file to read."""
+DIRECTORIES = ("plot", "save_output")
+
+READ_FILES = ("dir", "tolerances", "plan", "text", "rows", "before", "after", "spread")
+"""Arguments that name files to read."""
 
 if TYPE_CHECKING:
     from replay.rows.row import Row
@@ -45,7 +47,7 @@ def output_file(given: str) -> str:
 
 def stdout_is_taken(arguments: argparse.Namespace) -> bool:
     """Return True if an option writes to stdout, so that tables go to stderr or are not printed."""
-    return "-" in [vars(arguments).get(name) for name in WRITTEN_FILES]
+    return any(vars(arguments).get(name) == "-" for name in WRITTEN_FILES)
 
 
 @contextlib.contextmanager
@@ -61,8 +63,22 @@ def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
 def say_unwritten(unwritten: Sequence[str]) -> int:
     """Print the collected reasons to stderr, and return the exit code."""
     for sentence in unwritten:
-        print(f"replay: {printable(sentence)}", file=sys.stderr)
+        say(sentence)
     return 2 if unwritten else 0
+
+
+def write_and_show(path: str | None, text: Callable[[], str], show: Callable[[], object]) -> None:
+    """Write a text to a file, or to stdout for `-`; then show the results in any case.
+
+    Raises:
+        NotWritten: the file cannot be written.
+    """
+    try:
+        with opened(path) as file:
+            if file is not None:
+                file.write(text())
+    finally:
+        show()
 
 
 @contextlib.contextmanager
@@ -100,9 +116,7 @@ def opened(
 class _Output:
     """File that is opened at the first write.
 
-    Args:
-        path: path as the user wrote it; a kernel may change the current directory in the meantime.
-        append: True to keep the content of the file.
+    The path is as the user wrote it; a kernel may change the current directory in the meantime.
     """
 
     def __init__(self, path: str, *, append: bool) -> None:
@@ -181,19 +195,35 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES) -> None:
-    """Check before any work that the files of a verb can be written.
+    """Check before any work that the files of a verb can be written, each to a place of its own.
 
     Args:
-        read: attributes of the options that name files to read.
+        read: arguments that name files to read.
 
     Raises:
-        UsageError: a file cannot be written, or two options name the same file.
+        UsageError: a file cannot be written.
     """
-    if wrong := shared_file(arguments, read, (*WRITTEN_FILES, "save_output")):
-        raise UsageError(wrong)
+    given = vars(arguments)
+    inputs: set[str] = set()
+    for name in read:
+        paths = given.get(name) or []
+        inputs.update(map(os.path.realpath, paths if isinstance(paths, list) else [paths]))
+    outputs: dict[str, str] = {}
     for name in WRITTEN_FILES:
-        check_place(vars(arguments).get(name))
-    if vars(arguments).get("per_call") and stdout_is_taken(arguments):
+        path = given.get(name)
+        if path is None or name in read:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        place = "stdout" if path == "-" else os.path.realpath(path)
+        if place in inputs:
+            raise UsageError(f"{option} would overwrite {path}: name another file")
+        other = outputs.setdefault(place, option)
+        if other != option:
+            where = "stdout" if path == "-" else path
+            raise UsageError(f"{other} and {option} both name {where}: give each a file of its own")
+        if name not in DIRECTORIES:
+            check_place(path)
+    if given.get("per_call") and stdout_is_taken(arguments):
         raise UsageError("--per-call is about tables: name a file in place of -")
 
 
@@ -204,39 +234,28 @@ def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
         UsageError: the file does not exist, or `--json` requests measured rows too.
         RowsError: the file cannot be read.
     """
-    from replay.rows.row_files import read_jsonl
-
     if arguments.rows is None:
         return None
     if arguments.json is not None:
         raise UsageError("--json is for rows that are measured: leave it out, or --rows")
-    try:
-        rows, is_cut_off = read_jsonl(Path(arguments.rows))
-    except FileNotFoundError:
-        raise UsageError(
-            f"{arguments.rows}: no such file; write one with `replay plan --json`"
-        ) from None
-    if is_cut_off:
-        sentence = "ends within a row: its replay was interrupted"
-        print(f"replay: {printable(arguments.rows)} {sentence}", file=sys.stderr)
-    return rows
+    return rows_of_file(arguments.rows, "replay plan")
 
 
-def shared_file(arguments: argparse.Namespace, read: Sequence[str], written: Sequence[str]) -> str:
-    """Return a sentence about two options that name the same file to write; empty if none do.
+def rows_of_file(path: str, command: str = "replay") -> list[Row]:
+    """Return the rows of a file, and warn if the file ends within a row.
 
     Args:
-        read: attributes of the options that name files to read.
-        written: attributes of the options that name files to write.
+        command: command that writes such rows.
+
+    Raises:
+        UsageError: the file does not exist.
+        RowsError: the file cannot be read.
     """
-    found: dict[str, str] = {}
-    for name in (*read, *written):
-        given = vars(arguments).get(name)
-        if given is None:
-            continue
-        option = f"--{name.replace('_', '-')}"
-        other = found.setdefault("-" if given == "-" else os.path.realpath(given), option)
-        if other != option and name in written:
-            where = "stdout" if given == "-" else given
-            return f"{other} and {option} both name {where}: give each a file of its own"
-    return ""
+    try:
+        rows, is_cut_off = read_jsonl(Path(path))
+    except FileNotFoundError:
+        remedy = f"write one with `{command} --json FILE`"
+        raise UsageError(f"there is no file {path}: {remedy}") from None
+    if is_cut_off:
+        say(f"{path} ends within a row: its replay was interrupted")
+    return rows

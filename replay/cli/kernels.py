@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
 from replay.api.choices import RunPlace
 from replay.api.list_kernels import listing
-from replay.cli import shared_options as options
+from replay.cli.requests import chosen
+from replay.cli.shared_options import WAITING, VerbParser
 
 EXAMPLES = """\
   replay kernels                                        all kernels
@@ -19,10 +16,10 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay kernels`."""
-    command = options.verb(
-        "kernels", "List kernels, and say which of them can run on this machine.", EXAMPLES
+    command = VerbParser(
+        "kernels", "List kernels, and report which of them can run on this machine.", EXAMPLES
     )
     command.add_argument(
         "pattern",
@@ -30,31 +27,14 @@ def parser() -> OneSentenceParser:
         metavar="A,'GLOB*'",
         help="names and globs of kernels (default: all)",
     )
-    options.add_device(command)
-    options.add_environments(command)
-    options.add_workers(command)
-    options.add_common(command)
+    command.add("--device", "--env", WAITING)
+    command.add_common()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
-    """Print each kernel, and the environments in which it can run.
-
-    Raises:
-        Error: an argument cannot be used.
-    """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    place = RunPlace(
-        device=arguments.device,
-        environments=tuple(arguments.env),
-        timeout=arguments.timeout,
-        in_process=arguments.in_process,
-    )
-    found = listing(arguments.pattern, place)
+def run(arguments: argparse.Namespace) -> int:
+    """Print each kernel, and the environments in which it can run."""
+    found = listing(arguments.pattern, chosen(RunPlace, arguments))
 
     from rich.console import Console
 

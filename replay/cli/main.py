@@ -1,18 +1,19 @@
-"""The `replay` command: finds the verb, and turns errors into exit codes.
+"""The `replay` command: finds the verb, runs it, and turns errors into exit codes.
 
 The module imports torch only after parsing the arguments.
 """
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import errno
 import importlib
-import itertools
 import os
 import shlex
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from attention_replay.errors import Error
 from capture.command_line.standard_streams import (
@@ -22,8 +23,8 @@ from capture.command_line.standard_streams import (
     is_of_stdout,
     make_usable,
 )
-from capture.text.printable import printable
-from replay.cli.moved_flags import where_it_moved
+from capture.command_line.verbosity import narrated
+from replay.api.messages import say, speaking_as
 
 VERBS = {
     "compare": "replay.cli.compare",
@@ -41,45 +42,49 @@ VERBS = {
     "verify": "replay.cli.verify",
     "watch": "replay.cli.watch",
 }
-"""Module of each verb; its `run(argv)` returns the exit code."""
+"""Module of each verb: `parser()` returns its options, and `run(arguments)` the exit code."""
 
 DEFAULT = "replay.cli.compare_kernels"
 """Module of the default verb, which has no name."""
 
-WITH_MOVED_FLAGS = (DEFAULT, VERBS["random"], VERBS["suite"])
-"""Verbs that once had flags which now belong to other verbs."""
+WITH_SHAPE = ("profile", "watch")
+"""Verbs with a second form for one random call, such as `replay watch random`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
     make_usable()
     given = list(sys.argv[1:] if argv is None else argv)
-    try:
-        code = _run(given)
-    except SystemExit as stopped:
-        exit_with("replay", stopped.code)
-    except KeyboardInterrupt as stopped:
-        detail = f": {printable(str(stopped))}" if str(stopped) else ""
-        print(f"replay: interrupted{detail}", file=sys.stderr)
-        code = 130
-    except Exception as error:
-        if "--debug" in given:
-            raise
-        code = _explain(error, given)
-    exit_with("replay", code)
+    command = " ".join(["replay", *(name for name in given[:1] if name in VERBS)])
+    with speaking_as(command):
+        try:
+            code: Any = _run(given)
+        except SystemExit as stopped:
+            code = stopped.code
+        except KeyboardInterrupt as stopped:
+            say(f"interrupted: {stopped}" if str(stopped) else "interrupted")
+            code = 130
+        except Exception as error:
+            if "--debug" in given:
+                raise
+            code = _explain(error, command)
+    exit_with(command, code)
 
 
 def _run(given: list[str]) -> int:
-    name, others = DEFAULT, given
-    if given and not given[0].startswith("-"):
-        if given[0] not in VERBS:
-            return _refuse(_unknown(given[0]))
-        name, others = VERBS[given[0]], given[1:]
-    if name in WITH_MOVED_FLAGS and (sentence := where_it_moved(others)):
-        return _refuse(sentence)
     if not given:
-        return _refuse("nothing to replay: give --dir DIR, or a verb (see replay --help)")
-    code: int = importlib.import_module(name).run(others)
+        raise Error("nothing to replay: give --dir DIR, or a verb (see replay --help)")
+    verb = "" if given[0].startswith("-") else given[0]
+    if verb and verb not in VERBS:
+        raise Error(_unknown(verb))
+    module = importlib.import_module(VERBS[verb] if verb else DEFAULT)
+    options = given[1:] if verb else given
+    parser = module.parser
+    if verb in WITH_SHAPE and options[:1] == ["random"]:
+        options, parser = options[1:], module.parser_with_shape
+    arguments = parser().parse_args(options, argparse.Namespace(command=given))
+    with narrated(vars(arguments).get("verbose", False)):
+        code: int = module.run(arguments)
     return code
 
 
@@ -91,43 +96,26 @@ def _unknown(verb: str) -> str:
     return f"no verb {verb!r}: {hint}"
 
 
-def _refuse(sentence: str) -> int:
-    print(f"replay: {printable(sentence)}", file=sys.stderr)
-    return 2
-
-
-def _explain(error: BaseException, given: list[str]) -> int:
+def _explain(error: BaseException, command: str) -> int:
     """Print an error in one sentence and return the exit code."""
     from capture.errors import MissingPackage
 
     error = MissingPackage.behind(error)
     if isinstance(error, Error):
-        return _refuse(str(error))
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return _refuse(f"{error.filename}: {error.strerror}, name another")
-    if isinstance(error, OSError) and is_of_stdout(error) and _is_stdouts_own(error):
-        return give_up_stdout("replay", error)
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        say(str(error))
+    elif isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        say(f"{error.filename}: {error.strerror}, name another")
+    elif isinstance(error, OSError) and is_of_stdout(error) and _is_stdouts_own(error):
+        return give_up_stdout(command, error)
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         named = f" {error.filename}" if error.filename else ""
-        remedy = "make room" + ("; --resume continues the --json file" if _keeps(given) else "")
-        return _refuse(f"cannot write{named}: {error.strerror}: {remedy}")
-    text = printable(str(error))
-    print(
-        f"replay: unexpected {type(error).__name__}: {text} (traceback with --debug)",
-        file=sys.stderr,
-    )
-    return 1
+        say(f"cannot write{named}: {error.strerror}: make room")
+    else:
+        say(f"unexpected {type(error).__name__}: {error} (traceback with --debug)")
+        return 1
+    return 2
 
 
 def _is_stdouts_own(error: OSError) -> bool:
     # A full disk is reported without the name of the file being written.
     return isinstance(error, BrokenPipeError) or is_full_stdout()
-
-
-def _keeps(given: list[str]) -> bool:
-    """Return True if rows were written to a file, which `--resume` can continue."""
-    if given[0] in VERBS and given[0] not in ("plan", "suite"):
-        return False
-    files = [after for option, after in itertools.pairwise(given) if option == "--json"]
-    files += [option.partition("=")[2] for option in given if option.startswith("--json=")]
-    return bool(files) and "-" not in files

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
+from replay.api.messages import say
 from replay.api.plan_model import BUDGET, choose_plan
 from replay.api.recorded_models import one_capture
-from replay.api.session import say_on_stderr
-from replay.cli import shared_options as options
 from replay.cli.files import check_files, noted, output_file, rows_of
-from replay.cli.replayed import Replayed, console_of, exit_code, replayed
+from replay.cli.replayed import Replayed, console_of, exit_code, print_next_step, replayed
 from replay.cli.requests import recorded_calls, request_of
-from replay.cli.showing import print_next_step
+from replay.cli.shared_options import DEVICES, TIMING, WAITING, VerbParser
 
 if TYPE_CHECKING:
     from capture.storage.capture_record import CaptureRecord
@@ -30,17 +26,15 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay plan`."""
-    command = options.verb(
+    command = VerbParser(
         "plan",
-        "Write the fastest kernel for each layer of a recorded model, within an error\n"
-        "budget. `replay verify --plan` runs the model with it, `use_plan` in a program.",
+        "Choose the fastest kernel for each layer of a recorded model, within an error\n"
+        "budget. `replay verify --plan` runs the model with the plan, `use_plan` in a program.",
         EXAMPLES,
     )
-    what = command.add_argument_group("the plan")
-    options.add_recording(what, chosen_calls=False)
-    options.add_rows(what)
+    what = command.group("the plan", "--dir", "--rows")
     what.add_argument(
         "--out",
         type=output_file,
@@ -54,29 +48,22 @@ def parser() -> OneSentenceParser:
         metavar="METRIC=X",
         help=f"largest error at any layer: cosine, relative_l1 or rmse (default {BUDGET})",
     )
-    how = command.add_argument_group("how to measure, and where (without --rows)")
-    options.add_kernels(how)
-    options.add_timing(how, baseline=False)
-    options.add_place(how, several=True)
-    options.add_tolerances(how)
-    options.add_json(how)
-    options.add_check(how)
-    options.add_common(how)
+    how = command.group(
+        "how to measure, and where (without --rows)",
+        *("--kernels", *TIMING, DEVICES, "--env", WAITING),
+        *("--tolerances", "--json", "--resume", "--check"),
+    )
+    command.add_common(how)
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure, choose and write; return 1 if a call cannot be read or `--check` fails.
 
     Raises:
         Error: an argument cannot be used.
     """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    check_files(arguments, read=("dir", "rows"))
+    check_files(arguments)
     rows = rows_of(arguments)
     calls = recorded_calls(arguments)
     request = request_of(arguments, calls, for_model=True)
@@ -92,8 +79,8 @@ def _run(arguments: argparse.Namespace) -> int:
     plan = None
     with noted(replay.unwritten):
         plan = _chosen(capture, replay.rows, budget, arguments)
-    code = exit_code(replay, [], check=arguments.check)
-    print_next_step(arguments, parser(), replay, plan)
+    code = exit_code(replay, check=arguments.check)
+    print_next_step(arguments, replay, plan)
     return code
 
 
@@ -105,7 +92,7 @@ def _chosen(
 
     choice = choose_plan(capture, rows, budget)
     if choice.shortfall:
-        say_on_stderr(choice.shortfall)
+        say(choice.shortfall)
     print_plan(choice.plan, choice.uniform, console_of(arguments))
     choice.plan.save(arguments.out)
     return choice.plan

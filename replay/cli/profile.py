@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
 from capture.text.counted import counted
+from replay.api.call_choices import RandomCall
 from replay.api.chosen_device import device_of
-from replay.cli import shared_options as options
 from replay.cli.files import UsageError
-from replay.cli.requests import random_call, recorded_calls
+from replay.cli.requests import chosen, recorded_calls
+from replay.cli.shared_options import RECORDING, SHAPE, VALUES, VerbParser
 
 if TYPE_CHECKING:
     import torch
@@ -33,48 +30,31 @@ EXAMPLES = """\
 """
 
 
-def parser(*, is_random: bool = False) -> OneSentenceParser:
-    """Build the parser of `replay profile`, or of `replay profile random`."""
-    command = options.verb(
-        "profile random" if is_random else "profile",
+def parser() -> VerbParser:
+    """Build the parser of `replay profile`."""
+    return _parser("profile", *RECORDING)
+
+
+def parser_with_shape() -> VerbParser:
+    """Build the parser of `replay profile random`."""
+    return _parser("profile random", *SHAPE, *VALUES)
+
+
+def _parser(name: str, *calls: str) -> VerbParser:
+    command = VerbParser(
+        name,
         "Print the command of Nsight Compute that profiles one kernel on one call (with\n"
         "`profile random`, of any shape). Other profilers: `replay profile --once`.",
         EXAMPLES,
     )
-    if is_random:
-        options.add_shape(command)
-        options.add_values(command, command)
-    else:
-        options.add_recording(command)
-    options.add_kernels(command)
-    options.add_device(command)
+    command.add(*calls, "--kernels", "--device")
     command.add_argument(
         "--once",
         action="store_true",
         help="run the kernel in this process, warmed up, between cudaProfilerStart and Stop",
     )
-    options.add_common(command)
+    command.add_common()
     return command
-
-
-def run(argv: Sequence[str]) -> int:
-    """Print the profiler's command or, with `--once`, run the call to be profiled.
-
-    Raises:
-        Error: an argument cannot be used, or there is more than one kernel or call.
-    """
-    is_random = list(argv[:1]) == ["random"]
-    arguments = parser(is_random=is_random).parse_args(argv[1:] if is_random else argv)
-    return narrated(arguments.verbose)(partial(_run, arguments, argv, is_random))()
-
-
-def ncu_command(given: Sequence[str]) -> str:
-    """Return the command of Nsight Compute that profiles the call named by these arguments.
-
-    The command profiles only the kernels between cudaProfilerStart and cudaProfilerStop.
-    """
-    profiler = ["ncu", "--profile-from-start", "off", "--set", "full"]
-    return shlex.join([*profiler, sys.executable, "-m", "replay", "profile", *given, "--once"])
 
 
 def run_once(kernel: Kernel, workload: Workload, device: torch.device) -> None:
@@ -106,8 +86,14 @@ def run_once(kernel: Kernel, workload: Workload, device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def _run(arguments: argparse.Namespace, argv: Sequence[str], is_random: bool) -> int:
-    calls = random_call(arguments) if is_random else recorded_calls(arguments)
+def run(arguments: argparse.Namespace) -> int:
+    """Print the profiler's command or, with `--once`, run the call to be profiled.
+
+    Raises:
+        Error: an argument cannot be used, or there is more than one kernel or call.
+    """
+    is_random = "dir" not in arguments
+    calls = chosen(RandomCall, arguments) if is_random else recorded_calls(arguments)
     calls.check()
     device = device_of(arguments.device)
     from replay.kernels.registry import select
@@ -122,6 +108,8 @@ def _run(arguments: argparse.Namespace, argv: Sequence[str], is_random: bool) ->
         )
     if arguments.once:
         run_once(kernels[0], workloads[0], device)
-    else:
-        print(ncu_command(argv))
+        return 0
+    # The profiler sees only the kernels between cudaProfilerStart and cudaProfilerStop.
+    profiler = ["ncu", "--profile-from-start", "off", "--set", "full"]
+    print(shlex.join([*profiler, sys.executable, "-m", "replay", *arguments.command, "--once"]))
     return 0

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from functools import partial
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
-from replay.cli import shared_options as options
-from replay.cli.requests import random_call, request_of
-from replay.cli.showing import show
+from replay.api.call_choices import RandomCall
+from replay.cli.replayed import show
+from replay.cli.requests import chosen
+from replay.cli.shared_options import SHAPE, TIMING, VALUES, WAITING, VerbParser
 
 EXAMPLES = """\
   replay random -b 2 -hq 24 -sq 4250 -d 64
@@ -19,37 +16,19 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay random`."""
-    command = options.verb(
+    command = VerbParser(
         "random", "Run attention kernels on one call of any shape, with random values.", EXAMPLES
     )
-    what = command.add_argument_group("the call")
-    options.add_shape(what)
-    options.add_values(what, command)
-    how = command.add_argument_group("how to measure, and where")
-    options.add_kernels(how)
-    options.add_timing(how)
-    options.add_place(how)
-    shown = command.add_argument_group("what to show and write")
-    options.add_metric(shown)
-    options.add_json(shown, resume=False)
-    options.add_report(shown)
-    options.add_saved_output(shown)
-    options.add_check(shown)
-    options.add_common(shown)
+    command.group("the call", *SHAPE, *VALUES)
+    how = ("--kernels", *TIMING, "--baseline-kernel", "--device", "--env", WAITING)
+    command.group("how to measure, and where", *how)
+    shown = ("--metric", "--json", "--report", "--check")
+    command.add_common(command.group("what to show and write", *shown))
     return command
 
 
-def run(argv: Sequence[str]) -> int:
-    """Replay, print and write; return 1 if `--check` fails.
-
-    Raises:
-        Error: an argument cannot be used.
-    """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    return show(arguments, parser(), lambda: request_of(arguments, random_call(arguments)))
+def run(arguments: argparse.Namespace) -> int:
+    """Replay, print and write; return 1 if `--check` fails."""
+    return show(arguments, chosen(RandomCall, arguments))

@@ -16,27 +16,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from capture.text.printable import printable
+from replay.api.call_choices import CallChoice
 from replay.api.choices import ReplayRequest
+from replay.api.messages import say
 from replay.api.outcome import Outcome
 from replay.api.session import Session
 from replay.cli.files import (
     NotWritten,
     UsageError,
+    check_files,
     noted,
     opened,
     say_unwritten,
     stdout_is_taken,
 )
-from replay.cli.requests import metrics_of
+from replay.cli.report import check_report, write
+from replay.cli.requests import metrics_of, request_of
 from replay.cli.stdout import reserved_stdout
 from replay.distribution.time_limit import in_words
-from replay.rows.row_files import save_jsonl, write_csv, write_jsonl
+from replay.rows.row_files import save_jsonl, write_jsonl
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from capture.storage.dataset import Dataset
     from replay.end_to_end.model_check import ModelResult
+    from replay.plan.plan import Plan
     from replay.rows.row import Row
     from replay.workers.execution import Assignment
     from replay.workers.process import First
@@ -61,6 +66,39 @@ class Replayed:
     pythons: dict[str, str]
     unwritten: list[str] = field(default_factory=list)
     """Sentences about files that are missing or incomplete, with the reasons."""
+
+
+def show(arguments: argparse.Namespace, calls: CallChoice) -> int:
+    """Replay calls, show and write everything that the arguments request; return the exit code.
+
+    Raises:
+        Error: an argument cannot be used.
+    """
+    check_files(arguments)
+    request = request_of(arguments, calls)
+    page = arguments.report
+    if page:
+        check_report()
+    replay = replayed(request, arguments, one_type="--report" if page else "")
+    if page:
+        with noted(replay.unwritten):
+            write(replay.rows, page)
+    code = exit_code(replay, check=arguments.check)
+    print_next_step(arguments, replay)
+    return code
+
+
+def print_next_step(
+    arguments: argparse.Namespace, replay: Replayed, plan: Plan | None = None
+) -> None:
+    """Print the next step, unless the user wants no hints or a file is missing."""
+    if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
+        from replay.cli.next_step import next_step
+
+        if step := next_step(arguments, replay.rows, plan, replay.dataset):
+            # The line is not wrapped, because a command with line breaks cannot be pasted.
+            print(f"next: {printable(step)}", file=sys.stderr)
+    logger.info("all is printed")
 
 
 def replayed(
@@ -109,14 +147,14 @@ def replayed(
     return Replayed(rows, session.dataset, session.assigned, session.pythons, unwritten)
 
 
-def exit_code(replay: Replayed, checks: Sequence[ModelResult], *, check: bool) -> int:
+def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bool = False) -> int:
     """Print unreadable calls and, for `--check`, failures to stderr; return the exit code."""
     rows = replay.rows
     unreadable = [row for row in rows if not row.kernel]
     was_any = len(unreadable) < len(rows)
     rest = "the other calls were replayed" if was_any else "no call could be replayed, record anew"
     for row in unreadable:
-        print(f"replay: {printable(row.reason)}; {rest}", file=sys.stderr)
+        say(f"{row.reason}; {rest}")
     failed = {f"{row.id} ({row.status})" for row in rows if row.status not in HARMLESS}
     failed |= {
         f"{checked.kernel} in {checked.model} ({checked.status})"
@@ -124,7 +162,7 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult], *, check: bool) -
         if checked.status != "ok"
     }
     if check and failed:
-        print(f"replay: failed: {printable(', '.join(sorted(failed)))}", file=sys.stderr)
+        say(f"failed: {', '.join(sorted(failed))}")
     code = 1 if unreadable or (check and failed) else 0
     return max(code, say_unwritten(replay.unwritten))
 
@@ -140,25 +178,20 @@ def _written(
     session: Session, arguments: argparse.Namespace
 ) -> tuple[Outcome, list[str], BaseException | None]:
     """Measure and write rows; also return the unwritten files and the error that ended it early."""
-    given = vars(arguments)
-    json_file, csv_file = given.get("json"), given.get("csv")
+    json_file = arguments.json
     # Kernels may change the current directory.
     kept_in = None if json_file in (None, "-") else Path(json_file).absolute()
     unwritten: list[str] = []
-    not_followed: list[str] = []
     ended_by: BaseException | None = None
     with reserved_stdout() as stdout:
         try:
-            _follow(session, json_file, stdout, given.get("resume", False), not_followed)
+            is_resumed = vars(arguments).get("resume", False)
+            _follow(session, json_file, stdout, is_resumed, unwritten)
         except (KeyboardInterrupt, Exception) as error:
             ended_by = error
         outcome = session.outcome(is_early_end=ended_by is not None)
-        if outcome.rows or ended_by is None:
-            with noted(unwritten), opened(csv_file, stdout) as file:
-                if file is not None:
-                    write_csv(outcome.rows, file)
-    if not_followed or not outcome.is_in_order:
-        unwritten += _written_again(outcome.all_rows, kept_in, not_followed)
+    if unwritten or not outcome.is_in_order:
+        unwritten = _written_again(outcome.all_rows, kept_in, unwritten)
     left_out = outcome.left_out
     if left_out:
         left_out += "; give --json FILE, so that --resume can complete it"
@@ -168,7 +201,7 @@ def _written(
     if isinstance(ended_by, KeyboardInterrupt):
         ended_by = KeyboardInterrupt(_interruption(left_out, outcome.all_rows, arguments))
     elif left_out and limit is not None:
-        print(f"replay: to end within {in_words(limit)}: {printable(left_out)}", file=sys.stderr)
+        say(f"to end within {in_words(limit)}: {left_out}")
     return outcome, unwritten, ended_by
 
 
@@ -185,7 +218,7 @@ def _follow(
             if file is not None:
                 write_jsonl(produced, file)
         for sentence in not_followed:
-            print(f"replay: {printable(sentence)}; the replay goes on", file=sys.stderr)
+            say(f"{sentence}; the replay goes on")
         for _ in produced:
             pass
 
@@ -211,9 +244,8 @@ def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namesp
     """Describe the missing part of an interrupted replay, and how to complete it."""
     given = vars(arguments)
     if not rows:
-        paths = [given.get("json"), given.get("csv")]
-        files = [path for path in paths if path and os.path.isfile(path)]
-        kept = f", and {' and '.join(files)} stayed as before" if files else ""
+        path = given.get("json")
+        kept = f", and {path} stayed as before" if path and os.path.isfile(path) else ""
         return f"no call was replayed{kept}"
     options = [f"--{name}" for name in OF_ALL_CALLS if given.get(name)]
     not_made = f"not made: {', '.join(options)}" if options else ""

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.command_line.parser import OneSentenceParser, positive_number
-from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
 from replay.api.choices import RunPlace
+from replay.api.messages import say
 from replay.api.reproduce_failure import SECONDS, reproduce
-from replay.api.session import say_on_stderr
-from replay.cli import shared_options as options
 from replay.cli.files import UsageError
+from replay.cli.requests import chosen
+from replay.cli.shared_options import VerbParser
 
 if TYPE_CHECKING:
     from replay.reproduce.reproducer import Reproduced
@@ -26,48 +23,38 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay reproduce`."""
-    command = options.verb(
+    command = VerbParser(
         "reproduce",
-        "Write the smallest part of a recorded call that a kernel fails on, and one\n"
-        "Python file that shows it with torch and the kernel's library alone. Exits with\n"
-        "1 if the kernel does not fail.",
+        "Write the smallest part of a recorded call that a kernel fails on, and a script\n"
+        "that shows the failure with torch and the kernel's library alone. Exits with 1 if\n"
+        "the kernel does not fail.",
         EXAMPLES,
     )
-    options.add_directory(command)
-    options.add_calls(command)
-    options.add_kernel(command, required=True)
+    command.add("--dir", "--call")
+    command.add("--kernel", required=True)
     command.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="a new directory to write"
+        "--out", required=True, type=Path, metavar="DIR", help="new directory to write"
     )
-    options.add_device(command)
-    options.add_environments(command)
-    command.add_argument(
+    command.add("--device", "--env")
+    command.add(
         "--max-seconds",
-        type=positive_number,
         default=SECONDS,
-        metavar="S",
-        help=f"time limit for finding the smallest part (default {SECONDS:g})",
+        help=f"time limit of the search for the smallest part (default {SECONDS:g})",
     )
-    options.add_workers(command, in_process=False)
-    options.add_tolerances(command)
-    options.add_common(command)
+    command.add("--timeout", "--tolerances")
+    command.add_common()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Write the requested reproduction; return 1 if the kernel does not fail.
 
     Raises:
         Error: an argument cannot be used, or nothing could be written.
     """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    pythons = RunPlace(environments=tuple(arguments.env)).interpreters()
+    pythons = chosen(RunPlace, arguments).interpreters()
     if len(pythons) > 1:
         raise UsageError(f"--env names {len(pythons)} environments: name the kernel's own")
     found = reproduce(
@@ -85,7 +72,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for line in _summary(found, arguments):
         print(printable(line))
     if found.smallest is not None and found.no_script:
-        say_on_stderr(f"no reproduce.py: {found.no_script}")
+        say(f"no reproduce.py: {found.no_script}")
     return 0 if found.smallest is not None else 1
 
 

@@ -4,44 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
 from functools import partial
 
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
 from replay.api.chosen_device import device_of
 from replay.api.run_selftest import selftest
-from replay.cli import shared_options as options
-from replay.cli.files import check_place, opened
+from replay.cli.files import check_files, write_and_show
+from replay.cli.shared_options import VerbParser
 from replay.cli.stdout import reserved_stdout
 from replay.rows.row_files import plain
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay selftest`."""
-    command = options.verb(
+    command = VerbParser(
         "selftest",
-        "Measure things whose answers are known, and say how far this machine can be\n"
-        "relied on. Exits with 1 if it cannot.",
+        "Measure things whose results are known, and report how reliable this machine is.\n"
+        "Exits with 1 if a check fails.",
     )
-    options.add_device(command)
-    options.add_json(command, resume=False, what="all checks as JSON")
-    options.add_common(command)
+    command.add("--device")
+    command.add("--json", help="write all checks as JSON (- for stdout)")
+    command.add_common()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
-    """Run all checks, print and write the results; return 1 if a check fails.
-
-    Raises:
-        Error: an argument cannot be used.
-    """
-    arguments = parser().parse_args(argv)
-    check_place(arguments.json)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace) -> int:
+    """Run all checks, print and write the results; return 1 if a check fails."""
+    check_files(arguments)
     device = device_of(arguments.device)
 
     from rich.console import Console
@@ -50,11 +38,10 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with reserved_stdout():
         verdict = selftest(device, progress=not arguments.quiet)
-    try:
-        with opened(arguments.json) as file:
-            if file is not None:
-                json.dump(plain(verdict.to_json()), file, indent=1)
-                file.write("\n")
-    finally:  # the table is shown even if the file cannot be written
-        print_selftest(verdict, Console(highlight=False, stderr=arguments.json == "-"))
+    console = Console(highlight=False, stderr=arguments.json == "-")
+    write_and_show(
+        arguments.json,
+        lambda: json.dumps(plain(verdict.to_json()), indent=1) + "\n",
+        partial(print_selftest, verdict, console),
+    )
     return 0 if verdict.passed else 1

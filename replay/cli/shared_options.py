@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+from typing import Any
 
 from capture.command_line.parser import (
     Listed,
@@ -13,7 +14,6 @@ from capture.command_line.parser import (
     not_empty,
     positive,
     positive_number,
-    share,
 )
 from capture.command_line.verbosity import add_verbosity
 from replay.cli.files import output_file
@@ -34,317 +34,13 @@ DISTRIBUTIONS = (
 MASKS = ("none", "causal", "padding", "window", "random")
 """`causal`, and names of `replay.workloads.random_masks`."""
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
-SHAPE = ("b", "hq", "hk", "sq", "sk", "d", "dv")
-"""Options named by one or two letters, with a single dash."""
 
 REQUESTED_METRICS = ("stats", "resources")
 """Figures that `--metric` shows only if named, because they take time or space."""
+ALL_METRICS = (*METRICS, *REQUESTED_METRICS)
+DEFAULT_METRICS = "time,throughput,accuracy"
 
 _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
-
-
-class WideHelp(argparse.RawDescriptionHelpFormatter):
-    """Help of at most 100 columns, with one line per option if it fits."""
-
-    def __init__(self, prog: str) -> None:
-        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
-        super().__init__(prog, max_help_position=27, width=width)
-
-
-def verb(
-    name: str, description: str, examples: str = "", usage: str | None = None
-) -> OneSentenceParser:
-    """Return the parser of a verb, without options; an empty name denotes the default verb."""
-    return OneSentenceParser(
-        prog=f"replay {name}".strip(),
-        usage=usage,
-        description=description,
-        epilog=f"examples:\n{examples}" if examples else None,
-        formatter_class=WideHelp,
-        add_help=False,
-    )
-
-
-def add_common(group: argparse._ActionsContainer, *, verbosity: bool = True) -> None:
-    """Add the options of every verb: help, tracebacks and, for long verbs, verbosity."""
-    group.add_argument("-h", "--help", action="help", help="show this help and exit")
-    if verbosity:
-        add_verbosity(group)
-    group.add_argument("--debug", action="store_true", help="show tracebacks")
-
-
-def add_recording(group: argparse._ActionsContainer, *, chosen_calls: bool = True) -> None:
-    """Add the options for the recording and its calls."""
-    add_directory(group)
-    if chosen_calls:
-        add_calls(group)
-        group.add_argument(
-            "--join-ranks",
-            action="store_true",
-            help="replay calls that ranks of a distributed model share, each as a whole",
-        )
-
-
-def add_directory(group: argparse._ActionsContainer, *, required: bool = True) -> None:
-    """Add the option for the recording's directory."""
-    group.add_argument(
-        "--dir",
-        required=required,
-        metavar="DIR",
-        help="what `capture` wrote: a directory, an archive or an address (hf://, s3://)",
-    )
-
-
-def add_calls(group: argparse._ActionsContainer) -> None:
-    """Add the option for the names of calls."""
-    group.add_argument(
-        "--call", action=Listed, metavar="A,'GLOB*'", help="only the calls of these names"
-    )
-
-
-def add_shape(group: argparse._ActionsContainer) -> None:
-    """Add the options for the sizes of one call."""
-    group.add_argument("-b", type=positive, default=1, metavar="B", help="batch (default 1)")
-    group.add_argument(
-        "-hq", type=positive, default=16, metavar="N", help="query heads (default 16)"
-    )
-    group.add_argument("-hk", type=positive, metavar="N", help="key/value heads (default: -hq)")
-    group.add_argument(
-        "-sq", type=positive, default=1024, metavar="N", help="query length (default 1024)"
-    )
-    group.add_argument("-sk", type=positive, metavar="N", help="key length (default: -sq)")
-    group.add_argument(
-        "-d", type=positive, default=64, metavar="N", help="head dimension (default 64)"
-    )
-    group.add_argument("-dv", type=positive, metavar="N", help="value head dimension (default: -d)")
-
-
-def add_values(group: argparse._ActionsContainer, command: OneSentenceParser) -> None:
-    """Add the options for the values of random calls."""
-    group.add_argument("--causal", action="store_true", help="top-left causal mask")
-    group.add_argument(
-        "--mask",
-        choices=MASKS,
-        default="none",
-        metavar="MASK",
-        help="causal, or a boolean attn_mask: padding, window or random (default: none)",
-    )
-    group.add_argument(
-        "--scale", type=positive_number, metavar="X", help="scale of the scores (default: 1/√D)"
-    )
-    group.add_argument(
-        "--distribution",
-        choices=DISTRIBUTIONS,
-        default="normal",
-        metavar="NAME",
-        help=f"{', '.join(DISTRIBUTIONS)} (default normal)",
-    )
-    command.add_dtype(group, default="bfloat16")
-    group.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="seed of the values (default 0)"
-    )
-
-
-def add_kernels(group: argparse._ActionsContainer) -> None:
-    """Add the option for the kernels to run."""
-    group.add_argument(
-        "--kernels",
-        action=Listed,
-        metavar="A,B,'GLOB*'",
-        help="kernels to run; FILE.py:FUNCTION for your own, all for all (default: a few)",
-    )
-
-
-def add_timing(group: argparse._ActionsContainer, *, baseline: bool = True) -> None:
-    """Add the options for timing kernels."""
-    group.add_argument(
-        "--cache", choices=["cold", "warm"], help="L2 cache (default: cold on a GPU)"
-    )
-    group.add_argument(
-        "--rounds",
-        type=positive,
-        default=ROUNDS,
-        metavar="N",
-        help=f"samples per kernel and call (default {ROUNDS})",
-    )
-    group.add_argument(
-        "--calls-before",
-        type=natural,
-        metavar="N",
-        help="untimed calls before each sample (default 0; plan and verify on a GPU: "
-        f"{CALLS_BEFORE_IN_MODELS})",
-    )
-    group.add_argument(
-        "--max-seconds",
-        type=positive_number,
-        metavar="S",
-        help=f"time limit per kernel and call (default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
-    )
-    if baseline:
-        group.add_argument(
-            "--baseline-kernel",
-            metavar="K",
-            help="kernel that speed-ups are relative to (default: what the model called)",
-        )
-
-
-def add_limits(group: argparse._ActionsContainer) -> None:
-    """Add the options that end a long replay early."""
-    group.add_argument(
-        "--max-time",
-        type=duration,
-        metavar="10m",
-        help="end after this time, with the most representative calls first",
-    )
-    group.add_argument(
-        "--max-noise",
-        type=share,
-        metavar="SHARE",
-        help="end the rounds once every median is known within this share, e.g. 0.01",
-    )
-
-
-def add_place(
-    command: argparse._ActionsContainer, *, several: bool = False, in_process: bool = True
-) -> None:
-    """Add the options for the device, environments and processes of kernels."""
-    devices: argparse._ActionsContainer = command
-    if several:
-        devices = command.add_mutually_exclusive_group()
-    add_device(devices)
-    if several:
-        devices.add_argument(
-            "--gpus", action=Listed, metavar="all|0,1", help="spread calls over GPUs of this host"
-        )
-        devices.add_argument(
-            "--ray",
-            nargs="?",
-            const="local",
-            metavar="HOST:PORT",
-            help="spread calls over a Ray cluster (auto: this machine's; without: one here)",
-        )
-    add_environments(command)
-    add_workers(command, in_process=in_process)
-
-
-def add_device(group: argparse._ActionsContainer) -> None:
-    """Add the option for the device."""
-    group.add_argument(
-        "--device", metavar="NAME", help="cpu, cuda or cuda:1 (default: a GPU if there is one)"
-    )
-
-
-def add_environments(group: argparse._ActionsContainer) -> None:
-    """Add the option for other Python environments."""
-    group.add_argument(
-        "--env",
-        action="append",
-        default=[],
-        metavar="NAME=PYTHON",
-        help="another environment to run kernels in, or a .toml file of them (repeatable)",
-    )
-
-
-def add_workers(group: argparse._ActionsContainer, *, in_process: bool = True) -> None:
-    """Add the options for the time-out of worker processes, and for running without workers."""
-    waiting = group.add_mutually_exclusive_group() if in_process else group
-    waiting.add_argument(
-        "--timeout",
-        type=positive_number,
-        default=300.0,
-        metavar="S",
-        help="end a kernel that hangs for this long (default 300)",
-    )
-    if in_process:
-        waiting.add_argument(
-            "--in-process",
-            action="store_true",
-            help="run without workers; a crash then ends the run",
-        )
-
-
-def add_metric(group: argparse._ActionsContainer) -> None:
-    """Add the option for the figures that tables show."""
-    group.add_argument(
-        "--metric",
-        action=Listed,
-        default="time,throughput,accuracy",
-        metavar="A,B",
-        help=f"columns: {', '.join((*METRICS, *REQUESTED_METRICS))}",
-    )
-
-
-def add_errors_against(group: argparse._ActionsContainer) -> None:
-    """Add the option for the output to compare with."""
-    group.add_argument(
-        "--errors-against",
-        default="reference",
-        metavar="WHAT",
-        help="reference (default), captured for the recorded output, or a kernel",
-    )
-
-
-def add_tolerances(group: argparse._ActionsContainer) -> None:
-    """Add the option for the constants of judging accuracy."""
-    group.add_argument(
-        "--tolerances", metavar="TOML", help="judge accuracy by other constants (docs/method.md)"
-    )
-
-
-def add_rows(group: argparse._ActionsContainer) -> None:
-    """Add the option for rows that were measured earlier."""
-    group.add_argument(
-        "--rows",
-        metavar="FILE",
-        help="rows that `replay plan --json` or `verify --json` wrote (default: measure them)",
-    )
-
-
-def add_json(
-    group: argparse._ActionsContainer, *, resume: bool = True, what: str = "a JSON row per line"
-) -> None:
-    """Add the option for the file of rows, or of other content named by `what`."""
-    group.add_argument(
-        "--json", type=output_file, metavar="FILE", help=f"write {what} (- for stdout)"
-    )
-    if resume:
-        group.add_argument("--resume", action="store_true", help="continue the --json file")
-
-
-def add_markdown(group: argparse._ActionsContainer) -> None:
-    """Add the option for a Markdown file of tables, for a pull request."""
-    group.add_argument(
-        "--markdown",
-        type=output_file,
-        metavar="FILE",
-        help="write it for a pull request (- for stdout)",
-    )
-
-
-def add_kernel(group: argparse._ActionsContainer, *, required: bool = False) -> None:
-    """Add the option for the name of one kernel."""
-    group.add_argument(
-        "--kernel", required=required, metavar="K", help="this kernel: a name, or FILE.py:FUNCTION"
-    )
-
-
-def add_report(group: argparse._ActionsContainer) -> None:
-    """Add the option for the HTML report."""
-    group.add_argument(
-        "--report", type=output_file, metavar="FILE", help="write an HTML page (- for stdout)"
-    )
-
-
-def add_saved_output(group: argparse._ActionsContainer) -> None:
-    """Add the option for the directory of outputs."""
-    group.add_argument("--save-output", metavar="DIR", help="save every kernel's outputs")
-
-
-def add_check(group: argparse._ActionsContainer) -> None:
-    """Add the option that makes failures set the exit code to 1."""
-    group.add_argument(
-        "--check", action="store_true", help="exit with 1 if a kernel fails or is inaccurate"
-    )
 
 
 def duration(given: str) -> float:
@@ -357,5 +53,201 @@ def duration(given: str) -> float:
         int(part) * unit for part, unit in zip(parts.groups("0"), _UNITS.values(), strict=True)
     )
     if not seconds:
-        raise argparse.ArgumentTypeError(f"must be longer than nothing, not {given!r}")
+        raise argparse.ArgumentTypeError(f"must be longer than 0 s, not {given!r}")
     return seconds
+
+
+def _text(metavar: str, meaning: str, **others: Any) -> dict[str, Any]:
+    return {"metavar": metavar, "help": meaning, **others}
+
+
+def _flag(meaning: str) -> dict[str, Any]:
+    return {"action": "store_true", "help": meaning}
+
+
+def _names(metavar: str, meaning: str, **others: Any) -> dict[str, Any]:
+    return _text(metavar, meaning, action=Listed, **others)
+
+
+def _size(dest: str, meaning: str, default: int | None = None) -> dict[str, Any]:
+    return _text("N", meaning, type=positive, dest=dest, default=default)
+
+
+def _file(meaning: str) -> dict[str, Any]:
+    return _text("FILE", f"{meaning} (- for stdout)", type=output_file)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--dir": _text(
+        "DIR",
+        "recording to read: a directory, an archive or an address (hf://, s3://)",
+        required=True,
+    ),
+    "--call": _names("A,'GLOB*'", "calls to use, by name or glob (default: all)"),
+    "--join-ranks": _flag("replay calls that ranks of a distributed model share, each as a whole"),
+    "-b": _size("batch", "batch size (default 1)", 1),
+    "-hq": _size("q_heads", "query heads (default 16)", 16),
+    "-hk": _size("kv_heads", "key/value heads (default: -hq)"),
+    "-sq": _size("q_len", "query length (default 1024)", 1024),
+    "-sk": _size("kv_len", "key length (default: -sq)"),
+    "-d": _size("head_dim", "head dimension (default 64)", 64),
+    "-dv": _size("v_head_dim", "head dimension of the value (default: -d)"),
+    "--mask": _text(
+        "MASK",
+        "causal (top-left), or a boolean attn_mask: padding, window or random (default: none)",
+        choices=MASKS,
+        default="none",
+    ),
+    "--distribution": _text(
+        "NAME",
+        f"{', '.join(DISTRIBUTIONS)} (default normal)",
+        choices=DISTRIBUTIONS,
+        default="normal",
+    ),
+    "--dtype": {"default": "bfloat16"},
+    "--seed": _text("N", "seed of the values (default 0)", type=natural, default=0),
+    "--kernels": _names(
+        "A,B,'GLOB*'",
+        "kernels to run; FILE.py:FUNCTION for your own, all for every kernel (default: a few)",
+    ),
+    "--kernel": _text("K", "kernel to use: a name, or FILE.py:FUNCTION"),
+    "--cache": {
+        "choices": ["cold", "warm"],
+        "help": "state of the L2 cache (default: cold on a GPU)",
+    },
+    "--rounds": _text(
+        "N", f"samples per kernel and call (default {ROUNDS})", type=positive, default=ROUNDS
+    ),
+    "--calls-before": _text(
+        "N",
+        "untimed calls before each sample (default 0; plan and verify on a GPU: "
+        f"{CALLS_BEFORE_IN_MODELS})",
+        type=natural,
+    ),
+    "--max-seconds": _text(
+        "S",
+        f"time limit per kernel and call (default {SECONDS:g}, on CPUs {CPU_SECONDS:g})",
+        type=positive_number,
+    ),
+    "--baseline-kernel": _text(
+        "K",
+        "kernel that speed-ups are relative to (default: what the model called)",
+        dest="baseline",
+    ),
+    "--max-time": _text(
+        "10m", "end after this time; the most representative calls run first", type=duration
+    ),
+    "--device": _text("NAME", "cpu, cuda or cuda:1 (default: a GPU if there is one)"),
+    "--gpus": _names("all|0,1", "spread calls over GPUs of this host"),
+    "--ray": _text(
+        "HOST:PORT",
+        "spread calls over a Ray cluster; auto for this machine's (default: start one here)",
+        nargs="?",
+        const="local",
+    ),
+    "--env": _text(
+        "NAME=PYTHON",
+        "another environment to run kernels in, or a .toml file of them (repeatable)",
+        action="append",
+        default=[],
+    ),
+    "--timeout": _text(
+        "S",
+        "end a kernel that hangs for this long (default 300)",
+        type=positive_number,
+        default=300.0,
+    ),
+    "--in-process": _flag("run without worker processes; a crash then ends the run"),
+    "--metric": _names("A,B", f"columns: {', '.join(ALL_METRICS)}", default=DEFAULT_METRICS),
+    "--errors-against": _text(
+        "WHAT",
+        "output to compare with: reference (default), captured (recorded), or a kernel",
+        default="reference",
+    ),
+    "--tolerances": _text("TOML", "constants for judging accuracy (docs/method.md)"),
+    "--json": _file("write a JSON row per line"),
+    "--resume": _flag("continue the --json file"),
+    "--report": _file("write an HTML page"),
+    "--markdown": _file("write the tables for a pull request"),
+    "--rows": _text(
+        "FILE", "rows that `replay plan --json` or `verify --json` wrote (default: measure them)"
+    ),
+    "--save-output": _text("DIR", "save the outputs of every kernel"),
+    "--check": _flag("exit with 1 if a kernel fails or is inaccurate"),
+    "--debug": _flag("show tracebacks"),
+}
+"""Arguments of `add_argument` for each option."""
+
+SHAPE = ("-b", "-hq", "-hk", "-sq", "-sk", "-d", "-dv")
+VALUES = ("--mask", "--distribution", "--dtype", "--seed")
+RECORDING = ("--dir", "--call", "--join-ranks")
+TIMING = ("--cache", "--rounds", "--calls-before", "--max-seconds")
+WAITING = ("--timeout", "--in-process")
+"""Options that exclude each other."""
+DEVICES = ("--device", "--gpus", "--ray")
+"""Options that exclude each other."""
+
+
+class WideHelp(argparse.RawDescriptionHelpFormatter):
+    """Help of at most 100 columns, with one line per option if it fits."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size((100, 24)).columns, 100)
+        super().__init__(prog, max_help_position=27, width=width)
+
+
+class VerbParser(OneSentenceParser):
+    """Parser of a verb, which knows the shared options.
+
+    Args:
+        verb: name of the verb; empty for the default verb.
+        examples: lines of examples below the help.
+    """
+
+    def __init__(self, verb: str, description: str, examples: str = "", **others: Any) -> None:
+        super().__init__(
+            prog=f"replay {verb}".strip(),
+            description=description,
+            epilog=f"examples:\n{examples}" if examples else None,
+            formatter_class=WideHelp,
+            add_help=False,
+            **others,
+        )
+        self.set_defaults(verb=verb)
+
+    def add(
+        self,
+        *flags: str | tuple[str, ...],
+        to: argparse._ActionsContainer | None = None,
+        **changes: Any,
+    ) -> None:
+        """Add shared options; the options of a tuple exclude each other.
+
+        Args:
+            to: group of options; None for the parser itself.
+            changes: arguments of `add_argument` that differ from the usual ones.
+        """
+        place = self if to is None else to
+        for flag in flags:
+            if isinstance(flag, tuple):
+                self.add(*flag, to=place.add_mutually_exclusive_group())
+            elif flag == "--dtype":
+                self.add_dtype(place, **OPTIONS[flag])
+            else:
+                place.add_argument(flag, **OPTIONS[flag] | changes)
+
+    def group(self, title: str, *flags: str | tuple[str, ...]) -> argparse._ArgumentGroup:
+        """Add a group of shared options, and return the group."""
+        group = self.add_argument_group(title)
+        self.add(*flags, to=group)
+        return group
+
+    def add_common(
+        self, group: argparse._ActionsContainer | None = None, *, verbosity: bool = True
+    ) -> None:
+        """Add the options of every verb: help, tracebacks and, for long verbs, verbosity."""
+        place = self if group is None else group
+        place.add_argument("-h", "--help", action="help", help="show this help and exit")
+        if verbosity:
+            add_verbosity(place)
+        self.add("--debug", to=place)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attention_replay.errors import Error
-from capture.command_line.parser import OneSentenceParser, positive
-from capture.command_line.verbosity import narrated
+from capture.command_line.parser import positive
 from capture.text.printable import printable
 from replay.api.chosen_device import device_of
 from replay.api.recorded_models import ModelRequest, RecordedModels, recorded_models
 from replay.api.verify_model import as_json, assignment_of, check_models
-from replay.cli import shared_options as options
 from replay.cli.files import check_files, noted, opened, output_file, rows_of
-from replay.cli.replayed import Replayed, console_of, exit_code, replayed
+from replay.cli.replayed import Replayed, console_of, exit_code, print_next_step, replayed
 from replay.cli.report import check_report, write
-from replay.cli.requests import recorded_calls, request_of
-from replay.cli.showing import print_next_step
+from replay.cli.requests import chosen, recorded_calls, request_of
+from replay.cli.shared_options import TIMING, VerbParser
 
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
@@ -37,16 +33,15 @@ EXAMPLES = """\
 """
 
 
-def parser() -> OneSentenceParser:
+def parser() -> VerbParser:
     """Build the parser of `replay verify`."""
-    command = options.verb(
+    command = VerbParser(
         "verify",
         "Run kernels in the recorded model: predicted and measured speed-up, and drift of\n"
         "its output.",
         EXAMPLES,
     )
-    what = command.add_argument_group("the model")
-    options.add_recording(what, chosen_calls=False)
+    what = command.group("the model", "--dir")
     what.add_argument("--plan", metavar="FILE", help="also run the model with this plan")
     what.add_argument(
         "--any-device",
@@ -65,14 +60,12 @@ def parser() -> OneSentenceParser:
     what.add_argument(
         "--trust-code",
         action="store_true",
-        help="run files of code that the recording or --plan names; what you name always runs",
+        help="run files of code that the recording or --plan names; files that you name always run",
     )
-    how = command.add_argument_group("how to measure single calls (without --rows), and where")
-    options.add_rows(how)
-    options.add_kernels(how)
-    options.add_timing(how, baseline=False)
-    options.add_place(how, in_process=False)
-    options.add_tolerances(how)
+    command.group(
+        "how to measure single calls (without --rows), and where",
+        *("--rows", "--kernels", *TIMING, "--device", "--env", "--timeout", "--tolerances"),
+    )
     shown = command.add_argument_group("what to write")
     shown.add_argument(
         "--checks",
@@ -80,44 +73,26 @@ def parser() -> OneSentenceParser:
         metavar="FILE",
         help="write a JSON object per kernel and model (- for stdout)",
     )
-    options.add_json(shown)
-    options.add_report(shown)
-    options.add_saved_output(shown)
-    options.add_check(shown)
-    options.add_common(shown)
+    command.add("--json", "--resume", "--report", "--save-output", "--check", to=shown)
+    command.add_common(shown)
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Measure, run the models, print and write; return 1 if `--check` fails.
 
     Raises:
         Error: an argument cannot be used, or no model can run.
     """
-    arguments = parser().parse_args(argv)
-    return narrated(arguments.verbose)(partial(_run, arguments))()
-
-
-def _run(arguments: argparse.Namespace) -> int:
-    check_files(arguments, read=("dir", "plan", "text", "rows"))
+    check_files(arguments)
     if arguments.report:
-        check_report(Path(arguments.report))
+        check_report()
     rows = rows_of(arguments)
     calls = recorded_calls(arguments)
     calls.check()
     dataset = calls.opened(quiet=arguments.quiet)
     models = recorded_models(
-        ModelRequest(
-            arguments.plan,
-            arguments.text,
-            arguments.model_rounds,
-            arguments.trust_code,
-            arguments.any_device,
-            arguments.timeout,
-        ),
-        dataset,
-        arguments.dir,
-        device_of(arguments.device),
+        chosen(ModelRequest, arguments), dataset, arguments.dir, device_of(arguments.device)
     )
     request = request_of(arguments, calls, for_model=True, kernels=models.plan_kernels)
     # The workers exit before a model is built, because a full-size model needs their memory.
@@ -133,12 +108,12 @@ def _run(arguments: argparse.Namespace) -> int:
             with noted(replay.unwritten):
                 plain = [as_json(check) for check in checks]
                 outputs = save_output if checks else None
-                write(replay.rows, plain, Path(arguments.report), outputs, None)
+                write(replay.rows, arguments.report, plain, outputs=outputs)
         if missing and not checks:  # an earlier --checks file is kept in this case
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
-    print_next_step(arguments, parser(), replay)
+    print_next_step(arguments, replay)
     return code
 
 

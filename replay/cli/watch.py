@@ -8,20 +8,19 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from attention_replay.errors import Error
-from capture.command_line.parser import OneSentenceParser
-from capture.command_line.verbosity import narrated
 from capture.text.printable import printable
+from replay.api.call_choices import RandomCall
 from replay.api.choices import ReplayRequest
+from replay.api.messages import say
 from replay.api.session import prepared
-from replay.cli import shared_options as options
 from replay.cli.files import UsageError, check_files, stdout_is_taken
 from replay.cli.replayed import replayed
-from replay.cli.requests import random_call, recorded_calls, request_of
+from replay.cli.requests import chosen, recorded_calls, request_of
+from replay.cli.shared_options import RECORDING, SHAPE, TIMING, VALUES, VerbParser
 from replay.kernels.own_files import own_files
 from replay.report.rerun import changes
 
@@ -41,49 +40,43 @@ EXAMPLES = """\
 """
 
 
-def parser(*, is_random: bool = False) -> OneSentenceParser:
-    """Build the parser of `replay watch`, or of `replay watch random`."""
-    command = options.verb(
-        "watch random" if is_random else "watch",
-        "Replay again whenever the file of a kernel (FILE.py:FUNCTION) changes, or one\n"
-        "beside it that it imports, and say what changed since the run before. `watch\n"
-        "random` has one call of any shape.",
+def parser() -> VerbParser:
+    """Build the parser of `replay watch`."""
+    return _parser("watch", *RECORDING)
+
+
+def parser_with_shape() -> VerbParser:
+    """Build the parser of `replay watch random`."""
+    return _parser("watch random", *SHAPE, *VALUES)
+
+
+def _parser(name: str, *calls: str) -> VerbParser:
+    command = VerbParser(
+        name,
+        "Replay again whenever the file of a kernel (FILE.py:FUNCTION) or a file that it\n"
+        "imports changes, and print what changed since the run before. `watch random` uses\n"
+        "one call of any shape.",
         EXAMPLES,
     )
-    if is_random:
-        options.add_shape(command)
-        options.add_values(command, command)
-    else:
-        options.add_recording(command)
-    options.add_kernels(command)
-    options.add_timing(command)
-    options.add_place(command, in_process=False)
-    options.add_metric(command)
-    options.add_errors_against(command)
-    options.add_tolerances(command)
-    options.add_json(command, resume=False)
-    options.add_common(command)
+    command.add(*calls, "--kernels", *TIMING, "--baseline-kernel", "--device", "--env", "--timeout")
+    command.add("--metric", "--errors-against", "--tolerances", "--json")
+    command.add_common()
     return command
 
 
-def run(argv: Sequence[str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Replay now and after every change, until Ctrl-C.
 
     Raises:
         Error: an argument cannot be used, or the first replay fails.
     """
-    is_random = list(argv[:1]) == ["random"]
-    arguments = parser(is_random=is_random).parse_args(argv[1:] if is_random else argv)
-    return narrated(arguments.verbose)(partial(_run, arguments, is_random))()
-
-
-def _run(arguments: argparse.Namespace, is_random: bool) -> int:
     check_files(arguments)
     if stdout_is_taken(arguments):
         raise UsageError("`replay watch` shows tables: name a file in place of -")
     if not _kernel_files(arguments.kernels):
         raise UsageError("no file to watch: give --kernels FILE.py:FUNCTION")
-    calls = random_call(arguments) if is_random else recorded_calls(arguments)
+    is_random = "dir" not in arguments
+    calls = chosen(RandomCall, arguments) if is_random else recorded_calls(arguments)
     request = request_of(arguments, calls)
     watch(request, lambda first: replayed(request, arguments, early=first).rows)
 
@@ -163,5 +156,5 @@ def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoRet
             except Error as error:
                 if is_first:
                     raise
-                print(f"replay: {printable(str(error))}", file=sys.stderr)
+                say(str(error))
             is_first = False

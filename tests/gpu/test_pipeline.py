@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import attention_replay as ar
 import capture.cli.main
 from capture import load
 from replay.cli import main as replay_main
@@ -60,12 +61,11 @@ def test_every_eager_torch_kernel_is_replayed(recorded: Path, tmp_path: Path) ->
 
 
 def test_compiled_kernels_run_the_backend_they_name(tmp_path: Path) -> None:
-    rows_file = tmp_path / "rows.jsonl"
-    shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    query, key, value = (torch.randn(1, 8, 512, 64, dtype=torch.bfloat16) for _ in range(3))
     kernels = "torch-flash,torch-flash-compiled,torch-flash-autotuned,torch-cudnn-compiled"
     outputs = tmp_path / "outputs"
-    arguments = [*shape, "--kernels", kernels, "--json", str(rows_file)]
-    _exits(0, replay_main.main, [*arguments, "--save-output", str(outputs)])
+    call = ar.AttentionCall(query, key, value)
+    ar.replay([call], kernels=kernels, rounds=5, save_output=outputs)
     from safetensors.torch import load_file
 
     saved = {path.stem: load_file(path)["output"] for path in outputs.rglob("*.safetensors")}

@@ -18,7 +18,7 @@ from replay.cli.random import parser
 EMPTY = ("", " ", "\t\n")
 NO_NUMBERS = (*EMPTY, "x", "1x", "nan", "inf", "-inf", "1e400", "9" * 30, "9" * 5000, "0", "-1")
 MAY_BE_ZERO = {"--seed", "--calls-before", "--heads", "--rank"}
-MAY_BE_LARGE = {"--scale", "--max-seconds", "--timeout", "--max-bytes", "--buffer-bytes"}
+MAY_BE_LARGE = {"--max-seconds", "--timeout", "--max-bytes", "--buffer-bytes"}
 
 
 def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
@@ -80,7 +80,7 @@ def test_empty_prompt_is_a_prompt() -> None:
         (["-bs", "4"], "no option -bs: did you mean -b or -sq?"),
         (["-dq", "3"], "no option -dq: did you mean -d or -sq?"),
         (["-sk5"], "no option -sk5: did you mean -sk or --mask?"),
-        (["-causal"], "no option -causal: did you mean --causal?"),
+        (["-mask"], "no option -mask: did you mean --mask or -sk?"),
         (["--kernals", "eager"], "no option --kernals: did you mean --kernels?"),
         (["-n", "2"], "no option -n"),
     ],
@@ -107,7 +107,13 @@ def test_list_that_is_given_twice_has_the_values_of_both() -> None:
 
 def test_what_else_begins_with_a_dash() -> None:
     """These are values of one-letter options, numbers, and words of a prompt."""
-    found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "--scale=1e-3", "-q"])
-    assert (found.b, found.d, found.hq, found.kernels, found.quiet) == (2, 32, 8, "a", True)
+    found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "-q"])
+    assert (found.batch, found.head_dim, found.q_heads, found.kernels, found.quiet) == (
+        2,
+        32,
+        8,
+        "a",
+        True,
+    )
     assert capture_parser().parse_args(["--prompt", "-p is what?"]).prompt == "-p is what?"
     assert capture_parser().parse_args(["--prompt=-p"]).prompt == "-p"

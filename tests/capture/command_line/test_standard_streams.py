@@ -71,7 +71,7 @@ def test_what_cannot_be_printed_is_a_sentence(tmp_path: Path, command: str, told
 
 def test_rows_that_do_not_fit_into_stdout(tmp_path: Path) -> None:
     done = run(f"exec {sys.executable} -m {REPLAY} --in-process --json - >/dev/full", tmp_path)
-    told = "replay: cannot write to stdout: No space left on device"
+    told = "replay random: cannot write to stdout: No space left on device"
     assert done.stderr.decode().splitlines()[-1] == told
     assert done.returncode == 1
 

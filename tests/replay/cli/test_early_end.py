@@ -12,7 +12,8 @@ import pytest
 from replay.cli.files import NotWritten, opened
 from replay.cli.replayed import _written_again
 from replay.kernels.registry import Kernel
-from replay.rows.row_files import read_jsonl
+from replay.plan.plan import Budget, Plan, PlanError
+from replay.rows.row_files import RowsError, read_jsonl, save_jsonl
 from tests import factories
 
 RunCli = Callable[..., tuple[int, str, str]]
@@ -51,9 +52,9 @@ def test_what_was_measured_before_control_c_is_shown_and_kept(
 ) -> None:
     pytest.importorskip("vl_convert")
     two_calls(KeyboardInterrupt())
-    rows, table, page = (tmp_path / name for name in ("rows.jsonl", "rows.csv", "out.html"))
+    rows, page = (tmp_path / name for name in ("rows.jsonl", "out.html"))
     page.write_text("earlier")
-    written = ("--json", str(rows), "--csv", str(table), "--report", str(page))
+    written = ("--json", str(rows), "--report", str(page))
     code, out, err = run_cli(*arguments(recorded, *written))
     assert code == 130
     assert "torch-flash" in out
@@ -63,7 +64,6 @@ def test_what_was_measured_before_control_c_is_shown_and_kept(
         f"with --resume completes {rows}"
     )
     assert calls(rows) == {"model-000000", "model-000001"}
-    assert len(table.read_text().splitlines()) == 1 + 2 * 2
     assert page.read_text() == "earlier"
     err = run_cli(*arguments(recorded))[2]
     assert err.endswith("; give --json FILE, so that --resume can complete it\n")
@@ -97,15 +97,12 @@ def test_an_earlier_file_stays_until_there_is_a_row(
         raise KeyboardInterrupt
 
     kernels("early", interrupt)
-    for option in ("--json", "--csv"):
-        earlier = tmp_path / "earlier"
-        earlier.write_text("earlier")
-        code, out, err = run_cli("--dir", str(recorded), *QUICK, "early", option, str(earlier))
-        assert (code, out, earlier.read_text()) == (130, "", "earlier")
-        stayed = f", and {earlier} stayed as before"
-        assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
-    err = run_cli("--dir", str(recorded), *QUICK, "early", "--csv", str(tmp_path / "new"))[2]
-    assert err.endswith("replay: interrupted: no call was replayed\n")
+    earlier = tmp_path / "earlier"
+    earlier.write_text("earlier")
+    code, out, err = run_cli("--dir", str(recorded), *QUICK, "early", "--json", str(earlier))
+    assert (code, out, earlier.read_text()) == (130, "", "earlier")
+    stayed = f", and {earlier} stayed as before"
+    assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
 def test_a_failure_midway_costs_no_table(
@@ -118,15 +115,12 @@ def test_a_failure_midway_costs_no_table(
     assert err.splitlines()[-1] == "replay: unexpected RuntimeError: boom (traceback with --debug)"
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv"])
-def test_a_file_without_room_is_named_and_costs_no_table(
-    run_cli: RunCli, recorded: Path, option: str
-) -> None:
-    code, out, err = run_cli(*arguments(recorded, option, FULL))
+def test_file_without_room_is_named_and_costs_no_table(run_cli: RunCli, recorded: Path) -> None:
+    code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2
     assert "3 calls" in out
     assert err.splitlines().count(NO_ROOM) == 1
-    assert (f"{NO_ROOM}; the replay goes on" in err) == (option == "--json")
+    assert f"{NO_ROOM}; the replay goes on" in err
 
 
 def test_rows_are_written_at_the_end_if_there_is_room_then(
@@ -143,13 +137,9 @@ def test_rows_are_written_at_the_end_if_there_is_room_then(
     assert len(calls(rows)) == 3
 
 
-@pytest.mark.parametrize("option", ["--plan", "--json"])
-def test_what_is_replaced_in_one_step_leaves_nothing_behind(
-    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+def test_file_that_is_replaced_in_one_step_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from replay.plan.plan import Budget, Plan, PlanError
-    from replay.rows.row_files import RowsError, save_jsonl
-
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
@@ -158,12 +148,10 @@ def test_what_is_replaced_in_one_step_leaves_nothing_behind(
     path.write_text("earlier")
     monkeypatch.setattr("replay.rows.replacement.os.replace", full)
     told = f"cannot write.* {path}: No space left on device: make room"
-    if option == "--plan":
-        with pytest.raises(PlanError, match=told):
-            Plan("model", "random", Budget("cosine", 0.9), "own").save(path)
-    else:
-        with pytest.raises(RowsError, match=told):
-            save_jsonl([], path)
+    with pytest.raises(PlanError, match=told):
+        Plan("model", "random", Budget("cosine", 0.9), "own").save(path)
+    with pytest.raises(RowsError, match=told):
+        save_jsonl([], path)
     assert path.read_text() == "earlier"
     assert list(path.parent.iterdir()) == [path]
 

@@ -20,12 +20,10 @@ import torch
 import torch.nn.functional as F
 
 import replay as replay_package
-from replay.cli import moved_flags
 from replay.cli.compare_kernels import parser
 from replay.cli.main import VERBS
 from replay.cli.requests import measure_of
 from replay.kernels.registry import Kernel, catalogue
-from replay.rows.fields import FIELDS
 from replay.workloads.recorded import from_directory
 from replay.workloads.sources import DamagedSource, RecordedSource
 from replay.workloads.workload import with_counterparts
@@ -71,40 +69,25 @@ def test_help_and_refusals_do_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
     assert "kernels" in done.stdout
     assert all(f"usage: replay {name}" in done.stdout for name in VERBS)
-    assert done.stderr.count("replay: ") == 3
+    assert done.stderr.count("replay report: ") == 2
 
 
-@pytest.mark.parametrize(
-    ("name", "given", "heading"),
-    [
-        ("M1", (), " · warm cache"),
-        (
-            "Intel(R) Xeon(R) Processor" + " @ 3GHz" * 20,
-            ("--calls-before", "1"),
-            " · warm cache · 1 call before each sample",
-        ),
-    ],
-    ids=["short", "long"],
-)
-def test_the_heading_says_how_samples_were_taken(
-    run_cli: RunCli,
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    given: tuple[str, ...],
-    heading: str,
+def test_heading_states_how_samples_were_taken(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    name = "Intel(R) Xeon(R) Processor" + " @ 3GHz" * 20
     monkeypatch.setattr("replay.timing.machine.device_name", lambda device: name)
-    _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", *given)
+    _, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-default", "--calls-before", "1")
     printed = " ".join(out.partition("\n\n")[0].split())
     assert printed.startswith(f"{name} · torch ")
-    assert printed.endswith(heading)
+    assert printed.endswith(" · warm cache · 1 call before each sample")
 
 
 def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)  # slow
-    code, out, err = run_cli(*SHAPE, "--causal", *QUICK, "--metric", "all")
+    code, out, err = run_cli(*SHAPE, "--mask", "causal", *QUICK, "--metric", "all")
     assert code == 0
-    assert err.startswith("replay: energy needs an NVIDIA GPU\nnext: ")
+    assert err.startswith("replay random: energy needs an NVIDIA GPU\nnext: ")
     assert err.count("energy") == 1
     assert "random · synthetic · 1×4/2×70×32 · bfloat16 · causal" in out
     for kernel in ("torch-default", "torch-math", "torch-flash"):
@@ -124,19 +107,15 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
         ((*SHAPE, "--kernels", "torch-cudnn"), ("torch-cudnn cannot run on cpu", "GPUs only")),
         ((*SHAPE, "--baseline-kernel", "nope"), ("no kernel 'nope'",)),
         (("suite", "llama", "--errors-against", "torch-cudnn"), ("torch-cudnn cannot run on cpu",)),
-        ((*SHAPE, "--metric", "speed"), ("unknown metric 'speed'", "choose from|did you mean")),
-        ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput'", "did you mean throughput")),
+        ((*SHAPE, "--metric", "nonsense"), ("unknown metric 'nonsense': choose from time, ",)),
+        ((*SHAPE, "--metric", "thruput"), ("unknown metric 'thruput': did you mean throughput",)),
         ((*SHAPE, "--cache", "cold"), ("--cache cold requires a GPU",)),
         (("random", "-hq", "6", "-hk", "4"), ("-hq 6 is not a multiple of -hk 4",)),
         (("random", "-sq", "0"), ("-sq: must be an integer of at least 1",)),
         ((*SHAPE, "--call", "x"), ("no option --call",)),
         (("--dir", "x", "--mask", "window"), ("no option --mask",)),
-        (("--dir", "x", "-sq", "16"), ("no option -sq",)),
-        (("suite", "llama", "-d", "64"), ("no option -d",)),
         (("suite", "nope"), ("invalid choice: 'nope'",)),
         ((*SHAPE, "--timeout", "5"), ("not allowed with argument",)),
-        ((*SHAPE, "--scale", "0"), ("--scale: must be a finite number greater than 0",)),
-        ((*SHAPE, "--calls-before", "-1"), ("--calls-before: ",)),
         ((*SHAPE, "--kernels", "triton-sparse-decode[keep=2]"), ("at most 1, not 2",)),
         (("--dir", "missing"), ("missing: no such directory", "capture --model")),
         (("--dir", "n" * 300), ("nnn: File name too long, name another",)),
@@ -145,20 +124,18 @@ def test_random_shape(run_cli: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
             (*SHAPE, "--json", "no/such/folder/rows.jsonl"),
             ("cannot write no/such/folder", "create its"),
         ),
-        ((*DIR, "--csv", "."), ("cannot write .: it is a directory",)),
-        ((*DIR, "--max-noise", "0"), ("--max-noise: ",)),
+        ((*DIR, "--json", "."), ("cannot write .: it is a directory",)),
+        (("--dir", "."), (".: holds no recorded calls", "capture --model")),
         (
             (*DIR, "--max-time", "1m"),
             ("--max-time requires worker processes: leave out",),
         ),
         ((*DIR, "--resume"), ("--resume requires a file to continue: give --json FILE",)),
         (("random", "-sq", "1000000000000000000"), ("too large for any machine",)),
-        (("random", "-b", "9223372036854775807"), ("too large for any machine",)),
-        ((*DIR, "--json", "x", "--csv", "./x"), ("--json and --csv both name ./x",)),
-        ((*DIR, "--json", "-", "--csv", "-"), ("--json and --csv both name stdout",)),
-        ((*DIR, "--json", "/dev/stdout", "--csv", "/dev/fd/1"), ("--csv both name stdout",)),
+        ((*DIR, "--json", "x", "--report", "./x"), ("--json and --report both name ./x",)),
+        ((*DIR, "--json", "/dev/stdout", "--report", "-"), ("--report both name stdout",)),
         ((*DIR, "--per-call", "--report", "-"), ("--per-call is about tables: name a file in",)),
-        ((*DIR, "--tolerances", "x", "--csv", "x"), ("--tolerances and --csv both name x",)),
+        ((*DIR, "--tolerances", "x", "--json", "x"), ("--json would overwrite x: name another",)),
     ],
 )
 def test_wrong_usage_is_one_sentence_with_the_remedy(
@@ -174,7 +151,7 @@ def test_wrong_usage_is_one_sentence_with_the_remedy(
     assert err.startswith("replay")
     assert len(err.splitlines()) == 1
     for sentence in sentences:
-        assert any(choice in err for choice in sentence.split("|")), err
+        assert sentence in err
 
 
 @pytest.mark.parametrize(
@@ -197,31 +174,6 @@ def test_rows_for_a_model_are_measured_as_in_a_model(
     assert settings.baseline == ("torch-default" if for_model else None)
 
 
-@pytest.mark.parametrize("flag", [*moved_flags.VERBS, *moved_flags.OPTIONS])
-def test_moved_flag_names_its_verb(run_cli: RunCli, flag: str) -> None:
-    code, out, err = run_cli("--dir", "recorded", flag, "x")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    where = {**moved_flags.VERBS, **moved_flags.OPTIONS}[flag]
-    assert err.startswith(f"replay: {flag} ")
-    assert f"use `{where}`" in err
-    verb = where.removeprefix("replay ").partition(" ")[0]
-    assert verb in VERBS or where.startswith("--")
-
-
-def test_rounds_that_end_when_the_noise_is_low(run_cli: RunCli, recorded: Path) -> None:
-    # Half an interval's width never exceeds its centre, so any noise is acceptable.
-    options = ("--rounds", "30", "--max-noise", "1", "--kernels", "torch-math", "--json=-")
-    *_, out, _ = run_cli("--dir", str(recorded), *HERE, "--max-seconds", "100", *options)
-    assert {row["time_ms"]["n"] for row in rows(out)} == {9}
-
-
-def test_an_empty_directory(run_cli: RunCli, tmp_path: Path) -> None:
-    code, out, err = run_cli("--dir", str(tmp_path), *QUICK)
-    assert (code, out) == (2, "")
-    assert "holds no recorded call" in err
-    assert "capture --model" in err
-
-
 def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json=-")
     assert (code, err.strip()) == (0, "")
@@ -237,10 +189,8 @@ def test_recorded_calls_against_the_models_own_backend(run_cli: RunCli, recorded
 @pytest.mark.parametrize(
     ("given", "replayed"),
     [
-        ("model-000001", [1]),
         ("model-00000[02]", [0, 2]),
         ("model-000002, model-000000", [0, 2]),
-        ("*", [0, 1, 2]),
     ],
 )
 def test_chosen_calls(run_cli: RunCli, recorded: Path, given: str, replayed: list[int]) -> None:
@@ -261,16 +211,17 @@ SUFFIXES = ("", "-random", "-matched")
 
 
 def test_random_values_beside_recorded_ones(
-    run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
+    run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The recorded calls of the fixture were drawn with the seeds 0, 1 and 2.
     monkeypatch.setattr(
         "replay.workloads.workload.with_counterparts", lambda calls, _: with_counterparts(calls, 9)
     )
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--versus-random")
-    code, out, _ = run_cli(*arguments, "--json=-")
+    code, table, _ = run_cli(*arguments, "--json", str(tmp_path / "rows.jsonl"))
     assert code == 0
-    found = [row for row in rows(out) if row["kernel"] == "torch-flash"]
+    written = rows((tmp_path / "rows.jsonl").read_text())
+    found = [row for row in written if row["kernel"] == "torch-flash"]
     names = [f"model-{index:06d}{suffix}" for index in range(3) for suffix in SUFFIXES]
     assert [row["call"]["name"] for row in found] == names
     for real, random in zip(found[::3], found[1::3], strict=True):
@@ -279,7 +230,6 @@ def test_random_values_beside_recorded_ones(
         assert random["call"]["weights"].startswith("none: random values")
         assert real["accuracy"]["reference"]["rmse"] != random["accuracy"]["reference"]["rmse"]
         assert random["accuracy"]["captured"] is None
-    table = run_cli(*arguments)[1]
     assert table.count("weights: none: random values") == 2
     summary = table.partition("recorded against random inputs")[2]
     (line,) = [line for line in summary.splitlines() if line.startswith("torch-flash")]
@@ -333,14 +283,16 @@ def test_an_altered_file_is_named_and_the_others_are_replayed(
     assert status == {"model-000000": "ok", "model-000001": "error", "model-000002": "ok"}
 
 
-@pytest.mark.parametrize("stdout", ["-", "/dev/stdout"])
-def test_stdout_is_only_json(run_cli: RunCli, stdout: str) -> None:
-    code, out, _ = run_cli(*SHAPE, *QUICK, "--kernels", "torch-math,torch-cud?n", "--json", stdout)
+def test_stdout_is_only_json(run_cli: RunCli) -> None:
+    given = ("--kernels", "torch-math,torch-cud?n", "--metric", "energy", "--json", "-")
+    code, out, err = run_cli(*SHAPE, *QUICK, *given)
     assert code == 0
+    assert err.count("energy needs an NVIDIA GPU") == 1
     found = {row["kernel"]: row for row in rows(out)}
-    assert found["torch-math"]["status"] == "ok"
     assert found["torch-cudnn"]["status"] == "unavailable"
-    assert len(found["torch-math"]["time_ms"]["samples"]) == found["torch-math"]["time_ms"]["n"]
+    timed = found["torch-math"]
+    assert (timed["status"], timed["energy"], timed["timer"]) == ("ok", None, "perf_counter")
+    assert len(timed["time_ms"]["samples"]) == timed["time_ms"]["n"]
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
@@ -351,7 +303,7 @@ def test_a_name_is_only_a_name(
     recorded: Path,
     tmp_path: Path,
 ) -> None:
-    """A hostile name stays text in progress lines, tables, CSV and files."""
+    """A hostile name stays text in progress lines, tables and CSV."""
     monkeypatch.setenv("FORCE_COLOR", "1")  # progress is drawn only on a terminal
 
     def attention(query: Any, key: Any, value: Any, **options: Any) -> torch.Tensor:
@@ -366,58 +318,15 @@ def test_a_name_is_only_a_name(
         lambda *_, **__: ([catalogue()[name] for name in names], []),
     )
     monkeypatch.chdir(recorded.parent)
-    code, out, err = run_cli(*DIR, *QUICK, "--json", "-")
-    assert code == 0, err
-    assert [row["kernel"] for row in rows(out)] == [*names, "torch-math"]
-    csv_file = tmp_path / "rows.csv"
-    code, out, err = run_cli(
-        *(*DIR, *QUICK, "--csv", str(csv_file), "--save-output", str(tmp_path / "kept"))
-    )
+    written = tmp_path / "rows.jsonl"
+    code, out, err = run_cli(*DIR, *QUICK, "--json", str(written))
     assert code == 0, err
     table = re.sub(r"\x1b\[[\d;?]*[a-zA-Z]", "", out)
     assert not [name for name in names if name not in table]
-    written = [row["kernel"] for row in csv.DictReader(csv_file.open(newline=""))]
-    assert written == ["'=1+1" if name == "=1+1" else name for name in (*names, "torch-math")]
-    assert len(list((tmp_path / "kept" / "model-000000").iterdir())) == len(names) + 1
-
-
-def test_a_processor_has_no_energy_and_that_is_said_once(run_cli: RunCli) -> None:
-    chosen = ("--kernels", "torch-math,torch-flash", "--metric", "energy", "--json", "-")
-    code, out, err = run_cli(*SHAPE, *QUICK, *chosen)
-    assert code == 0
-    assert err.count("energy needs an NVIDIA GPU") == 1
-    assert [(row["energy"], row["flags"], row["timer"]) for row in rows(out)] == [
-        (None, [], "perf_counter")
-    ] * 3
-    _, _, err = run_cli(*SHAPE, *QUICK, "--metric", "time")
-    assert "energy" not in err
-
-
-def test_stdout_is_only_csv(run_cli: RunCli, recorded: Path) -> None:
-    arguments = ("--dir", str(recorded), "--call", "model-000000", *QUICK)
-    code, out, _ = run_cli(*arguments, "--kernels", "torch-math,torch-flash", "--csv", "-")
-    assert code == 0
-    header, *lines = csv.reader(io.StringIO(out))
-    assert header == [item.path for item in FIELDS]
-    assert [line[header.index("kernel")] for line in lines] == [
-        "torch-math",
-        "torch-flash",
-    ]
-
-
-def test_files_beside_tables(run_cli: RunCli, recorded: Path, tmp_path: Path) -> None:
-    json_file, csv_file = tmp_path / "rows.jsonl", tmp_path / "rows.csv"
-    kept = tmp_path / "outputs"
-    code, out, _ = run_cli(
-        *("--dir", str(recorded), "--call", "model-000000", *QUICK),
-        *("--kernels", "torch-flash", "--metric", "time,stats"),
-        *("--json", str(json_file), "--csv", str(csv_file), "--save-output", str(kept)),
-    )
-    assert code == 0
-    assert "torch-flash" in out
-    assert len(rows(json_file.read_text())) == 2
-    assert len(list(csv.reader(csv_file.open()))) == 3
-    assert (kept / "model-000000" / "torch-flash.safetensors").is_file()
+    assert [row["kernel"] for row in rows(written.read_text())] == [*names, "torch-math"]
+    _, out, _ = run_cli("report", str(written), "--csv", "-")
+    found = [row["kernel"] for row in csv.DictReader(io.StringIO(out))]
+    assert found == ["'=1+1" if name == "=1+1" else name for name in (*names, "torch-math")]
 
 
 def test_check_fails_on_an_inaccurate_kernel(
@@ -425,26 +334,14 @@ def test_check_fails_on_an_inaccurate_kernel(
 ) -> None:
     kernels("zeros", lambda **a: torch.zeros_like(a["query"]))
     kernels("fine", lambda **a: F.scaled_dot_product_attention(**a))
-    arguments = (*SHAPE, *QUICK, "--kernels", "fine,zeros")
-    assert run_cli(*arguments)[0] == 0
-    code, out, err = run_cli(*arguments, "--check")
+    code, out, err = run_cli(*SHAPE, *QUICK, "--kernels", "fine,zeros", "--check")
     assert code == 1
-    assert "replay: failed: zeros (inaccurate)" in err
+    assert "replay random: failed: zeros (inaccurate)" in err
     assert "zeros" in out
     assert run_cli(*SHAPE, *QUICK, "--kernels", "fine", "--check")[0] == 0
 
 
-def test_interrupted(run_cli: RunCli, kernels: Callable[..., Kernel], tmp_path: Path) -> None:
-    def interrupt(**_: Any) -> None:
-        raise KeyboardInterrupt
-
-    kernels("interrupted", interrupt)
-    code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "interrupted")
-    assert code == 130
-    assert err.strip().endswith("replay: interrupted: no call was replayed")
-
-
-@pytest.mark.parametrize("device", ["mps", "meta", "cpu:7", "cuda:-1", "abacus", ""])
+@pytest.mark.parametrize("device", ["mps", "cpu:7", "cuda:-1", "abacus", ""])
 def test_devices_that_cannot_be_used(run_cli: RunCli, device: str) -> None:
     code, out, err = run_cli(*SHAPE, "--device", device)
     assert (code, out) == (2, "")
@@ -453,31 +350,16 @@ def test_devices_that_cannot_be_used(run_cli: RunCli, device: str) -> None:
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("command", [[], *([verb] for verb in VERBS)])
-def test_what_help_says_first_fits_80_columns(
-    run_cli: RunCli, command: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    code, out, _ = run_cli(*command, "--help")
-    purpose = out.split("\n\n")[1]
-    assert code == 0
-    assert max(map(len, purpose.splitlines())) <= 80
-
-
-RESUMED = "; --resume continues the --json file"
-
-
-def test_a_full_disk_is_one_sentence_with_the_remedy(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, recorded: Path, tmp_path: Path
+def test_full_disk_is_one_sentence_with_the_remedy(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("replay.workers.execution.replay_here", fail)
-    said = "replay: cannot write: No space left on device: make room"
-    for given, remedy in (((), ""), (("--json", str(tmp_path / "rows")), RESUMED)):
-        code, _, err = run_cli("--dir", str(recorded), *QUICK, *given)
-        assert (code, err) == (2, f"{said}{remedy}\n")
+    code, _, err = run_cli(*SHAPE, *QUICK)
+    said = "replay random: cannot write: No space left on device: make room\n"
+    assert (code, err) == (2, said)
 
 
 def test_a_defect_of_ours_is_one_sentence_unless_debugging(
@@ -489,19 +371,11 @@ def test_a_defect_of_ours_is_one_sentence_unless_debugging(
     monkeypatch.setattr("replay.workers.execution.replay_here", fail)
     code, _, err = run_cli(*SHAPE, *QUICK)
     assert code == 1
-    assert err.strip() == "replay: unexpected RuntimeError: boom (traceback with --debug)"
+    assert err.strip() == "replay random: unexpected RuntimeError: boom (traceback with --debug)"
     from replay.cli.main import main
 
     with pytest.raises(RuntimeError, match="boom"):
         main([*SHAPE, *QUICK, "--debug"])
-
-
-def test_the_closing_line_is_for_people(run_cli: RunCli, recorded: Path) -> None:
-    arguments = (*SHAPE, *QUICK, "--kernels", "torch-default,torch-math")
-    _, out, err = run_cli(*arguments)
-    assert err.splitlines() == ["next: record what a model really computes: capture --model llama"]
-    assert "next: " not in out
-    assert run_cli(*arguments, "--json=-")[2] == ""
 
 
 def test_quiet_leaves_results_and_warnings(run_cli: RunCli, recorded: Path) -> None:
@@ -527,7 +401,7 @@ def test_where_no_call_can_be_read_none_was_replayed(run_cli: RunCli, recorded: 
     assert err.count("no call could be replayed, record anew") == len(err.splitlines()) == 3
 
 
-@pytest.mark.parametrize("option", ["--json", "--csv", "--report", "--out"])
+@pytest.mark.parametrize("option", ["--json", "--out"])
 def test_nothing_recorded_is_written_over(run_cli: RunCli, recorded: Path, option: str) -> None:
     verb = ("plan",) if option == "--out" else ()
     for file in ("manifest.json", "model-000000.safetensors"):
@@ -537,12 +411,9 @@ def test_nothing_recorded_is_written_over(run_cli: RunCli, recorded: Path, optio
         assert (code, len(err.splitlines())) == (2, 1)
         assert f"{file}: it is a recording's own, name another file" in err
         assert (recorded / file).read_bytes() == content
-
-
-def test_an_archive_is_not_written_over(run_cli: RunCli, recorded: Path) -> None:
     archive = shutil.make_archive(str(recorded), "zip", recorded)
-    code, _, err = run_cli("--dir", archive, *QUICK, "--json", archive)
-    assert (code, "--dir and --json both name" in err) == (2, True)
+    code, _, err = run_cli(*verb, "--dir", archive, *QUICK, option, archive)
+    assert (code, f"{option} would overwrite {archive}" in err) == (2, True)
 
 
 def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> None:
@@ -553,9 +424,6 @@ def test_verbose_says_where_the_time_goes(run_cli: RunCli, recorded: Path) -> No
     assert len(re.findall(r"^ +[\d.]+ s  model-\d+ took ", told, re.MULTILINE)) == 3
     assert re.search(r"3 calls took [\d.]+ s: ", told)
     assert run_cli(*arguments, "--json=-")[2] == "", "the next command narrates too"
-    code, _, err = run_cli(*arguments, "--verbose", "--quiet")
-    assert code == 2
-    assert "not allowed with argument -v/--verbose" in err
 
 
 def test_list_kernels(run_cli: RunCli, kernels: Callable[..., Kernel]) -> None:

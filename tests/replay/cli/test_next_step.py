@@ -71,7 +71,7 @@ def said(*given: str, rows: list[Row] | None = None, written: Plan | None = None
     arguments = parser.parse_args(others)
     directory = vars(arguments).get("dir")
     dataset = Dataset.open(directory) if directory else None
-    return next_step(arguments, parser, measured() if rows is None else rows, written, dataset)
+    return next_step(arguments, measured() if rows is None else rows, written, dataset)
 
 
 def command(sentence: str) -> list[str]:
@@ -197,15 +197,15 @@ def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
 
 
 def test_nothing_correct_and_nothing_run() -> None:
-    shape = ("random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16")
+    shape = ("random", "-hq", "4", "-sq", "70", "--mask", "causal", "--dtype", "float16")
     look = said(*shape, rows=measured("inaccurate"))
     assert look.startswith("no kernel is correct")
     assert command(look) == [
-        "random", "-hq", "4", "-sq", "70", "--causal", "--dtype", "float16",
+        "random", "-hq", "4", "-sq", "70", "--mask", "causal", "--dtype", "float16",
         "--metric", "accuracy,stats",
     ]  # fmt: skip
-    drawn = ("--mask", "window", "--scale", "0.5", "--distribution", "sink")
-    assert command(said("random", *drawn, rows=measured("inaccurate")))[1:7] == [*drawn]
+    drawn = ("--mask", "window", "--distribution", "sink")
+    assert command(said("random", *drawn, rows=measured("inaccurate")))[1:5] == [*drawn]
     missing = row("mine", status="unavailable", reason="not installed")
     assert command(said(*shape, rows=[measured()[0], missing])) == ["kernels"]
     alone = row("torch-default", call_facts(), status="inaccurate", accuracy=accuracy())

@@ -7,23 +7,30 @@ import importlib
 import inspect
 import re
 from collections import Counter
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from replay import cli
-from replay.cli import replayed, requests, shared_options, showing
+from replay.api.call_choices import RandomCall, RecordedCalls, SuiteCalls
+from replay.api.choices import MeasureChoice, RunPlace
+from replay.api.recorded_models import ModelRequest
+from replay.cli import files, replayed, requests
 from replay.cli.main import DEFAULT, VERBS
+from replay.cli.shared_options import OPTIONS
 from tests.in_this_process import RunCli
 from tests.noted_options import options
 
 ALL = {"": DEFAULT, **VERBS}
 COMMON = ("quiet", "verbose", "debug")
 """Options of all verbs, which are not counted."""
-MOST = 28
-OTHER_MEANINGS = {"--out", "--checks", "--budget", "--max-seconds"}
-"""Options whose meaning differs between verbs: files written or read, and various limits."""
-SHARED = "".join(map(inspect.getsource, (requests, replayed, showing)))
+MOST = 25
+OTHER_MEANINGS = {"--out", "--checks", "--budget"}
+"""Options whose meaning differs between verbs: files written or read, and limits."""
+CHOICES = (RecordedCalls, RandomCall, SuiteCalls, MeasureChoice, RunPlace, ModelRequest)
+"""Dataclasses whose fields are read from arguments of the same names."""
+SHARED = "".join(map(inspect.getsource, (files, requests, replayed)))
 
 
 @pytest.mark.parametrize("verb", ALL)
@@ -32,7 +39,8 @@ def test_verb_has_few_options_and_reads_each(verb: str) -> None:
     found = [action.dest for action in options(module.parser()) if action.dest not in COMMON]
     assert len(found) <= MOST
     source = inspect.getsource(module) + SHARED
-    for name in found:
+    chosen = {field.name for choice in CHOICES for field in fields(choice)}
+    for name in {*found} - chosen:
         assert re.search(rf"arguments\.{name}\b|\"{name}\"", source), name
 
 
@@ -46,6 +54,7 @@ def test_help_fits_60_lines_of_100_columns(
     assert code == 0
     assert len(lines) <= 60
     assert max(map(len, lines)) <= 100
+    assert max(map(len, out.split("\n\n")[1].splitlines())) <= 85
     if not verb:
         examples = out.partition("examples:\n")[2].partition("\n\n")[0]
         assert len(examples.splitlines()) == 5
@@ -61,7 +70,7 @@ def test_options_are_not_abbreviated(verb: str) -> None:
 
 
 def test_option_is_declared_once() -> None:
-    declared: Counter[str] = Counter()
+    declared = Counter([*OPTIONS])
     for path in Path(cli.__file__).parent.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
@@ -84,13 +93,3 @@ def test_argparse_is_imported_by_command_lines_alone() -> None:
             }
             folder = path.relative_to(root).parts[1]
             assert "argparse" not in imported or folder in ("cli", "command_line"), path
-
-
-def test_shared_names_are_those_of_the_library() -> None:
-    from replay.workloads.distributions import DISTRIBUTIONS
-    from replay.workloads.random_calls import SUITES
-    from replay.workloads.random_masks import MASKS
-
-    assert set(shared_options.DISTRIBUTIONS) == set(DISTRIBUTIONS)
-    assert set(shared_options.SUITES) == set(SUITES)
-    assert set(shared_options.MASKS) == {*MASKS, "causal"}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 import attention_replay as ar
 from replay.report.html import chart_library
+from replay.rows.fields import FIELDS
 from replay.rows.row_files import write_jsonl
 from tests.replay.report.html import pages
 
@@ -65,7 +68,9 @@ def test_full_disk_costs_the_page_alone(run_cli: RunCli, stored: Path, tmp_path:
     code, _, err = run_cli("report", str(stored), *given)
     assert code == 2
     assert f"charts in {tmp_path / 'charts'}: " in err
-    assert err.endswith("replay: cannot write /dev/full: No space left on device: make room\n")
+    assert err.endswith(
+        "replay report: cannot write /dev/full: No space left on device: make room\n"
+    )
 
 
 def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Path) -> None:
@@ -80,15 +85,18 @@ def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Pat
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("nowhere.jsonl", "-o", "out.html"), "there is no file nowhere.jsonl: write one with"),
+        (
+            ("nowhere.jsonl", "-o", "out.html"),
+            "there is no file nowhere.jsonl: write one with `replay --json",
+        ),
         (("ROWS", "-o", "nowhere/out.html"), "cannot write nowhere/out.html: create its directory"),
         (("ROWS", "-o", "."), "cannot write .: it is a directory"),
         (("ROWS", "-o", "/proc/x.html"), "cannot write /proc/x.html: "),
         (("ROWS", "-o", "n" * 300), "cannot write nnn"),
-        (("ROWS", "-o", "./rows.jsonl"), "-o would overwrite rows.jsonl: name another file"),
+        (("ROWS", "-o", "./rows.jsonl"), "--out would overwrite ./rows.jsonl: name another file"),
         (
             ("ROWS", "-o", "checks.jsonl", "--checks", "checks.jsonl"),
-            "-o would overwrite checks.jsonl",
+            "--out would overwrite checks.jsonl",
         ),
         (("checks.jsonl", "-o", "out.html"), "line 1: not a row of `replay --json`"),
         (("ROWS", "-o", "out.html", "--checks", "ROWS"), "was not written by `replay verify"),
@@ -98,12 +106,10 @@ def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Pat
         (("ROWS", "-o", "out.html", "--budget", "psnr=3"), "unknown metric 'psnr'"),
         (("ROWS", "-o", "x", "--plot", "./x"), "--out and --plot both name"),
         (("ROWS",), "give -o FILE for a report, --plot DIR for charts"),
-        (("ROWS", "--plot", "ROWS"), "cannot write --plot"),
+        (("ROWS", "--plot", "NOTE"), "cannot write --plot"),
         (("ROWS", "--plot", "x", "--budget", "rmse=1"), "--budget is shown in a report: give -o"),
         (("ROWS", "--plot", "x", "--checks", "checks.jsonl"), "--checks is shown in a report"),
         (("ROWS", "--plot", "x", "--outputs", "."), "--outputs is shown in a report: give -o"),
-        (("a [b].jsonl", "-o", "x"), "write one with replay --json 'a [b].jsonl'"),
-        (("NOTE", "-o", "out.html"), "line 1: not a row of `replay --json`"),
     ],
 )
 def test_wrong_usage_is_one_sentence(
@@ -137,7 +143,7 @@ def test_stored_rows_become_charts(run_cli: RunCli, stored: Path, tmp_path: Path
     assert err.startswith(f"charts in {tmp_path / 'charts'}: ")
     assert all(name in err for name in drawn)
     rows = tmp_path / "few.jsonl"
-    assert run_cli(*RANDOM, *QUICK, "--json", str(rows))[0] == 0
+    rows.write_text(stored.read_text().splitlines(keepends=True)[0])
     code, _, err = run_cli("report", str(rows), "--plot", str(tmp_path / "none"))
     assert code == 0
     assert f"charts in {tmp_path / 'none'}: none: no correct kernel" in err
@@ -165,6 +171,13 @@ def test_chart_library_is_missed_before_anything_runs(
     assert (code, out) == (2, "")
     assert "pip install 'attention-replay[report]'" in err
     assert not Path("out.html").exists()
+
+
+def test_stored_rows_become_csv(run_cli: RunCli, stored: Path) -> None:
+    header, *lines = csv.reader(io.StringIO(run_cli("report", str(stored), "--csv", "-")[1]))
+    assert header == [item.path for item in FIELDS]
+    rows = ar.Rows.read(stored)
+    assert [line[header.index("kernel")] for line in lines] == [row.kernel for row in rows]
 
 
 def test_public_function_returns_the_files_it_wrote(stored: Path, tmp_path: Path) -> None:

@@ -188,7 +188,10 @@ def test_a_place_that_is_write_protected_is_refused_first(
     monkeypatch.setattr("replay.reproduce.reproducer.tempfile.mkdtemp", refuse)
     code, out, err = run_cli(*command("planted.py:right"))
     assert (code, out) == (2, "")
-    assert err == "replay: cannot write --out bug (Permission denied): name another directory\n"
+    assert (
+        err
+        == "replay reproduce: cannot write --out bug (Permission denied): name another directory\n"
+    )
 
 
 @pytest.mark.usefixtures("recorded")
@@ -196,16 +199,16 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
     Path("full").mkdir()
     Path("full/file").touch()
     for changed, sentence in (
-        (("--out", "full"), "replay: --out full is not empty: name another directory\n"),
-        (("--out", "no/where"), "replay: cannot write --out no/where (No such file or directory)"),
-        (("--out", "planted.py"), "replay: cannot write --out planted.py (Not a directory)"),
-        (("--call", "other"), "replay: no call 'other' was recorded: "),
-        (("--kernel", "planted.py:hea"), "replay: no kernel 'planted.py:hea': "),
-        (("--env", "x"), "replay: --env x: write NAME=PATH/TO/python"),
+        (("--out", "full"), "--out full is not empty: name another directory\n"),
+        (("--out", "no/where"), "cannot write --out no/where (No such file or directory)"),
+        (("--out", "planted.py"), "cannot write --out planted.py (Not a directory)"),
+        (("--call", "other"), "no call 'other' was recorded: "),
+        (("--kernel", "planted.py:hea"), "no kernel 'planted.py:hea': "),
+        (("--env", "x"), "--env x: write NAME=PATH/TO/python"),
     ):
         code, out, err = run_cli(*command("planted.py:right", *changed))
         assert (code, out) == (2, "")
-        assert err.startswith(sentence)
+        assert err.startswith(f"replay reproduce: {sentence}")
 
 
 def test_a_call_without_queries_is_one_sentence(
@@ -217,5 +220,5 @@ def test_a_call_without_queries_is_one_sentence(
     asked = ["--dir", "calls", "--call", "model-000000", "--kernel", "eager", "--device", "cpu"]
     code, _, err = run_cli("reproduce", *asked, "--out", "out")
     said = "model-000000: a query of 1×2×0×32 has no output that could be judged"
-    assert (code, err.splitlines()[-1]) == (2, f"replay: {said}")
+    assert (code, err.splitlines()[-1]) == (2, f"replay reproduce: {said}")
     assert not Path("out").exists()

@@ -25,7 +25,7 @@ _NO_PROCESSES = nullcontext(
 
 RunCli = Callable[..., tuple[int, str, str]]
 REQUEST = ReplayRequest(
-    RandomCall(1, 1, None, 8, None, 8, None), "mine.py:f", place=RunPlace(timeout=1.0)
+    RandomCall(q_heads=1, q_len=8, head_dim=8), "mine.py:f", place=RunPlace(timeout=1.0)
 )
 
 
@@ -144,4 +144,4 @@ def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_be_watched_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
     code, out, err = run_cli("watch", "random", *given.split())
     assert (code, out) == (2, "")
-    assert err.startswith(f"replay: {sentence}")
+    assert err.startswith(f"replay watch: {sentence}")

@@ -202,7 +202,7 @@ def test_findings_before_control_c_are_shown(
     assert code == 130
     assert f"{FAULTY}:scales_query: input-changed on 3 calls" in out
     assert err.splitlines()[-1] == (
-        "replay: interrupted: 3 of 6 runs of a kernel on a call were examined, "
+        "replay doctor: interrupted: 3 of 6 runs of a kernel on a call were examined, "
         f"and {earlier} stayed as before"
     )
     assert earlier.read_text() == "[]\n"

@@ -68,7 +68,7 @@ PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
         ((*E2E, "--plan", "other.json"), "a plan for flux, but recorded contains model.py:build"),
         ((*E2E, "--checks", "none/file"), "cannot write none/file"),
         ((*E2E, "--kernels", "nope"), "no kernel 'nope'"),
-        ((*E2E, "--rows", "none.jsonl"), "none.jsonl: no such file; write one with"),
+        ((*E2E, "--rows", "none.jsonl"), "there is no file none.jsonl: write one with"),
         ((*PLAN, "--rows", "x", "--json", "y"), "--json is for rows that are measured"),
         (("plan", "--dir", "recorded"), "the following arguments are required: --out"),
         ((*PLAN, "--budget", "speed=2"), "unknown metric 'speed' in the budget"),

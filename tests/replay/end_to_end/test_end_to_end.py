@@ -137,7 +137,7 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     assert stopped.value.code == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        "replay: model.py:build: the model fails with its own attention: "
+        "replay verify: model.py:build: the model fails with its own attention: "
         "ValueError: the model is broken"
     )
 

@@ -20,7 +20,7 @@ from tests.in_this_process import RunCli
 
 FIRST = "model.py:build"
 FULL = "/dev/full"
-NO_ROOM = f"replay: cannot write {FULL}: No space left on device: make room"
+NO_ROOM = f"replay verify: cannot write {FULL}: No space left on device: make room"
 QUICK = ("--trust-code", "--kernels", "torch-math", "--device", "cpu", "--rounds", "3", "--quiet")
 
 
@@ -75,13 +75,13 @@ def test_a_model_that_cannot_be_run_costs_its_own_results(
     code, out, err = run_models(*given, refused={FIRST})
     assert code == 2
     assert "second end to end" in out
-    assert err.splitlines()[1:] == [f"replay: {FIRST}: it cannot be built"]
+    assert err.splitlines()[1:] == [f"replay verify: {FIRST}: it cannot be built"]
     earlier = Path("e2e.jsonl").read_text()
     assert models(earlier) == ["second"]
     Path("out.html").unlink()
     code, _, err = run_models(*given, refused={FIRST, "second"})
     assert code == 2
-    assert err.endswith(f"replay: {FIRST}: it cannot be built; second: it cannot be built\n")
+    assert err.endswith(f"replay verify: {FIRST}: it cannot be built; second: it cannot be built\n")
     assert Path("e2e.jsonl").read_text() == earlier
     assert Path("out.html").is_file()
 
