@@ -219,7 +219,13 @@ def query_positions(
     cu_seqlens_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> QueryPositions:
-    """Return the position of each query in its sequence; see `key_ranges` for the arguments."""
+    """Return the position of each query in its sequence.
+
+    Args:
+        cu_seqlens_q: (N + 1,) first query of each packed sequence, then the total.
+        cu_seqlens_k: (N + 1,) first key of each packed sequence, then the total.
+        seqused_k: (B,), or (N,) if packed: number of valid keys of each sequence.
+    """
     rows = torch.arange(q_len, device=device)
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         starts_q, starts_k = (each.to(device, torch.int64) for each in (cu_seqlens_q, cu_seqlens_k))
@@ -248,27 +254,17 @@ def key_ranges(
     *,
     is_causal: bool = False,
     variant: AttentionVariant = PLAIN,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_k: Tensor | None = None,
+    **sequences: Tensor | None,
 ) -> KeyRanges:
     """Return the keys that each query sees, without the effect of an `attn_mask`.
 
     Args:
         q_len: number of queries.
         kv_len: number of keys.
-        cu_seqlens_q: (N + 1,) first query of each packed sequence, then the total.
-        cu_seqlens_k: (N + 1,) first key of each packed sequence, then the total.
-        seqused_k: (B,), or (N,) if packed: number of valid keys of each sequence.
+        sequences: bounds of sequences, as for `query_positions`.
     """
     begin, end, diagonal = query_positions(
-        q_len,
-        kv_len,
-        device,
-        bottom_right=variant.bottom_right,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_k=seqused_k,
+        q_len, kv_len, device, bottom_right=variant.bottom_right, **sequences
     )
     first = torch.zeros_like(diagonal)
     left, right = variant.window

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 
 from rich.console import Console
 from rich.table import Table
@@ -66,8 +65,7 @@ def show_statistics(dataset: Dataset, console: Console) -> None:
         table.add_column("module", overflow="fold")
         for heading in ("calls", "outliers", "K mean/dev.", "entropy", "largest", "top 1 %"):
             table.add_column(heading, justify="right", no_wrap=True)
-        for module in sorted(layers, key=_natural):
-            calls = layers[module]
+        for module, calls in layers.items():
             means = mean(calls)
             figures = (means.key_offset, means.entropy, means.largest, means.top_mass)
             shown = (_figure(figure, ".3f") for figure in figures)
@@ -81,13 +79,6 @@ def show_statistics(dataset: Dataset, console: Console) -> None:
 def _figure(value: float, form: str) -> str:
     """Format a number, or a dash for NaN."""
     return "-" if math.isnan(value) else format(value, form)
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts `layers.2` before `layers.10`."""
-    return [
-        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)
-    ]
 
 
 def _calls(entries: list[FileEntry]) -> Table:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import errno
 import importlib
 import sys
 from collections.abc import Sequence
@@ -69,10 +68,6 @@ def _explain(error: BaseException, left_behind: str) -> int:
     if isinstance(error, Error):
         sentence = f"capture: {printable(with_flags(str(error)))}{left_behind}"
         print(sentence, file=sys.stderr)
-        return 2
-    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        named = printable(str(error.filename))
-        print(f"capture: {named}: {error.strerror}, name another", file=sys.stderr)
         return 2
     if isinstance(error, OSError) and is_of_stdout(error):
         return give_up_stdout("capture", error)

@@ -8,7 +8,8 @@ own kernel or matrix products.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,32 +40,26 @@ class MissedAttention:
         return f"{runs}{of} of class {self.kind} (such as {self.example})"
 
 
-class FusedLayers:
-    """Counts of the calls of PyTorch's fused encoder layer, by path of the surrounding module."""
+@contextlib.contextmanager
+def fused_layers_counted(tracker: ModuleTracker, calls: Counter[str]) -> Iterator[None]:
+    """Count calls of PyTorch's fused encoder layer, by path of the surrounding module."""
+    fused = getattr(torch, _FUSED)
 
-    def __init__(self, tracker: ModuleTracker) -> None:
-        self._tracker = tracker
-        self.calls: dict[str, int] = {}
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            calls[tracker.site.module] += 1
+        return fused(*args, **kwargs)
 
-    @contextlib.contextmanager
-    def counted(self) -> Iterator[None]:
-        """Count the calls until the context exits."""
-        fused = getattr(torch, _FUSED)
-
-        def counting(*args: Any, **kwargs: Any) -> Any:
-            if not torch.compiler.is_compiling():
-                path = self._tracker.site.module
-                self.calls[path] = self.calls.get(path, 0) + 1
-            return fused(*args, **kwargs)
-
-        setattr(torch, _FUSED, counting)
-        try:
-            yield
-        finally:
-            setattr(torch, _FUSED, fused)
+    setattr(torch, _FUSED, counting)
+    try:
+        yield
+    finally:
+        setattr(torch, _FUSED, fused)
 
 
-def find_missed_attention(tracker: ModuleTracker, fused: FusedLayers) -> list[MissedAttention]:
+def find_missed_attention(
+    tracker: ModuleTracker, fused_calls: Mapping[str, int]
+) -> list[MissedAttention]:
     """Return the attention that no entry point has seen so far, by class."""
     ran = [watched for watched in tracker.watched if watched.is_attention and watched.forwards]
     ran_paths = [watched.path for watched in ran]
@@ -73,7 +68,7 @@ def find_missed_attention(tracker: ModuleTracker, fused: FusedLayers) -> list[Mi
         innermost = not any(path.startswith(f"{watched.path}.") for path in ran_paths)
         if watched.unseen and innermost:
             found.setdefault(class_name(watched.module), []).append((watched.path, watched.unseen))
-    for path, calls in fused.calls.items():
+    for path, calls in fused_calls.items():
         found.setdefault("TransformerEncoderLayer", []).append((path or "outside", calls))
     for watched in tracker.watched:
         if watched.is_script and script_attends(watched.module):

@@ -170,11 +170,6 @@ class ModuleTracker:
         return list(self._watched.values())
 
     @property
-    def paths(self) -> list[str]:
-        """Paths of all watched modules."""
-        return [watched.path for watched in self._watched.values()]
-
-    @property
     def site(self) -> CallSite:
         """Current site of the calling thread."""
         stack = self.running.stack
@@ -235,19 +230,12 @@ def roots_of(watched: Any) -> dict[str, nn.Module]:
         # The components of a diffusers pipeline also include tokenizers and schedulers.
         components = watched if isinstance(watched, Mapping) else getattr(watched, "components", {})
         roots = {name: part for name, part in components.items() if isinstance(part, nn.Module)}
-    if all(map(_never_runs, roots.values())):
+    if not roots:
         raise TypeError(
             f"nothing to watch in {type(watched).__name__}: "
             "pass a torch.nn.Module, a diffusers pipeline, or a dict of name → module"
         )
     return roots
-
-
-def _never_runs(module: nn.Module) -> bool:
-    """Return whether a module is an empty container, such as `nn.ModuleDict()`."""
-    forward = getattr(getattr(module, "forward", None), "__func__", None)
-    is_container = forward in (nn.Module.forward, nn.Sequential.forward)
-    return is_container and next(module.children(), None) is None
 
 
 def _uncompiled(module: nn.Module) -> nn.Module:

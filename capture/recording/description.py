@@ -13,14 +13,6 @@ from capture.errors import CaptureError
 from capture.storage.capture_record import CaptureRecord
 from capture.storage.json_data import parsed, typed
 
-_LONGEST_NAME = 4096
-"""Maximum length of the name and of the description of the weights, in characters.
-
-The header of every file repeats both texts.
-"""
-_LONGEST_DESCRIPTION = 16 << 20
-"""Maximum size of a capture's description in the manifest, without its calls, in bytes."""
-
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch, CUDA and the imported model libraries."""
@@ -56,12 +48,8 @@ def checked(capture: CaptureRecord, seed: int | None, rank: int | None) -> Captu
     try:
         typed(int | None, seed, "`seed=`")
         typed(int | None, rank, "`rank=`")
-        for name, value in (("name", capture.model), ("weights", capture.weights)):
-            if len(typed(str, value, f"`{name}=`")) > _LONGEST_NAME:
-                raise ValueError(f"`{name}=` has more than {_LONGEST_NAME} characters")
-        manifest = json.dumps({"captures": [capture.to_json()]})
-        if len(manifest) > _LONGEST_DESCRIPTION:
-            raise ValueError(f"more than {_LONGEST_DESCRIPTION} bytes, most of them settings")
-        return CaptureRecord.from_json(parsed(manifest)["captures"][0])
+        typed(str, capture.model, "`name=`")
+        typed(str, capture.weights, "`weights=`")
+        return CaptureRecord.from_json(parsed(json.dumps(capture.to_json())))
     except (TypeError, ValueError) as error:
         raise CaptureError(f"the recording cannot be described: {error}") from error

@@ -12,6 +12,7 @@ from capture.call.head_ranges import parse_ranges, ranges
 from capture.errors import CaptureError
 from capture.hooks.entry_points import follow_entry_points
 from capture.hooks.interceptor import observe
+from capture.hooks.missed_attention import fused_layers_counted
 from capture.hooks.modules import ModuleTracker, denoisers, matches, roots_of
 from capture.recording.context import RecordingContext
 from capture.recording.description import checked, name_of_weights, plain_settings, versions
@@ -137,8 +138,9 @@ def record(
         rank,
     )
     tracker = ModuleTracker(roots)
-    if not any(matches(path, modules) for path in tracker.paths):
-        raise CaptureError(no_match(modules, tracker.paths))
+    paths = [watched.path for watched in tracker.watched]
+    if not any(matches(path, modules) for path in paths):
+        raise CaptureError(no_match(modules, paths))
     complete = False
     with contextlib.ExitStack() as stack:
         stack.enter_context(no_empty_directory(Path(out)))
@@ -162,7 +164,7 @@ def record(
         stack.enter_context(tracker.watch())
         stack.enter_context(observe(recording.calls.observer()))
         stack.enter_context(follow_entry_points(recording.calls.handle))
-        stack.enter_context(recording.fused.counted())
+        stack.enter_context(fused_layers_counted(tracker, recording.fused_calls))
         # Runs first at the exit, so that the hooks above see calls until everything is written.
         stack.callback(lambda: recording.close(complete=complete))
         recording.begin()

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import sys
 import threading
 import time
 import warnings
 import weakref
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
 from capture.errors import CaptureError, RecordingWarning, reason_of
 from capture.hooks.census import Census
-from capture.hooks.missed_attention import FusedLayers, MissedAttention, find_missed_attention
+from capture.hooks.missed_attention import MissedAttention, find_missed_attention
 from capture.recording.call_recorder import CallRecorder
 from capture.recording.context import RecordingContext
 from capture.recording.writer import Writer
@@ -58,14 +58,14 @@ class Recording:
         self.problems: list[str] = []
         """Problems of the recording, one sentence each, without repetitions."""
         self.calls = CallRecorder(context, self.tell)
-        self.fused = FusedLayers(context.tracker)
+        self.fused_calls: Counter[str] = Counter()
+        """Calls of PyTorch's fused encoder layer, by path of the surrounding module."""
         self.may_have_run = True
         """False if the recording has ended and no watched module ran."""
         self._context, self._target = context, context.target
         self._writer: Writer | None = None
         self._missed_attention: list[MissedAttention] | None = None
         """Missed attention, set at the end before the model is released; None before the end."""
-        self._told = itertools.count()
 
     def __repr__(self) -> str:
         problems = f", problems={len(self.problems)}" if self.problems else ""
@@ -99,7 +99,7 @@ class Recording:
         """Attention that no entry point saw, and that the census therefore lacks."""
         if self._missed_attention is not None:
             return self._missed_attention
-        return find_missed_attention(self._context.tracker, self.fused)
+        return find_missed_attention(self._context.tracker, self.fused_calls)
 
     @property
     def summary(self) -> str:
@@ -141,7 +141,7 @@ class Recording:
         if problem in self.problems:
             return
         self.problems.append(problem)
-        if next(self._told):
+        if len(self.problems) > 1:
             return
         # A warning may raise, by the user's filters or display function. Such an exception must not
         # reach the model or the writer's thread.

@@ -2,7 +2,7 @@
 
 `NAMES` translates the names of their arguments. FlashMLA takes no value tensor, because the value
 is the first `head_dim_v` columns of the key, in the same memory. A call with arguments that cannot
-be translated is only counted, and so is every call of the functions in `COUNTED`.
+be translated is only counted.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
     "flash_attn.cute.interface": ("fa4", ("flash_attn_func", "flash_attn_varlen_func")),
     "flash_mla.flash_mla_interface": ("flash-mla", ("flash_mla_with_kvcache",)),
     "torch.nn.attention.varlen": ("torch-varlen", ("varlen_attn",)),
+    "sageattention.core": ("", ("sageattn", "sageattn_varlen")),
+    "sageattention": ("", ("sageattn", "sageattn_varlen")),
+    "xformers.ops.fmha": ("", ("memory_efficient_attention", "memory_efficient_attention_forward")),
+    "flashinfer.decode": ("", ("single_decode_with_kv_cache",)),
+    "flashinfer.prefill": ("", ("single_prefill_with_kv_cache",)),
 }
-"""Name of the kernel, and names of the functions to wrap, for each module."""
+"""Name of the kernel, and names of the functions to wrap, for each module.
 
-COUNTED: dict[str, tuple[str, ...]] = {
-    "sageattention.core": ("sageattn", "sageattn_varlen"),
-    "sageattention": ("sageattn", "sageattn_varlen"),
-    "xformers.ops.fmha": ("memory_efficient_attention", "memory_efficient_attention_forward"),
-    "flashinfer.decode": ("single_decode_with_kv_cache",),
-    "flashinfer.prefill": ("single_prefill_with_kv_cache",),
-}
+Without a name, calls are only counted.
+"""
 
 NAMES = {
     "q": "query",
@@ -102,28 +102,21 @@ def follow(handler: Handler) -> Iterator[None]:
     """Pass calls of the libraries' functions to `handler` until the exit."""
     with contextlib.ExitStack() as stack:
         for module, (kernel, names) in FOLLOWED.items():
-            for function in _functions(module, names):
-                translate = _translation(function, module, kernel)
-                stack.enter_context(wrapped_everywhere(function, translate, handler))
-        for module, names in COUNTED.items():
-            for function in _functions(module, names):
-                translate = functools.partial(
-                    _counted, f"{module.partition('.')[0]}.{function.__name__}"
-                )
-                stack.enter_context(wrapped_everywhere(function, translate, handler))
+            for name in names:
+                function = getattr(sys.modules.get(module), name, None)
+                if callable(function):
+                    entry_point = f"{module.partition('.')[0]}.{name}"
+                    if kernel:
+                        translate = _translation(function, entry_point, kernel)
+                    else:
+                        translate = functools.partial(_counted, entry_point)
+                    stack.enter_context(wrapped_everywhere(function, translate, handler))
         yield
 
 
-def _functions(module: str, names: tuple[str, ...]) -> list[Callable[..., Any]]:
-    loaded = sys.modules.get(module)
-    found = [getattr(loaded, name, None) for name in names]
-    return [function for function in found if callable(function)]
-
-
-def _translation(function: Callable[..., Any], module: str, kernel: str) -> Translate:
+def _translation(function: Callable[..., Any], entry_point: str, kernel: str) -> Translate:
     signature = inspect.signature(function)
     defaults = {name: each.default for name, each in signature.parameters.items()}
-    entry_point = f"{module.partition('.')[0]}.{getattr(function, '__name__', '')}"
 
     def translate(*args: Any, **kwargs: Any) -> tuple[Arguments, OutputLayout]:
         given = signature.bind(*args, **kwargs).arguments

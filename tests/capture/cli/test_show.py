@@ -73,8 +73,8 @@ def test_statistics_by_layer(tmp_path: Path) -> None:
     assert lines[0].startswith("note: ")
     assert "m-0.safetensors" in "".join(lines[:5])
     table = [line.split() for line in lines if line.startswith(("layers", "[red]"))]
-    assert [(line[0], line[1]) for line in table] == [("[red]x", "1"), ("layers.2", "2")]
-    assert table[0][4:] == ["1.000", "0.016", "0.016"]
+    assert [(line[0], line[1]) for line in table] == [("layers.2", "2"), ("[red]x", "1")]
+    assert table[1][4:] == ["1.000", "0.016", "0.016"]
 
 
 def test_layer_without_keys_has_dashes_and_the_others_their_statistics(tmp_path: Path) -> None:

@@ -233,9 +233,6 @@ def test_roots_are_a_module_a_pipeline_s_modules_or_a_mapping(layers: nn.Module)
     assert roots_of(layers) == {"": layers}
     assert roots_of({"a": layers}) == {"a": layers}
     assert roots_of(Pipeline()) == {"transformer": layers}
-    own = nn.Module()
-    own.forward = len  # without a class of its own
-    assert roots_of(own) == {"": own}
-    for nothing in (3, {}, "model", nn.ModuleDict(), nn.Sequential(), {"a": nn.ModuleList()}):
+    for nothing in (3, {}, "model"):
         with pytest.raises(TypeError, match=r"pass a torch\.nn.Module, a diffusers pipeline"):
             roots_of(nothing)
