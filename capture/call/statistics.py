@@ -126,13 +126,9 @@ def _of_weights(
 
 
 def _mean(values: Iterable[float]) -> float:
-    counted = _counted(values)
+    counted = [value for value in values if not math.isnan(value)]
     return sum(counted) / len(counted) if counted else math.nan
 
 
 def _most(values: Iterable[float]) -> float:
-    return max(_counted(values), default=math.nan)
-
-
-def _counted(values: Iterable[float]) -> list[float]:
-    return [value for value in values if not math.isnan(value)]
+    return max((value for value in values if not math.isnan(value)), default=math.nan)

@@ -13,7 +13,8 @@ from capture.text.printable import printable
 
 DESCRIPTION = """\
 Compare a recording's files with their checksums, and recompute each output with PyTorch's SDPA.
-Exit code 1 if a file is damaged or an output differs. DIR may be whatever `capture show` takes."""
+Exit code 1 if a file is damaged or an output differs. DIR may be anything that `capture show`
+accepts."""
 
 EXAMPLES = "  capture check captured_inputs"
 

@@ -32,16 +32,16 @@ USAGE = """capture --model MODEL [options]
        capture show DIR | check DIR | repair DIR"""
 
 DESCRIPTION = """\
-Record the attention calls a model really makes (query, key, value, mask, output) in a directory
-of safetensors files. Other verbs, each with a --help of its own: show lists a recording, check
-verifies its files, repair finishes what a killed recording left."""
+Run a model and record its attention calls (query, key, value, mask, output) in a directory of
+safetensors files. Other verbs, each with its own --help: show lists a recording, check verifies
+its files, repair recovers a recording whose process was killed."""
 
 EXAMPLES = """\
   capture --model cogvideo --max 10                    10 calls of CogVideoX
-  capture --model my_model.py:build                    your function: returns (module, run)
+  capture --model my_model.py:build                    your function, which returns (module, run)
   capture --model llama --phase decode --heads 0-3     part of each call of one phase
-  capture show captured_inputs --stats                 what makes the values hard for a kernel
-  capture check captured_inputs                        verify the files, recompute the outputs
+  capture show captured_inputs --stats                 list the calls and their statistics
+  capture check captured_inputs                        verify the files and recompute the outputs
 then: replay --dir captured_inputs --metric all"""
 
 
@@ -59,32 +59,40 @@ def _add_run_options(command: OneSentenceParser) -> None:
     run.add_argument(
         "--model",
         metavar="MODEL",
-        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or a function of yours, "
+        help=f"{', '.join(import_models().NAMES)}; a checkpoint directory; or your own function, "
         "FILE.py:FUNCTION",
     )
     run.add_argument(
         "--size",
         choices=["tiny", "full"],
-        help="tiny: built in, no download (default without a GPU); full: the official size",
+        help="tiny: small, no download (default without a GPU); full: the official size",
     )
     run.add_argument(
         "--weights",
         choices=["pretrained", "random"],
-        help="random weights suit timing, not judging quantised kernels",
+        help="random weights are fine for timing, but not for judging quantised kernels "
+        "(default: pretrained)",
     )
     run.add_argument(
-        "--checkpoint", metavar="ID_OR_DIR", help="weights in place of the official ones"
+        "--checkpoint", metavar="ID_OR_DIR", help="checkpoint to load instead of the official one"
     )
     run.add_argument(
         "--prompt",
         type=str,
-        help="text to run the model on (empty is allowed for images and video)",
+        help="text to run the model on (may be empty for images and video)",
     )
     run.add_argument(
-        "--steps", type=positive, metavar="N", help="denoising steps, or tokens to decode"
+        "--steps",
+        type=positive,
+        metavar="N",
+        help="number of denoising steps, or of tokens to decode",
     )
     run.add_argument(
-        "--seed", type=natural, default=0, metavar="N", help="seed of weights and noise (default 0)"
+        "--seed",
+        type=natural,
+        default=0,
+        metavar="N",
+        help="seed of weights and noise (default: 0)",
     )
     command.add_dtype(run)
     run.add_argument("--device", help="device such as cuda or cpu (default: cuda if available)")
@@ -93,15 +101,19 @@ def _add_run_options(command: OneSentenceParser) -> None:
 def _add_storage_options(command: OneSentenceParser) -> None:
     store = command.add_argument_group("what to store")
     store.add_argument(
-        "--max", type=positive, default=10, metavar="N", help="calls to store (default 10)"
+        "--max",
+        type=positive,
+        default=10,
+        metavar="N",
+        help="number of calls to store (default: 10)",
     )
     store.add_argument(
         "--sample",
         type=_sample,
         default="spread",
         metavar="HOW",
-        help="spread over layers, steps, phases and shapes (default); hard, the most difficult in "
-        "8 bits; first; or every:N, the first of every N calls",
+        help="calls to store: spread over layers, steps, phases and shapes (default); hard: most "
+        "difficult for 8-bit kernels; first; or every:N: first of every N calls",
     )
     store.add_argument("--phase", choices=PHASES, help="store only calls of this phase")
     store.add_argument(
@@ -112,17 +124,23 @@ def _add_storage_options(command: OneSentenceParser) -> None:
         help="query heads to store, such as 0,8-11, with their key/value heads (default: all)",
     )
     store.add_argument(
-        "--modules", action=Listed, metavar="LIST", help="paths or globs of the modules to record"
+        "--modules",
+        action=Listed,
+        metavar="LIST",
+        help="store only calls of these modules (paths or globs)",
     )
     store.add_argument(
-        "--max-bytes", type=_size, metavar="SIZE", help="size limit, such as 500M or 20G"
+        "--max-bytes",
+        type=_size,
+        metavar="SIZE",
+        help="limit of the total size, such as 500M or 20G",
     )
-    store.add_argument("--no-output", action="store_true", help="leave out attention outputs")
+    store.add_argument("--no-output", action="store_true", help="do not store attention outputs")
     store.add_argument(
         "--out",
         default="captured_inputs",
         metavar="DIR",
-        help="directory to write to (default captured_inputs)",
+        help="directory to write to (default: captured_inputs)",
     )
     store.add_argument(
         "--overwrite", action="store_true", help="replace an earlier recording of this model"
@@ -131,22 +149,22 @@ def _add_storage_options(command: OneSentenceParser) -> None:
         "--rank",
         type=natural,
         metavar="N",
-        help="rank of this process; ranks share DIR (default: as torchrun sets it)",
+        help="rank of this process; all ranks may write to one DIR (default: as set by torchrun)",
     )
     store.add_argument(
         "--split",
         choices=SPLITS,
-        help="part of a call that each rank has, for `replay --join-ranks` (default: heads, where "
-        "distributed tensors show it)",
+        help="how ranks split a call, for `replay --join-ranks` (default: by heads if distributed "
+        "tensors are split by heads)",
     )
     store.add_argument(
         "--buffer-bytes",
         type=_size,
         metavar="SIZE",
-        help="host memory for unwritten calls (default: a quarter of what is free)",
+        help="host memory for calls that are not written yet (default: a quarter of free memory)",
     )
     store.add_argument(
-        "--durable", action="store_true", help="write each call to disk before the model goes on"
+        "--durable", action="store_true", help="write each call to disk before the model continues"
     )
 
 

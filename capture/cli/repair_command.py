@@ -10,8 +10,9 @@ from capture.large_imports import import_large
 from capture.text.printable import printable
 
 DESCRIPTION = """\
-List the complete calls of killed recordings, delete incomplete files, and restore a missing or
-damaged manifest. On a file system without locks, make sure that nothing records into DIR."""
+Recover recordings whose process was killed: list their complete calls, delete incomplete files, and
+restore a missing or damaged manifest. On a file system without locks, first make sure that no
+process is recording into DIR."""
 
 EXAMPLES = "  capture repair captured_inputs"
 

@@ -18,7 +18,7 @@ hf://datasets/ORG/NAME, s3://BUCKET/PATH or https://HOST/PATH."""
 
 EXAMPLES = """\
   capture show captured_inputs           one line per call
-  capture show captured_inputs --stats   outlier channels and attention structure, layer by layer"""
+  capture show captured_inputs --stats   why the calls may be difficult for quantised kernels"""
 
 
 def parser() -> OneSentenceParser:
@@ -29,7 +29,7 @@ def parser() -> OneSentenceParser:
     command.add_argument(
         "--stats",
         action="store_true",
-        help="also show outlier channels of K and the structure of the attention, layer by layer",
+        help="also show outlier channels of K and statistics of the weights, layer by layer",
     )
     add_common_options(command)
     return command

@@ -7,7 +7,6 @@ import re
 
 from capture.command_line.parser import OneSentenceParser
 from capture.command_line.verbosity import add_verbosity
-from capture.text.printable import quoted
 
 RECORD = "capture.cli.record_command"
 """Module of the default verb `record`."""
@@ -51,13 +50,10 @@ def add_common_options(parser: OneSentenceParser) -> None:
 
 def moved_flag(given: list[str]) -> str:
     """Return a sentence about the first flag that became a verb; empty if there is none."""
-    for position, argument in enumerate(given):
-        flag, _, value = argument.partition("=")
+    for argument in given:
+        flag = argument.partition("=")[0]
         if flag in MOVED_FLAGS:
-            value = value or next(iter(given[position + 1 :]), "")
-            place = "DIR" if not value or value.startswith("-") else quoted(value)
-            command = MOVED_FLAGS[flag].replace("DIR", place)
-            return f"{flag} became a verb: use `capture {command}`"
+            return f"{flag} became a verb: use `capture {MOVED_FLAGS[flag]}`"
     return ""
 
 

@@ -22,9 +22,9 @@ def add_verbosity(parser: argparse._ActionsContainer) -> None:
         "-q",
         "--quiet",
         action="store_true",
-        help="no progress and no hints; results, warnings and errors remain",
+        help="print only results, warnings and errors, no progress and no suggestions",
     )
-    either.add_argument("-v", "--verbose", action="store_true", help="print steps and their times")
+    either.add_argument("-v", "--verbose", action="store_true", help="print each step and its time")
 
 
 @contextlib.contextmanager

@@ -127,21 +127,9 @@ class Census:
         """Return every count with its module, phase and signature."""
         return [*self._counts.items()]
 
-    def modules(self) -> list[str]:
-        """Return the paths of the modules that called attention, in order of their first call."""
-        return list(dict.fromkeys(module for module, _, _ in self._counts))
-
-    def phases(self) -> list[str]:
-        """Return the phases in which attention was called, in order of their first call."""
-        return list(dict.fromkeys(phase for _, phase, _ in self._counts))
-
     def to_json(self) -> dict[str, Any]:
-        signatures = {
-            signature: index
-            for index, signature in enumerate(
-                dict.fromkeys(signature for _, _, signature in self._counts)
-            )
-        }
+        different = dict.fromkeys(signature for _, _, signature in self._counts)
+        signatures = {signature: index for index, signature in enumerate(different)}
         return {
             "signatures": [signature.to_json() for signature in signatures],
             "rows": [

@@ -21,7 +21,7 @@ from capture.recording.seen_calls import SeenCalls, SimilarCalls
 
 
 class CallRecorder:
-    """Receives every attention call of the model; raises only exceptions meant for the program.
+    """Receives every attention call of the model; problems raise no exceptions.
 
     Args:
         tell: function that receives a sentence about each problem, from any thread.
@@ -120,7 +120,7 @@ class CallRecorder:
                     group = self.seen.find(like, site, arguments, dtype)
                 self._count_and_offer(group, site, arguments, dtype, output, sdpa)
             except Exception as error:
-                self._tell_failure(error)
+                self._tell(f"an attention call could not be recorded: {reason_of(error)}")
 
         return observe
 
@@ -157,7 +157,7 @@ class CallRecorder:
             group = self.seen.groups.get(like) or self.seen.find(like, site, arguments, None)
             self._count_and_offer(group, site, arguments, None, output, function)
         except Exception as error:
-            self._tell_failure(error)
+            self._tell(f"an attention call could not be recorded: {reason_of(error)}")
         return output
 
     def _count_and_offer(
@@ -191,6 +191,3 @@ class CallRecorder:
                 with outside_of_modes():
                     given = cast(arguments, dtype)
                     self.kept.store(index, site, group, given, output, function)
-
-    def _tell_failure(self, error: Exception) -> None:
-        self._tell(f"an attention call could not be recorded: {reason_of(error)}")

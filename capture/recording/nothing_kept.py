@@ -29,16 +29,18 @@ def nothing_kept(recording: Recording) -> str:
             f"none of the attention calls has the heads {recording.capture.heads} with equally "
             "many for each key/value head; choose others with `heads=`"
         )
-    refusals = {count.signature.refusal for _, count in recording.census.items()}
+    counts = recording.census.items()
+    refusals = {count.signature.refusal for _, count in counts}
     if "" not in refusals:
         return f"none of {seen} can be stored: {', '.join(sorted(refusals))}"
-    phases = recording.census.phases()
+    modules = dict.fromkeys(module for (module, _, _), _ in counts)
+    phases = dict.fromkeys(phase for (_, phase, _), _ in counts)
     if recording.capture.phase not in ("", *phases):
         return (
             f"none of {seen} is of phase {recording.capture.phase}: choose "
             f"{' or '.join(phases)} with `phase=`"
         )
-    callers = [module or "(outside all watched modules)" for module in recording.census.modules()]
+    callers = [module or "(outside all watched modules)" for module in modules]
     shown = ", ".join(callers[:3]) + (" …" if len(callers) > 3 else "")
     return (
         f"none of {seen} came from a module that matches {recording.capture.modules!r}; they came "

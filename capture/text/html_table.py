@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 from itertools import islice
 
@@ -37,15 +37,13 @@ def html_table(
 
 
 def _line(tag: str, cells: Sequence[object]) -> str:
-    return f"<tr>{''.join(_cells(tag, cells))}</tr>"
-
-
-def _cells(tag: str, cells: Sequence[object]) -> Iterator[str]:
+    line = []
     for cell in cells:
         side = "left" if isinstance(cell, str) else "right"
         text = f"{cell:.4g}" if isinstance(cell, float) else "" if cell is None else str(cell)
         wrap = "" if len(text) > LONG_TEXT else "; white-space: nowrap"
-        yield f'<{tag} style="text-align: {side}{wrap}">{_text(text)}</{tag}>'
+        line.append(f'<{tag} style="text-align: {side}{wrap}">{_text(text)}</{tag}>')
+    return f"<tr>{''.join(line)}</tr>"
 
 
 def _text(text: str) -> str:

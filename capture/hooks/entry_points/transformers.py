@@ -9,6 +9,7 @@ look-up returns is wrapped, so that the name, which also selects the kind of mas
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -87,9 +88,9 @@ def _translation(name: str | None, function: Callable[..., Any]) -> Translate | 
     if name == "sdpa" or defined_in == "transformers.integrations.sdpa_attention":
         return None
     if defined_in == "transformers.integrations.flash_attention":
-        return _flash(name or "flash_attention_2")
+        return functools.partial(_flash, name or "flash_attention_2")
     if name is not None and name.startswith("flash_attention"):
-        return _flash(name)
+        return functools.partial(_flash, name)
     if defined_in == "transformers.integrations.flex_attention" or name == "flex_attention":
         return _flex
     return _eager(function, name)
@@ -144,52 +145,50 @@ def _eager(function: Callable[..., Any], name: str | None) -> Translate:
     return translate
 
 
-def _flash(name: str) -> Translate:
-    def translate(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        is_causal: bool | None = None,
-        s_aux: Tensor | None = None,
-        **others: Any,
-    ) -> tuple[Arguments, OutputLayout]:
-        causal = bool(module.is_causal if is_causal is None else is_causal) and query.shape[2] > 1
-        window: Window = (None, None)
-        if sliding_window is not None and key.shape[2] > sliding_window:
-            window = (sliding_window - 1, sliding_window - 1)
-        mask, packed = None, _NOT_PACKED
-        if attention_mask is not None:
-            mask = attention_mask[:, None, None, : key.shape[2]]
-        else:
-            packed = _packed(query, others)
-        starts_q, starts_k, longest_q, longest_k = packed
-        return _arguments(
-            (query, key, value, mask),
-            dropout_p=dropout,
-            is_causal=causal,
-            scale=scaling,
-            backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
-            sinks=s_aux,
-            variant=AttentionVariant(
-                bottom_right=causal or window != (None, None),
-                window=window,
-                softcap=softcap or None,
-                max_seqlen_q=longest_q,
-                max_seqlen_k=longest_k,
-            ),
-            refusal=_refusal(others, {"indices", "block_indices"}),
-            returns=_returns(module, others),
-            cu_seqlens_q=starts_q,
-            cu_seqlens_k=starts_k,
-        )
-
-    return translate
+def _flash(
+    name: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Arguments, OutputLayout]:
+    causal = bool(module.is_causal if is_causal is None else is_causal) and query.shape[2] > 1
+    window: Window = (None, None)
+    if sliding_window is not None and key.shape[2] > sliding_window:
+        window = (sliding_window - 1, sliding_window - 1)
+    mask, packed = None, _NOT_PACKED
+    if attention_mask is not None:
+        mask = attention_mask[:, None, None, : key.shape[2]]
+    else:
+        packed = _packed(query, others)
+    starts_q, starts_k, longest_q, longest_k = packed
+    return _arguments(
+        (query, key, value, mask),
+        dropout_p=dropout,
+        is_causal=causal,
+        scale=scaling,
+        backend=_FLASH_KERNELS.get(name, f"transformers.{name}"),
+        sinks=s_aux,
+        variant=AttentionVariant(
+            bottom_right=causal or window != (None, None),
+            window=window,
+            softcap=softcap or None,
+            max_seqlen_q=longest_q,
+            max_seqlen_k=longest_k,
+        ),
+        refusal=_refusal(others, {"indices", "block_indices"}),
+        returns=_returns(module, others),
+        cu_seqlens_q=starts_q,
+        cu_seqlens_k=starts_k,
+    )
 
 
 _Packed = tuple[Tensor | None, Tensor | None, int | None, int | None]
