@@ -31,144 +31,76 @@ def _lengths(*lengths: int) -> torch.Tensor:
     return torch.tensor(lengths).int()
 
 
-def _sizes(
-    batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int
-) -> dict[str, int]:
-    return {
-        "batch": batch,
-        "q_heads": q_heads,
-        "kv_heads": kv_heads,
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "head_dim": head_dim,
-    }
+def _call(
+    batch: int, q_heads: int, kv_heads: int, q_len: int, kv_len: int, head_dim: int, **fields: Any
+) -> dict[str, Any]:
+    sizes = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
+    return {**sizes, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, **fields}
+
+
+def _window(left: int, right: int | None = None, softcap: float | None = None) -> dict[str, Any]:
+    """Return a window aligned bottom right, in a causal call if there is no right side."""
+    variant = AttentionVariant(True, (left, right), softcap)
+    return {"variant": variant, "is_causal": right is None}
 
 
 SINKS = normal(64, seed=7, dtype=BRAIN)
 PACKED = {"cu_seqlens_q": _offsets(700, 1, 1300, 99), "cu_seqlens_k": _offsets(700, 1, 1300, 99)}
 LONGER = {"cu_seqlens_q": _offsets(70, 1, 130, 99), "cu_seqlens_k": _offsets(700, 1, 1300, 99)}
 
+CAUSAL: dict[str, Any] = {"is_causal": True, "variant": BOTTOM_RIGHT}
+
 CALLS: dict[str, dict[str, Any]] = {
-    "bottom right": {**_sizes(1, 8, 2, 300, 1500, 128), "is_causal": True, "variant": BOTTOM_RIGHT},
-    "bottom right, fewer keys": {
-        **_sizes(2, 4, 4, 1500, 300, 64),
-        "dtype": HALF,
-        "is_causal": True,
-        "variant": BOTTOM_RIGHT,
-    },
-    "window": {
-        **_sizes(2, 8, 2, 2100, 2100, 128),
-        "is_causal": True,
-        "variant": AttentionVariant(True, (1023, None)),
-    },
-    "window, longer keys": {
-        **_sizes(1, 8, 8, 500, 2100, 64),
-        "dtype": HALF,
-        "is_causal": True,
-        "variant": AttentionVariant(True, (255, None)),
-    },
-    "window, top left": {
-        **_sizes(1, 4, 4, 500, 2100, 64),
-        "dtype": HALF,
-        "variant": AttentionVariant(window=(300, 200)),
-    },
-    "window both ways": {
-        **_sizes(1, 8, 8, 2100, 2100, 64),
-        "dtype": HALF,
-        "variant": AttentionVariant(True, (200, 100)),
-    },
-    "window both ways, head_dim 128": {
-        **_sizes(1, 8, 8, 2100, 2100, 128),
-        "variant": AttentionVariant(True, (512, 512)),
-    },
-    "soft cap": {
-        **_sizes(1, 8, 4, 1100, 1100, 128),
-        "is_causal": True,
-        "scale": 1.0,
-        "variant": AttentionVariant(softcap=50.0),
-    },
-    "soft cap and window, head_dim 256": {
-        **_sizes(1, 8, 4, 2100, 2100, 256),
-        "is_causal": True,
-        "variant": AttentionVariant(True, (1023, None), 5.0),
-    },
-    "sinks": {**_sizes(1, 64, 8, 1100, 1100, 64), "is_causal": True, "sinks": SINKS},
-    "sinks and window": {
-        **_sizes(1, 64, 8, 1100, 1100, 64),
-        "is_causal": True,
-        "sinks": SINKS,
-        "variant": AttentionVariant(True, (127, None)),
-    },
-    "sinks in float32": {
-        **_sizes(1, 8, 8, 700, 700, 128),
-        "dtype": HALF,
-        "sinks": SINKS[:8].float(),
-    },
-    "packed": {**_sizes(1, 16, 16, 2100, 2100, 80), **PACKED},
-    "packed, causal": {
-        **_sizes(1, 8, 2, 2100, 2100, 128),
+    "bottom right": _call(1, 8, 2, 300, 1500, 128, **CAUSAL),
+    "bottom right, fewer keys": _call(2, 4, 4, 1500, 300, 64, dtype=HALF, **CAUSAL),
+    "window": _call(2, 8, 2, 2100, 2100, 128, **_window(1023)),
+    "window, longer keys": _call(1, 8, 8, 500, 2100, 64, dtype=HALF, **_window(255)),
+    "window, top left": _call(
+        1, 4, 4, 500, 2100, 64, dtype=HALF, variant=AttentionVariant(window=(300, 200))
+    ),
+    "window both ways": _call(1, 8, 8, 2100, 2100, 64, dtype=HALF, **_window(200, 100)),
+    "window both ways, head_dim 128": _call(1, 8, 8, 2100, 2100, 128, **_window(512, 512)),
+    "soft cap": _call(
+        *(1, 8, 4, 1100, 1100, 128),
+        is_causal=True,
+        scale=1.0,
+        variant=AttentionVariant(softcap=50.0),
+    ),
+    "soft cap and window, head_dim 256": _call(
+        1, 8, 4, 2100, 2100, 256, **_window(1023, softcap=5.0)
+    ),
+    "sinks": _call(1, 64, 8, 1100, 1100, 64, is_causal=True, sinks=SINKS),
+    "sinks and window": _call(1, 64, 8, 1100, 1100, 64, sinks=SINKS, **_window(127)),
+    "sinks in float32": _call(1, 8, 8, 700, 700, 128, dtype=HALF, sinks=SINKS[:8].float()),
+    "packed": _call(1, 16, 16, 2100, 2100, 80, **PACKED),
+    "packed, causal": _call(
+        *(1, 8, 2, 2100, 2100, 128),
         **PACKED,
-        "is_causal": True,
-        "variant": AttentionVariant(bottom_right=True, max_seqlen_q=1300, max_seqlen_k=1300),
-    },
-    "packed, longer keys": {
-        **_sizes(1, 8, 2, 300, 2100, 64),
-        **LONGER,
-        "dtype": HALF,
-        "is_causal": True,
-        "variant": BOTTOM_RIGHT,
-    },
-    "packed, window": {
-        **_sizes(1, 8, 8, 2100, 2100, 128),
-        **PACKED,
-        "is_causal": True,
-        "variant": AttentionVariant(True, (255, None)),
-    },
-    "packed, window, sinks": {
-        **_sizes(1, 64, 8, 2100, 2100, 64),
-        **PACKED,
-        "is_causal": True,
-        "sinks": SINKS,
-        "variant": AttentionVariant(True, (127, None)),
-    },
-    "packed, key lengths": {
-        **_sizes(1, 8, 2, 300, 2100, 128),
-        **LONGER,
-        "seqused_k": _lengths(650, 1, 777, 99),
-        "is_causal": True,
-        "variant": BOTTOM_RIGHT,
-    },
-    "decode": {**_sizes(4, 32, 8, 1, 4250, 128), "is_causal": True, "variant": BOTTOM_RIGHT},
-    "decode, window": {
-        **_sizes(4, 32, 8, 1, 4250, 128),
-        "is_causal": True,
-        "variant": AttentionVariant(True, (1023, None)),
-    },
-    "decode, window, sinks": {
-        **_sizes(4, 64, 8, 1, 4250, 64),
-        "sinks": SINKS,
-        "is_causal": True,
-        "variant": AttentionVariant(True, (127, None)),
-    },
-    "decode, sinks": {**_sizes(4, 64, 8, 1, 4250, 64), "sinks": SINKS},
-    "decode, soft cap": {
-        **_sizes(4, 8, 4, 1, 4250, 256),
-        "dtype": HALF,
-        "variant": AttentionVariant(softcap=5.0),
-    },
-    "decode, key lengths": {
-        **_sizes(4, 32, 8, 1, 4250, 128),
-        "seqused_k": _lengths(4250, 1, 345, 2000),
-        "is_causal": True,
-        "variant": BOTTOM_RIGHT,
-    },
-    "some queries, key lengths": {
-        **_sizes(4, 32, 8, 4, 4250, 64),
-        "dtype": HALF,
-        "seqused_k": _lengths(4250, 4, 345, 2000),
-        "is_causal": True,
-        "variant": AttentionVariant(True, (511, None)),
-    },
+        is_causal=True,
+        variant=AttentionVariant(bottom_right=True, max_seqlen_q=1300, max_seqlen_k=1300),
+    ),
+    "packed, longer keys": _call(1, 8, 2, 300, 2100, 64, **LONGER, dtype=HALF, **CAUSAL),
+    "packed, window": _call(1, 8, 8, 2100, 2100, 128, **PACKED, **_window(255)),
+    "packed, window, sinks": _call(1, 64, 8, 2100, 2100, 64, **PACKED, sinks=SINKS, **_window(127)),
+    "packed, key lengths": _call(
+        1, 8, 2, 300, 2100, 128, **LONGER, seqused_k=_lengths(650, 1, 777, 99), **CAUSAL
+    ),
+    "decode": _call(4, 32, 8, 1, 4250, 128, **CAUSAL),
+    "decode, window": _call(4, 32, 8, 1, 4250, 128, **_window(1023)),
+    "decode, window, sinks": _call(4, 64, 8, 1, 4250, 64, sinks=SINKS, **_window(127)),
+    "decode, sinks": _call(4, 64, 8, 1, 4250, 64, sinks=SINKS),
+    "decode, soft cap": _call(
+        4, 8, 4, 1, 4250, 256, dtype=HALF, variant=AttentionVariant(softcap=5.0)
+    ),
+    "decode, key lengths": _call(
+        4, 32, 8, 1, 4250, 128, seqused_k=_lengths(4250, 1, 345, 2000), **CAUSAL
+    ),
+    "some queries, key lengths": _call(
+        *(4, 32, 8, 4, 4250, 64),
+        dtype=HALF,
+        seqused_k=_lengths(4250, 4, 345, 2000),
+        **_window(511),
+    ),
 }
 
 PAGED: dict[str, dict[str, Any]] = {
