@@ -6,6 +6,7 @@ SDPA has BHSD with any strides; most libraries want BSHD, whose views usually co
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,21 +21,11 @@ from replay.kernels.wrapping import Attend, Prepare
 def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
     """Return the call with query, key and value in another layout."""
     return Arguments(
-        layout(call.query),
-        layout(call.key),
-        layout(call.value),
-        call.attn_mask,
-        call.dropout_p,
-        call.is_causal,
-        call.scale,
-        call.enable_gqa,
-        call.sinks,
-        call.cu_seqlens_q,
-        call.cu_seqlens_k,
-        call.seqused_k,
-        call.page_table,
-        call.variant,
+        layout(call.query), layout(call.key), layout(call.value), *_other_arguments(call)
     )
+
+
+_other_arguments = operator.attrgetter(*Arguments._fields[3:])
 
 
 def unit_stride(tensor: Tensor) -> Tensor:

@@ -85,19 +85,14 @@ _limits = (
 )
 
 
-def _register(name: str, smooth_k: bool, variant_of: str = "") -> None:
+for _variant, _smooth_k in {"": True, "[smooth_k=on]": True, "[smooth_k=off]": False}.items():
     register_adapted(
-        name,
+        f"sage1{_variant}",
         LIBRARY,
-        on_bhsd(partial(_run, smooth_k=smooth_k)),
+        on_bhsd(partial(_run, smooth_k=_smooth_k)),
         _limits,
         "SageAttention 1 (Triton): INT8 QKᵀ, float16 PV; changes the key in place",
-        prepare=partial(_prepare, smooth_k=smooth_k),
+        prepare=partial(_prepare, smooth_k=_smooth_k),
         accuracy_class="quantised",
-        variant_of=variant_of,
+        variant_of="sage1" if _variant else "",
     )
-
-
-_register("sage1", smooth_k=True)
-_register("sage1[smooth_k=on]", smooth_k=True, variant_of="sage1")
-_register("sage1[smooth_k=off]", smooth_k=False, variant_of="sage1")

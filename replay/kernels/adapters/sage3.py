@@ -47,18 +47,13 @@ def _run(call: Arguments, per_block_mean: bool) -> Tensor:
     )
 
 
-def _register(name: str, per_block_mean: bool, variant_of: str = "") -> None:
+for _variant, _per_block in {"": True, "[mean=block]": True, "[mean=sequence]": False}.items():
     register_adapted(
-        name,
+        f"sage3{_variant}",
         LIBRARY,
-        on_bhsd(partial(_run, per_block_mean=per_block_mean)),
+        on_bhsd(partial(_run, per_block_mean=_per_block)),
         _limits,
         "SageAttention 3: FP4 (consumer Blackwell); changes the key in place",
         accuracy_class="quantised",
-        variant_of=variant_of,
+        variant_of="sage3" if _variant else "",
     )
-
-
-_register("sage3", per_block_mean=True)
-_register("sage3[mean=block]", per_block_mean=True, variant_of="sage3")
-_register("sage3[mean=sequence]", per_block_mean=False, variant_of="sage3")

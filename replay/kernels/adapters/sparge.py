@@ -55,18 +55,14 @@ def _run(call: Arguments, topk: float) -> Tensor:
     )
 
 
-def _register(name: str, topk: float, variant_of: str = "") -> None:
+for _topk in (None, 0.25, 0.5, 0.75, 1.0):
+    _share = DEFAULT_TOPK if _topk is None else _topk
     register_adapted(
-        name,
+        "sparge" if _topk is None else f"sparge[topk={_topk}]",
         LIBRARY,
-        on_bhsd(partial(_run, topk=topk)),
+        on_bhsd(partial(_run, topk=_share)),
         _limits,
-        f"SpargeAttn: SageAttention 2 on {topk:.0%} of the blocks",
+        f"SpargeAttn: SageAttention 2 on {_share:.0%} of the blocks",
         accuracy_class="quantised",
-        variant_of=variant_of,
+        variant_of="" if _topk is None else "sparge",
     )
-
-
-_register("sparge", DEFAULT_TOPK)
-for _topk in (0.25, 0.5, 0.75, 1.0):
-    _register(f"sparge[topk={_topk}]", _topk, variant_of="sparge")

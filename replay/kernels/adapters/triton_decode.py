@@ -19,15 +19,8 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    half_precision,
-    max_head_dim,
-    max_queries,
-    no_dropout,
-    no_huge_softcap,
-    padding_mask_only,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON, imported
@@ -38,7 +31,13 @@ from replay.kernels.wrapping import adapt, at_once, register_adapted
 if TYPE_CHECKING:
     from attention_kernels.decode.paging import PagedCache
 
-DECODE_LIMITS = (no_dropout, half_precision, max_head_dim(256), max_queries(16), no_huge_softcap)
+DECODE_LIMITS = (
+    limits.no_dropout,
+    limits.half_precision,
+    limits.max_head_dim(256),
+    limits.max_queries(16),
+    limits.no_huge_softcap,
+)
 
 LATENT, TAIL = 512, 128
 """Maximum head dimension of a value that is the first part of its key (absorbed MLA), and of the
@@ -47,14 +46,20 @@ key's other part. DeepSeek's are 512 and 64."""
 
 def _head_dim(call: AttentionCall) -> str | None:
     if not call.value_is_in_key:
-        return max_head_dim(256)(call)
+        return limits.max_head_dim(256)(call)
     latent, tail = call.shape.v_head_dim, call.shape.head_dim - call.shape.v_head_dim
     if latent <= LATENT and tail <= TAIL:
         return None
     return f"head_dim {latent} + {tail}: at most {LATENT} + {TAIL}"
 
 
-LIMITS = (no_dropout, half_precision, _head_dim, max_queries(16), no_huge_softcap)
+LIMITS = (
+    limits.no_dropout,
+    limits.half_precision,
+    _head_dim,
+    limits.max_queries(16),
+    limits.no_huge_softcap,
+)
 
 
 def _decode(call: Arguments) -> Tensor:
@@ -135,7 +140,7 @@ def _paged_kernel(page_size: int = DEFAULT_PAGE_SIZE) -> Kernel:
         "triton-paged-decode",
         TRITON,
         at_once(prepare),
-        (*LIMITS, padding_mask_only, _mask_alone),
+        (*LIMITS, limits.padding_mask_only, _mask_alone),
         f"ours: decode in Triton over shuffled pages of {page_size} keys",
         prepare=prepare,
         options=_paged_kernel,

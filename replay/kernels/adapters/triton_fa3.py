@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    half_precision,
-    max_head_dim,
-    multiple_of_8,
-    no_dropout,
-    no_huge_softcap,
-    no_negative_scale,
-)
+from replay.kernels import constraints as limits
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON, imported, is_interpreted
 from replay.kernels.wrapping import register_adapted
@@ -60,12 +53,12 @@ register_adapted(
     LIBRARY,
     _attend,
     (
-        no_dropout,
-        half_precision,
-        multiple_of_8,
-        max_head_dim(256),
-        no_huge_softcap,
-        no_negative_scale,
+        limits.no_dropout,
+        limits.half_precision,
+        limits.multiple_of_8,
+        limits.max_head_dim(256),
+        limits.no_huge_softcap,
+        limits.no_negative_scale,
     ),
     "ours for Hopper: TMA, warp specialisation, FlashAttention 3's schedule (Gluon)",
     features=("bottom-right", "window", "softcap", "sinks"),

@@ -21,16 +21,8 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
 from capture.hooks.interceptor import Arguments
-from replay.kernels.constraints import (
-    AnyCall,
-    bool_mask_only,
-    half_precision,
-    mask_alone,
-    mask_or_causal,
-    max_head_dim,
-    no_dropout,
-    no_huge_softcap,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.libraries import TRITON, imported
 from replay.kernels.wrapping import register_adapted
@@ -127,13 +119,13 @@ def _register(
         FP8_LIBRARY if is_fp8 else TRITON,
         partial(_attend, **options),
         (
-            no_dropout,
-            half_precision,
-            bool_mask_only,
-            mask_or_causal,
-            mask_alone,
-            max_head_dim(256),
-            no_huge_softcap,
+            limits.no_dropout,
+            limits.half_precision,
+            limits.bool_mask_only,
+            limits.mask_or_causal,
+            limits.mask_alone,
+            limits.max_head_dim(256),
+            limits.no_huge_softcap,
         ),
         f"ours: {about}",
         prepare=partial(_prepare, **options),

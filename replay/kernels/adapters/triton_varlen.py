@@ -13,15 +13,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from capture.call.attention_variant import FEATURES
-from replay.kernels.constraints import (
-    AnyCall,
-    max_head_dim,
-    needs_lengths,
-    no_dropout,
-    no_huge_softcap,
-    padding_mask_only,
-    up_to_float32,
-)
+from replay.kernels import constraints as limits
+from replay.kernels.constraints import AnyCall
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.layout import padding_keys
 from replay.kernels.libraries import TRITON, imported
@@ -98,12 +91,12 @@ register_adapted(
     TRITON,
     at_once(_prepare),
     (
-        no_dropout,
-        up_to_float32,
-        max_head_dim(256),
-        no_huge_softcap,
-        needs_lengths,
-        padding_mask_only,
+        limits.no_dropout,
+        limits.up_to_float32,
+        limits.max_head_dim(256),
+        limits.no_huge_softcap,
+        limits.needs_lengths,
+        limits.padding_mask_only,
         _mask_and_lengths,
     ),
     "ours: padded and packed batches in Triton, padding neither read nor computed",
