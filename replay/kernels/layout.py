@@ -25,7 +25,8 @@ def in_layout(call: AnyCall, layout: Callable[[Tensor], Tensor]) -> Arguments:
     )
 
 
-_other_arguments = operator.attrgetter(*Arguments._fields[3:])
+_OTHERS = Arguments._fields[3 : Arguments._fields.index("variant") + 1]
+_other_arguments = operator.attrgetter(*_OTHERS)
 
 
 def unit_stride(tensor: Tensor) -> Tensor:

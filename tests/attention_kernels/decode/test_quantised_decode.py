@@ -280,7 +280,6 @@ def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
     torch.testing.assert_close(output * 2.0**30, expected)
 
 
-@pytest.mark.slow
 @each_dtype
 def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
     lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
