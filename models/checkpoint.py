@@ -108,7 +108,14 @@ def _transformer(request: Request) -> Runnable:
             "--steps"
         )
     tokenizer = _tokenizer(request)
-    input_ids, prompt = _input_ids(tokenizer, request, config.get_text_config(), steps)
+    text_config = config.get_text_config()
+    positions = getattr(text_config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
+    input_ids, prompt = prompt_ids(
+        tokenizer,
+        request,
+        tokens=max(1, min(PROMPT_TOKENS, positions - steps)),
+        vocabulary=text_config.vocab_size,
+    )
     weights = f"pretrained: {request.name}"
     if steps:
         return generation_runnable(
@@ -132,19 +139,6 @@ def _tokenizer(request: Request) -> PreTrainedTokenizerBase | None:
             "ids, or save the tokenizer into the directory"
         )
     return None
-
-
-def _input_ids(
-    tokenizer: PreTrainedTokenizerBase | None, request: Request, config: Any, steps: int
-) -> tuple[torch.Tensor, str]:
-    """Return the prompt's token ids (1, length), within the model's number of positions."""
-    positions = getattr(config, "max_position_embeddings", None) or PROMPT_TOKENS + steps
-    return prompt_ids(
-        tokenizer,
-        request,
-        tokens=max(1, min(PROMPT_TOKENS, positions - steps)),
-        vocabulary=config.vocab_size,
-    )
 
 
 def _forward_runnable(

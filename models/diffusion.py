@@ -11,7 +11,7 @@ import torch
 from diffusers import DiffusionPipeline
 from diffusers.utils import BaseOutput
 from torch import nn
-from transformers import PreTrainedTokenizerBase, T5Config, T5EncoderModel
+from transformers import T5Config, T5EncoderModel
 
 from . import pretrained_weights
 from .errors import ModelError
@@ -50,7 +50,6 @@ def named_runnable(
     tiny: Callable[[], DiffusionPipeline],
     prompt: str,
     trained_prompt: str,
-    t5_tokenizer: str,
     embeddings: Callable[[Any], Mapping[str, tuple[int, ...]]],
     run: Callable[[DiffusionPipeline, bool], dict[str, Any]],
     output: str,
@@ -66,7 +65,6 @@ def named_runnable(
         tiny: Builds the tiny pipeline with random weights.
         prompt: Default prompt.
         trained_prompt: Default prompt of our trained weights.
-        t5_tokenizer: Name of the pipeline's T5 tokenizer.
         embeddings: Maps the transformer's configuration to the shapes of the text embeddings, by
             argument of the pipeline.
         run: Maps the pipeline, and whether it is our trained one, to its other arguments.
@@ -78,14 +76,12 @@ def named_runnable(
     elif trained:
         prompt = trained_prompt
     texts: dict[str, Any] = {"prompt": prompt}
-    note = ""
     if trained:
         pipeline = read_pipeline(pipeline_class, str(trained), request.dtype)
         if request.weights == "random":
             parts = pipeline.components.values()
             redraw([part for part in parts if isinstance(part, nn.Module)], seed=request.seed)
         weights = pretrained_weights.describe(request.name, request.weights, request.seed)
-        note = _unknown_words(request, pipeline.components[t5_tokenizer])
     elif request.is_built_in:
         pipeline = tiny()
         weights = f"random, seed {request.seed} (built-in tiny configuration)"
@@ -131,7 +127,6 @@ def named_runnable(
             **{names.get(name, name): value for name, value in arguments.items()},
             output=output if decodes else "latents: the VAE is left out",
         ),
-        note=note,
     )
 
 
@@ -142,7 +137,6 @@ def pipeline_runnable(
     arguments: dict[str, Any],
     weights: str,
     settings: dict[str, Any],
-    note: str = "",
 ) -> Runnable:
     """Build a runnable of ``pipeline(**arguments)``, with noise drawn from the seed.
 
@@ -183,7 +177,6 @@ def pipeline_runnable(
         outputs=partial(of_pipeline, decoded=arguments.get("output_type") != "latent"),
         weights=weights,
         settings=settings,
-        note=note,
     )
 
 
@@ -199,22 +192,3 @@ def _noise(shape: tuple[int, ...], request: Request, stream: int) -> torch.Tenso
     """Draw normal noise in place of a text encoder's output; each ``stream`` is different."""
     generator = torch.Generator().manual_seed(request.seed + stream)
     return torch.randn(shape, generator=generator).to(request.device, request.dtype)
-
-
-def _unknown_words(request: Request, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a sentence with the prompt's words that a trained picture model never saw.
-
-    The result is empty if there are none. ``tokenizer`` has a token for each word of the model's
-    training (``offline_tokenizers.t5_tokenizer``).
-    """
-    if request.weights != "pretrained" or request.prompt is None:
-        return ""
-    words = request.prompt.split()
-    spelt = [word for word in words if tokenizer.tokenize(word)[:1] == ["▁"]]
-    if not spelt:
-        return ""
-    unknown = ", ".join(dict.fromkeys(spelt))
-    return (
-        f"the built-in {request.name} knows only a few words, and none of these: {unknown}; for "
-        f"captions that it knows, see models/pretrained/{request.name}/README.md"
-    )

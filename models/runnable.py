@@ -29,7 +29,6 @@ class Runnable:
         outputs: Function that converts the result of ``run`` to named tensors on the CPU.
         weights: Origin of the weights, for users and manifests.
         settings: Settings of the run as plain JSON; recordings store them to rebuild the model.
-        note: One sentence of warning about the model's outputs; usually empty.
         language: Object that scores and decodes text; None if this is not a language model.
     """
 
@@ -39,5 +38,4 @@ class Runnable:
     outputs: Callable[[Any], Outputs]
     weights: str
     settings: dict[str, Any]
-    note: str = ""
     language: Language | None = None

@@ -222,8 +222,6 @@ def _record(arguments: argparse.Namespace, begun: list[Recording]) -> int:
         )
     logger.info("loaded %s", name)
     progress.print(Text(f"{name}: weights {runnable.weights}"))
-    if runnable.note:
-        progress.print(Text(f"{name}: {runnable.note}"))
     with (
         _problems_at_once(RecordingWarning) as printed,
         record(

@@ -86,7 +86,6 @@ def build(request: Request) -> Runnable:
         tiny=lambda: tiny_pipeline(variant, request),
         prompt=PROMPT,
         trained_prompt=BUILT_IN_PROMPT,
-        t5_tokenizer="tokenizer",
         embeddings=embeddings,
         run=run,
         output="video",

@@ -103,7 +103,6 @@ def build(request: Request) -> Runnable:
         tiny=lambda: tiny_pipeline(variant, request),
         prompt=PROMPT,
         trained_prompt=BUILT_IN_PROMPT,
-        t5_tokenizer="tokenizer_2",
         embeddings=embeddings,
         run=run,
         output="image",

@@ -18,7 +18,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -48,9 +48,6 @@ class RunTimes:
     """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
     launch: dict[str, float] = field(default_factory=dict)
     """Host time of these calls, on CUDA only; elsewhere it equals the time of the calls."""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class _Inside(threading.local):

@@ -94,7 +94,7 @@ def _run(runnable: Any, request: dict[str, Any], say: Say) -> None:
             _keep(runnable, result, request, swap)
     say(
         ran={
-            "times": times.to_json(),
+            "times": asdict(times),
             "swap": _counts(swap),
             "peak_bytes": peak,
             "gpu": None if state is None else asdict(state),

@@ -153,7 +153,9 @@ def _choosing(choices: Choices, forward: Callable[..., Any]) -> Callable[..., An
 
 def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., Any]:
     steps = itertools.count()
-    when_traced = _traced_phase(role)
+    generates = not role.encodes and (role.generates or role.caches)
+    # The arguments of a forward cannot be read during tracing.
+    when_traced = "denoise" if role.time_steps else BY_LENGTH if generates else "encode"
 
     @functools.wraps(forward)
     def in_phase(*args: Any, **kwargs: Any) -> Any:
@@ -168,14 +170,6 @@ def _in_phase(role: ModuleRole, forward: Callable[..., Any]) -> Callable[..., An
             _running.phase = outer
 
     return in_phase
-
-
-def _traced_phase(role: ModuleRole) -> str:
-    """Return the phase of a forward, whose arguments cannot be read during tracing."""
-    if role.time_steps:
-        return "denoise"
-    generates = not role.encodes and (role.generates or role.caches)
-    return BY_LENGTH if generates else "encode"
 
 
 @contextlib.contextmanager

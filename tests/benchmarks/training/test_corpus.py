@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from pathlib import Path
 
 import numpy as np
@@ -43,17 +42,6 @@ def test_a_directory_without_python_is_refused(tmp_path: Path) -> None:
         corpus.read(tmp_path)
 
 
-def test_it_says_whose_library_it_is(text: corpus.Corpus, tmp_path: Path) -> None:
-    other = tmp_path / "python2.7.18"
-    other.mkdir()
-    (other / "one.py").write_text("print(1)\n" * 100, encoding="utf-8")
-    assert f"Python {platform.python_version()}: " in text.describe()
-    assert "python2.7.18: " in corpus.read(other).describe()
-    assert corpus.read(other).licence == ""
-    (other / "LICENSE.txt").write_text("terms", encoding="utf-8")
-    assert corpus.read(other).licence == "terms"
-
-
 def test_what_is_quoted_is_neither_a_test_nor_partly_of_another_licence() -> None:
     names = ("one.py", "test/two.py", "asyncio/three.py", "four.py")
     quoted = llama.held_out_text(tuple(corpus.Document(name, f"[{name}]") for name in names))
@@ -71,15 +59,6 @@ def test_probabilities_sum_to_one_after_known_and_unknown_contexts() -> None:
     never = KneserNey(np.array([1, 2, 3, 1, 2, 3]), vocabulary=8, order=2)
     total = sum(float(never.probabilities(np.array([7, token]))[0]) for token in range(8))
     assert total == pytest.approx(1)
-
-
-def test_on_noise_it_is_as_good_as_chance_and_on_a_pattern_far_better() -> None:
-    noise = np.random.default_rng(1).integers(0, 64, 200_000)
-    assert KneserNey(noise[:-5000], vocabulary=64).perplexity(noise[-5000:]) == pytest.approx(
-        64, rel=0.1
-    )
-    pattern = np.tile(np.array([1, 5, 2, 5, 3, 5, 4]), 500)
-    assert KneserNey(pattern, vocabulary=64).perplexity(pattern[:700]) < 1.1
 
 
 def test_a_longer_context_predicts_the_text_better(text: corpus.Corpus) -> None:
