@@ -27,7 +27,7 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -92,68 +92,58 @@ def predict(
         raise ValueError(f"{baseline} was timed on none of the replayed calls")
     chosen = [(each, kernel_at(each.module, each.phase)) for each in match(census, calls)]
     cost_model = CostModel(replayed, baseline, seed, phases)
-    return Prediction(
-        _span(RUN, run, chosen, cost_model),
-        {
-            phase: _span(
-                phase, clocked, [each for each in chosen if each[0].phase == phase], cost_model
-            )
-            for phase, clocked in phases.items()
-        },
-    )
+    predicted = {}
+    for phase, clocked in phases.items():
+        of_phase = [each for each in chosen if each[0].phase == phase]
+        predicted[phase] = _span(phase, clocked, of_phase, cost_model)
+    return Prediction(_span(RUN, run, chosen, cost_model), predicted)
 
 
 def _span(
     phase: str, clocked: Clocked, chosen: Sequence[tuple[Counted, KernelId]], cost_model: CostModel
 ) -> PredictedTime:
     tally = CallTotals(chosen, cost_model)
+    forwards, reason = clocked.forwards, tally.reason
     old_median = percentile(clocked.seconds, 50)
     old_resampled = resampled(clocked.seconds, f"{cost_model.seed} {phase}")
     old = _interval(old_median, old_resampled)
-    attention = cost_model.attention_seconds(tally.represented) / clocked.forwards
-    span = PredictedTime(
+    attention = cost_model.attention_seconds(tally.represented) / forwards
+    saved = swapped = new = speedup = None
+    # One unusable row makes the whole span unpredictable, because its calls have no other time.
+    if not reason:
+        saved = cost_model.saved_seconds(tally.swapped)[0] / forwards
+        swapped = cost_model.swapped_seconds(tally.swapped) / forwards
+        gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
+        new_median = old_median - gained / forwards
+        new_resampled = old_resampled - gained_resampled / forwards
+        if min(new_median, float(new_resampled.min())) > 0:
+            new = _interval(new_median, new_resampled)
+            speedup = _interval(old_median / new_median, old_resampled / new_resampled)
+        else:
+            # The replay is slower than the model, for example because of colder caches.
+            reason = "the predicted saving exceeds the model's time"
+    return PredictedTime(
         phase=phase,
-        forwards=clocked.forwards,
+        forwards=forwards,
         old_seconds=old,
-        new_seconds=None,
-        speedup=None,
+        new_seconds=new,
+        speedup=speedup,
         old_tokens_per_second=_rate(clocked.tokens, old),
-        new_tokens_per_second=None,
+        new_tokens_per_second=_rate(clocked.tokens, new),
         attention_seconds=attention,
         attention_share=attention / old_median,
-        waiting_share=cost_model.waiting_seconds(phase) / clocked.forwards / old_median,
-        saved_seconds=None,
-        swapped_seconds=None,
+        waiting_share=cost_model.waiting_seconds(phase) / forwards / old_median,
+        saved_seconds=saved,
+        swapped_seconds=swapped,
         calls=tally.calls,
         fallbacks=dict(tally.fallbacks),
         fallback_seconds={
-            reason: cost_model.attention_seconds(calls) / clocked.forwards
+            reason: cost_model.attention_seconds(calls) / forwards
             for reason, calls in tally.refused.items()
         },
         not_recorded=[Missing(*site, calls) for site, calls in tally.not_recorded.items()],
-        clues=cost_model.clues(tally.swapped, clocked.forwards),
-        reason=tally.reason,
-    )
-    # One unusable row makes the whole span unpredictable, because its calls have no other time.
-    if tally.reason:
-        return span
-    saved, _ = cost_model.saved_seconds(tally.swapped)
-    swapped = cost_model.swapped_seconds(tally.swapped)
-    span = replace(
-        span, saved_seconds=saved / clocked.forwards, swapped_seconds=swapped / clocked.forwards
-    )
-    gained, gained_resampled = cost_model.gained_seconds(tally.swapped)
-    new_median = old_median - gained / clocked.forwards
-    new_resampled = old_resampled - gained_resampled / clocked.forwards
-    # The replay is slower than the model in this case, for example because of colder caches.
-    if min(new_median, float(new_resampled.min())) <= 0:
-        return replace(span, reason="the predicted saving exceeds the model's time")
-    new = _interval(new_median, new_resampled)
-    return replace(
-        span,
-        new_seconds=new,
-        speedup=_interval(old_median / new_median, old_resampled / new_resampled),
-        new_tokens_per_second=_rate(clocked.tokens, new),
+        clues=cost_model.clues(tally.swapped, forwards),
+        reason=reason,
     )
 
 
@@ -162,7 +152,7 @@ def _interval(value: float, resampled: Tensor) -> Estimate:
     return Estimate(value, percentile(figures, 2.5), percentile(figures, 97.5))
 
 
-def _rate(tokens: int | None, seconds: Estimate) -> Estimate | None:
-    if tokens is None:
+def _rate(tokens: int | None, seconds: Estimate | None) -> Estimate | None:
+    if tokens is None or seconds is None:
         return None
     return Estimate(tokens / seconds.value, tokens / seconds.high, tokens / seconds.low)

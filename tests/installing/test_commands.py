@@ -65,7 +65,7 @@ def start(
 
 
 @pytest.mark.parametrize("command", ["capture", "replay"])
-def test_the_version_with_those_that_decide_figures(command: str) -> None:
+def test_version_lists_the_versions_that_affect_figures(command: str) -> None:
     done = start(
         "import sys\nfrom attention_replay import commands\n"
         f"try:\n    commands.{command}()\n"
@@ -82,9 +82,7 @@ def test_the_version_with_those_that_decide_figures(command: str) -> None:
 
 
 @pytest.mark.parametrize(("made", "name"), [("replay.py", "replay"), ("capture", "capture")])
-def test_a_file_of_the_users_that_hides_a_package_is_named(
-    tmp_path: Path, made: str, name: str
-) -> None:
+def test_file_that_hides_a_package_is_named(tmp_path: Path, made: str, name: str) -> None:
     path = tmp_path / made
     if path.suffix:
         path.write_text("print('mine')\n")
@@ -99,7 +97,7 @@ def test_a_file_of_the_users_that_hides_a_package_is_named(
 
 
 @pytest.mark.parametrize("command", ["capture", "replay"])
-def test_ctrl_c_while_the_command_is_imported(
+def test_ctrl_c_during_the_import(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupted(name: str) -> None:
@@ -175,7 +173,7 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path, missing: str, sentenc
     assert done.stderr.strip() == sentence
 
 
-def test_a_missing_part_of_ours_is_no_missing_package(
+def test_missing_module_of_ours_is_not_a_missing_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(arguments: object, begun: object) -> int:
@@ -235,7 +233,7 @@ def test_a_library_too_old_for_a_built_in_model(
         ("diffusers", "0.40.0.dev0", "dtype"),
     ],
 )
-def test_what_from_pretrained_calls_the_dtype(
+def test_dtype_argument_of_from_pretrained(
     monkeypatch: pytest.MonkeyPatch, library: libraries.Library, version: str, keyword: str
 ) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: version)

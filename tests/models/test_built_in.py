@@ -72,7 +72,7 @@ def test_a_new_model_is_one_new_file(copy_with_a_file: ModuleType) -> None:
         ours.load("lineal", device="cpu")
 
 
-def test_the_libraries_that_it_declares_are_checked(
+def test_declared_library_versions_are_checked(
     copy_with_a_file: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layers = importlib.import_module("copy_of_models.built_in.layers")
@@ -114,7 +114,7 @@ def let_llama_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_cannot_be_imported_is_one_sentence(
+def test_failed_import_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch, error: Exception, sentence: str
 ) -> None:
     let_llama_raise(error, monkeypatch)
@@ -122,7 +122,7 @@ def test_what_cannot_be_imported_is_one_sentence(
         models.load("llama", size="tiny", device="cpu")
 
 
-def test_another_error_of_a_builder_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_error_of_a_builder_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     let_llama_raise(RuntimeError("CUDA out of memory"), monkeypatch)
     with pytest.raises(RuntimeError, match="CUDA out of memory"):
         models.load("llama", size="tiny", device="cpu")

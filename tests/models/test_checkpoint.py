@@ -39,7 +39,7 @@ def test_a_pipeline_directory_runs_and_prints_nothing(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_checkpoint_gives_the_weights_it_holds(tiny: Tiny, llama_directory: Path) -> None:
+def test_weights_come_from_the_checkpoint(tiny: Tiny, llama_directory: Path) -> None:
     built_in = tiny("llama-3.1-8b")
     loaded = models.load("llama-3.1-8b", size="tiny", checkpoint=str(llama_directory), device="cpu")
     assert loaded.weights == f"pretrained: {llama_directory}"
@@ -74,7 +74,7 @@ def test_an_encoder_without_tokenizer_runs_on_random_ids(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("model_class", [T5EncoderModel, T5Model])
-def test_t5_runs_as_encoder_and_as_both_halves(tmp_path: Path, model_class: Any) -> None:
+def test_t5_runs_as_encoder_and_as_encoder_decoder(tmp_path: Path, model_class: Any) -> None:
     config = T5Config(vocab_size=64, d_model=64, d_kv=32, d_ff=64, num_layers=1, num_heads=2)
     model_class(config).save_pretrained(tmp_path)
     result = models.load(str(tmp_path), device="cpu").run()
@@ -120,20 +120,20 @@ def drop_weight(file: Path, ending: str) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def test_another_architecture_is_no_llama(tmp_path: Path) -> None:
+def test_another_architecture_is_refused(tmp_path: Path) -> None:
     BertConfig().save_pretrained(tmp_path)
     for weights in ("pretrained", "random"):
         with pytest.raises(models.ModelError, match="is a bert model, not a Llama"):
             models.load("llama", checkpoint=str(tmp_path), weights=weights, device="cpu")
 
 
-def test_a_directory_takes_no_size(llama_directory: Path) -> None:
+def test_size_of_a_directory_is_refused(llama_directory: Path) -> None:
     with pytest.raises(models.ModelError, match="leave out --size and --weights"):
         models.load(str(llama_directory), size="tiny", weights="random")
 
 
 @pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])
-def test_an_unreachable_hub_is_said_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_is_reported_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
 
     def unreachable(*_: Any, timeout: float) -> None:
@@ -165,7 +165,7 @@ def test_an_unreachable_hub_with_a_cached_copy_reads_the_copy(
     assert seen == ("org/name", {"local_files_only": True, "dtype": 1})
 
 
-def test_a_gated_repository_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_repository_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def gated(source: str, **_: Any) -> None:
         raise OSError(f"You are trying to access a gated repo.\nAsk for access to {source}")
 
@@ -174,6 +174,6 @@ def test_a_gated_repository_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
         hub.read_checkpoint(gated, "org/name")
 
 
-def test_neither_directory_nor_hub_id() -> None:
+def test_invalid_hub_id_is_refused() -> None:
     with pytest.raises(models.ModelError, match="neither a directory nor a hub id"):
         models.load("llama", checkpoint="/no/such/directory")

@@ -122,6 +122,6 @@ def test_full_random_language_model_prefills_the_official_length(llama_directory
 
 
 @pytest.mark.parametrize("name", ["cogvideo", "flux", "llama"])
-def test_a_prompt_nobody_would_read_is_refused(name: str) -> None:
+def test_prompt_without_a_text_encoder_is_refused(name: str) -> None:
     with pytest.raises(models.ModelError, match="--prompt has no effect"):
         models.load(name, size="full", weights="random", prompt="a fox", device="cpu")

@@ -20,7 +20,7 @@ from models.outputs import of_anything
 Tiny = Callable[[str], models.Runnable]
 
 
-def test_a_video_and_the_latents_it_was_decoded_from(cogvideo_directory: Path) -> None:
+def test_latents_decode_to_the_video(cogvideo_directory: Path) -> None:
     runnable = models.load(str(cogvideo_directory), steps=2, device="cpu")
     result = runnable.run()
     outputs = runnable.outputs(result)
@@ -59,7 +59,7 @@ def test_a_generation(tiny: Tiny) -> None:
     assert torch.equal(outputs.tensors["logits"].argmax(-1), result.sequences[0, -8:])
 
 
-def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
+def test_scores_equal_the_logits_of_generation(tiny: Tiny) -> None:
     runnable = tiny("llama-3.1-8b")
     language = runnable.language
     assert language is not None
@@ -72,7 +72,7 @@ def test_a_text_is_scored_as_generation_reads_it(tiny: Tiny) -> None:
     assert not scored.requires_grad
 
 
-def test_a_text_there_and_back(tiny: Tiny, llama_directory: Path) -> None:
+def test_text_is_encoded_and_decoded(tiny: Tiny, llama_directory: Path) -> None:
     for runnable in (tiny("llama-3.1-8b"), models.load(str(llama_directory), device="cpu")):
         language = runnable.language
         assert language is not None
@@ -84,7 +84,7 @@ def test_a_text_there_and_back(tiny: Tiny, llama_directory: Path) -> None:
             language.encode("x")
 
 
-def test_without_a_tokenizer_a_text_is_ids(llama_directory: Path) -> None:
+def test_text_without_a_tokenizer_is_token_ids(llama_directory: Path) -> None:
     language = models.load(
         "llama", size="full", weights="random", checkpoint=str(llama_directory), device="cpu"
     ).language
@@ -119,7 +119,7 @@ class Answer:
     states: list[torch.Tensor]
 
 
-def test_a_users_own_result() -> None:
+def test_output_is_found_in_any_container() -> None:
     tensor = torch.randn(2, 3)
     for result in (tensor, (None, tensor), {"a": "text", "b": [tensor]}, Answer("", [tensor])):
         outputs = of_anything(result)
@@ -136,7 +136,7 @@ def test_a_users_own_result() -> None:
     assert of_anything(generated).tensors["logits"].tolist() == [[1.0] * 5, [0.0] * 5]
 
 
-def test_a_users_own_pictures() -> None:
+def test_pictures_of_any_type_are_found() -> None:
     levels = np.random.default_rng(0).integers(256, size=(2, 4, 6, 3), dtype=np.uint8)
     expected = torch.from_numpy(levels).permute(0, 3, 1, 2) / 255
     pictures = [Image.fromarray(each) for each in levels]
@@ -155,7 +155,7 @@ def test_a_users_own_pictures() -> None:
     assert of_anything(SimpleNamespace(images=broken)).kind == "diffusion"
 
 
-def test_a_users_latents_are_no_pictures() -> None:
+def test_latents_are_not_taken_for_pictures() -> None:
     @dataclass
     class Result:
         images: torch.Tensor

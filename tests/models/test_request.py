@@ -13,7 +13,7 @@ import models
 
 
 @pytest.mark.parametrize(
-    ("model", "wishes", "message"),
+    ("model", "options", "message"),
     [
         ("lama", {}, "did you mean llama"),
         ("cogvideo5b", {}, "did you mean cogvideo-5b"),
@@ -36,9 +36,9 @@ import models
         ),
     ],
 )
-def test_refusals(model: str, wishes: dict[str, Any], message: str) -> None:
+def test_invalid_request_is_refused(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(models.ModelError, match=message):
-        models.load(model, **wishes)
+        models.load(model, **options)
 
 
 def test_importing_the_package_and_naming_its_models_needs_no_torch() -> None:

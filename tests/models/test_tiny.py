@@ -189,7 +189,7 @@ def test_untrained_attention_is_neither_uniform_nor_one_hot(
 
 
 @pytest.mark.parametrize("name", slow_videos(TRAINED))
-def test_trained_weights_make_the_calls_of_random_ones_with_more_structure(
+def test_trained_attention_is_more_structured_than_random(
     first_run: Callable[..., Run], name: str
 ) -> None:
     trained, drawn = first_run(name), first_run(name, "random")
@@ -230,7 +230,7 @@ def test_the_trained_language_model_knows_python() -> None:
     assert 2 < perplexity < 10  # a guess would have 2,048
 
 
-def test_more_positions_than_the_trained_language_model_knows() -> None:
+def test_more_tokens_than_trained_positions_are_refused() -> None:
     with pytest.raises(models.ModelError, match=r"2,001 tokens .* exceed the 1,152 positions"):
         models.load("llama", size="tiny", device="cpu", steps=2000)
     with pytest.raises(models.ModelError, match="use fewer --steps or a shorter --prompt"):
@@ -239,7 +239,7 @@ def test_more_positions_than_the_trained_language_model_knows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "whole"), [("flux", "images"), ("cogvideo", "frames")])
-def test_the_trained_pictures_are_what_the_caption_says(name: str, whole: str) -> None:
+def test_trained_model_draws_its_caption(name: str, whole: str) -> None:
     runnable = models.load(name, size="tiny", device="cpu")
     frames = runnable.outputs(runnable.run()).tensors[whole]
     caption = str(runnable.settings["prompt"])
@@ -272,7 +272,7 @@ def test_building_and_running_leave_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_steps_prompt_and_dtype_are_heeded() -> None:
+def test_steps_prompt_and_dtype_are_used() -> None:
     runnable = models.load(
         "llama-3.1-8b", size="tiny", device="cpu", steps=3, prompt="twelve bytes", dtype="bfloat16"
     )

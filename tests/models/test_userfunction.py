@@ -20,7 +20,7 @@ def write(directory: Path, text: str) -> str:
     return f"{file}:make"
 
 
-def test_a_module_and_how_to_run_it(tmp_path: Path) -> None:
+def test_function_gets_seed_device_and_dtype(tmp_path: Path) -> None:
     model = write(
         tmp_path,
         "def make(seed, device, dtype):\n"
@@ -102,12 +102,12 @@ def test_the_users_exception_is_kept(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_file_that_ends_the_program(tmp_path: Path, text: str, message: str) -> None:
+def test_system_exit_is_reported(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(models.ModelError, match=message):
         models.load(write(tmp_path, text)).run()
 
 
-def test_wishes_the_function_cannot_take_are_refused(tmp_path: Path) -> None:
+def test_options_the_function_does_not_take_are_refused(tmp_path: Path) -> None:
     model = write(tmp_path, "def make(seed): return nn.Identity(), print")
     with pytest.raises(models.ModelError, match="takes no prompt or steps"):
         models.load(model, prompt="a fox", steps=2)
@@ -115,7 +115,7 @@ def test_wishes_the_function_cannot_take_are_refused(tmp_path: Path) -> None:
         models.load(model, size="full", checkpoint="org/name")
 
 
-def test_missing_file() -> None:
+def test_missing_file_is_reported() -> None:
     with pytest.raises(models.ModelError, match=r"nowhere\.py does not exist"):
         models.load("nowhere.py:make")
 

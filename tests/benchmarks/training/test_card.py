@@ -11,14 +11,7 @@ from safetensors.torch import save_file
 from benchmarks.training import card, figures
 
 
-def test_sections_stand_in_their_order(tmp_path: Path) -> None:
-    card.write(tmp_path, "A model", {"What it is": " text \n", "Limits": "none"})
-    assert (tmp_path / "README.md").read_text(encoding="utf-8") == (
-        "# A model\n\n## What it is\ntext\n\n## Limits\nnone\n"
-    )
-
-
-def test_rates_are_percentages_and_a_part_nobody_has_stays_empty() -> None:
+def test_rates_are_percentages_and_missing_parts_are_empty() -> None:
     table = card.rates_table({"drawn": {"colours": 0.876, "all": 0.5}, "chance": {"colours": 0.0}})
     assert table.splitlines() == [
         "|  | colours | all |",
@@ -49,7 +42,7 @@ def test_loss_curve_is_drawn_of_a_single_point_and_of_none_too(tmp_path: Path) -
     assert height > 300
 
 
-def test_a_contact_sheet_shows_the_pictures_where_they_belong(tmp_path: Path) -> None:
+def test_contact_sheet_places_pictures_in_order(tmp_path: Path) -> None:
     red, green, blue = (torch.eye(3)[index][:, None, None].expand(3, 16, 24) for index in range(3))
     path = tmp_path / "sheet.png"
     figures.contact_sheet(

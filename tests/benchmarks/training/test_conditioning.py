@@ -14,7 +14,7 @@ def times(count: int, progress: float) -> torch.Tensor:
     return draw_times(count, progress, torch.Generator().manual_seed(0), CPU)
 
 
-def test_most_noise_first_and_later_all_kinds() -> None:
+def test_times_are_mostly_noisy_at_first() -> None:
     shares = [float((times(1000, progress) > 0.9).float().mean()) for progress in (0, 0.5, 1)]
     exponents = (NOISIER[0], (NOISIER[0] + NOISIER[1]) / 2, NOISIER[1])
     for share, exponent in zip(shares, exponents, strict=True):
@@ -30,7 +30,7 @@ def test_every_batch_has_all_kinds() -> None:
         assert ((edges[1:] <= drawn) & (drawn <= edges[:-1])).all()
 
 
-def test_a_denoiser_starts_with_nothing() -> None:
+def test_denoiser_starts_at_zero() -> None:
     module = nn.ModuleDict(
         {
             "norm1": nn.ModuleDict({"linear": nn.Linear(2, 2)}),

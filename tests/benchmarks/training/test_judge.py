@@ -62,14 +62,14 @@ def test_a_picture_fails_exactly_the_part_that_is_wrong(caption: Scene, part: se
     assert missed(caption, drawn(PAIR, frames=1)) - {"all"} == part
 
 
-def test_what_stands_still_or_plays_backwards_does_not_move_as_told() -> None:
+def test_still_or_reversed_video_fails_the_motion() -> None:
     video = drawn(MOVING, frames=5)
     assert "motion" in missed(MOVING, video[:1].expand(5, -1, -1, -1))
     assert "motion" in missed(MOVING, video.flip(0))
     assert missed(replace(MOVING, motion="left"), video.flip(0)) == set()
 
 
-def test_noise_is_no_thing() -> None:
+def test_noise_fails_every_part() -> None:
     noise = torch.rand(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     assert {"shapes", "textures", "all"} <= missed(PAIR, noise)
 

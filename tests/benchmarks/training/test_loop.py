@@ -53,7 +53,7 @@ def test_card_names_the_optimisers() -> None:
     )
 
 
-def test_it_learns_and_leaves_the_average_in_eval_mode() -> None:
+def test_training_learns_and_keeps_the_average() -> None:
     module = model()
     before = float((module.weight.detach() - torch.eye(2, 4)).norm())
     stage = Stage("longer", steps=400, seconds=1e9, learning_rate=3e-2, average=0.9)
@@ -63,7 +63,7 @@ def test_it_learns_and_leaves_the_average_in_eval_mode() -> None:
     assert not module.training
 
 
-def test_the_time_limit_ends_it_and_is_named() -> None:
+def test_time_limit_ends_the_training() -> None:
     module = model()
     stage = Stage("short", steps=10**9, seconds=0.2, learning_rate=1e-2)
     history = train(stage, module, loss_of(module), seed=0, device=CPU)
@@ -87,7 +87,7 @@ def test_the_weights_that_validated_best_are_kept(monkeypatch: pytest.MonkeyPatc
     assert not torch.equal(module.weight, seen[-1])
 
 
-def test_a_loss_that_is_not_finite_is_an_error_that_names_the_stage() -> None:
+def test_infinite_loss_is_an_error() -> None:
     module = model()
 
     def broken(_: torch.Generator, __: float) -> Tensor:

@@ -45,7 +45,7 @@ def test_at_the_size_of_training_textures_are_read_back_too(kind: str) -> None:
     assert judge.rates(scenes, [judge.watch(frames) for frames in drawn])["textures"] == 1.0
 
 
-def test_everything_moves_as_far_as_it_says_and_stays_in_the_picture() -> None:
+def test_things_move_as_captioned() -> None:
     scenes = shapes.sample(shapes.videos(), 60, generator(2))
     drawn = shapes.render(scenes, **CANVAS["videos"], generator=generator(2))
     for scene, frames in zip(scenes, drawn, strict=True):

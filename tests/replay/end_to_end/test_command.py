@@ -82,7 +82,9 @@ PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
         (("verify", "--dir", "missing"), "missing: no such directory"),
     ],
 )
-def test_misuse(refused: Refused, arguments: tuple[str, ...], sentence: str) -> None:
+def test_misuse_is_refused_in_one_line(
+    refused: Refused, arguments: tuple[str, ...], sentence: str
+) -> None:
     Plan("flux", "", Budget("cosine", 0.9), "torch-default").save("other.json")
     h200 = Plan("model.py:build", "", Budget("cosine", 0.9), "torch-default", device="H200")
     h200.save("h200.json")
@@ -96,7 +98,7 @@ def edit(change: Callable[[dict[str, Any]], None]) -> None:
     manifest.write_text(json.dumps(data))
 
 
-def test_recordings_that_do_not_serve(refused: Refused) -> None:
+def test_unsuitable_recording_is_refused(refused: Refused) -> None:
     edit(lambda data: data["captures"].append({**data["captures"][0], "model": "second"}))
     assert "contains model.py:build, second" in refused(*PLAN, "--budget", "rmse=1")
     edit(lambda data: data["captures"].pop())
@@ -107,14 +109,14 @@ def test_recordings_that_do_not_serve(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("arguments", [E2E, (*PLAN, "--budget", "rmse=1")])
-def test_recordings_of_some_heads(refused: Refused, arguments: tuple[str, ...]) -> None:
+def test_recording_of_some_heads_is_refused(refused: Refused, arguments: tuple[str, ...]) -> None:
     manifest = json.loads(Path("recorded/manifest.json").read_text())
     manifest["captures"][0]["heads"] = "0-1"
     Path("recorded/manifest.json").write_text(json.dumps(manifest))
     assert "contains only heads 0-1 of each call of model.py:build" in refused(*arguments)
 
 
-def test_texts(refused: Refused) -> None:
+def test_unusable_text_is_refused(refused: Refused) -> None:
     def prefills(data: dict[str, Any]) -> None:
         for row in data["captures"][0]["census"]["rows"]:
             row["phase"] = "prefill"
@@ -153,7 +155,7 @@ def test_model_is_rebuilt_from_its_settings(capture_record: CaptureRecord, tmp_p
         load_arguments(replace(capture_record, settings={}), "cpu")
 
 
-def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
+def test_code_named_by_a_recording_needs_permission(refused: Refused) -> None:
     """The recording, and a file sent with it, may come from a stranger."""
     Path("evil").mkdir()
     Path("evil/evil.py").write_text("")
@@ -172,19 +174,16 @@ def test_code_that_a_recording_names_does_not_run(refused: Refused) -> None:
         ({"model": "llama", "checkpoint": "./gone"}, "./gone, which does not exist in this direc"),
     ],
 )
-@pytest.mark.parametrize("trust", [(), ("--trust-code",)])
 def test_missing_model_files_are_named(
-    refused: Refused, settings: dict[str, Any], said: str, trust: tuple[str, ...]
+    refused: Refused, settings: dict[str, Any], said: str
 ) -> None:
     edit(lambda data: data["captures"][0].update(settings={"given": {}, **settings}))
-    sentence = refused("verify", "--dir", "recorded", *trust)
+    sentence = refused("verify", "--dir", "recorded")
     assert f"the recording of model.py:build says that its model is built from {said}" in sentence
 
 
 @pytest.mark.parametrize("setting", ["model", "checkpoint"])
-def test_code_in_a_checkpoint_that_a_recording_names_does_not_run(
-    refused: Refused, setting: str
-) -> None:
+def test_code_in_a_checkpoint_needs_permission(refused: Refused, setting: str) -> None:
     Path("evil/unet").mkdir(parents=True)
     Path("evil/unet/mine.py").write_text("")
     settings = {"model": "llama", "given": {}, "size": "tiny", "checkpoint": None}
@@ -194,7 +193,7 @@ def test_code_in_a_checkpoint_that_a_recording_names_does_not_run(
     )
 
 
-def test_code_that_a_plan_names_does_not_run(
+def test_code_named_by_a_plan_needs_permission(
     refused: Refused, capture_record: CaptureRecord
 ) -> None:
     edit(lambda data: data["captures"][0].update(settings={"model": ".", "given": {}}))
@@ -222,7 +221,9 @@ def test_code_that_a_plan_names_does_not_run(
         {"model": "llama", "given": {}, "seed": "x"},
     ],
 )
-def test_settings_of_another_type_are_damage(refused: Refused, settings: dict[str, Any]) -> None:
+def test_settings_of_another_type_are_reported_as_damage(
+    refused: Refused, settings: dict[str, Any]
+) -> None:
     edit(lambda data: data["captures"][0].update(settings=settings))
     assert "is damaged" in refused("verify", "--dir", "recorded")
 
@@ -254,7 +255,7 @@ def test_kernels_for_the_model_are_chosen(
     assert failed[0].reason.endswith("failed in the replay: because")
 
 
-def test_an_environment_that_does_not_fit_costs_its_own_kernels(
+def test_unfit_environment_loses_only_its_own_kernels(
     capture_record: CaptureRecord, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(python: str) -> tuple[str, ...]:

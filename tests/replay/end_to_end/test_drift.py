@@ -63,7 +63,7 @@ def test_a_text_longer_than_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole["perplexity"] == pytest.approx(float(nll.exp()))
 
 
-def test_words_that_cannot_follow_add_nothing() -> None:
+def test_tokens_of_probability_zero_add_nothing() -> None:
     ids = torch.tensor([[0, 1]])
     baseline = {"text_ids": ids, "text_logits": log([0.5, 0.5, 0.0], [0.5, 0.5, 0.0])}
     kernel = {"text_ids": ids, "text_logits": log([0.5, 0.25, 0.25], [0.5, 0.5, 0.0])}
@@ -90,7 +90,7 @@ def test_generated_tokens_are_compared_up_to_the_first_that_differs() -> None:
     assert cells(drift)[:2] == ["KL 0.072 over 2 tokens", "differs from token 1"]
 
 
-def test_generations_that_end_early_or_tell_no_logits() -> None:
+def test_generations_that_end_early_or_have_no_logits() -> None:
     assert compare(generation(0, 0, 1), generation(0, 0))["first_diverging_token"] == 2
     whole, other = ({"sequences": torch.tensor([[7, 7, last]])} for last in (1, 2))
     assert compare(whole, other)["first_diverging_token"] == 2
@@ -125,7 +125,7 @@ def slow_ssim(first: Tensor, second: Tensor) -> float:
     return sum(values) / len(values)
 
 
-def test_ssim_is_the_papers() -> None:
+def test_ssim_equals_the_papers_formula() -> None:
     generator = torch.Generator().manual_seed(0)
     first = torch.rand(2, 14, 17, generator=generator, dtype=torch.float64)
     second = (first + 0.3 * torch.randn(2, 14, 17, generator=generator)).clamp(0, 1)
@@ -170,7 +170,7 @@ def test_black_frames_and_nan() -> None:
     assert reverse["black_frames"] == 0
 
 
-def test_any_output() -> None:
+def test_other_outputs_by_hand() -> None:
     baseline = {"output": torch.tensor([1.0, -2.0, 5.0])}
     drift = compare(baseline, {"output": torch.tensor([1.0, -2.0, 6.0])})
     assert drift["relative_l1"] == pytest.approx(1 / 8)
@@ -181,7 +181,7 @@ def test_any_output() -> None:
     assert compare({}, {}) == {"nan_count": 0, "baseline_nan_count": 0}
 
 
-def test_outputs_that_do_not_compare() -> None:
+def test_outputs_of_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"output has shape \(3,\) with the kernel but \(2,\)"):
         compare({"output": torch.ones(2)}, {"output": torch.ones(3)})
     logits = torch.zeros(2, 4)

@@ -75,7 +75,7 @@ def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
     )
 
 
-def test_damage_to_the_model_costs_only_the_kernels_row(told: Told) -> None:
+def test_failing_kernel_loses_only_its_own_row(told: Told) -> None:
     assert list(told.found) == ["the model's own", "slow", "raises", "wrong", "plan.json", "fails"]
     status = {name: (each["status"], each["reason"]) for name, each in told.found.items()}
     assert status["raises"][0] == status["fails"][0] == "error"
@@ -92,7 +92,7 @@ def test_damage_to_the_model_costs_only_the_kernels_row(told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_a_kernel_that_ends_or_hangs_in_the_model_costs_its_own_row(
+def test_kernel_that_crashes_or_hangs_in_the_model_loses_only_its_own_row(
     workshop: Path, tmp_path: Path
 ) -> None:
     few = ("--rounds", "3", "--model-rounds", "3", "--timeout", "6")
@@ -116,14 +116,14 @@ def test_a_plan_is_run_with_the_kernels_it_names(told: Told) -> None:
 
 
 @pytest.mark.slow
-def test_kernels_of_a_plan_are_run_unasked(workshop: Path, plan: Path, tmp_path: Path) -> None:
+def test_kernels_of_a_plan_run_by_default(workshop: Path, plan: Path, tmp_path: Path) -> None:
     few = ("--rounds", "3", "--model-rounds", "3", "--plan", str(plan))
     found = check(workshop, tmp_path / "told.jsonl", "", *few)
     assert list(found) == ["the model's own", "wrong", "plan.json"]
 
 
 @pytest.mark.slow
-def test_a_model_that_fails_by_itself_is_one_sentence(
+def test_model_that_fails_with_its_own_attention_is_reported(
     workshop: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(workshop)
@@ -142,7 +142,7 @@ def test_a_model_that_fails_by_itself_is_one_sentence(
     )
 
 
-def test_the_paragraph_that_explains_a_kernel(
+def test_explanation_has_the_measured_figures(
     told: Told, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     slow = told.found["slow"]
@@ -169,7 +169,7 @@ def test_the_paragraph_that_explains_a_kernel(
         (None, "cannot read"),
     ],
 )
-def test_files_that_explain_nothing(
+def test_unusable_file_is_refused_by_explain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str | None, sentence: str
 ) -> None:
     path = tmp_path / "told.jsonl"

@@ -55,7 +55,7 @@ def models(text: str) -> list[str]:
     return [json.loads(line)["model"] for line in text.splitlines()]
 
 
-def test_a_full_disk_costs_no_other_model_and_no_report(
+def test_full_disk_loses_neither_another_model_nor_the_report(
     run_models: Callable[..., tuple[int, str, str]],
 ) -> None:
     pytest.importorskip("vl_convert")
@@ -67,7 +67,7 @@ def test_a_full_disk_costs_no_other_model_and_no_report(
     assert Path("out.html").is_file()
 
 
-def test_a_model_that_cannot_be_run_costs_its_own_results(
+def test_model_that_cannot_run_loses_only_its_own_results(
     run_models: Callable[..., tuple[int, str, str]],
 ) -> None:
     pytest.importorskip("vl_convert")

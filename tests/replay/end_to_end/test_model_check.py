@@ -124,7 +124,7 @@ def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[Mod
     return check(record, rows, variants, cast("ModelProcess", process), rounds=rounds)
 
 
-def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
+def test_runs_are_warm_interleaved_and_inspected_last() -> None:
     process = Pretended()
     own, a, b = checked(process, "a", "b", rounds=6)
     names = [BASELINE.name, "a", "b"]
@@ -157,7 +157,7 @@ def test_runs_are_warm_interleaved_and_looked_into_last() -> None:
     assert process.waits == {"denoise": 0.25}
 
 
-def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
+def test_every_two_kernels_share_a_baseline_run() -> None:
     names = ["a", "b", "c", "d", "e"]
     process = Drifting()
     own, *kernels = checked(process, *names, rounds=8)
@@ -180,7 +180,7 @@ def test_every_two_kernels_have_the_models_own_attention_beside_them() -> None:
         assert speedup.holds(2)
 
 
-def test_kernels_that_failed_take_no_place_beside_the_models_own_attention() -> None:
+def test_failed_kernels_need_no_baseline_runs() -> None:
     names = ["a", "b", "c", "d", "e"]
     own, *_, e = checked(Pretended(errors=dict.fromkeys(names[:4], 0)), *names, rounds=4)
     assert own.measured[RUN].ms.n == e.measured[RUN].ms.n == 4
@@ -189,7 +189,7 @@ def test_kernels_that_failed_take_no_place_beside_the_models_own_attention() -> 
     assert all(each.status == "error" for each in failed)
 
 
-def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> None:
+def test_other_kernels_are_warmed_up_again_after_a_crash() -> None:
     process = Pretended(deaths={"a": 2})
     own, a, b = checked(process, "a", "b")
     assert (a.status, a.reason) == (
@@ -209,7 +209,7 @@ def test_after_a_death_the_others_are_warmed_again_before_they_are_timed() -> No
     assert "(a)" not in process.log
 
 
-def test_a_kernel_that_raises_leaves_the_process_alone() -> None:
+def test_kernel_that_raises_keeps_the_process() -> None:
     process = Pretended(errors={"a": 0})
     _, a, b = checked(process, "a", "b")
     assert (a.status, a.reason) == ("error", "ValueError: no")
@@ -217,7 +217,7 @@ def test_a_kernel_that_raises_leaves_the_process_alone() -> None:
     assert b.status == "ok"
 
 
-def test_the_models_own_attention_is_tried_again_where_a_kernel_may_have_broken_it() -> None:
+def test_baseline_is_retried_after_a_kernel_may_have_broken_it() -> None:
     process = Pretended(deaths={BASELINE.name: 2})
     own, a = checked(process, "a")
     assert (own.status, a.status) == ("ok", "ok")
@@ -247,7 +247,7 @@ def test_rounds_fill_the_time_limit(seconds: float, rounds: int) -> None:
     assert own.measured[RUN].ms.n == a.measured[RUN].ms.n == rounds
 
 
-def test_a_gpu_that_waits_for_its_host() -> None:
+def test_launch_bound_gpu_is_reported() -> None:
     process = Pretended(busy=0.1)
     own, a = checked(process, "a")
     assert own.busy_seconds == {"denoise": 0.1}
@@ -289,7 +289,7 @@ def test_no_prediction_without_the_baseline() -> None:
     assert found[1].measured[RUN].speedup is not None
 
 
-def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
+def test_inputs_changed_in_the_replay_are_listed() -> None:
     record = CaptureRecord("model", "none", census=CENSUS)
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))
@@ -300,7 +300,7 @@ def test_a_kernel_that_changed_its_inputs_in_the_replay() -> None:
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
 
 
-def test_runs_are_kept_as_they_were_timed() -> None:
+def test_times_of_runs_include_delays() -> None:
     class Interrupted(Pretended):
         def _ran(
             self, seconds: float, busy: float | None = None, attention: float = 0.0

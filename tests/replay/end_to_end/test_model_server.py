@@ -15,7 +15,7 @@ from replay.patch.call_counts import CallCounts, Swap
 
 
 @pytest.mark.parametrize(("answered", "is_kept"), [(2, True), (0, False)])
-def test_a_text_that_was_read_without_the_kernel_says_nothing_of_it(
+def test_text_read_without_the_kernel_is_not_kept(
     tmp_path: Path, answered: int, is_kept: bool
 ) -> None:
     swap = Swap({"for decoding": CallCounts(hits=28)})

@@ -41,7 +41,7 @@ def new_seconds(span: PredictedTime) -> Estimate:
     return span.new_seconds
 
 
-def test_every_counted_call_saves_what_its_counterpart_saves() -> None:
+def test_counted_call_saves_as_much_as_its_replayed_call() -> None:
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 4.0), row("old", b, 20.0), row("new", b, 25.0)]
     counted = census(("layers.0", "denoise", 64, 30), ("layers.1", "denoise", 64, 8))
@@ -56,7 +56,7 @@ def test_every_counted_call_saves_what_its_counterpart_saves() -> None:
     assert run.calls == Calls(swapped=38)
 
 
-def test_phases_are_predicted_for_one_forward_each_and_the_run_has_all() -> None:
+def test_phases_are_predicted_per_forward_and_the_run_as_a_whole() -> None:
     prefill, decode = facts("p", "layers.0", "prefill"), facts("d", "layers.0", "decode")
     rows = [row("old", prefill, 9.0), row("new", prefill, 4.0)]
     rows += [row("old", decode, 2.0), row("new", decode, 1.0)]
@@ -82,7 +82,7 @@ def test_phases_are_predicted_for_one_forward_each_and_the_run_has_all() -> None
     assert json.loads(json.dumps(asdict(prediction)))["run"]["phase"] == RUN
 
 
-def test_a_call_that_is_not_supported_falls_back_and_costs_what_it_did() -> None:
+def test_unsupported_call_falls_back_at_unchanged_cost() -> None:
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
     rows.append(row("new", b, None, "unsupported", "head_dim 72"))
@@ -96,7 +96,7 @@ def test_a_call_that_is_not_supported_falls_back_and_costs_what_it_did() -> None
     assert run.fallback_seconds == pytest.approx({"head_dim 72": 0.07})
 
 
-def test_calls_that_none_stands_for_are_reported_and_unchanged() -> None:
+def test_calls_without_a_replayed_call_are_reported_and_unchanged() -> None:
     call = facts("a", "layers.0")
     rows = [row("old", call, 10.0), row("new", call, 5.0)]
     counted = census(
@@ -127,7 +127,7 @@ def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
 
 
 @pytest.mark.parametrize("status", ["inaccurate", "crash", "error", "unavailable", "not-timed"])
-def test_a_kernel_that_cannot_stand_in_the_model_has_no_prediction(status: Status) -> None:
+def test_failed_kernel_has_no_prediction(status: Status) -> None:
     good, bad = facts("good", "layers.0", "prefill"), facts("bad", "layers.0", "decode")
     rows = [row("old", good, 10.0), row("new", good, 5.0), row("old", bad, 10.0)]
     rows.append(row("new", bad, 5.0 if status == "inaccurate" else None, status, "it is so"))
@@ -147,7 +147,7 @@ def test_a_kernel_without_a_row_has_no_prediction() -> None:
     assert run.reason == "new was not replayed on a"
 
 
-def test_a_choice_by_layer_keeps_the_baseline_where_it_says_so() -> None:
+def test_plan_keeps_the_baseline_where_it_says_so() -> None:
     """This also holds if the kernel was wrong at a layer that does not use the kernel."""
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
@@ -166,7 +166,7 @@ def noisy(around: float, drift: Sequence[float], seed: int) -> list[float]:
     return [around * each * generator.uniform(0.999, 1.001) for each in drift]
 
 
-def test_rounds_that_both_share_cancel_what_they_share() -> None:
+def test_shared_rounds_cancel_shared_drift() -> None:
     """Clock drift changes both times, but hardly changes the saving."""
     call = facts("a", "layers.0")
     drift = [random.Random(7 + round).uniform(0.8, 1.2) for round in range(30)]
@@ -205,7 +205,7 @@ def test_the_interval_covers_the_rounds_of_both_sources_and_repeats() -> None:
     assert width(uneven, seconds) != width(uneven, seconds, seed=1)
 
 
-def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+def test_intervals_contain_the_truth_as_often_as_stated() -> None:
     """In 40 experiments, 95 % is 38; fewer than 33 would be a fault."""
     counted = census(("layers.0", "denoise", 64, 50))
     call = facts("a", "layers.0")
@@ -228,7 +228,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: this row counts
     ],
 )
-def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
+def test_kernel_of_another_environment_is_compared_with_its_baseline(
     there: Callable[[CallFacts], Row], saved: float
 ) -> None:
     call = facts("a", "layers.0")
@@ -239,7 +239,7 @@ def test_a_kernel_of_another_environment_is_held_against_the_baseline_there(
     assert new_seconds(run).value == pytest.approx(1 - 10 * saved)
 
 
-def test_clues_are_of_one_forward() -> None:
+def test_clues_are_per_forward() -> None:
     call = facts("a", "layers.0", "prefill")
     new = row(
         "new",
@@ -276,7 +276,7 @@ def test_the_interval_covers_the_scatter_of_launches() -> None:
     assert uneven.low < 0.103 < uneven.high
 
 
-def test_a_model_that_waits_for_the_host_is_not_predicted_without_launches() -> None:
+def test_launch_bound_model_is_not_predicted_without_launch_times() -> None:
     call = facts("a", "layers.0", "decode")
     rows = [launched("old", call, 1.0, 0.5), row("new", call, 1.0)]
     counted = census(("layers.0", "decode", 64, 30))
@@ -314,7 +314,7 @@ def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> R
         (40.0, 4.0, 0.05, 130.0),  # the GPU becomes the bottleneck: 40 + 30 · 3
     ],
 )
-def test_a_model_that_waits_for_the_host_gains_what_the_host_gains(
+def test_launch_bound_model_gains_what_the_host_gains(
     busy: float | None, new_ms: float, layer_host_ms: float, predicted_ms: float
 ) -> None:
     call = facts("a", "layers.0", "decode")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from replay import use_kernel, use_plan
-from tests.capture.hooks.entry_points import test_diffusers as diffusers_road
-from tests.capture.hooks.entry_points import test_libraries as libraries_road
+from tests.capture.hooks.entry_points import test_diffusers as via_diffusers
+from tests.capture.hooks.entry_points import test_libraries as via_libraries
 from tests.capture.hooks.entry_points.test_transformers import (
     TOKENS,
     flash_stand_in,
@@ -46,14 +47,14 @@ def logits(model: Any, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
-def test_a_kernel_that_knows_the_call_answers_it(model: Callable[[], Any]) -> None:
+def test_kernel_runs_supported_calls(model: Callable[[], Any]) -> None:
     built = model()
     expected = logits(built)
     with use_kernel("eager") as swap:
         swapped = logits(built)
     assert torch.allclose(swapped, expected, atol=1e-5)
     assert (swap.hits, swap.fallbacks) == (2, {})
-    assert {road: tally.hits for road, tally in swap.entry_points.items()} == {"transformers": 2}
+    assert {name: tally.hits for name, tally in swap.entry_points.items()} == {"transformers": 2}
     assert torch.equal(logits(built), expected)
 
 
@@ -65,7 +66,7 @@ def test_a_kernel_that_knows_the_call_answers_it(model: Callable[[], Any]) -> No
         ("Mistral flash", "has no sliding window"),
     ],
 )
-def test_another_kernel_falls_back_by_reason(model: str, reason: str) -> None:
+def test_unsupported_calls_fall_back_with_the_reason(model: str, reason: str) -> None:
     built = MODELS[model]()
     expected = logits(built)
     with use_kernel("torch-math") as swap:
@@ -124,7 +125,7 @@ def test_a_paged_cache_is_written_once() -> None:
     assert swap.fallbacks == {"a paged key/value cache": 1}
 
 
-def test_a_plan_names_modules_of_any_road() -> None:
+def test_plan_applies_to_any_entry_point() -> None:
     model = MODELS["Llama eager"]()
     expected = logits(model)
     with use_plan(plan_of(("model.layers.1.self_attn", "prefill", "eager")), model) as swap:
@@ -139,38 +140,42 @@ def test_a_plan_names_modules_of_any_road() -> None:
 @pytest.fixture
 def _sage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace diffusers' `sage`, which needs a GPU, by plain PyTorch."""
-    backend = diffusers_road.attention_dispatch.AttentionBackendName.SAGE
-    registry = diffusers_road.attention_dispatch._AttentionBackendRegistry
-    monkeypatch.setitem(registry._backends, backend, diffusers_road.mine)
+    backend = via_diffusers.attention_dispatch.AttentionBackendName.SAGE
+    registry = via_diffusers.attention_dispatch._AttentionBackendRegistry
+    monkeypatch.setitem(registry._backends, backend, via_diffusers.mine)
 
 
 @pytest.mark.usefixtures("_sage")
-def test_each_of_diffusers_backends_is_exchanged(eightfold: str) -> None:
-    denoiser = diffusers_road.model()
+def test_kernel_replaces_each_of_diffusers_backends(eightfold: str) -> None:
+    denoiser = via_diffusers.model()
     blocks = denoiser.transformer_blocks[0], denoiser.single_transformer_blocks[0]
     for block, backend in zip(blocks, ("sage", "flex"), strict=True):
         block.attn.processor._attention_backend = backend
     with torch.no_grad():
-        expected = diffusers_road.step(denoiser)
+        expected = via_diffusers.step(denoiser)
         with use_kernel("torch-math") as swap:
-            assert torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-5)
-        assert {road: tally.hits for road, tally in swap.entry_points.items()} == {"diffusers": 2}
+            assert torch.allclose(via_diffusers.step(denoiser), expected, atol=1e-5)
+        assert {name: tally.hits for name, tally in swap.entry_points.items()} == {"diffusers": 2}
         with use_kernel(eightfold):
-            assert not torch.allclose(diffusers_road.step(denoiser), expected, atol=1e-3)
-        assert torch.equal(diffusers_road.step(denoiser), expected)
+            assert not torch.allclose(via_diffusers.step(denoiser), expected, atol=1e-3)
+        assert torch.equal(via_diffusers.step(denoiser), expected)
 
 
 def lse_too(q: Tensor, k: Tensor, v: Tensor, return_attn_probs: bool = False) -> Any:
-    output = libraries_road.flash_attn_func(q, k, v)
+    output = via_libraries.flash_attn_func(q, k, v)
     return (output, torch.zeros(1)) if return_attn_probs else output
 
 
-def test_log_sum_exp_comes_from_the_library(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
-    vars(flash_attn)["flash_attn_func"] = lse_too
-    monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
+@pytest.fixture
+def _flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace the library, which needs a GPU."""
+    library = ModuleType("flash_attn.flash_attn_interface")
+    vars(library)["flash_attn_func"] = lse_too
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+
+
+@pytest.mark.usefixtures("_flash_attn")
+def test_log_sum_exp_comes_from_the_library() -> None:
     q, k = normal(2, 5, 4, 8), normal(2, 9, 2, 8, seed=1)
     with use_kernel("torch-math") as swap:
         output = lse_too(q, k, k)
@@ -179,11 +184,9 @@ def test_log_sum_exp_comes_from_the_library(
     assert (swap.hits, swap.fallbacks) == (1, {"the model asks for the log-sum-exp": 1})
 
 
-def test_a_function_in_a_compiled_graph_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("_flash_attn")
+def test_function_in_a_compiled_graph_is_not_replaced() -> None:
     """An entry point cannot be traced, so it must not break the graph."""
-    flash_attn = libraries_road.types.ModuleType("flash_attn.flash_attn_interface")
-    vars(flash_attn)["flash_attn_func"] = lse_too
-    monkeypatch.setitem(libraries_road.sys.modules, flash_attn.__name__, flash_attn)
     tensor = normal(1, 5, 2, 8)
     compiled = torch.compile(lambda each: lse_too(each, each, each), fullgraph=True)
     with use_kernel("torch-math") as swap:

@@ -24,7 +24,7 @@ class Attend(nn.Module):
         return F.scaled_dot_product_attention(query, query, query, attn_mask=mask)
 
 
-def test_hits_and_fallbacks_are_counted_and_the_model_is_left_as_it_was(doubling: str) -> None:
+def test_hits_and_fallbacks_are_counted(doubling: str) -> None:
     model, query = Attend(), torch.randn(1, 2, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool).tril()
     plain, masked = model(query), model(query, mask)
@@ -110,7 +110,7 @@ def test_every_output_is_checked() -> None:
     assert swap.hits == 4
 
 
-def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_call_forms_is_unlimited(doubling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("replay.patch.call_dispatcher.MOST_FORMS", 2)
     model = Attend()
     with use_kernel(doubling) as swap:
@@ -121,7 +121,7 @@ def test_any_number_of_forms(doubling: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_under_autocast_a_kernel_gets_what_sdpa_would_compute_on(compiled: bool) -> None:
+def test_kernel_gets_cast_inputs_under_autocast(compiled: bool) -> None:
     """Recordings do the same; otherwise 16-bit kernels chosen by a replay would refuse each
     call."""
     seen = set()

@@ -120,7 +120,7 @@ def test_each_module_gets_its_kernel(given: str, transformer: Transformer, tmp_p
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_model_that_is_gone_does_not_answer(transformer: Transformer) -> None:
+def test_deleted_model_is_ignored(transformer: Transformer) -> None:
     """The deleted model has the same paths as the live one, and a cycle keeps it in memory."""
     gone = nn.Module()
     gone.transformer = Transformer()
@@ -234,7 +234,7 @@ def test_another_plan_is_another_graph(transformer: Transformer) -> None:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_compiled_function_inside_a_planned_module_finds_its_place(
+def test_compiled_function_in_a_planned_module_uses_its_kernel(
     transformer: Transformer,
 ) -> None:
     for block in transformer.blocks:
@@ -259,7 +259,7 @@ class Breaking(Attention):
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_graph_break_does_not_lose_the_place(transformer: Transformer) -> None:
+def test_graph_break_keeps_the_module(transformer: Transformer) -> None:
     for block in transformer.blocks:
         assert isinstance(block, Block)
         weights = block.attn.state_dict()
@@ -273,7 +273,7 @@ def test_a_graph_break_does_not_lose_the_place(transformer: Transformer) -> None
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_threads_keep_their_places(transformer: Transformer) -> None:
+def test_threads_do_not_share_modules(transformer: Transformer) -> None:
     plan = plan_of(*MIXED)
     outputs: list[Tensor] = []
 
@@ -294,7 +294,7 @@ def test_threads_keep_their_places(transformer: Transformer) -> None:
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_forward_that_raises_leaves_no_place_behind(transformer: Transformer) -> None:
+def test_module_is_left_after_an_exception(transformer: Transformer) -> None:
     plan = plan_of(*MIXED)
     forward = transformer.blocks[1].attn.norm.forward  # type: ignore[union-attr]
     heads = torch.randn(1, 2, 5, 8)
@@ -313,7 +313,7 @@ def test_a_forward_that_raises_leaves_no_place_behind(transformer: Transformer) 
 
 @torch.no_grad()
 @pytest.mark.usefixtures("scaled")
-def test_a_module_below_a_planned_one_is_not_the_planned_one() -> None:
+def test_inner_module_does_not_inherit_the_kernel() -> None:
     class Outer(Attention):
         def __init__(self) -> None:
             super().__init__()
@@ -406,7 +406,7 @@ def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: 
 
 
 @torch.no_grad()
-def test_a_compiled_llama_is_one_graph_a_phase() -> None:
+def test_compiled_llama_is_one_graph() -> None:
     model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     wanted = compiled(prompt).logits
