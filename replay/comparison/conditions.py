@@ -12,7 +12,7 @@ from replay.comparison.row_matching import ComparisonError
 CONDITIONS = {
     "slow": "a kernel is slower on a call or over all its calls; slow:3% only if by more than 3 %",
     "inaccurate": "an output that was correct is now inaccurate",
-    "less-accurate": "the same, or an error grew",
+    "less-accurate": "an output that was correct is now inaccurate, or an error grew",
     "error": "a kernel that ran fails: error, crash, timeout or out-of-memory",
     "missing": "a row is missing, or its kernel now refuses the call",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 from rich.console import Group as Renderables
@@ -12,7 +12,7 @@ from rich.text import Text
 
 from replay.report.cells import cell
 from replay.report.fitted import FittedTable
-from replay.report.groups import Group, group_rows, joined, place, told_apart
+from replay.report.groups import Group, group_rows, joined, names_by_sentence, place, told_apart
 from replay.report.pooled import worst
 from replay.report.ranking import details, fastest, is_correct, rank
 from replay.rows.errors_of_output import Errors
@@ -144,17 +144,18 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
             notes.append(
                 f"{name}: errors are relative to attention to all keys; verdict: {sparse[0].reason}"
             )
-        changed = {each for row in group.rows[name] for each in row.changed_inputs}
-        overwritten = {each for row in group.rows[name] for each in row.overwrites}
-        flags = [
-            f"changes its {each}"
-            + (", which later calls read again" if each in overwritten else "")
-            for each in sorted(changed)
-        ]
-        flags += sorted({flag for row in group.rows[name] for flag in row.flags})
-        if flags:
-            notes.append(f"{name}: {', '.join(flags)}")
+    found = names_by_sentence(
+        (str(name), flag) for name in ran for row in group.rows[name] for flag in _flags(row)
+    )
+    notes += [f"{names}: {flag}" for flag, names in found.items()]
     return [Text(note, style="dim") for note in notes]
+
+
+def _flags(row: Row) -> Iterator[str]:
+    for name in row.changed_inputs:
+        is_kept = name in row.overwrites
+        yield f"changes its {name}{', which later calls read again' if is_kept else ''}"
+    yield from row.flags
 
 
 def _where(errors: Errors, row: Row) -> str:
@@ -185,45 +186,41 @@ def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
 
 def _rewritten_masks(group: Group, ran: Sequence[KernelId]) -> list[Text]:
     """List the kernels that ran calls without their masks."""
-    kernels: dict[str, list[str]] = {}
-    for name in ran:
-        for words in dict.fromkeys(row.restated_as for row in group.rows[name]):
-            kernels.setdefault(words, []).append(str(name))
+    found = names_by_sentence(
+        (str(name), row.restated_as) for name in ran for row in group.rows[name] if row.restated_as
+    )
     return [
-        Text(f"mask rewritten as {words}: {', '.join(names)}", style="dim")
-        for words, names in kernels.items()
-        if words
+        Text(f"mask rewritten as {words}: {names}", style="dim") for words, names in found.items()
     ]
 
 
 def _refusals(group: Group) -> list[Text]:
     """List kernels that could not run some of these calls, each reason once."""
-    kernels: dict[tuple[str, str], list[str]] = {}
-    reasons: dict[tuple[str, str], str] = {}
+    first: dict[str, str] = {}
+    pairs = []
     for name, rows in group.rows.items():
         for row in rows:
             if row.status not in ("ok", "inaccurate", "not-timed", "unavailable"):
+                sentence = f"{row.status}: {row.reason}"
                 # A reason may contain sizes that differ from call to call.
-                kind = (row.status, re.sub(r"[\d.]+", "", row.reason))
-                reasons.setdefault(kind, f"{row.status}: {row.reason}")
-                if str(name) not in (names := kernels.setdefault(kind, [])):
-                    names.append(str(name))
+                kind = re.sub(r"[\d.]+", "", sentence)
+                pairs.append((str(name), first.setdefault(kind, sentence)))
     return [
-        Text(f"{', '.join(names)}: {reasons[kind]}", style="yellow")
-        for kind, names in kernels.items()
+        Text(f"{names}: {sentence}", style="yellow")
+        for sentence, names in names_by_sentence(pairs).items()
     ]
 
 
 def _print_not_run(rows: Sequence[Row], console: Console) -> None:
     """Print the kernels that cannot run on this machine, grouped by reason."""
-    unavailable = {str(row.id): row.reason for row in rows if row.status == "unavailable"}
-    if not unavailable:
+    found = names_by_sentence(
+        (str(row.id), row.reason) for row in rows if row.status == "unavailable"
+    )
+    if not found:
         return
     console.print(Text("not available here", style="bold"))
-    for reason in dict.fromkeys(unavailable.values()):
-        names = ", ".join(name for name, other in unavailable.items() if other == reason)
-        line = Text(f"  {reason}: ").append(names, "dim")
-        console.print(line)
+    for reason, names in found.items():
+        console.print(Text(f"  {reason}: ").append(names, "dim"))
     console.print()
 
 

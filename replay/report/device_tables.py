@@ -69,7 +69,7 @@ def left_out(merged: AcrossDevices) -> str:
     if not merged.left_out:
         return ""
     count = counted(merged.left_out, "call")
-    return f"left out: {count} that some device did not replay"
+    return f"left out: {count} not replayed on every device"
 
 
 def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]]]]:

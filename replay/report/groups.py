@@ -115,6 +115,14 @@ def first_few(names: Sequence[str], most: int) -> str:
     return ", ".join(names[:most]) + more
 
 
+def names_by_sentence(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Map each sentence of (name, sentence) pairs to its names, joined by commas."""
+    found: dict[str, dict[str, None]] = {}
+    for name, sentence in pairs:
+        found.setdefault(sentence, {})[name] = None
+    return {sentence: ", ".join(names) for sentence, names in found.items()}
+
+
 def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
     """Add dtype, mask, weights and the first call's place to names that several groups share.
 

@@ -16,6 +16,7 @@ from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
 from replay.report.explanation import explanation, most_disappointing
 from replay.report.fitted import FittedTable
+from replay.report.groups import names_by_sentence
 from replay.rows.row import Speedup
 
 TITLES = {
@@ -129,12 +130,12 @@ def _outcome(others: Sequence[ModelResult]) -> Table:
 
 def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
     """Return the reasons for missing predictions, each with the kernels concerned."""
-    by_reason: dict[str, list[str]] = {}
-    for checked in others:
-        reason = checked.unpredicted or (checked.prediction and checked.prediction.run.reason)
-        if reason:
-            by_reason.setdefault(reason, []).append(checked.kernel)
-    return [f"not predicted: {', '.join(each)}: {reason}" for reason, each in by_reason.items()]
+    found = names_by_sentence(
+        (checked.kernel, reason)
+        for checked in others
+        if (reason := checked.unpredicted or (checked.prediction and checked.prediction.run.reason))
+    )
+    return [f"not predicted: {names}: {reason}" for reason, names in found.items()]
 
 
 def _notes(checked: ModelResult, own: ModelResult) -> list[str]:

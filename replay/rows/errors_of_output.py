@@ -28,26 +28,26 @@ class Errors:
     mse: Annotated[float, "mean squared error"]
     nan_count: Annotated[int, "NaN elements in the output"]
     inf_count: Annotated[int, "infinite elements in the output"]
-    mismatched_nonfinite: Annotated[int, "NaN or infinite in one of the two and not in the other"]
+    mismatched_nonfinite: Annotated[int, "elements that are NaN or infinite in only one of the two"]
     row_cosine_p1: Annotated[
         float, "1st percentile of the cosines of single rows (one query of one head)"
     ]
-    row_cosine_p10: Annotated[float, "10th percentile of the same"]
-    row_cosine_min: Annotated[float, "the worst row's cosine"]
-    worst_row: Annotated[tuple[int, int, int], "batch, head and query of that row"]
+    row_cosine_p10: Annotated[float, "10th percentile of the cosines of single rows"]
+    row_cosine_min: Annotated[float, "lowest cosine of a single row"]
+    worst_row: Annotated[tuple[int, int, int], "batch, head and query of the lowest row cosine"]
     worst_head: Annotated[tuple[int, int], "batch and head with the largest relative L1"]
-    worst_head_cosine: Annotated[float, "that head's cosine"]
-    worst_head_relative_l1: Annotated[float, "that head's relative L1"]
+    worst_head_cosine: Annotated[float, "cosine of the worst head"]
+    worst_head_relative_l1: Annotated[float, "relative L1 of the worst head"]
 
 
 @dataclass(frozen=True)
 class Where:
     """Locations of errors: relative L1 of every head in up to 64 ranges of queries."""
 
-    worst: Annotated[float, "the largest relative L1 of a head in one of 64 ranges of queries"]
-    typical: Annotated[float, "median of the same over heads and ranges"]
-    head: Annotated[tuple[int, int], "batch and head of the largest"]
-    queries: Annotated[tuple[int, int], "first and last query of the largest"]
+    worst: Annotated[float, "largest relative L1 of a head in one of 64 ranges of queries"]
+    typical: Annotated[float, "median relative L1 over heads and ranges"]
+    head: Annotated[tuple[int, int], "batch and head of the largest error"]
+    queries: Annotated[tuple[int, int], "first and last query of the range with the largest error"]
     relative_l1: tuple[tuple[float, ...], ...]
     """Values by head of each batch and by range of queries, with three digits; only in JSON."""
 
@@ -69,20 +69,22 @@ class Accuracy:
     reference: Annotated[
         Errors,
         Meaning(
-            "{}; against the high-precision reference, of all keys also for sparse kernels",
+            "{}; relative to the high-precision reference over all keys, even for sparse kernels",
             columns=_ERROR_COLUMNS,
         ),
     ]
-    captured: Annotated[Errors | None, "{}; against the output the model recorded"] = None
+    captured: Annotated[Errors | None, "{}; relative to the recorded output"] = None
     kernel: Annotated[
-        Errors | None, "{}; against the output of the kernel named with --errors-against"
+        Errors | None, "{}; relative to the output of the kernel named by --errors-against"
     ] = None
-    noise_floor: Annotated[Errors | None, "{}; of the recorded output against the reference"] = None
+    noise_floor: Annotated[Errors | None, "{}; of the recorded output"] = None
     chosen: Annotated[
-        Errors | None, "{}; of a sparse kernel against the reference for the keys it chose"
+        Errors | None,
+        "{}; of a sparse kernel, relative to a reference over its chosen keys",
     ] = None
     where: Annotated[
-        Where | None, "{}, against the reference (a sparse kernel's for the keys it chose)"
+        Where | None,
+        "{}, relative to the reference (for sparse kernels, over their chosen keys)",
     ] = None
 
     def against(self, which: str) -> Errors | None:

@@ -21,7 +21,7 @@ OVER_CALLS: dict[OverCalls, str] = {
     "lowest": "the worst of the calls",
     "highest": "the worst of the calls",
     "pooled": "all rounds of all calls together",
-    "counts": "of every call",
+    "counts": "the number of calls with each verdict",
     "same": "the same for every call",
 }
 """Description of each rule for readers of tables."""

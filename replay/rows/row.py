@@ -68,29 +68,28 @@ class Mask(NamedTuple):
 class CallFacts:
     """Facts in a row about its call."""
 
-    name: Annotated[str, "the recorded call's file, or the random shape's number"]
-    model: Annotated[str, "the model or suite it comes from"] = ""
-    weights: Annotated[str, "which weights produced the values"] = ""
+    name: Annotated[str, "file of the recorded call, or number of the random shape"]
+    model: Annotated[str, "model or suite that the call comes from"] = ""
+    weights: Annotated[str, "weights that produced the values"] = ""
     module: Annotated[str, "path of the module that made the call"] = ""
     phase: Annotated[str, "denoise, prefill, decode, encode, or synthetic"] = ""
     backend: Annotated[
         str,
-        "what PyTorch chose when the call was recorded, as a kernel's name; or the function that "
-        "stood in for SDPA",
+        "kernel that PyTorch chose when the call was recorded, or the function that replaced SDPA",
     ] = ""
-    step: Annotated[int, "forwards of the model before this one"] = 0
+    step: Annotated[int, "number of earlier forward passes of the model"] = 0
     call_index: Annotated[int, "position among all attention calls of the run"] = 0
     shape: Annotated[Shape, "{}"] = UNKNOWN_SHAPE
-    dtype: Annotated[str, "of query, key and value"] = ""
+    dtype: Annotated[str, "dtype of query, key and value"] = ""
     is_causal: Annotated[
-        bool, "whether a causal mask applied, aligned top left unless `beyond` says otherwise"
+        bool, "true if a causal mask applied, aligned top left unless `beyond` states otherwise"
     ] = False
-    mask: Annotated[Mask | None, "attn_mask: {}; empty without one"] = None
+    mask: Annotated[Mask | None, "attn_mask: {}; empty without a mask"] = None
     mask_structure: Annotated[
-        str, "what attn_mask amounts to, e.g. window 1023/0; empty for nothing simpler"
+        str, "options equivalent to attn_mask, e.g. window 1023/0; empty if there are none"
     ] = ""
-    beyond: Annotated[str, "what it asks that SDPA has no argument for; empty for nothing"] = ""
-    road: Annotated[str, "how the model called attention: sdpa, or a library or registry"] = "sdpa"
+    beyond: Annotated[str, "options that SDPA does not have; empty if there are none"] = ""
+    road: Annotated[str, "entry point of the call: sdpa, or a library or registry"] = "sdpa"
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,10 @@ class Speedup:
         float, Meaning("median over rounds of baseline time / this kernel's time", "×")
     ]
     low: Annotated[
-        float | None, Meaning("lower end of its 95 % interval; empty below 6 rounds", "×")
+        float | None,
+        Meaning("lower end of its 95 % interval; empty below 6 rounds", "×"),
     ]
-    high: Annotated[float | None, Meaning("upper end", "×")]
+    high: Annotated[float | None, Meaning("upper end of that interval", "×")]
     verdict: Annotated[
         SpeedVerdict, "same (all of the interval within ±3 %), fast, slow, or ambiguous"
     ]
@@ -153,9 +153,7 @@ class GpuState:
     sm_clock_mhz: Annotated[int | None, Meaning("SM clock", "MHz")]
     power_w: Annotated[float | None, Meaning("power draw", "W")]
     temperature_c: Annotated[int | None, Meaning("temperature", "°C")]
-    throttle_reasons: Annotated[
-        tuple[str, ...] | None, "why the clock was held down, nothing if it was not,"
-    ]
+    throttle_reasons: Annotated[tuple[str, ...] | None, "reasons for a reduced clock, if any,"]
     memory_clock_mhz: Annotated[int | None, Meaning("memory clock", "MHz")] = None
 
 
@@ -163,10 +161,10 @@ class GpuState:
 class Energy:
     """Energy of one kernel's calls without gaps."""
 
-    mj: Annotated[float, Meaning("energy of a call, what an idle GPU draws included,", "mJ")]
+    mj: Annotated[float, Meaning("energy per call, including the idle power of the GPU", "mJ")]
     tflops_per_w: Annotated[float, Meaning("TFLOPS / mean power draw", "TFLOPS/W")]
     power_w: Annotated[float, Meaning("mean power draw", "W")]
-    seconds: Annotated[float, Meaning("how long the counter was read", "s")]
+    seconds: Annotated[float, Meaning("duration of the measurement", "s")]
 
 
 @dataclass(frozen=True)
@@ -206,7 +204,7 @@ class Machine:
     cuda: Annotated[str, "CUDA's version"] = ""
     cudnn: Annotated[str, "cuDNN's version"] = ""
     triton: Annotated[str, "Triton's version"] = ""
-    threads: Annotated[str, "torch's threads (CPU only)"] = ""
+    threads: Annotated[str, "number of PyTorch's threads (CPU only)"] = ""
     cores: Annotated[str, "physical cores of the machine"] = ""
     usable_cpus: Annotated[str, "logical CPUs that this process may use"] = ""
 
@@ -215,46 +213,44 @@ class Machine:
 class Row:
     """Result of one kernel on one call; `kernel` is empty if the call could not be replayed."""
 
-    kernel: Annotated[str, "the kernel's name"]
+    kernel: Annotated[str, "name of the kernel"]
     call: Annotated[CallFacts, "{}"]
     status: Annotated[
         Status,
         Meaning(
             "ok, inaccurate, unsupported, unavailable, error, crash, timeout, out-of-memory, or "
-            "not-timed (correct, but a time would mean nothing)",
+            "not-timed (correct, but a time would be meaningless)",
             columns=(Column("accuracy", "accuracy", "verdict", over_calls="counts"),),
         ),
     ]
-    reason: Annotated[str, "why the status is what it is"] = ""
+    reason: Annotated[str, "reason for the status"] = ""
     environment: Annotated[
-        str, "the Python environment it ran in; `this` is the one that replays"
+        str, "Python environment that the kernel ran in; `this` is that of `replay` itself"
     ] = HERE
     process: Annotated[
         str,
-        "empty for the worker that kernels of an environment share, else the kernel whose own "
-        "worker it was; rows of one call, environment and process are paired round by round",
+        "kernel that the worker process belonged to; empty for the worker that the kernels of an "
+        "environment share; rows of one call, environment and process are paired round by round",
     ] = ""
     ran_on: Annotated[
         str,
-        "which of several devices it ran on, e.g. GPU 1 and its UUID (--gpus, --ray), the same for "
-        "all rows of a call; empty for a replay on one device",
+        "device that ran the call, e.g. GPU 1 and its UUID (--gpus, --ray), the same for all rows "
+        "of a call; empty for a replay on one device",
     ] = ""
-    host: Annotated[str, "the node of a cluster that it ran on (--ray); empty for this machine"] = (
-        ""
-    )
+    host: Annotated[str, "cluster node that ran the call (--ray); empty for this machine"] = ""
     restated_as: Annotated[
         str,
-        "what attn_mask amounts to, if the kernel ran the call with these options instead of the "
-        "mask; empty if it ran it as recorded",
+        "options that the kernel ran the call with in place of attn_mask; empty if it ran the call "
+        "as recorded",
     ] = ""
     flags: Annotated[
-        tuple[str, ...], "what else was noticed, e.g. that the kernel is not deterministic"
+        tuple[str, ...], "other observations, e.g. that the kernel is not deterministic"
     ] = ()
     changed_inputs: Annotated[
         tuple[str, ...],
-        "which of its inputs (query, key, value, attn_mask) the kernel changes in place",
+        "inputs (query, key, value, attn_mask) that the kernel changes in place",
     ] = ()
-    log: Annotated[str, "the end of what a worker that died had printed"] = ""
+    log: Annotated[str, "last output of a worker that died"] = ""
     time_ms: Annotated[
         TimeSummary | None,
         Meaning(
@@ -284,8 +280,8 @@ class Row:
     tflops: Annotated[
         float | None,
         Meaning(
-            "2 · valid (query, key) pairs · (D + Dv) / median time; the pairs of the call, also "
-            "where a sparse kernel leaves some out",
+            "2 · valid (query, key) pairs · (D + Dv) / median time, including pairs that a sparse "
+            "kernel leaves out",
             "TFLOPS",
             (Column("speed", "throughput", "TFLOPS", digits(".3g")),),
         ),
@@ -293,8 +289,8 @@ class Row:
     gb_per_s: Annotated[
         float | None,
         Meaning(
-            "query, key, value and mask read once, output written once, each at its stored element "
-            "size / median time",
+            "bytes of query, key, value and mask, read once, and of the output, written once, / "
+            "median time",
             "GB/s",
             (Column("work", "bandwidth", "GB/s", digits(".4g")),),
         ),
@@ -302,7 +298,7 @@ class Row:
     flop_per_byte: Annotated[
         float | None,
         Meaning(
-            "arithmetic intensity: the two counts above divided",
+            "arithmetic intensity: the operations of TFLOPS / the bytes of GB/s",
             "FLOP/B",
             (Column("work", "arithmetic_intensity", "FLOP/B", digits(".4g")),),
         ),
@@ -314,14 +310,14 @@ class Row:
         float | None,
         Meaning(
             "TFLOPS / the lower of the measured peak and FLOP/B · the measured bandwidth; empty "
-            "where that is above 105 %, or no query sees a key",
+            "above 105 %, or if no query sees a key",
             columns=(Column("work", "roofline", "of roof", digits(".0%")),),
         ),
     ] = None
     peak_bytes: Annotated[
         int | None,
         Meaning(
-            "most memory the call took beyond its inputs (GPU only)",
+            "maximum memory that the call used beyond its inputs (GPU only)",
             "B",
             (Column("work", "memory", "peak MB", digits(".1f", 1e-6)),),
         ),
@@ -329,7 +325,7 @@ class Row:
     first_call_ms: Annotated[
         float | None,
         Meaning(
-            "the first call, compilation included",
+            "time of the first call, including compilation",
             "ms",
             (Column("work", "memory", "first ms", digits(".1f")),),
         ),
@@ -337,21 +333,19 @@ class Row:
     host_ms: Annotated[
         float | None,
         Meaning(
-            "median time the host needs to launch one call (GPU only)",
+            "median time that the host needs to launch one call (GPU only)",
             "ms",
             (Column("work", "memory", "host ms", digits(".3f")),),
         ),
     ] = None
     layer_host_ms: Annotated[
         TimeSummary | None,
-        Meaning(
-            "{} what the host needs to launch one call and the rest of a layer (GPU only)", "ms"
-        ),
+        Meaning("{} the host's time to launch one call and the rest of a layer (GPU only)", "ms"),
     ] = None
     energy: Annotated[
         Energy | None,
         Meaning(
-            "{} in a second of calls back to back, by NVML's energy counter (NVIDIA GPUs, with "
+            "{} (NVML's energy counter over one second of back-to-back calls; NVIDIA GPUs, with "
             "--metric energy or all)",
             columns=(
                 Column("machine", "energy", "mJ", digits(".4g"), of="mj"),
@@ -362,8 +356,8 @@ class Row:
     burst_ms: Annotated[
         float | None,
         Meaning(
-            "time of a call at the beginning of that second, on a GPU that was at rest; empty "
-            "where its end is within 3 %",
+            "time per call at the start of the energy measurement, on a GPU that was idle; empty "
+            "if the time at its end is within 3 %",
             "ms",
             (Column("machine", "energy", "burst ms", digits(".4g")),),
         ),
@@ -371,7 +365,7 @@ class Row:
     sustained_ms: Annotated[
         float | None,
         Meaning(
-            "time of a call in the last quarter of that second; empty where the two are within 3 %",
+            "time per call in the last quarter of the energy measurement; empty if burst_ms is",
             "ms",
             (Column("machine", "energy", "sustained ms", digits(".4g")),),
         ),
@@ -380,24 +374,24 @@ class Row:
     accuracy_class: Annotated[
         AccuracyClass | None,
         Meaning(
-            "exact, quantised or sparse: by which rule the output is judged; empty where the "
-            "kernel's worker died",
+            "rule that the output is judged by: exact, quantised or sparse; empty if the kernel's "
+            "worker died",
             columns=(Column("accuracy", "accuracy", "class", over_calls="same"),),
         ),
     ] = None
     tolerances: Annotated[
-        str, "what --tolerances changed, e.g. quantised.minimum_cosine=0.98; empty for the defaults"
+        str, "changes by --tolerances, e.g. quantised.minimum_cosine=0.98; empty for the defaults"
     ] = ""
     kept: Annotated[
         float | None,
         Meaning(
-            "share of the (query, key) pairs that a sparse kernel kept; empty for others",
+            "share of the (query, key) pairs that a sparse kernel kept; empty for other kernels",
             columns=(Column("accuracy", "accuracy", "kept", digits(".3g")),),
         ),
     ] = None
     output_summary: Annotated[Summary | None, "{} of the output (--metric stats)"] = None
     reference_summary: Annotated[
-        Summary | None, "{} of what --errors-against names (--metric stats)"
+        Summary | None, "{} of the output named by --errors-against (--metric stats)"
     ] = None
     programs: Annotated[
         tuple[Program, ...],
@@ -419,10 +413,10 @@ class Row:
     ] = None
     timer: Annotated[
         str,
-        "what took the samples: cuda-events-after-reads (behind a cold cache; cuda-events where an "
-        "earlier version overwrote it), cuda-events (behind a warm one) or perf_counter",
+        "method of the samples: cuda-events-after-reads (cold cache), cuda-events (warm cache, or "
+        "a cold cache of an earlier version, which overwrote it) or perf_counter",
     ] = ""
-    cache: Annotated[str, "cold or warm L2, as the samples were taken"] = ""
+    cache: Annotated[str, "state of the L2 cache before each sample: cold or warm"] = ""
     calls_before: Annotated[int | None, "untimed calls of the kernel before each sample"] = None
     machine: Annotated[Machine, "{}"] = field(default_factory=Machine)
 

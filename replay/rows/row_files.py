@@ -74,7 +74,7 @@ def row_from_json(data: dict[str, Any]) -> Row:
     """
     schema = data.get("schema", 1)
     if schema != SCHEMA and {"kernel", "call"} <= data.keys():
-        raise OtherSchema(f"rows of version {shown(schema)}, and this is version {SCHEMA}")
+        raise OtherSchema(f"rows in format {shown(schema)}, but this version reads format {SCHEMA}")
     row = rebuilt(Row, {name: value for name, value in data.items() if name != "schema"})
     for times in filter(None, (row.time_ms, row.core_time_ms, row.layer_host_ms)):
         if not times.samples or min(times.p10, times.p50, *times.samples) <= 0:
@@ -180,8 +180,7 @@ def read_jsonl(path: Path) -> StoredRows:
             rows.append(row_from_json(parsed(line)))
         except OtherSchema as error:
             raise RowsError(
-                f"{path} holds {error}: replay again with this one, or read it with the version "
-                "that wrote it"
+                f"{path} holds {error}: replay again, or read it with the version that wrote it"
             ) from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RowsError(

@@ -196,7 +196,7 @@ def _kernels(comparison: Comparison) -> Table:
         for each in sorted(comparison.kernels, key=_order)
         if _changes(each.pairs, each.speed)
     ]
-    return Table("kernels", ("kernel", "calls", "over all calls", "of them"), tuple(lines))
+    return Table("kernels", ("kernel", "calls", "over all calls", "by call"), tuple(lines))
 
 
 def _counted(kernel: KernelChange) -> str:
@@ -242,7 +242,7 @@ def _came_and_went(comparison: Comparison) -> Table:
         )
         for line in _grouped(word, rows, others)
     ]
-    return Table("in one run alone", ("", "kernel", "calls"), tuple(lines))
+    return Table("only in one run", ("", "kernel", "calls"), tuple(lines))
 
 
 def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tuple[str, ...]]:

@@ -300,7 +300,7 @@ function reading(path, title) {
   return {
     height: 90, data: { values }, description: title, mark: { type: "point", filled: true, size: 14, color: colours().classes[0] },
     encoding: {
-      x: { field: "order", type: "quantitative", title: "row, as they were measured" }, y: { field: "value", type: "quantitative", scale: { zero: false }, title },
+      x: { field: "order", type: "quantitative", title: "row, in the order of measurement" }, y: { field: "value", type: "quantitative", scale: { zero: false }, title },
       tooltip: [{ field: "kernel" }, { field: "call" }, { field: "value", title }],
     },
   };
@@ -309,7 +309,7 @@ function reading(path, title) {
 async function drawMachine() {
   const [[first]] = READINGS;
   for (const [id, path, title] of READINGS) {
-    const none = id === first ? "No clocks, power or temperature were read: the rows come from a CPU, or NVML was not there." : "";
+    const none = id === first ? "No clocks, power or temperature were read: the rows were measured on a CPU, or NVML was not available." : "";
     await draw(id, reading(path, title), none);
   }
 }
@@ -327,7 +327,7 @@ async function drawModels() {
       block.append(element("div", undefined, { class: "chart", id }));
       await draw(id, modelChart(span, spans.filter((each) => each.span === span)), "");
     }
-    block.append(table(`What became of each kernel in ${name}`, ["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
+    block.append(table(`Results of each kernel in ${name}`, ["kernel", "answered", "fell back", "output", "status", "reason"], kernels));
     const outputs = data.outputs[name] ?? [];
     if (!outputs.length) continue;
     block.append(element("h3", "Outputs"));
@@ -471,16 +471,16 @@ function fillCalls() {
 async function drawAll() {
   fillKernels();
   fillCalls();
-  const random = "These calls come from no layer of a model.";
+  const random = "These calls do not come from layers of a model.";
   await draw("tradeoff", tradeoff(), "No kernel has both a speed-up and an error.");
   await draw("layer-error", layerError(), random);
-  await draw("layer-saved", layerSaved(), "No time can be compared.");
+  await draw("layer-saved", layerSaved(), "No times can be compared.");
   await draw("times", times(), "Nothing was timed.");
   const byShape = shapes();
   $("shapes-note").hidden = !byShape;
   await draw("shapes", byShape, "");
   await draw("roofline", roofline(), "Nothing was timed.");
-  await draw("where", where(), "This kernel has no output that was compared.");
+  await draw("where", where(), "No output of this kernel was compared.");
 }
 
 async function begin() {
@@ -501,6 +501,6 @@ async function begin() {
 }
 
 begin().catch((error) => {
-  $("failure").textContent = `The charts cannot be drawn in this browser (${error.message}). The answers above stand; a newer one draws the rest.`;
+  $("failure").textContent = `The charts cannot be drawn in this browser (${error.message}). The answers above are complete; a newer browser also draws the charts.`;
   $("failure").hidden = false;
 });

@@ -19,7 +19,7 @@ from attention_replay.errors import Error
 from capture.text.counted import counted
 from capture.text.printable import printable
 from replay.plan.plan import Budget
-from replay.report.groups import Group, group_rows
+from replay.report.groups import Group, group_rows, names_by_sentence
 from replay.report.html import chart_library as library
 from replay.report.html import model
 from replay.report.html.data import page_data
@@ -137,13 +137,11 @@ def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> I
 
 def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
     """Yield a paragraph for each reason why kernels could not run, naming these kernels."""
-    names: dict[str, dict[str, None]] = {}
-    for row in rows:
-        if row.status == "unavailable":
-            names.setdefault(row.reason, {})[str(row.id)] = None
-    for reason, kernels in names.items():
-        text = printable(f"{', '.join(kernels)}: {reason}")
-        yield f'<p class="quiet">{html.escape(text)}</p>'
+    found = names_by_sentence(
+        (str(row.id), row.reason) for row in rows if row.status == "unavailable"
+    )
+    for reason, kernels in found.items():
+        yield f'<p class="quiet">{html.escape(printable(f"{kernels}: {reason}"))}</p>'
 
 
 def _resource(name: str) -> str:

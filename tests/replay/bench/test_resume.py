@@ -209,7 +209,7 @@ def test_rows_of_another_version_are_refused(
     data = json.loads(path.read_text())
     del data["schema"]
     path.write_text(json.dumps(data if schema is None else data | {"schema": schema}) + "\n")
-    sentence = f"holds rows of version {version}, and this is version {SCHEMA}: replay again"
+    sentence = f"holds rows in format {version}, but this version reads format {SCHEMA}"
     with pytest.raises(RowsError, match=sentence):
         finished_rows(path, CALLS, ASSIGNED, [HERE], SETTINGS)
 

@@ -81,7 +81,7 @@ def test_full_disk_costs_one_file_alone(run_cli: RunCli) -> None:
         (("before.jsonl", "nope.jsonl"), "nope.jsonl: no such file; write one with"),
         (("before.jsonl", "."), "cannot read .: Is a directory"),
         (("before.jsonl", "empty.jsonl"), "empty.jsonl holds no rows"),
-        (("before.jsonl", "old.jsonl"), "old.jsonl holds rows of version 1, and this is version"),
+        (("before.jsonl", "old.jsonl"), "old.jsonl holds rows in format 1, but this version"),
         (("before.jsonl", "picture.jsonl"), "picture.jsonl was not written by `replay --json`"),
         (("before.jsonl", "other.jsonl"), "have no kernel on the same call in common"),
         (("before.jsonl", "./before.jsonl"), "is the same file twice: name two runs"),

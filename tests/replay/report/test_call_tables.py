@@ -380,11 +380,13 @@ def test_kernels_that_did_not_run_have_a_reason() -> None:
         row("fussy", call(name="b"), status="unsupported", reason="head_dim 88"),
         row("absent", call(), status="unavailable", reason="not installed: pip install absent"),
         row("careless", call(), changed_inputs=("key",), flags=("no core time",)),
+        row("picky", call(name="b"), flags=("no core time",)),
     ]
     text = report(rows)
     assert "picky, fussy: unsupported: head_dim 72" in text
     assert "not installed: pip install absent: absent" in text
-    assert "careless: changes its key, no core time" in text
+    assert "careless: changes its key" in text
+    assert "careless, picky: no core time" in text
     assert "noise floor: rel L1" in text
 
 

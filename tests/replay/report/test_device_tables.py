@@ -71,7 +71,7 @@ def test_one_file_may_hold_both_devices() -> None:
 def test_only_common_calls_are_compared() -> None:
     more = rows_of("H200", [call_facts("c", "layers.2")], times={"old": 1.0, "new": 9.0})
     merged = across_devices([Run("one", H100), Run("two", [*H200, *more])])
-    assert left_out(merged) == "left out: 1 call that some device did not replay"
+    assert left_out(merged) == "left out: 1 call not replayed on every device"
     assert merged_cells(H100, [*H200, *more]) == merged_cells(H100, H200)
 
 
