@@ -57,11 +57,7 @@ def _parsed(given: list[str]) -> tuple[Any, Any]:
 
 
 def _explain(error: BaseException, left_behind: str) -> int:
-    """Print one sentence, with the remedy if it is known; return the exit code.
-
-    Args:
-        left_behind: end of the sentence, about the calls that a failed recording kept.
-    """
+    """Print one sentence, which ends with `left_behind`, and return the exit code."""
     from capture.errors import MissingPackage, described
 
     error = MissingPackage.behind(error)

@@ -29,10 +29,6 @@ class CallSite(NamedTuple):
     phase: str = "encode"
 
 
-OUTSIDE = CallSite()
-"""Site of calls outside all watched modules."""
-
-
 @dataclass(eq=False, slots=True)
 class WatchedModule:
     """A module whose forward passes are tracked."""
@@ -215,7 +211,7 @@ class ModuleTracker:
 
 def outside() -> CallSite:
     """Return the site of a thread that is outside all watched modules."""
-    return OUTSIDE._replace(phase=RECOMPUTE) if in_backward() else OUTSIDE
+    return CallSite(phase=RECOMPUTE) if in_backward() else CallSite()
 
 
 def roots_of(watched: Any) -> dict[str, nn.Module]:

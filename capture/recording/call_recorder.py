@@ -169,12 +169,7 @@ class CallRecorder:
         output: Tensor,
         function: Callable[..., Tensor],
     ) -> None:
-        """Count a call, and store it if the sampler wants it.
-
-        Args:
-            dtype: the dtype that autocast casts the arguments to.
-            function: the function that the model called.
-        """
+        """Count a call, and store it if the sampler wants it; autocast casts it to `dtype`."""
         index, sampler = self._next_index(), self._context.sampler
         group.count.calls += 1
         group.count.last_step = site.step

@@ -14,10 +14,7 @@ class RecordingCounts:
     lost: int = 0
     """Number of calls that were chosen but could not be stored."""
     without_values: int = 0
-    """Number of calls whose tensors have no values to store.
-
-    Such tensors are meta, fake or nested, or the call is inside `vmap` or a trace.
-    """
+    """Number of calls without values to store: of meta, fake or nested tensors, or in a trace."""
     without_heads: int = 0
     """Number of calls that cannot be reduced to the selected heads."""
     refused_for_bytes: int = 0

@@ -23,7 +23,6 @@ from capture.hooks.interceptor import Arguments, Handler
 
 ENTRY_POINT = "comfyui"
 _ATTENTION = "comfy.ldm.modules.attention"
-_VAE = "comfy.ldm.modules.diffusionmodules.model"
 
 KERNELS = {"attention_flash": "fa2", "attention_xformers": "xformers"}
 """Name of the kernel that each function calls."""
@@ -34,10 +33,8 @@ _ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
     """Pass calls of ComfyUI's functions to `handler` until the exit."""
-    translations: dict[types.FunctionType, Translate] = {
-        **{function: _translation(function) for function in _functions()},
-        **{found: functools.partial(_of_images, found.__name__) for found in _vae_functions()},
-    }
+    # Made before any code is replaced, because a translation depends on the inner function's code.
+    translations = {function: _translation(function) for function in _functions()}
     with contextlib.ExitStack() as stack:
         for function, translate in translations.items():
             stack.enter_context(wrapped_everywhere(function, translate, handler))
@@ -48,18 +45,9 @@ def _functions() -> set[types.FunctionType]:
     """Return ComfyUI's functions, and the inner functions that its override layer wraps."""
     held = vars(sys.modules[_ATTENTION]) if _ATTENTION in sys.modules else {}
     named = [value for name, value in held.items() if name.startswith("attention")]
-    registered = held.get("REGISTERED_ATTENTION_FUNCTIONS", {}).values()
-    outer = _only_functions(*named, *registered)
-    return outer | _only_functions(*(getattr(each, "__wrapped__", None) for each in outer))
-
-
-def _vae_functions() -> set[types.FunctionType]:
-    held = vars(sys.modules[_VAE]) if _VAE in sys.modules else {}
-    return _only_functions(*map(held.get, ("normal_attention", "xformers_attention")))
-
-
-def _only_functions(*values: object) -> set[types.FunctionType]:
-    return {value for value in values if isinstance(value, types.FunctionType)}
+    outer = [*named, *held.get("REGISTERED_ATTENTION_FUNCTIONS", {}).values()]
+    inner = [getattr(each, "__wrapped__", None) for each in outer]
+    return {each for each in (*outer, *inner) if isinstance(each, types.FunctionType)}
 
 
 def _translation(function: types.FunctionType) -> Translate:
@@ -129,26 +117,3 @@ def _merged(heads: int) -> OutputLayout:
         return output.unflatten(-1, (heads, -1)).transpose(1, 2)
 
     return OutputLayout(to_sdpa, lambda output: output.transpose(1, 2).flatten(2))
-
-
-def _of_images(
-    function: str, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Arguments, OutputLayout]:
-    """Translate a call of a VAE's function, which attends over images (B, C, height, width)."""
-
-    def to_sdpa(image: Tensor) -> Tensor:
-        return image.flatten(2).transpose(1, 2)[:, None]
-
-    def from_sdpa(output: Tensor) -> Tensor:
-        return output[:, 0].transpose(1, 2).reshape(shape)
-
-    shape = query.shape
-    name = function.removesuffix("_attention")
-    return Arguments.of(
-        to_sdpa(query),
-        to_sdpa(key),
-        to_sdpa(value),
-        None,
-        entry_point=ENTRY_POINT,
-        backend=KERNELS.get(f"attention_{name}", f"comfyui.{name}"),
-    ), OutputLayout(to_sdpa, from_sdpa)

@@ -120,11 +120,3 @@ def attention_pytorch(
         mask = mask[None, None] if mask.ndim == 2 else mask[:, None]
     output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     return output if skip_output_reshape else output.transpose(1, 2).flatten(2)
-
-
-def normal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Compute the VAE's attention of `comfy.ldm.modules.diffusionmodules.model`: (B, C, height,
-    width)."""
-    query, key, value = (each.flatten(2).mT[:, None] for each in (q, k, v))
-    output = attend(query, key, value, 1, None, skip_reshape=True, skip_output_reshape=True)
-    return output[:, 0].mT.reshape(q.shape)

@@ -21,7 +21,6 @@ from tests.capture.hooks.entry_points import comfyui_stand_in
 from tests.factories import normal
 
 ATTENTION = "comfy.ldm.modules.attention"
-VAE = "comfy.ldm.modules.diffusionmodules.model"
 FUNCTIONS = ("attention_basic", "attention_sub_quad", "attention_split")
 
 
@@ -44,10 +43,8 @@ def comfyui(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """The module of attention functions."""
     if request.param == "source":
         request.getfixturevalue("_source")
-        importlib.import_module(VAE)
         return importlib.import_module(ATTENTION)
     monkeypatch.setitem(sys.modules, ATTENTION, comfyui_stand_in)
-    monkeypatch.setitem(sys.modules, VAE, comfyui_stand_in)
     return comfyui_stand_in
 
 
@@ -204,17 +201,6 @@ def test_scale_counts_where_it_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_pat
         for name, function in functions.items()
     }
     assert {name: call.scale for name, call in calls.items()} == {"ignored": None, "taken": 0.1}
-
-
-def test_vaes_attention_is_recorded(comfyui: Any, tmp_path: Path) -> None:
-    layer = Layer(sys.modules[VAE].normal_attention)
-    images = [normal(2, 8, 3, 4, seed=seed) for seed in range(3)]
-    call = recorded(layer, tmp_path / "calls", *images)
-    assert call.shape == (2, 1, 1, 12, 12, 8, 8)
-    with use_kernel("torch-math") as swap:
-        swapped = layer(*images)
-    assert torch.allclose(swapped, layer(*images), atol=1e-6)
-    assert swap.hits == 1
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, "attention_pytorch"])
