@@ -80,8 +80,10 @@ def _recomputed(entry: FileEntry) -> tuple[bool, str]:
 def _compare_output(call: AttentionCall, output: Tensor) -> tuple[bool, str]:
     """Recompute the recorded output; return whether the results agree, and a description."""
     backend = _BACKENDS.get(call.origin.backend)
-    is_forced = backend is not None and call.origin.device_type == call.device.type
-    with torch.inference_mode(), sdpa_kernel(backend) if is_forced else contextlib.nullcontext():
+    chosen: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if backend is not None and call.origin.device_type == call.device.type:
+        chosen = sdpa_kernel(backend)
+    with torch.inference_mode(), chosen:
         again = TORCH_SDPA(**call.arguments())
     # A fully masked row is NaN in some backends.
     if bool(((again == output) | (again.isnan() & output.isnan())).all()):
