@@ -17,7 +17,7 @@ from capture.text.printable import printable
 from replay.api.write_report import read_checks
 from replay.cli.files import UsageError
 from replay.cli.shared_options import VerbParser
-from replay.report.explanation import PHASES, explanation
+from replay.report.explanation import SPANS, explanation
 from replay.rows.row_files import RowsError, rebuilt
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def parser() -> VerbParser:
     command.add("--kernel")
     command.add_argument(
         "--phase",
-        choices=PHASES,
+        choices=SPANS,
         metavar="PHASE",
-        help=f"{', '.join(PHASES)} (default: the phase that takes most of a run)",
+        help=f"{', '.join(SPANS)} (default: the phase that takes most of a run)",
     )
     command.add_common(verbosity=False)
     return command

@@ -12,13 +12,14 @@ from replay.end_to_end.time_breakdown import TimeBreakdown, break_down, main_pha
 if TYPE_CHECKING:
     from replay.end_to_end.model_check import ModelResult
 
-PHASES = {
-    "denoise": "a denoising step",
-    "prefill": "the prefill",
-    "decode": "a decoded token",
-    "encode": "a forward pass",
-    RUN: "a full run",
+SPANS = {
+    "denoise": "one denoising step",
+    "prefill": "prefill, the time to the first token",
+    "decode": "decode, one token",
+    "encode": "one forward pass",
+    RUN: "one full run, from prompt to output",
 }
+"""Parts of a run that are measured and predicted."""
 NEGLIGIBLE = 5e-4
 """Share of the time below which a loss is not worth a sentence."""
 
@@ -31,7 +32,7 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """
     phase = phase or main_phase(checked)
     found = break_down(checked, phase)
-    title = f"{checked.kernel} in {checked.model}, {PHASES.get(phase, phase)}"
+    title = f"{checked.kernel} in {checked.model}, {SPANS.get(phase, phase)}"
     if isinstance(found, str):
         return f"{title}: {found}."
     predicted = checked.predicted(phase)

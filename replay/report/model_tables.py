@@ -14,18 +14,9 @@ from replay.end_to_end import drift
 from replay.end_to_end.model_check import MeasuredSpan, ModelResult
 from replay.end_to_end.predicted_times import RUN, PredictedTime
 from replay.end_to_end.reasons import reasons
-from replay.report.explanation import explanation, most_disappointing
+from replay.report.explanation import SPANS, explanation, most_disappointing
 from replay.report.fitted import FittedTable
 from replay.report.groups import names_by_sentence
-from replay.rows.row import Speedup
-
-TITLES = {
-    "denoise": "one denoising step",
-    "prefill": "prefill, the time to the first token",
-    "decode": "decode, one token",
-    "encode": "one forward",
-    RUN: "one full run, from prompt to output",
-}
 
 DELAYED = 0.05
 """Smallest reported excess of delays over the baseline's, as a share of the time."""
@@ -71,7 +62,7 @@ def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
 
 def _title(span: str, predicted: PredictedTime | None) -> Text:
     """Name the span and, from the replay, the share of the span that attention takes."""
-    parts = [TITLES.get(span, span)]
+    parts = [SPANS.get(span, span)]
     if predicted is not None:
         least = "at least " if predicted.not_recorded else ""
         parts.append(f"attention {least}{100 * predicted.attention_share:.0f} %")
@@ -102,8 +93,8 @@ def _span(span: str, own: ModelResult, others: Sequence[ModelResult]) -> Table:
         table.add_row(
             Text(checked.kernel),
             *times(found),
-            _ratio(checked.predicted(span)),
-            _measured(found.speedup),
+            _predicted(checked.predicted(span)),
+            _interval(found.speedup.ratio, found.speedup.low, found.speedup.high),
             "-" if error is None else f"{100 * error:+.1f} %",
         )
     return table
@@ -172,17 +163,12 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
     return notes
 
 
-def _ratio(predicted: PredictedTime | None) -> str:
+def _predicted(predicted: PredictedTime | None) -> str:
     if predicted is None or predicted.speedup is None:
         return "-"
-    return _times(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
+    return _interval(predicted.speedup.value, predicted.speedup.low, predicted.speedup.high)
 
 
-def _measured(speedup: Speedup) -> str:
-    if speedup.low is None or speedup.high is None:
-        return f"{speedup.ratio:.2f}×, too few rounds"
-    return _times(speedup.ratio, speedup.low, speedup.high)
-
-
-def _times(value: float, low: float, high: float) -> str:
-    return f"{value:.2f}× ({low:.2f}-{high:.2f})"
+def _interval(value: float, low: float | None, high: float | None) -> str:
+    within = ", too few rounds" if low is None or high is None else f" ({low:.2f}-{high:.2f})"
+    return f"{value:.2f}×{within}"

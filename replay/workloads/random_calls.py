@@ -13,7 +13,7 @@ from capture.call.attention_call import AttentionCall, Origin
 from capture.call.shape import Shape
 from capture.storage.header import dtype_name
 from replay.workloads.distributions import DISTRIBUTIONS, Values
-from replay.workloads.random_masks import MASKS
+from replay.workloads.random_masks import random_mask
 
 
 def random_weights(distribution: str) -> str:
@@ -81,14 +81,13 @@ class Spec:
         )
         scale = 1 / math.sqrt(self.head_dim) if self.scale is None else self.scale
         values = DISTRIBUTIONS[self.distribution].apply(values, scale)
-        mask = MASKS[self.mask]
         sizes = (self.batch, self.q_len, self.kv_len)
         query, key, value = (tensor.to(self.dtype) for tensor in values)
         return AttentionCall(
             query,
             key,
             value,
-            attn_mask=None if mask is None else mask(*sizes, torch.device(device), generator),
+            attn_mask=random_mask(self.mask, sizes, device, generator),
             is_causal=self.is_causal,
             scale=self.scale,
             enable_gqa=self.q_heads != self.kv_heads,

@@ -56,10 +56,19 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
         PlotError: the directory cannot be written.
     """
     prepare(directory)
+    import vl_convert
+
     written: list[Path] = []
     try:
         for name, spec in _with_unique_names(charts(rows)):
-            written += write_chart(spec, directory / name)
+            for suffix, content in (
+                (".vl.json", json.dumps(spec, indent=1, ensure_ascii=False).encode()),
+                (".svg", vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE).encode()),
+                (".png", vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=PNG_SCALE)),
+            ):
+                file = directory / f"{name}{suffix}"
+                file.write_bytes(content)
+                written.append(file)
     except OSError as error:
         raise PlotError(f"cannot write --plot {directory}: {why_not_written(error)}") from error
     return written
@@ -72,22 +81,3 @@ def _with_unique_names(found: Iterable[Chart]) -> Iterator[Chart]:
         seen[chart.name] += 1
         number = seen[chart.name]
         yield chart if number == 1 else chart._replace(name=f"{chart.name}-{number}")
-
-
-def write_chart(spec: dict[str, object], path: Path) -> Iterator[Path]:
-    """Write one chart to files named like `path`, which has no suffix.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
-    import vl_convert
-
-    contents = {
-        ".vl.json": json.dumps(spec, indent=1, ensure_ascii=False).encode(),
-        ".svg": vl_convert.vegalite_to_svg(spec, vl_version=VEGA_LITE).encode(),
-        ".png": vl_convert.vegalite_to_png(spec, vl_version=VEGA_LITE, scale=PNG_SCALE),
-    }
-    for suffix, content in contents.items():
-        file = path.with_name(path.name + suffix)
-        file.write_bytes(content)
-        yield file

@@ -234,30 +234,13 @@ def _outcome(pair: Pair) -> str:
 
 
 def _came_and_went(comparison: Comparison) -> Table:
-    lines = [
-        line
-        for word, rows, others in (
-            ("missing", comparison.missing, comparison.after.rows),
-            ("new", comparison.new, comparison.before.rows),
-        )
-        for line in _grouped(word, rows, others)
-    ]
-    return Table("only in one run", ("", "kernel", "calls"), tuple(lines))
-
-
-def _grouped(word: str, rows: Sequence[Row], others: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return one line per kernel; kernels missing from one run are listed without calls."""
-    known = {row.id for row in others}
-    calls: dict[str, list[str]] = {}
-    for row in rows:
-        name = printable(str(row.id))
-        calls.setdefault(name, []).append(printable(row.call.name))
-    whole = {printable(str(row.id)) for row in rows if row.id not in known}
-    lines = []
-    for name, names in calls.items():
-        which = f"all {len(names)}" if name in whole else f"{len(names)}: {first_few(names, 3)}"
-        lines.append((word, name, which))
-    return lines
+    calls: dict[tuple[str, str], list[str]] = {}
+    for word, rows in (("missing", comparison.missing), ("new", comparison.new)):
+        for row in rows:
+            names = calls.setdefault((word, printable(str(row.id))), [])
+            names.append(printable(row.call.name))
+    lines = tuple((*key, f"{len(names)}: {first_few(names, 3)}") for key, names in calls.items())
+    return Table("only in one run", ("", "kernel", "calls"), lines)
 
 
 def _call(row: Row) -> str:

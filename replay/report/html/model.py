@@ -7,7 +7,7 @@ from typing import Any
 
 from replay.end_to_end import drift
 from replay.end_to_end.predicted_times import RUN
-from replay.report.model_tables import TITLES
+from replay.report.explanation import SPANS
 
 Check = Mapping[str, Any]
 """One line of the checks' JSON: one kernel in one model."""
@@ -66,7 +66,7 @@ def _spans(checks: Sequence[Check]) -> list[str]:
 
 
 def _title(span: str) -> str:
-    return "one full run" if span == RUN else TITLES.get(span, span)
+    return "one full run" if span == RUN else SPANS.get(span, span)
 
 
 def _speedup(checked: Check, span: str) -> Any:

@@ -68,7 +68,8 @@ def write_html(
             "replay each into a file of its own, and merge them with `replay devices`"
         )
     # Checks of several models are drawn below each other.
-    models = {name: [each for each in checks if each["model"] == name] for name in _models(checks)}
+    names = dict.fromkeys(each["model"] for each in checks)
+    models = {name: [each for each in checks if each["model"] == name] for name in names}
     data: dict[str, Any] = page_data(rows, groups, budget) | {
         "models": {name: model.model_data(members) for name, members in models.items()},
         "outputs": {} if outputs is None else saved_outputs(outputs, checks),
@@ -88,10 +89,6 @@ def write_html(
             file.write(page)
     except OSError as error:
         raise ReportError(f"cannot write {path}: {why_not_written(error)}") from error
-
-
-def _models(checks: Sequence[model.Check]) -> list[str]:
-    return list(dict.fromkeys(each["model"] for each in checks))
 
 
 def _title(groups: Sequence[Group]) -> str:

@@ -153,7 +153,9 @@ def test_explanation_has_the_measured_figures(
         main(["explain", str(file), "--phase", "denoise"])
     text = " ".join(capsys.readouterr().out.split())
     assert stopped.value.code == 0
-    assert text.startswith("kernels.py:slow in model.py:build, a denoising step: Attention takes ")
+    assert text.startswith(
+        "kernels.py:slow in model.py:build, one denoising step: Attention takes "
+    )
     assert f" of {in_ms(before['value'])} (" in text
     assert f"That predicts {in_ms(after['value'])} (" in text
     assert f"measured: {in_ms(slow['measured']['denoise']['ms']['p50'] / 1000)} (" in text

@@ -69,7 +69,7 @@ def test_every_loss_is_named_and_they_add_up() -> None:
     assert found.less_in_model == pytest.approx(0.05)  # 0.15 saved in the replay, 0.1 in the model
     assert found.remainder == pytest.approx(0.02)
     assert explanation(checked()) == (
-        "fast in flux, a denoising step: Attention takes 500 ms of 1 s (50 %). Alone, the "
+        "fast in flux, one denoising step: Attention takes 500 ms of 1 s (50 %). Alone, the "
         "kernel's core is 2.00× as fast as the model's own attention, which would bring that to "
         "750 ms (1.33×). It refuses calls that take 100 ms, which costs 50 ms: 32 calls a run "
         "(head_dim 72), 8 calls a run (takes no mask). Preparing its inputs before the core "
@@ -100,7 +100,7 @@ def test_launches_decide_where_the_gpu_waits_for_the_host() -> None:
     assert loss.less_in_model is None
     assert loss.remainder == pytest.approx(0.0005)
     assert explanation(found) == (
-        "fast in flux, a decoded token: Attention takes 4 ms of 20 ms (20 %). Alone, the kernel "
+        "fast in flux, decode, one token: Attention takes 4 ms of 20 ms (20 %). Alone, the kernel "
         "is 2.00× as fast as the model's own attention, which would bring that to 18 ms (1.11×). "
         "The GPU waits for the host 60 % of the time and launching its layers takes 0.6 ms more, "
         "so the host decides, which costs 2.5 ms. That predicts 20.5 ms (0.98×); measured: "
@@ -153,7 +153,7 @@ def test_causes_of_unknown_size_are_listed() -> None:
 )
 def test_missing_breakdown_has_a_reason(change: dict[str, Any], sentence: str) -> None:
     found = replace(checked(), **change)
-    assert explanation(found, "denoise") == f"fast in flux, a denoising step: {sentence}"
+    assert explanation(found, "denoise") == f"fast in flux, one denoising step: {sentence}"
 
 
 def test_the_phase_that_takes_most_of_a_run() -> None:
