@@ -21,7 +21,7 @@ EMPHASIS = 3.0  # of coloured pixels: a small part of the picture, but all that 
 
 @dataclass(frozen=True)
 class Canvas:
-    """The size of what is drawn; ``frames`` is 1 for pictures."""
+    """Size of the drawn pictures or videos; ``frames`` is 1 for pictures."""
 
     height: int
     width: int

@@ -41,7 +41,7 @@ class Scale:
 
 
 class Model(ABC):
-    """The parts in which the two models differ."""
+    """Parts of the run that differ between the two models."""
 
     title: str
     """Name in the card and in the figures."""
@@ -74,7 +74,7 @@ class Model(ABC):
 
     @abstractmethod
     def sentences(self, canvas: Canvas) -> dict[str, str]:
-        """Return the sentences of the card that are about this model only, by section."""
+        """Return the card's sentences about this model only, by section."""
 
 
 def run(model: Model, scale: Scale, given: argparse.Namespace) -> None:

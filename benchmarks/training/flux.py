@@ -90,7 +90,7 @@ class Flux(captioned.Model):
     def loss(
         self, pipeline: FluxPipeline, latents: Tensor, captions: list[str], batch: int
     ) -> Loss:
-        """Flow matching: predict noise − latent from (1 − t) latent + t noise."""
+        """Match the flow: predict noise − latent from (1 − t) latent + t noise."""
         device = latents.device
         t5_ids = token_ids(pipeline.tokenizer_2, captions, TEXT_TOKENS).to(device)
         clip_ids = token_ids(pipeline.tokenizer, captions, 77).to(device)

@@ -75,7 +75,7 @@ def watch(frames: Tensor) -> Watched:
 
 
 def watch_all(shown: Sequence[Tensor]) -> list[Watched]:
-    """Watch each on one thread: pictures are too small for more, which contention would slow."""
+    """Detect the things in each video, on one thread, which is faster for small pictures."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -49,7 +49,7 @@ def muon(
 ) -> torch.optim.Optimizer:
     """Build PyTorch's Muon with the settings that trained the weights of this package.
 
-    Those were trained by our own implementation, with the same arithmetic in float32; PyTorch's
+    Our own implementation trained those weights, with the same arithmetic in float32; PyTorch's
     Newton–Schulz iteration is in bfloat16.
     """
     return torch.optim.Muon(

@@ -174,8 +174,8 @@ class CostModel:
             None if launches is None else -launches / forwards,
             sum(preparation) / 1000 / forwards if preparation else None,
             scatter,
-            _median(state.sm_clock_mhz for state in states),
-            _median(state.power_w for state in states),
+            median(state.sm_clock_mhz for state in states),
+            median(state.power_w for state in states),
         )
 
     def _samples(
@@ -220,6 +220,7 @@ def resampled(samples: Sequence[float], name: str) -> Tensor:
     return (ordered[ranks[:, (count - 1) // 2]] + ordered[ranks[:, count // 2]]) / 2
 
 
-def _median(figures: Iterable[float | None]) -> float | None:
+def median(figures: Iterable[float | None]) -> float | None:
+    """Return the median of the known figures; None if there are none."""
     known = [figure for figure in figures if figure is not None]
     return percentile(known, 50) if known else None

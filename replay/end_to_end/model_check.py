@@ -17,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -25,6 +24,7 @@ from torch import Tensor
 from capture.storage.capture_record import CaptureRecord
 from replay.end_to_end import drift
 from replay.end_to_end.census_check import difference, shortfall
+from replay.end_to_end.cost_model import median
 from replay.end_to_end.model_clock import RunTimes
 from replay.end_to_end.model_process import (
     BASELINE,
@@ -309,8 +309,8 @@ def _fill_in_runs(checked: ModelResult, arm: _Arm, own: _Arm) -> None:
     checked.own_calls, checked.missing = last.own_calls, last.missing
     checked.peak_bytes = max((run.peak_bytes for run in arm.runs if run.peak_bytes), default=None)
     states = [run.gpu for run in arm.runs if run.gpu is not None]
-    checked.sm_clock_mhz = _median([state.sm_clock_mhz for state in states])
-    checked.power_w = _median([state.power_w for state in states])
+    checked.sm_clock_mhz = median(state.sm_clock_mhz for state in states)
+    checked.power_w = median(state.power_w for state in states)
     if arm.inside is not None and own.inside is not None:
         inside, own_inside = arm.inside.times, own.inside.times
         checked.attention_seconds = _per_forward(inside.attention, inside)
@@ -362,8 +362,3 @@ def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
         )
         for phase, seconds in own_seconds.items()
     }
-
-
-def _median(values: Sequence[Any]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.median(known) if known else None

@@ -98,6 +98,10 @@ class ModelProcess:
         is_built: True while the model exists; a kernel that crashes the process destroys it.
         builds: number of times the model was built. Compiled code is lost with the process.
         round: name of the current round, reported with each stage.
+
+    Raises:
+        ModelRefused: by every method, if the model cannot be built.
+        RunFailed: by `run` and `count`, if the run failed or the process died.
     """
 
     def __init__(
@@ -119,11 +123,7 @@ class ModelProcess:
         self._process.close()
 
     def build(self) -> None:
-        """Build the model, unless it exists.
-
-        Raises:
-            ModelRefused: the model cannot be built.
-        """
+        """Build the model, unless it exists."""
         if self.is_built:
             return
         self._process.timeout = max(self._timeout, BUILDING_SECONDS)
@@ -155,10 +155,6 @@ class ModelProcess:
             waits: seconds by phase that the host needs for a forward. With this argument, every
                 attention call is timed; `replay.end_to_end.model_clock` explains how the other
                 times then differ.
-
-        Raises:
-            ModelRefused: the model cannot be built.
-            RunFailed: the run failed, or the process died.
         """
         request = {
             "step": "run",
@@ -184,12 +180,7 @@ class ModelProcess:
     def count(self) -> dict[str, Any]:
         """Run the model once, untimed, and count its attention calls as `capture` does.
 
-        Returns:
-            The census, as `capture.hooks.census.Census.to_json` writes it.
-
-        Raises:
-            ModelRefused: the model cannot be built.
-            RunFailed: the run failed, or the process died.
+        The result is the census, as `capture.hooks.census.Census.to_json` writes it.
         """
         census: dict[str, Any] = self._step({"step": "count"})["counted"]
         return census

@@ -406,6 +406,7 @@ def test_a_language_model_has_a_kernel_for_each_phase(compiled: bool, tmp_path: 
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_compiled_llama_is_one_graph() -> None:
     model, prompt = tiny_llama(vocab_size=32), torch.arange(7)[None]
     compiled = torch.compile(model, backend="eager", fullgraph=True)
