@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ ALLOCATIONS = {
 }
 
 
-class _Poisoned(TorchDispatchMode):
+class Poisoned(TorchDispatchMode):
     """Dispatch mode that fills memory which Python code allocates without initial values."""
 
     def __init__(self, value: float) -> None:
@@ -32,10 +30,3 @@ class _Poisoned(TorchDispatchMode):
         if func in ALLOCATIONS and made.is_floating_point():
             made.fill_(self._value)
         return made
-
-
-@contextlib.contextmanager
-def poisoned(value: float) -> Iterator[None]:
-    """Fill memory that Python code allocates without initial values, inside a `with` block."""
-    with _Poisoned(value):
-        yield

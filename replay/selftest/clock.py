@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -11,9 +10,9 @@ import torch
 from replay.rows.row import Speedup
 from replay.selftest import work
 from replay.selftest.result import Result
-from replay.timing.rounds import measure, warm_up
+from replay.timing.rounds import measure
 from replay.timing.statistics import paired_speedup
-from replay.timing.timer import Candidate, CpuTimer, Function
+from replay.timing.timer import Function
 
 BLOCKS = 3
 ROUNDS = 30
@@ -25,7 +24,7 @@ RATIO_ERROR = {"cpu": 0.05, "cuda": 0.02}
 DELAY_MS = {"cpu": 2.0, "cuda": 0.5}
 DELAY_ERROR = {"cpu": 0.05, "cuda": 0.03}
 LONGEST_NOTHING_MS = 0.01
-PROFILER_ERROR = {"cpu": 0.05, "cuda": 0.02}
+PROFILER_ERROR = 0.02
 SPREAD = {"cpu": 0.10, "cuda": 0.03}
 """Largest relative error, by type of device."""
 
@@ -147,13 +146,7 @@ def nothing(device: torch.device) -> Result:
     )
 
 
-def other_clock(device: torch.device) -> Result:
-    """Check that our times agree with another clock."""
-    compare = _against_profiler if device.type == "cuda" else _against_long_block
-    return compare(device)
-
-
-def _against_profiler(device: torch.device) -> Result:
+def profiler(device: torch.device) -> Result:
     """Compare events around a call with the profiler's times for the kernels of the call."""
     run = work.attention(work.SHAPES[device.type], device)
     ours = statistics.median(samples_of({"run": run}, device)["run"])
@@ -168,7 +161,7 @@ def _against_profiler(device: torch.device) -> Result:
     error = ours / theirs - 1
     return Result(
         "profiler",
-        abs(error) <= PROFILER_ERROR[device.type],
+        abs(error) <= PROFILER_ERROR,
         f"events {ours:.4f} ms, profiler {theirs:.4f} ms: {error:+.1%}",
         f"{BUSY}; {CLOCKS}",
         {"events_ms": ours, "profiler_ms": theirs},
@@ -186,28 +179,3 @@ def _kernel_times(run: Callable[[], object]) -> dict[str, list[float]]:
         if event.device_type.name == "CUDA":
             times.setdefault(event.name, []).append(event.time_range.elapsed_us() / 1000)
     return times
-
-
-def _against_long_block(device: torch.device) -> Result:
-    """Compare single calls of a sample with blocks of equally many calls, taking turns."""
-    timer, candidate = CpuTimer(0), Candidate(work.attention(work.SHAPES[device.type], device))
-    warm_up(candidate, timer, ROUNDS, SECONDS)
-    calls = max(int(20 / min(candidate.warm_up_ms)), 1)
-    timer.calls[candidate] = calls
-    ratios, blocks = [], []
-    for _ in range(ROUNDS):
-        timer.sample(candidate)
-        began = time.perf_counter()
-        for _ in range(calls):
-            candidate.function()
-        blocks.append((time.perf_counter() - began) * 1000 / calls)
-        ratios.append(candidate.ms[-1] / blocks[-1])
-    error = statistics.median(ratios) - 1
-    ours, theirs = statistics.median(candidate.ms), statistics.median(blocks)
-    return Result(
-        "long block",
-        abs(error) <= PROFILER_ERROR[device.type],
-        f"single calls {ours:.4f} ms, a block of {calls} {theirs:.4f} ms each: {error:+.1%}",
-        BUSY,
-        {"single_ms": ours, "block_ms": theirs},
-    )

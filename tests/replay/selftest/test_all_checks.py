@@ -61,7 +61,7 @@ def checks(monkeypatch: pytest.MonkeyPatch) -> None:
         (clock, "known_ratio"),
         (clock, "known_delay"),
         (clock, "nothing"),
-        (clock, "other_clock"),
+        (clock, "profiler"),
         (run, "planted_cheats"),
     ):
         monkeypatch.setattr(module, name, lambda *device, name=name: Result(name, True, "fine"))

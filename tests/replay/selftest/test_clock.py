@@ -105,7 +105,7 @@ def test_the_profilers_kernels_are_those_of_the_rounds(
     }
     profiles = iter([alone, among])
     monkeypatch.setattr(clock, "_kernel_times", lambda run: next(profiles))
-    found = clock.other_clock(torch.device("cuda"))
+    found = clock.profiler(torch.device("cuda"))
     assert found.passed is passed
     assert found.figures["profiler_ms"] == pytest.approx(theirs)
 
@@ -116,7 +116,7 @@ def test_a_profiler_that_sees_nothing_decides_nothing(
     samples(lambda name, block: [1.0] * clock.ROUNDS)
     monkeypatch.setattr(work, "attention", lambda spec, device: lambda: None)
     monkeypatch.setattr(clock, "_kernel_times", lambda run: {})
-    assert clock.other_clock(torch.device("cuda")).passed is None
+    assert clock.profiler(torch.device("cuda")).passed is None
 
 
 def test_a_processors_delay_lasts_until_another_clock_says_so(
