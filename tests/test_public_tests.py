@@ -258,38 +258,6 @@ def test_pages(
     assert lse.isnan().all()
 
 
-def test_ragged_with_sinks(shims: SimpleNamespace) -> None:
-    starts = torch.tensor([0, 2, 4], dtype=torch.int32)
-    q, k = _random(4, 4, 8), _random(8, 2, 8)
-    wrapper = shims.flashinfer.wrappers()["BatchPrefillWithRaggedKVCacheWrapper"](
-        q, kv_layout="NHD", backend="fa2", jit_args=("anything",), jit_kwargs={}
-    )
-    wrapper.plan(starts, starts * 2, 4, 2, 8, causal=True)
-    plain = wrapper.run(q, k, k + 1)
-    for part, key, output in zip(q.split(2), k.split(4), plain.split(2), strict=True):
-        torch.testing.assert_close(output, _expected(part, key, key + 1, causal=True))
-    unnoticed = torch.full((4,), -torch.inf)
-    torch.testing.assert_close(wrapper.run(q, k, k + 1, unnoticed, 8**-0.5), plain)
-    assert wrapper.run(q, k, k + 1, unnoticed + torch.inf, 8**-0.5).isnan().all()
-    assert wrapper.run(q, k, k + 1, torch.full((4,), 50.0), 8**-0.5).abs().max() < 1e-6
-
-
-def test_functions_that_are_not_asked_are_answered_in_float64(
-    shims: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shims.answers.asked = ("single_prefill",)
-    seen: list[torch.dtype] = []
-    attention = reference.attention
-    monkeypatch.setattr(
-        answers.reference, "attention", lambda call: seen.append(call.dtype) or attention(call)
-    )
-    q = _random(3, 2, 8)
-    shims.flashinfer.single_prefill_with_kv_cache(q, q, q)
-    shims.flashinfer.single_decode_with_kv_cache(q[0], q, q)
-    assert shims.answers.calls == 1
-    assert len(seen) == 2  # the kernel of this file asks the same function
-
-
 def _of(test: Callable[..., None], ours: Answers) -> Outcome:
     return running.run(test, {}, ours)
 

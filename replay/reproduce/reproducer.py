@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from replay.reproduce.crop import left_alone, storable
 from replay.reproduce.kernel_call import KernelCall
 from replay.reproduce.minimise import Smallest, minimise
 from replay.reproduce.script import EXPECTED, KERNEL, SCRIPT, ScriptError, Shown, write_script
-from replay.reproduce.trials import TrialOutcome, Trials, trials
+from replay.reproduce.trials import TrialOutcome, Trials
 from replay.timing.machine import describe
 from replay.workers.process import STARTING_SECONDS, CannotStart, Died, Process
 from replay.workloads.recorded import recorded_call
@@ -57,9 +56,9 @@ class Reproduction:
     python: str = sys.executable
     """Interpreter of the environment that the kernel runs in."""
 
-    def trials(self, scratch: Path) -> AbstractContextManager[Trials]:
+    def trials(self, scratch: Path) -> Trials:
         """Return trials of the kernel in new processes."""
-        return trials(self.kernel, self.settings, self.timeout, scratch, self.python)
+        return Trials(self.kernel, self.settings, self.timeout, scratch, self.python)
 
 
 @dataclass(frozen=True)
@@ -117,7 +116,19 @@ def _write(
     scratch: Path,
     report: Callable[[str], None],
 ) -> Reproduced:
-    entry = _write_dataset(smallest.call, request.workload.name, out)
+    origin = smallest.call.origin
+    entry = PackedCall.of(smallest.call).write(out / f"{request.workload.name}.safetensors")
+    record = CaptureRecord(
+        origin.model,
+        origin.weights,
+        device=origin.device,
+        versions=origin.versions,
+        heads=origin.heads,
+        complete=True,
+    )
+    dataset = Dataset(out, [entry], [record])
+    dataset.save_manifest()
+    (entry,) = dataset.entries
     # A failure that depends on earlier trials would be useless to a kernel's author.
     report("once more, in a new worker")
     with request.trials(scratch) as tried:
@@ -177,22 +188,6 @@ def _finished(smallest: Smallest, whole: AttentionCall, name: str) -> AttentionC
     if parts:
         origin = replace(origin, derived=f"{', '.join(parts)}; of {name}")
     return replace(call, origin=origin)
-
-
-def _write_dataset(call: AttentionCall, name: str, out: Path) -> FileEntry:
-    entry = PackedCall.of(call).write(out / f"{name}.safetensors")
-    origin = call.origin
-    record = CaptureRecord(
-        origin.model,
-        origin.weights,
-        device=origin.device,
-        versions=origin.versions,
-        heads=origin.heads,
-        complete=True,
-    )
-    dataset = Dataset(out, [entry], [record])
-    dataset.save_manifest()
-    return dataset.entries[0]
 
 
 def _kernel_call(request: Reproduction, entry: FileEntry, stored: Path) -> KernelCall:

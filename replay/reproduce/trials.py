@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -56,21 +53,31 @@ class TrialOutcome:
 
 
 class Trials:
-    """Trials of one kernel, on calls in memory.
+    """Trials of one kernel, in a worker and with a judge that end with the `with` block.
 
     Args:
         settings: settings of the replay that runs only this kernel.
+        timeout: seconds after which the kernel counts as hanging.
         scratch: directory for the files of calls.
+        python: interpreter of the worker.
     """
 
     def __init__(
-        self, kernel: str, settings: Settings, worker: Process, judge: JudgeProcess, scratch: Path
+        self, kernel: str, settings: Settings, timeout: float, scratch: Path, python: str
     ) -> None:
         self._kernel = kernel
         self._settings = replace(settings, baseline=kernel)
-        self._worker = worker
-        self._judge = judge
+        self._judge = JudgeProcess(judge_process(timeout))
+        self._worker = Process(python, timeout)
         self._path = scratch / "trial.safetensors"
+
+    def __enter__(self) -> Trials:
+        self._worker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._worker.close()
+        self._judge.close()
 
     def on(self, call: AttentionCall) -> TrialOutcome:
         """Run the kernel on a call.
@@ -86,11 +93,11 @@ class Trials:
         Raises:
             TrialError: a process does not start, or the call cannot be used.
         """
-        # The judge computes the reference while the worker starts.
-        self._judge.expect(workload, self._settings)
         evidence = CallEvidence(self._judge, workload, self._settings)
         rows: list[Row] = []
         try:
+            # The judge computes the reference while the worker starts.
+            self._judge.expect(workload, self._settings)
             options = WorkerOptions(in_worker=True, shared_file=self._judge.shared_file)
             for message in self._worker.ask(
                 do="replay",
@@ -123,26 +130,7 @@ class Trials:
 def _outcome(row: Row, why_rejected: str) -> TrialOutcome:
     if why_rejected:
         return TrialOutcome("error", why_rejected)
-    accuracy = row.accuracy
-    if accuracy is None:
-        return TrialOutcome(row.status, row.reason, row.accuracy_class or "exact")
-    errors = accuracy.chosen or accuracy.reference
-    return TrialOutcome(
-        row.status, row.reason, row.accuracy_class or "exact", accuracy.where, errors.worst_row
-    )
-
-
-@contextmanager
-def trials(
-    kernel: str, settings: Settings, timeout: float, scratch: Path, python: str = sys.executable
-) -> Iterator[Trials]:
-    """Yield trials that use a worker and a judge of their own, until the `with` block ends."""
-    judge, worker = JudgeProcess(judge_process(timeout)), Process(python, timeout)
-    try:
-        worker.start()
-        yield Trials(kernel, settings, worker, judge, scratch)
-    except Died as death:  # the judge itself died
-        raise TrialError(f"the process that judges: {death}") from death
-    finally:
-        worker.close()
-        judge.close()
+    accuracy, where, worst = row.accuracy, None, None
+    if accuracy is not None:
+        where, worst = accuracy.where, (accuracy.chosen or accuracy.reference).worst_row
+    return TrialOutcome(row.status, row.reason, row.accuracy_class or "exact", where, worst)
