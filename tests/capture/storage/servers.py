@@ -67,7 +67,8 @@ class _Plain(BaseHTTPRequestHandler):
             self.send_header(name, value)
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(content)
+            with contextlib.suppress(ConnectionError):  # the reader may stop early
+                self.wfile.write(content)
 
 
 class _S3(_Plain):

@@ -15,10 +15,8 @@ from capture import load
 from capture.call.attention_call import AttentionCall
 from capture.errors import DatasetError
 from capture.storage import archives
-from capture.storage.call_file import PackedCall
-from capture.storage.capture_record import CaptureRecord
-from capture.storage.dataset import Dataset
 from capture.storage.names import MANIFEST
+from tests.capture.storage.captures import write_dataset
 
 MakeCall = Callable[..., AttentionCall]
 Pack = Callable[[Path, Path], Path]
@@ -35,14 +33,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def recorded(tmp_path: Path, make_call: MakeCall) -> Path:
     """A directory of two calls."""
-    directory = tmp_path / "calls"
-    directory.mkdir()
-    entries = [
-        PackedCall.of(make_call(call_index=index)).write(directory / f"model-{index}.safetensors")
-        for index in range(2)
-    ]
-    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
-    return directory
+    calls = (make_call(call_index=index) for index in range(2))
+    return write_dataset(tmp_path / "calls", *calls).directory
 
 
 def zipped(path: Path, members: Members) -> Path:
@@ -75,26 +67,19 @@ def copies(cache: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz", "calls.tgz", "C.ZIP"])
-@pytest.mark.parametrize("folder", ["", "captured_inputs/", "./", "a/b/"])
-def test_as_people_pack_them(recorded: Path, tmp_path: Path, name: str, folder: str) -> None:
+@pytest.mark.parametrize("folder", ["", "./a/b/"])
+def test_as_people_pack_them(
+    recorded: Path, tmp_path: Path, cache: Path, name: str, folder: str
+) -> None:
     others = [("README.md", b"hello"), ("__MACOSX/._model-0.safetensors", b"x"), (".DS_Store", b"")]
     archive = packed(tmp_path / name, [*files(recorded, folder), *others])
     dataset = load(archive)
     assert len(dataset) == 2
     assert not dataset.note
+    assert copies(cache) == []  # a member is copied when it is loaded
     for ours, theirs in zip(dataset, load(recorded), strict=True):
         assert ours.query.equal(theirs.query)
     assert repr(dataset).startswith(f"Dataset({str(archive)!r}, ")
-
-
-@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
-def test_only_what_is_loaded_is_unpacked(
-    recorded: Path, tmp_path: Path, cache: Path, name: str
-) -> None:
-    dataset = load(packed(tmp_path / name, files(recorded)))
-    assert copies(cache) == []
-    dataset[1]
-    assert copies(cache) == ["model-1.safetensors"]
 
 
 def test_archive_that_changes_is_unpacked_again(
@@ -102,33 +87,26 @@ def test_archive_that_changes_is_unpacked_again(
 ) -> None:
     archive = zipped(tmp_path / "calls.zip", files(recorded))
     first = load(archive)[0]
-    entry = PackedCall.of(make_call(call_index=7)).write(recorded / "model-0.safetensors")
-    Dataset(recorded, [entry], [CaptureRecord("model", "random")]).save_manifest()
+    write_dataset(recorded, make_call(call_index=7))
     zipped(archive, files(recorded))
     [second] = load(archive)
     assert (first.origin.call_index, second.origin.call_index) == (0, 7)
 
 
-def test_altered_file_costs_itself_and_is_not_kept(
-    recorded: Path, tmp_path: Path, cache: Path
+def test_altered_or_missing_file_costs_itself(
+    recorded: Path, tmp_path: Path, cache: Path, make_call: MakeCall
 ) -> None:
+    write_dataset(recorded, *(make_call(call_index=index) for index in range(3)))
     content = dict(files(recorded))
     content["model-1.safetensors"] = content["model-1.safetensors"][:-1] + b"\xff"
+    del content["model-2.safetensors"]
     dataset = load(zipped(tmp_path / "calls.zip", content.items()))
     assert dataset[0].origin.call_index == 0
-    with pytest.raises(DatasetError, match=r"calls\.zip: model-1.safetensors was altered since"):
-        dataset[1]
-    [damaged] = dataset.fetch()
-    assert damaged.path.name == "model-1.safetensors"
+    errors = sorted(str(each.error) for each in dataset.fetch())
+    assert len(errors) == 2
+    assert "calls.zip: model-1.safetensors was altered since" in errors[0]
+    assert "calls.zip: model-2.safetensors is missing" in errors[1]
     assert copies(cache) == ["model-0.safetensors"]
-
-
-def test_missing_file_costs_itself(recorded: Path, tmp_path: Path) -> None:
-    members = [each for each in files(recorded) if each[0] != "model-1.safetensors"]
-    dataset = load(tarred(tmp_path / "calls.tar", members))
-    assert dataset[0].origin.call_index == 0
-    with pytest.raises(DatasetError, match=r"calls\.tar: model-1.safetensors is missing"):
-        dataset[1]
 
 
 def test_damaged_entry_is_named_as_the_archive_is(recorded: Path, tmp_path: Path) -> None:
@@ -154,7 +132,7 @@ def test_dataset_nearest_to_the_top_is_read(recorded: Path, tmp_path: Path) -> N
     assert [call.origin.call_index for call in load(archive)] == [0, 1]
 
 
-@pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
+@pytest.mark.parametrize("name", ["calls.zip", "calls.tar"])
 @pytest.mark.parametrize(
     ("folders", "sentence"),
     [
@@ -180,9 +158,7 @@ def test_what_no_directory_packs_is_refused(
 
 SPECIAL = {
     "link": (tarfile.SYMTYPE, stat.S_IFLNK),
-    "device": (tarfile.CHRTYPE, stat.S_IFCHR),
     "FIFO": (tarfile.FIFOTYPE, stat.S_IFIFO),
-    "hard link": (tarfile.LNKTYPE, stat.S_IFSOCK),
 }
 
 
@@ -222,17 +198,6 @@ def test_bombs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(archives, "MEMBERS", 3)
     with pytest.raises(DatasetError, match="has more than 3 members"):
         load(zipped(tmp_path / "many.zip", [*files(recorded), ("a", b""), ("b", b"")]))
-
-
-def test_size_that_is_not_the_real_one(recorded: Path, tmp_path: Path) -> None:
-    """The archive's directory states 1 byte; the manifest states the real size."""
-    archive = zipped(tmp_path / "calls.zip", files(recorded))
-    content = bytearray(archive.read_bytes())
-    place = content.rindex(b"model-1.safetensors") - 46 + 24
-    content[place : place + 4] = (1).to_bytes(4, "little")
-    archive.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"model-1\.safetensors cannot be unpacked|altered"):
-        load(archive)[1]
 
 
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])

@@ -25,6 +25,7 @@ from capture.storage.dataset import MANIFEST, Dataset
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.tensor_file import write_safetensors
+from tests.capture.storage.captures import write_dataset
 
 MakeCall = Callable[..., AttentionCall]
 RunCli = Callable[..., tuple[int, str, str]]
@@ -33,14 +34,7 @@ RunCli = Callable[..., tuple[int, str, str]]
 @pytest.fixture
 def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
     """Two calls; the tests corrupt the second."""
-    directory = tmp_path / "data"
-    directory.mkdir()
-    entries = [
-        PackedCall.of(make_call(call_index=index)).write(directory / f"model-{index}.safetensors")
-        for index in range(2)
-    ]
-    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
-    return load(directory)
+    return write_dataset(tmp_path / "data", *(make_call(call_index=index) for index in range(2)))
 
 
 def refused(dataset: Dataset, match: str) -> None:
@@ -96,40 +90,29 @@ def test_only_regular_files_are_opened(dataset: Dataset, kind: str, sentence: st
     refused(dataset, sentence)
 
 
-@pytest.mark.parametrize("kind", ["link", "fifo", "directory"])
-def test_manifest_that_is_no_file_is_not_read(dataset: Dataset, kind: str) -> None:
+def test_manifest_that_is_a_link_is_not_read(dataset: Dataset) -> None:
     manifest = dataset.directory / MANIFEST
-    kept = manifest.rename(dataset.directory.parent / "elsewhere")
-    if kind == "link":
-        manifest.symlink_to(kept)
-    elif kind == "fifo":
-        os.mkfifo(manifest)
-    else:
-        manifest.mkdir()
+    manifest.symlink_to(manifest.rename(dataset.directory.parent / "elsewhere"))
     again = load(dataset.directory)
     assert len(again) == 2
-    why = "a symbolic link; put the file itself here" if kind == "link" else "not a regular file"
     assert again.note == (
-        f"{manifest} is damaged ({why}): the files were read instead, without a census or checksums"
+        f"{manifest} is damaged (a symbolic link; put the file itself here): the files were read "
+        "instead, without a census or checksums"
     )
 
 
-def test_writing_follows_no_link(dataset: Dataset, tmp_path: Path, make_call: MakeCall) -> None:
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_writing_replaces_what_is_there(
+    dataset: Dataset, tmp_path: Path, make_call: MakeCall, kind: str
+) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     for name in (".manifest.json.tmp", "model-2.safetensors"):
-        (dataset.directory / name).symlink_to(victim)
+        path = dataset.directory / name
+        path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
     PackedCall.of(make_call(call_index=2)).write(dataset.directory / "model-2.safetensors")
     dataset.save_manifest()
     assert victim.read_text() == "precious"
-    assert len(load(dataset.directory)) == 2
-
-
-def test_writing_waits_for_no_fifo(dataset: Dataset, make_call: MakeCall) -> None:
-    os.mkfifo(dataset.directory / ".manifest.json.tmp")
-    os.mkfifo(dataset.directory / "model-2.safetensors")
-    dataset.save_manifest()
-    PackedCall.of(make_call(call_index=2)).write(dataset.directory / "model-2.safetensors")
     assert len(load(dataset.directory)) == 2
 
 
@@ -149,53 +132,43 @@ def test_stride_reserves_no_memory_that_the_file_does_not_account_for(
     refused(dataset, r"take \d+ bytes of memory for a file of \d+ .limit: 64 times the file")
 
 
+@pytest.mark.parametrize(
+    ("length", "size", "sentence"),
+    [
+        (1, {0: 1, 1: 2, 2: 2**20}, r"2199023255552 attention scores in a file .*limit: 16384"),
+        (0, {0: 2**20, 2: 0}, r"1048576 × 2 heads in a file of \d+ bytes .limit: one per byte"),
+    ],
+)
 def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
-    dataset: Dataset,
+    dataset: Dataset, length: int, size: dict[int, int], sentence: str
 ) -> None:
     def expand(header: dict[str, Any]) -> None:
-        for name, layout in header["layouts"].items():
-            layout["size"][2] = 2**20
-            layout["stride"] = [0, 0, 0, layout["stride"][3]]
-            layout["size"][:2] = [1, 2]
-            del name
-
-    entry = dataset.entries[1]
-    values = {name: values[:, :1, :1] for name, values in load_file(entry.path).items()}
-    write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
-    rewrite(entry, expand)
-    refused(dataset, r"2199023255552 attention scores in a file of \d+ bytes .limit: 16384")
-
-
-def test_heads_without_scores_make_no_work_either(dataset: Dataset) -> None:
-    def expand(header: dict[str, Any]) -> None:
         for layout in header["layouts"].values():
-            layout["size"][0] = 2**20
-            layout["stride"][0] = 0
-            layout["size"][2] = 0
+            for dimension, elements in size.items():
+                layout["size"][dimension] = elements
+            layout["stride"][:3] = [0, 0, 0]
 
     entry = dataset.entries[1]
-    values = {name: values[:, :, :0] for name, values in load_file(entry.path).items()}
-    write_safetensors(entry.path, {n: v.contiguous() for n, v in values.items()}, {})
+    values = {
+        name: values[:, :1, :length].contiguous() for name, values in load_file(entry.path).items()
+    }
+    write_safetensors(entry.path, values, {})
     rewrite(entry, expand)
-    refused(dataset, r"1048576 × 2 heads in a file of \d+ bytes .limit: one per byte")
+    refused(dataset, sentence)
 
 
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
         (lambda h: h["layouts"]["key"]["size"].__setitem__(0, 2), "key of shape .* where"),
-        (lambda h: h["layouts"]["value"]["size"].__setitem__(2, 4), "value of shape .* where"),
         (lambda h: h["layouts"]["query"]["size"].pop(), "four dimensions"),
         (lambda h: h["layouts"]["query"]["size"].__setitem__(0, -1), "size is not a list of sizes"),
-        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, 2**62), "not a list of sizes"),
-        (lambda h: h["layouts"]["query"]["size"].__setitem__(0, 1.5), "not a list of sizes"),
         (lambda h: h["layouts"]["query"]["size"].__setitem__(0, True), "not a list of sizes"),
         (lambda h: h["layouts"]["query"].update(stride="1"), "stride is not a list of sizes"),
         (lambda h: h["layouts"]["query"].update(order=[0, 1, 1, 3]), "four dimensions"),
         (lambda h: [h["layouts"][n]["size"].__setitem__(3, 0) for n in ("query", "key")], "be 0"),
         (lambda h: h["layouts"].update(bias=h["layouts"]["key"]), "tensors"),
         (lambda h: h["dtypes"].update(query="int64"), "query of dtype 'int64'"),
-        (lambda h: h["dtypes"].update(query="__class__"), "query of dtype '__class__'"),
         (lambda h: h["dtypes"].update(query="float64"), "not those of its header"),
         (lambda h: h.update(dropout_p=7.0), "dropout_p 7.0"),
         (lambda h: h.update(is_causal="yes"), "is_causal is 'yes'"),
@@ -236,12 +209,9 @@ def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]
         lambda h: h["query"].update(data_offsets=h["key"]["data_offsets"]),  # overlap
         lambda h: h["query"].update(data_offsets=[-320, 0]),
         lambda h: h["query"].update(data_offsets=[0]),
-        lambda h: h["query"].update(data_offsets="0"),
         lambda h: h["query"].update(shape=[2**20, 2**20]),
         lambda h: h["query"].update(shape=[-1]),
-        lambda h: h["query"].update(shape=[[1]]),
         lambda h: h["query"].update(dtype="F7"),
-        lambda h: h["query"].update(dtype=None),
         lambda h: h.update(query=[]),
         lambda h: h.clear(),
         lambda h: h["__metadata__"].update(x=1),
@@ -294,7 +264,6 @@ def test_no_device_is_believed(dataset: Dataset, device: str) -> None:
         {"rows": []},
         {"signatures": [], "rows": [{"module": "a", "phase": "b", "signature": 0, "calls": 1}]},
         {"signatures": [{}], "rows": []},
-        {"signatures": 3, "rows": 3},
         {"rows": "many", "signatures": []},
     ],
 )
@@ -308,26 +277,14 @@ def test_damaged_census_is_left_out_and_reported(dataset: Dataset, census: objec
     assert "manifest.json is damaged" in again.note
 
 
-@pytest.mark.parametrize(
-    ("key", "items", "sentence"),
-    [
-        ("files", [[]] * 1_100_000, "more lists and objects than its length accounts for"),
-    ],
-)
-def test_manifest_takes_no_memory_that_its_length_does_not_account_for(
-    dataset: Dataset, key: str, items: list[object], sentence: str
-) -> None:
+def test_manifest_takes_no_memory_that_its_length_does_not_account_for(dataset: Dataset) -> None:
     manifest = dataset.directory / MANIFEST
     data = json.loads(manifest.read_text())
-    data[key] += items
+    data["files"] += [[]] * 1_100_000
     manifest.write_text(json.dumps(data))
     again = load(dataset.directory)
-    assert f"{manifest} is damaged ({sentence}" in again.note
+    assert "is damaged (more lists and objects than its length accounts for" in again.note
     assert len(again) == 2
-    for entry in again.entries:
-        entry.path.unlink()
-    with pytest.raises(DatasetError, match=f"holds no recorded calls .*is damaged \\({sentence}"):
-        load(dataset.directory)
 
 
 @pytest.mark.parametrize("line", [{"sampled": 1e999}, {"dropped": 1}, {"call": 3}, 7, {}])

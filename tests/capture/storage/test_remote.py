@@ -22,6 +22,7 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.names import MANIFEST
 from capture.storage.repair import repair
+from tests.capture.storage.captures import write_dataset
 from tests.capture.storage.servers import Server, serving
 
 for package in ("aiohttp", "s3fs", "huggingface_hub"):
@@ -48,18 +49,8 @@ def served(tmp_path: Path) -> Path:
 @pytest.fixture
 def recorded(served: Path, make_call: MakeCall) -> Path:
     """A directory of three calls."""
-    directory = served / "org" / "name" / "calls"
-    directory.mkdir(parents=True)
-    return written(directory, *(make_call(call_index=index) for index in range(3)))
-
-
-def written(directory: Path, *calls: AttentionCall) -> Path:
-    entries = [
-        PackedCall.of(call).write(directory / f"model-{call.origin.call_index}.safetensors")
-        for call in calls
-    ]
-    Dataset(directory, entries, [CaptureRecord("model", "random")]).save_manifest()
-    return directory
+    calls = (make_call(call_index=index) for index in range(3))
+    return write_dataset(served / "org" / "name" / "calls", *calls).directory
 
 
 @pytest.fixture(params=["http", "s3", "hub"])
@@ -139,7 +130,7 @@ def test_one_that_changes_is_fetched_again(
 ) -> None:
     _server, base = place
     assert load(f"{base}/calls")[0].origin.call_index == 0
-    written(recorded, make_call(call_index=7))
+    write_dataset(recorded, make_call(call_index=7))
     [call] = load(f"{base}/calls")
     assert call.origin.call_index == 7
 
@@ -152,8 +143,7 @@ def test_archive_is_fetched_again_if_it_may_have_changed(
     server.dated = dated
     for index in (5, 6):
         shutil.rmtree(recorded)
-        recorded.mkdir()
-        written(recorded, make_call(call_index=index))
+        write_dataset(recorded, make_call(call_index=index))
         shutil.make_archive(str(recorded), "tar", recorded.parent, recorded.name)
         for _ in range(2):
             [call] = load(f"{base}/calls.tar")  # same length as the previous file

@@ -104,30 +104,18 @@ def test_directory_in_which_nothing_was_recorded_may_be_used_again(
     assert repair(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("in_memory", "told"), [(0, ""), (2, "; 2 had been only in memory")], ids=["seen", "chosen"]
-)
-def test_repair_says_that_a_killed_capture_had_no_call(
-    tmp_path: Path, started: Started, in_memory: int, told: str
-) -> None:
+def test_repair_deletes_journals_without_calls(tmp_path: Path, started: Started) -> None:
     _, journal = started(tmp_path, "model", range(0))
-    for index in range(in_memory):
+    for index in range(2):
         journal.append(sampled=index)
     journal.close()
     (tmp_path / "other.journal").touch()
-    assert sorted(repair(tmp_path)) == [
-        f"deleted {journal.path}: a killed capture of model had no complete call{told}",
+    assert repair(tmp_path) == [
+        f"deleted {journal.path}: a killed capture of model had no complete call; 2 had been only "
+        "in memory",
         f"deleted {tmp_path / 'other.journal'}: a capture was killed before its first call",
     ]
     assert list(tmp_path.iterdir()) == []
-    assert repair(tmp_path) == []
-
-
-def test_calls_of_a_killed_capture_keep_their_place(tmp_path: Path, started: Started) -> None:
-    started(tmp_path, "model", range(1))[1].close()
-    with pytest.raises(CaptureError, match="already contains a capture of model"):
-        CaptureTarget.check(tmp_path, "model", overwrite=False)
-    assert calls(tmp_path) == {"model": [0]}
 
 
 def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:
@@ -312,22 +300,16 @@ def test_manifest_that_cannot_be_written_is_reported_and_the_calls_stay(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("cogvideo-5b", "cogvideo-5b"),
         ("llama-3.1-8b", "llama-3.1-8b"),
         ("my_model.py:build", "my-model.py-build"),
         ("../../etc/passwd", "etc-passwd"),
         ("…", "model"),
-        ("", "model"),
     ],
 )
 def test_name_becomes_the_beginning_of_a_file_name(name: str, expected: str) -> None:
     assert slug(name) == expected
-
-
-def test_long_names_become_short_and_stay_different() -> None:
-    names = {slug("a" * 300), slug("a" * 301)}
-    assert len(names) == 2
-    assert max(map(len, names)) < 120
+    assert slug("a" * 300) != slug("a" * 301)
+    assert len(slug("a" * 300)) < 120
 
 
 @pytest.mark.parametrize(
