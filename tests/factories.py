@@ -81,7 +81,7 @@ def random_call(
         key,
         value,
         enable_gqa=q_heads != kv_heads,
-        origin=Origin(model="model", **(origin or {})),
+        origin=Origin(**{"model": "model", **(origin or {})}),
         **fields,
     )
     if not with_output:

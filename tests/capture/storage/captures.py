@@ -1,8 +1,7 @@
-"""Helpers that read captures and write the record of a finished capture."""
+"""Helpers that write and read captures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from capture import load
@@ -12,9 +11,7 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.journal import Journal
 from capture.storage.target import CaptureTarget
-
-Started = Callable[..., tuple[CaptureTarget, Journal]]
-"""Type of the fixture `started`."""
+from tests.factories import random_call
 
 
 def write_dataset(directory: Path, *calls: AttentionCall) -> Dataset:
@@ -26,9 +23,24 @@ def write_dataset(directory: Path, *calls: AttentionCall) -> Dataset:
         )
         for call in calls
     ]
-    captures = [CaptureRecord(model, "random") for model in {e.origin.model for e in entries}]
+    models = dict.fromkeys(call.origin.model for call in calls)
+    captures = [CaptureRecord(model, "random") for model in models]
     Dataset(directory, entries, captures).save_manifest()
     return load(directory)
+
+
+def started(
+    directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""
+) -> tuple[CaptureTarget, Journal]:
+    """Start a capture with these calls."""
+    target = CaptureTarget.check(directory, model, overwrite=overwrite)
+    journal = target.begin(CaptureRecord(model, "random", started=began))
+    for index in indices:
+        call = random_call(origin={"model": model, "call_index": index})
+        path = directory / f"{journal.stem}-{index:06d}.safetensors"
+        journal.append(sampled=index)
+        journal.append(**PackedCall.of(call).write(path).to_json())
+    return target, journal
 
 
 def ended(model: str, *, complete: bool = True) -> CaptureRecord:

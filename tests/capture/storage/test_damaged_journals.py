@@ -17,14 +17,12 @@ from capture.storage.capture_record import CaptureRecord
 from capture.storage.dataset import Dataset
 from capture.storage.repair import repair
 from capture.storage.target import CaptureTarget
-from tests.capture.storage.captures import Started, calls, ended
+from tests.capture.storage.captures import calls, ended, started
 
 MakeCall = Callable[..., AttentionCall]
 
 
-def test_file_without_a_line_is_deleted(
-    tmp_path: Path, started: Started, make_call: MakeCall
-) -> None:
+def test_file_without_a_line_is_deleted(tmp_path: Path, make_call: MakeCall) -> None:
     """It may be incomplete: its values may not have reached the disk."""
     _, journal = started(tmp_path, "model", range(1))
     unlisted = tmp_path / "model-000001.safetensors"
@@ -60,7 +58,7 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_damaged_journal_costs_no_complete_call_and_is_reported(
-    tmp_path: Path, started: Started, damage: Callable[[bytes], bytes], is_killed: bool
+    tmp_path: Path, damage: Callable[[bytes], bytes], is_killed: bool
 ) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     target, journal = started(tmp_path, "model", range(5))
@@ -79,7 +77,7 @@ def test_damaged_journal_costs_no_complete_call_and_is_reported(
     assert load(tmp_path).captures[-1].complete is not is_killed
 
 
-def test_journal_that_is_deleted_in_mid_run_is_reported(tmp_path: Path, started: Started) -> None:
+def test_journal_that_is_deleted_in_mid_run_is_reported(tmp_path: Path) -> None:
     target, journal = started(tmp_path, "gone", range(2))
     journal.path.unlink()
     [told] = target.end(ended("gone"))
@@ -88,9 +86,7 @@ def test_journal_that_is_deleted_in_mid_run_is_reported(tmp_path: Path, started:
 
 @pytest.mark.parametrize("at", [b"random", b"model", b'"bytes": ', b"checksum", b'"dropped": [1'])
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_line_that_was_altered_is_not_believed(
-    tmp_path: Path, started: Started, at: bytes, is_killed: bool
-) -> None:
+def test_line_that_was_altered_is_not_believed(tmp_path: Path, at: bytes, is_killed: bool) -> None:
     target, journal = started(tmp_path, "model", range(3))
     (tmp_path / "model-000001.safetensors").unlink()
     journal.append(dropped=[1])
@@ -106,9 +102,7 @@ def test_line_that_was_altered_is_not_believed(
     assert calls(tmp_path) == {"model": [0, 2]}
 
 
-def test_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
-    tmp_path: Path, started: Started
-) -> None:
+def test_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(tmp_path: Path) -> None:
     target, journal = started(tmp_path, "model", range(2))
     os.truncate(journal.path, 0)
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
@@ -121,23 +115,7 @@ def test_journal_that_is_cut_in_mid_run_is_still_of_a_capture_in_progress(
     assert calls(tmp_path) == {"zebra": [0], "model": [0, 1]}
 
 
-def test_journal_of_another_capture_names_no_file_of_this_one(
-    tmp_path: Path, started: Started
-) -> None:
-    journals = [started(tmp_path, model, range(2))[1] for model in ("model", "zebra")]
-    for each in journals:
-        each.close()
-    (tmp_path / "zebra.journal").write_bytes((tmp_path / "model.journal").read_bytes())
-    (tmp_path / "notes.txt").write_text("mine")
-    repair(tmp_path)
-    assert sum(len(indices) for indices in calls(tmp_path).values()) >= 2
-    assert len(list(tmp_path.rglob("*.safetensors"))) == 4
-    assert (tmp_path / "notes.txt").exists()
-
-
-def test_killed_repair_loses_no_call(
-    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_repair_loses_no_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     _, journal = started(tmp_path, "model", range(7, 9), overwrite=True)
     journal.close()
@@ -155,7 +133,7 @@ def test_killed_repair_loses_no_call(
 
 
 def test_capture_that_ends_while_it_is_read_is_found(
-    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = started(tmp_path, "model", range(2))
     listed = Dataset.listed.__func__

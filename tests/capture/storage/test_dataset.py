@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention as attention
 
 from capture import load
 from capture.call.attention_call import AttentionCall, Origin
@@ -34,7 +34,8 @@ MakeCall = Callable[..., AttentionCall]
 
 @pytest.fixture
 def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
-    return write_dataset(tmp_path / "data", *(make_call(call_index=index) for index in range(3)))
+    calls = (make_call(call_index=index, output=None) for index in range(3))
+    return write_dataset(tmp_path / "data", *calls)
 
 
 def same(left: AttentionCall, right: AttentionCall) -> bool:
@@ -57,64 +58,53 @@ def same(left: AttentionCall, right: AttentionCall) -> bool:
     )
 
 
-dimension = st.integers(1, 3)
-
-
-@st.composite
-def calls(draw: st.DrawFn) -> AttentionCall:
-    batch, kv_heads, group, q_len, kv_len, dim, v_dim = (draw(dimension) for _ in range(7))
-    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    if draw(st.booleans()):
-        dtype = torch.float8_e4m3fn
+def random_layout_call(seed: int) -> AttentionCall:
+    """Return a call with random sizes, strides, dtypes and options."""
+    chance = random.Random(seed)
+    batch, kv_heads, group, q_len, kv_len, dim, v_dim = (chance.randint(1, 3) for _ in range(7))
+    dtype = chance.choice([torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 
     def tensor(heads: int, length: int, size: int) -> Tensor:
-        if draw(st.booleans()):  # a BSHD view
-            return torch.randn(batch, length, heads, size).to(dtype).transpose(1, 2)
-        if draw(st.booleans()):  # a slice of a longer cache
-            return torch.randn(batch, heads, length + 4, size).to(dtype)[:, :, :length]
-        if draw(st.booleans()):  # heads repeated without a copy
-            return torch.randn(batch, 1, length, size).to(dtype).expand(-1, heads, -1, -1)
-        return torch.randn(batch, heads, length, size).to(dtype)
+        layouts = {
+            "dense": torch.randn(batch, heads, length, size),
+            "BSHD": torch.randn(batch, length, heads, size).transpose(1, 2),
+            "slice of a longer cache": torch.randn(batch, heads, length + 4, size)[:, :, :length],
+            "repeated heads": torch.randn(batch, 1, length, size).expand(-1, heads, -1, -1),
+        }
+        return layouts[chance.choice(list(layouts))].to(dtype)
 
-    mask = draw(
-        st.sampled_from(
-            [
-                None,
-                torch.ones(1, 1, q_len, kv_len, dtype=torch.bool),
-                torch.randn(q_len, kv_len)[None, None].expand(batch, kv_heads * group, -1, -1),
-            ]
-        )
-    )
+    masks = [
+        None,
+        torch.ones(1, 1, q_len, kv_len, dtype=torch.bool),
+        torch.randn(1, 1, q_len, kv_len).expand(batch, kv_heads * group, -1, -1),
+    ]
     return AttentionCall(
         query=tensor(kv_heads * group, q_len, dim),
         key=tensor(kv_heads, kv_len, dim),
         value=tensor(kv_heads, kv_len, v_dim),
-        attn_mask=mask,
-        output=draw(st.sampled_from([None, tensor(kv_heads * group, q_len, v_dim)])),
-        is_causal=draw(st.booleans()),
-        scale=draw(st.none() | st.floats(0.01, 10)),
+        attn_mask=chance.choice(masks),
+        output=chance.choice([None, tensor(kv_heads * group, q_len, v_dim)]),
+        is_causal=chance.choice([True, False]),
+        scale=chance.choice([None, chance.uniform(0.01, 10)]),
         enable_gqa=group > 1,
-        dropout_p=draw(st.sampled_from([0.0, 0.1])),
+        dropout_p=chance.choice([0.0, 0.1]),
         origin=Origin(
-            model=draw(st.sampled_from(["model", "modèle"])),
+            model=chance.choice(["model", "modèle"]),
             module="a.b.0",
-            call_index=draw(st.integers(0, 10**7)),
-            seed=draw(st.none() | st.integers(-(2**63), 2**64 - 1)),
+            call_index=chance.randint(0, 10**7),
+            seed=chance.choice([None, -(2**63), 2**64 - 1]),
             versions={"torch": torch.__version__},
         ),
     )
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
-)
-@given(call=calls())
-def test_round_trip_with_and_without_the_manifest(tmp_path: Path, call: AttentionCall) -> None:
-    directory = tmp_path / "round"
-    shutil.rmtree(directory, ignore_errors=True)
-    assert same(write_dataset(directory, call)[0], call)
-    (directory / MANIFEST).unlink()
-    rebuilt = load(directory)
+@pytest.mark.parametrize("seed", range(30))
+def test_round_trip_with_and_without_the_manifest(tmp_path: Path, seed: int) -> None:
+    call = random_layout_call(seed)
+    dataset = write_dataset(tmp_path, call)
+    assert same(dataset[0], call)
+    (tmp_path / MANIFEST).unlink()
+    rebuilt = load(tmp_path)
     assert same(rebuilt[0], call)
     assert "is missing: the files were read instead" in rebuilt.note
 
@@ -123,7 +113,7 @@ def test_nothing_but_plain_files(dataset: Dataset) -> None:
     names = sorted(path.name for path in dataset.directory.iterdir())
     assert names == [MANIFEST, *(f"model-{index}.safetensors" for index in range(3))]
     # Any safetensors reader can load the values.
-    assert set(load_file(dataset.entries[0].path)) == {"query", "key", "value", "output"}
+    assert set(load_file(dataset.entries[0].path)) == {"query", "key", "value"}
     assert json.loads((dataset.directory / MANIFEST).read_text())["format"] == FORMAT
 
 
@@ -180,47 +170,30 @@ def findings_of(dataset: Dataset) -> dict[str, str]:
     return {item.path.name: item.text for item in check_files(dataset) if not item.good}
 
 
-@pytest.fixture
-def true_dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
-    """Dataset whose outputs were computed by SDPA."""
-    made = []
-    for index in range(3):
-        call = make_call(call_index=index)
-        output = torch.nn.functional.scaled_dot_product_attention(**call.arguments())
-        made.append(replace(call, output=output))
-    return write_dataset(tmp_path / "true", *made)
-
-
 def test_outputs_are_recomputed(
-    true_dataset: Dataset, tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    call = true_dataset[0]
-    gpu = replace(call.origin, device="cuda (NVIDIA H200)", backend="torch-cudnn", call_index=1)
     # Additive masks of -inf may hide every key of a row, for which some backends return NaN.
-    nan = make_call(call_index=2, value=torch.full((1, 2, 5, 8), torch.nan))
-    output = torch.nn.functional.scaled_dot_product_attention(**nan.arguments())
+    calls = [make_call(), make_call(value=torch.full((1, 2, 5, 8), torch.nan))]
+    calls = [replace(call, output=attention(**call.arguments())) for call in calls]
     paged = paged_call([9, 6], 4, variant=AttentionVariant(softcap=2.0))
-    paged = replace(
-        paged,
-        output=torch.zeros_like(paged.query),
-        origin=Origin(model="model", module="paged", call_index=5),
-    )
-    data = write_dataset(
-        tmp_path / "data",
-        call,
-        replace(call, origin=gpu),
-        replace(nan, output=output),
-        make_call(call_index=3, output=None),
-        make_call(call_index=4, dropout_p=0.1),
-        paged,
-    )
-    findings = check_files(data)
+    calls += [
+        replace(calls[0], origin=replace(calls[0].origin, device="cuda (NVIDIA H200)")),
+        make_call(output=None),
+        make_call(dropout_p=0.1),
+        replace(paged, output=torch.zeros_like(paged.query)),
+    ]
+    numbered = [
+        replace(call, origin=replace(call.origin, model="model", call_index=index))
+        for index, call in enumerate(calls)
+    ]
+    findings = check_files(write_dataset(tmp_path / "data", *numbered))
     assert all(finding.good for finding in findings)
     assert [finding.text for finding in findings] == [
         "intact; output bit-identical",
-        "intact; output bit-identical (recomputed on cpu, recorded on cuda)",
         "intact; output bit-identical",
+        "intact; output bit-identical (recomputed on cpu, recorded on cuda)",
         "intact; no output recorded",
         "intact; dropout 0.1 cannot be recomputed",
         "intact; cannot be recomputed, as SDPA has no soft cap 2, pages of 4",
@@ -270,21 +243,16 @@ def make_foreign(path: Path) -> None:
         (Path.unlink, "missing"),
     ],
 )
-def test_damaged_file_is_named(
-    true_dataset: Dataset, damage: Callable[[Path], None], told: str
-) -> None:
-    path = true_dataset.entries[1].path
+def test_damaged_file_is_named(dataset: Dataset, damage: Callable[[Path], None], told: str) -> None:
+    path = dataset.entries[1].path
     damage(path)
-    again = load(true_dataset.directory)
+    again = load(dataset.directory)
     [(name, text)] = findings_of(again).items()
     assert name == path.name
     assert re.search(told, text)
     with pytest.raises(DatasetError, match=str(path)):
-        again.entries[1].check()
-    with pytest.raises(DatasetError, match=str(path)):
         again[1]
-    assert again[0].origin.call_index == 0
-    assert again[2].origin.call_index == 2
+    assert [again[index].origin.call_index for index in (0, 2)] == [0, 2]
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, make_foreign])
@@ -297,18 +265,16 @@ def test_without_a_manifest_damaged_files_are_left_out_and_named(
     again = load(dataset.directory)
     assert [call.origin.call_index for call in again] == [0, 2]
     [damaged] = again.damaged
-    assert damaged.path == path
-    assert str(damaged.error).startswith(f"{path}: ")
-    found = findings_of(again)
-    assert list(found) == [*(e.path.name for e in again.entries), path.name]
-    assert f"{path}: {found[path.name]}" == str(damaged.error)
+    [(name, text)] = findings_of(again).items()
+    assert name == path.name
+    assert str(damaged.error) == f"{path}: {text}"
 
 
 def save_header(path: Path, header: str) -> None:
     save_file(load_file(path), path, {"attention-replay": header})
 
 
-@pytest.mark.parametrize("header", ["", "{", "[]", "null", "{}", '{"origin": {}}', '"text"'])
+@pytest.mark.parametrize("header", ["", "{", "[]", '{"origin": {}}'])
 def test_damaged_header_is_named(dataset: Dataset, header: str) -> None:
     path = dataset.entries[1].path
     save_header(path, header)
@@ -454,11 +420,11 @@ def test_manifest_and_the_files_agree(dataset: Dataset) -> None:
         again[1]
 
 
-def test_checksums_are_compared_unless_reported_otherwise(true_dataset: Dataset) -> None:
-    alter(true_dataset.entries[1].path)
+def test_checksums_are_compared_unless_reported_otherwise(dataset: Dataset) -> None:
+    alter(dataset.entries[1].path)
     with pytest.raises(DatasetError, match="checksum differs"):
-        list(load(true_dataset.directory))
-    unchecked = load(true_dataset.directory, check=False)
+        list(load(dataset.directory))
+    unchecked = load(dataset.directory, check=False)
     assert [call.origin.call_index for call in unchecked] == [0, 1, 2]
     assert unchecked[1:][0].origin.call_index == 1
 

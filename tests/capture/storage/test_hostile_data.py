@@ -181,15 +181,9 @@ def test_header_says_what_an_attention_call_can_be(
 ) -> None:
     rewrite(dataset.entries[1], change)
     path = dataset.entries[1].path
-    again = load(dataset.directory)
-    told = [str(each.error) for each in again.damaged]
-    if not told:
-        with pytest.raises(DatasetError) as raised:
-            again[1]
-        told = [str(raised.value)]
-    assert told[0].startswith(f"{path}: ")
-    with pytest.raises(DatasetError, match=sentence):
+    with pytest.raises(DatasetError, match=f"{path}: .*{sentence}"):
         FileEntry.read(path)
+    assert [each.path for each in load(dataset.directory).damaged] in ([path], [])
 
 
 def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:

@@ -24,9 +24,3 @@ def test_what_lists_no_files(tmp_path: Path, manifest: str | None) -> None:
     if manifest is not None:
         (tmp_path / MANIFEST).write_text(manifest)
     assert listed_files(tmp_path) is None
-
-
-def test_link_is_not_followed(tmp_path: Path) -> None:
-    (tmp_path / "real.json").write_text('{"files": []}')
-    (tmp_path / MANIFEST).symlink_to(tmp_path / "real.json")
-    assert listed_files(tmp_path) is None

@@ -15,7 +15,6 @@ import torch
 from capture import load, record
 from capture.call.attention_call import AttentionCall
 from capture.errors import CaptureError, DatasetError
-from capture.storage import cache as cache_module
 from capture.storage import remote
 from capture.storage.call_file import PackedCall
 from capture.storage.capture_record import CaptureRecord
@@ -289,17 +288,6 @@ def test_two_processes_copy_the_same_file(recorded: Path, served: Path, cache: P
         assert [len(each.fetch()) for each in datasets] == [0] * 4
     assert copies(cache) == CALLS
     assert not list(cache.rglob("*.part"))
-
-
-def test_copy_that_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
-    def interrupted() -> None:
-        with cache_module.placed(tmp_path / "file") as temporary:
-            temporary.write_bytes(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_addresses_without_a_reader_are_refused() -> None:

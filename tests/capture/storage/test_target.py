@@ -23,14 +23,12 @@ from capture.storage.dataset import MANIFEST
 from capture.storage.journal import Journal
 from capture.storage.repair import repair
 from capture.storage.target import CaptureTarget, current_rank, rank_name, slug
-from tests.capture.storage.captures import Started, calls, ended
+from tests.capture.storage.captures import calls, ended, started
 
 MakeCall = Callable[..., AttentionCall]
 
 
-def test_earlier_capture_is_replaced_when_the_new_one_is_complete(
-    tmp_path: Path, started: Started
-) -> None:
+def test_earlier_capture_is_replaced_when_the_new_one_is_complete(tmp_path: Path) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     target, _ = started(tmp_path, "model", range(1, 3), overwrite=True)
     assert calls(tmp_path) == {"model": [0, 1, 2]}
@@ -43,9 +41,7 @@ def test_earlier_capture_is_replaced_when_the_new_one_is_complete(
     ]
 
 
-def test_earlier_capture_stays_if_the_new_one_does_not_end(
-    tmp_path: Path, started: Started
-) -> None:
+def test_earlier_capture_stays_if_the_new_one_does_not_end(tmp_path: Path) -> None:
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     target, _ = started(tmp_path, "model", range(7, 9), overwrite=True)
     [told] = target.end(ended("model", complete=False))
@@ -54,7 +50,7 @@ def test_earlier_capture_stays_if_the_new_one_does_not_end(
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 
 
-def test_killed_capture_is_read_reported_and_finished(tmp_path: Path, started: Started) -> None:
+def test_killed_capture_is_read_reported_and_finished(tmp_path: Path) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     _, journal = started(tmp_path, "model", range(3))
     journal.append(sampled=3)
@@ -76,7 +72,7 @@ def test_killed_capture_is_read_reported_and_finished(tmp_path: Path, started: S
     assert repair(tmp_path) == []
 
 
-def test_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started) -> None:
+def test_next_capture_finishes_a_killed_one(tmp_path: Path) -> None:
     _, journal = started(tmp_path, "model", range(2))
     journal.close()
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
@@ -88,7 +84,7 @@ def test_next_capture_finishes_a_killed_one(tmp_path: Path, started: Started) ->
 
 @pytest.mark.parametrize("in_memory", [0, 2])
 def test_directory_in_which_nothing_was_recorded_may_be_used_again(
-    tmp_path: Path, started: Started, in_memory: int
+    tmp_path: Path, in_memory: int
 ) -> None:
     _, journal = started(tmp_path, "model", range(0))
     for index in range(in_memory):
@@ -104,7 +100,7 @@ def test_directory_in_which_nothing_was_recorded_may_be_used_again(
     assert repair(tmp_path) == []
 
 
-def test_repair_deletes_journals_without_calls(tmp_path: Path, started: Started) -> None:
+def test_repair_deletes_journals_without_calls(tmp_path: Path) -> None:
     _, journal = started(tmp_path, "model", range(0))
     for index in range(2):
         journal.append(sampled=index)
@@ -118,7 +114,7 @@ def test_repair_deletes_journals_without_calls(tmp_path: Path, started: Started)
     assert list(tmp_path.iterdir()) == []
 
 
-def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[Path, Path]:
+def copied_twice(tmp_path: Path, *, complete: bool) -> tuple[Path, Path]:
     """Return a directory copied during and after the run, so that the copy still has a journal."""
     directory, copy = tmp_path / "data", tmp_path / "copy"
     target, journal = started(directory, "model", range(2), began="2026-01-01")
@@ -136,10 +132,8 @@ def copied_twice(tmp_path: Path, started: Started, *, complete: bool) -> tuple[P
 
 
 @pytest.mark.parametrize("complete", [True, False])
-def test_journal_of_an_earlier_copy_costs_no_call(
-    tmp_path: Path, started: Started, complete: bool
-) -> None:
-    directory, copy = copied_twice(tmp_path, started, complete=complete)
+def test_journal_of_an_earlier_copy_costs_no_call(tmp_path: Path, complete: bool) -> None:
+    directory, copy = copied_twice(tmp_path, complete=complete)
     assert calls(copy) == calls(directory) == {"model": [0, 1, 2, 3]}
     if complete:
         assert load(copy).note == ""
@@ -151,7 +145,7 @@ def test_journal_of_an_earlier_copy_costs_no_call(
 
 
 @pytest.mark.parametrize("model", ["model", "zebra"])
-def test_journal_without_calls_costs_none(tmp_path: Path, started: Started, model: str) -> None:
+def test_journal_without_calls_costs_none(tmp_path: Path, model: str) -> None:
     started(tmp_path, "model", range(2))[0].end(ended("model"))
     record = CaptureRecord(model, "random", started="2026-01-01").to_json()
     Journal.begin(tmp_path / "model.journal", record, replaces=False).close()
@@ -161,7 +155,7 @@ def test_journal_without_calls_costs_none(tmp_path: Path, started: Started, mode
     assert not (tmp_path / "model.journal").exists()
 
 
-def test_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Started) -> None:
+def test_journal_of_another_capture_costs_no_call(tmp_path: Path) -> None:
     _, journal = started(tmp_path / "earlier", "model", range(2), began="2026-01-01")
     journal.close()
     directory = tmp_path / "data"
@@ -175,7 +169,7 @@ def test_journal_of_another_capture_costs_no_call(tmp_path: Path, started: Start
     assert calls(directory / "unfinished-model") == {"model": [0, 1]}
 
 
-def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started: Started) -> None:
+def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path) -> None:
     """This holds even if another model's journal claims the file, or the file's entry is
     damaged."""
     started(tmp_path, "model", range(3))[0].end(ended("model"))
@@ -195,19 +189,7 @@ def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path, started:
     assert all(entry.checksum for entry in load(tmp_path).entries)
 
 
-def test_what_is_no_call_is_not_read_for_a_checksum(tmp_path: Path, started: Started) -> None:
-    started(tmp_path, "model", range(2))[0].end(ended("model"))
-    manifest, huge = tmp_path / MANIFEST, tmp_path / "model-000001.safetensors"
-    data = json.loads(manifest.read_text())
-    data["files"][1].update(bytes=1 << 40, checksum=None)
-    data["files"][0]["checksum"] = None
-    manifest.write_text(json.dumps(data))
-    os.truncate(huge, 1 << 40)
-    repair(tmp_path)
-    assert [entry.checksum is None for entry in load(tmp_path).entries] == [False, True]
-
-
-def test_manifest_that_is_gone_is_written_again(tmp_path: Path, started: Started) -> None:
+def test_manifest_that_is_gone_is_written_again(tmp_path: Path) -> None:
     started(tmp_path, "model", range(2))[0].end(ended("model"))
     (tmp_path / MANIFEST).unlink()
     assert "wrote" in repair(tmp_path)[0]
@@ -217,7 +199,7 @@ def test_manifest_that_is_gone_is_written_again(tmp_path: Path, started: Started
     assert calls(tmp_path) == {"model": [0, 1]}
 
 
-def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started: Started) -> None:
+def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path) -> None:
     for model in ("llama", "llama-3", "llama-3.2"):
         started(tmp_path, model, range(2))[0].end(ended(model))
     started(tmp_path, "llama", range(1), overwrite=True)[0].end(ended("llama"))
@@ -226,7 +208,7 @@ def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path, started
 
 
 def test_capture_that_ends_leaves_those_in_progress_alone(
-    tmp_path: Path, started: Started, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even if another process writes a call whenever the directory is read."""
     slow, journal = started(tmp_path, "model.rank1", range(1))
@@ -253,9 +235,7 @@ def test_capture_that_ends_leaves_those_in_progress_alone(
     assert calls(tmp_path) == {"model.rank0": [0, 1], "model.rank1": written}
 
 
-def test_capture_is_ended_by_itself_alone(
-    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_capture_is_ended_by_itself_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, journal = started(tmp_path, "model", range(2))
 
     @contextlib.contextmanager
@@ -270,7 +250,7 @@ def test_capture_is_ended_by_itself_alone(
     assert calls(tmp_path) == {"model": [0, 1]}
 
 
-def test_reader_delays_no_capture(tmp_path: Path, started: Started) -> None:
+def test_reader_delays_no_capture(tmp_path: Path) -> None:
     _, journal = started(tmp_path, "model", range(2))
     journal.close()
     with journal.path.open() as file:
@@ -281,7 +261,7 @@ def test_reader_delays_no_capture(tmp_path: Path, started: Started) -> None:
 
 
 def test_manifest_that_cannot_be_written_is_reported_and_the_calls_stay(
-    tmp_path: Path, started: Started, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, _ = started(tmp_path, "model", range(2))
 
