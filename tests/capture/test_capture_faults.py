@@ -71,7 +71,9 @@ QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start"), "durable")
         for way in WAYS
     ],
 )
-def test_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> None:
+def test_failing_system_call_does_not_reach_the_model(
+    fault: Fault, way: str, scratch: Path
+) -> None:
     try_fault(fault, way, scratch, overwrite=way == "spread", every=False)
 
 
@@ -84,7 +86,7 @@ def test_call_of_the_system_fails(fault: Fault, way: str, scratch: Path) -> None
         for j, way in enumerate(WAYS)
     ],
 )
-def test_call_of_the_system_fails_in_every_way(
+def test_failing_system_call_does_not_reach_the_model_in_any_way(
     fault: Fault, way: str, overwrite: bool, scratch: Path
 ) -> None:
     """Every other case overwrites an earlier recording; `python -m tests.capture_faults` tries
@@ -129,7 +131,7 @@ def test_model_s_own_exception_arrives(
 
 
 @pytest.mark.parametrize("function", ["rename", "mkdir"])
-def test_capture_that_cannot_be_set_aside_is_when_it_is_repaired(
+def test_capture_that_cannot_be_moved_is_moved_by_repair(
     function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded(tmp_path, int, int)
@@ -169,7 +171,7 @@ def test_warnings_that_are_errors_do_not_reach_the_model(tmp_path: Path) -> None
         {"out": "x" * 300},
     ],
 )
-def test_what_cannot_be_recorded_is_one_sentence_and_leaves_nothing(
+def test_invalid_options_are_reported_in_a_sentence_and_leave_nothing(
     options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -316,7 +318,7 @@ def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
     assert not orphans(tmp_path)
 
 
-def test_signal_that_is_ignored_stays_so(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     def hangs_up() -> None:
         model = Model()
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
@@ -423,7 +425,7 @@ def test_captures_of_others_stay_without_locks(
     assert not other.path.exists()
 
 
-def test_process_that_keeps_the_directory_locked_costs_the_manifest_only(
+def test_locked_directory_loses_only_the_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(locks, "PATIENCE_AT_THE_END_SECONDS", 0.05)
@@ -470,7 +472,7 @@ def test_link_in_place_of_the_directory_is_not_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sample", ["spread", "first"])
-def test_what_was_written_before_the_directory_was_moved_is_repaired(
+def test_files_written_before_the_directory_was_moved_are_repaired(
     tmp_path: Path, sample: str
 ) -> None:
     out, moved = tmp_path / "out", tmp_path / "moved"

@@ -65,7 +65,7 @@ def test_joined_calls_are_those_of_the_unsplit_model(
         assert_same(ours, theirs, tolerance=tolerance)
 
 
-def test_parts_say_which_heads_they_are(recordings: Path) -> None:
+def test_parts_name_their_heads(recordings: Path) -> None:
     parts = load(recordings / "parts" / "tensor_parallel")
     assert {(each.origin.rank, each.origin.heads) for each in parts.entries} == {
         (0, "0-1"),
@@ -77,13 +77,13 @@ def test_parts_say_which_heads_they_are(recordings: Path) -> None:
     }
 
 
-def test_key_head_that_every_rank_holds_is_one(recordings: Path) -> None:
+def test_key_head_that_every_rank_holds_is_joined_once(recordings: Path) -> None:
     parts = load(recordings / "parts" / "one_key_head")
     assert {call.shape.kv_heads for call in parts} == {1}
     assert {(call.shape.q_heads, call.shape.kv_heads) for call in parts.joined()} == {(4, 1)}
 
 
-def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
+def test_ranks_with_different_calls_are_joined_by_module(recordings: Path) -> None:
     """An additional call does not shift other calls, and calls of a single rank are reported."""
     parts = load(recordings / "parts" / "differing_calls")
     assert parts.note == ""
@@ -96,7 +96,7 @@ def test_ranks_that_differ_in_their_calls(recordings: Path) -> None:
     assert joined.missing == ["model.rank0-000003 lacks the part of rank 1"]
 
 
-def test_rank_that_is_killed(tmp_path: Path) -> None:
+def test_calls_that_a_killed_rank_stored_are_joined(tmp_path: Path) -> None:
     """Calls that both ranks stored are joined, even if one rank was killed."""
     launch(2, tmp_path, "killed", fails=True)
     dataset = load(tmp_path / "killed")

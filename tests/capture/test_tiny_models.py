@@ -74,7 +74,7 @@ def test_sdpa_repeats_every_output_bit_for_bit(data: Dataset) -> None:
     assert {finding.text for finding in check_files(data)} == {"intact; output bit-identical"}
 
 
-def test_what_is_kept_is_what_matters(recorded: Recorded, data: Dataset) -> None:
+def test_kept_calls_cover_phases_and_steps(recorded: Recorded, data: Dataset) -> None:
     origins = [entry.origin for entry in data.entries]
     assert {origin.weights for origin in origins} == {weights(recorded.name)}
     assert len({origin.module for origin in origins}) >= 2

@@ -94,7 +94,7 @@ def test_queries(mask: Tensor | None, ends: tuple[int, ...]) -> None:
     assert is_same(join(queries_of(call, *ends), "queries"), call)
 
 
-def test_value_that_is_part_of_the_key_stays_so() -> None:
+def test_joined_value_stays_part_of_the_key() -> None:
     key = normal(1, 1, 13, 32)
     call = replace(random_call(q_heads=4, kv_heads=1), key=key, value=key[..., :24])
     joined = join(heads_of(call, ([0, 1], [0]), ([2, 3], [0])), "heads")
@@ -142,7 +142,7 @@ def test_queries_need_the_same_keys() -> None:
     [{"is_causal": True}, {"variant": AttentionVariant(window=(4, 0))}, {"sinks": normal(2)}],
     ids=str,
 )
-def test_what_counts_from_the_ends_of_a_part_is_refused(asked: dict[str, Any]) -> None:
+def test_options_relative_to_a_part_are_refused(asked: dict[str, Any]) -> None:
     call = random_call(with_output=True)
     parts = [replace(each, **asked) for each in queries_of(call, 4, 9)]
     with pytest.raises(JoinError, match="of a part, not of the whole call"):

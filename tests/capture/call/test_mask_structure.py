@@ -109,7 +109,7 @@ def test_restated_call_has_the_same_output_and_tensors(name: str) -> None:
     torch.testing.assert_close(attention(restated), attention(call), rtol=1e-12, atol=1e-12)
 
 
-def test_what_no_option_says_is_not_restated() -> None:
+def test_structure_without_an_option_is_not_restated() -> None:
     left = masked(PADDED.flip(-1))
     batch = masked(BLOCKS.expand(2, 1, 8, 8))
     for call in (left, batch):
@@ -152,7 +152,7 @@ def test_call_s_own_causality_counts() -> None:
         "rows in reverse",
     ],
 )
-def test_nothing_simpler(mask: Tensor) -> None:
+def test_masks_without_a_structure_have_none(mask: Tensor) -> None:
     assert structure_of(masked(mask)) is None
 
 
@@ -211,7 +211,7 @@ def seen_by(structure: MaskStructure, call: AttentionCall) -> Tensor:
 
 @settings(max_examples=100, deadline=None)
 @given(calls())
-def test_what_options_say_is_found_in_the_mask_that_says_it(asked: AttentionCall) -> None:
+def test_options_are_found_in_their_mask(asked: AttentionCall) -> None:
     mask = visible(asked)[:, None]
     call = with_mask(asked, mask)
     structure = structure_of(call)
@@ -239,7 +239,7 @@ def test_mask_that_is_one_element_off_is_not_taken_for_the_whole(
 
 
 @pytest.mark.parametrize("name", ["causal", "window both ways", "packed, causal", "after a cache"])
-def test_hole_or_a_speck_anywhere_is_nothing_simpler(name: str) -> None:
+def test_mask_with_a_changed_element_has_no_structure(name: str) -> None:
     mask, _ = WORDS[name]
     first_row = mask.shape[0] // 2
     for row in range(first_row, mask.shape[0]):

@@ -53,7 +53,7 @@ def test_figures_are_those_of_all_weights(call: AttentionCall) -> None:
     assert (found.entropy, found.largest, found.top_mass) == pytest.approx(dense(call), rel=1e-4)
 
 
-def test_window_a_float_mask_and_a_bool_mask_of_the_same_keys_are_one() -> None:
+def test_window_float_mask_and_bool_mask_of_the_same_keys_are_equal() -> None:
     position = torch.arange(200)
     inside = (position - torch.arange(200)[:, None]).abs() <= 20
     square = random_call(q_heads=2, q_len=200, kv_len=200)
@@ -77,7 +77,7 @@ def test_uniform_attention() -> None:
     assert found.top_mass == pytest.approx(2 / 200)
 
 
-def test_one_key_takes_all() -> None:
+def test_one_key_with_all_weight_has_no_entropy() -> None:
     key = torch.zeros_like(CALL.key)
     key[:, :, 7] = 1000.0
     found = call_statistics(replace(CALL, key=key, query=torch.ones_like(CALL.query)))
@@ -103,7 +103,7 @@ def test_outlier_channels_are_counted_in_the_head_that_has_most(
     assert call_statistics(replace(CALL, key=key)).outlier_channels == outliers
 
 
-def test_what_smoothing_removes() -> None:
+def test_key_offset_is_the_part_that_smoothing_removes() -> None:
     key = torch.ones(1, 1, 100, 4)
     key[:, :, ::2] = 3.0  # mean 2, deviation 1
     call = AttentionCall(torch.ones(1, 1, 1, 4), key, key)
@@ -128,7 +128,7 @@ def test_half_precision() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("q_len", [0, 5])
 @pytest.mark.parametrize("kv_len", [0, 1])
-def test_fewer_than_two_keys_tell_nothing(q_len: int, kv_len: int) -> None:
+def test_fewer_than_two_keys_have_no_statistics(q_len: int, kv_len: int) -> None:
     found = call_statistics(random_call(q_len=q_len, kv_len=kv_len))
     assert all(math.isnan(each) for each in vars(found).values())
     for together in ([found, call_statistics(CALL)], [call_statistics(CALL), found]):
@@ -136,7 +136,7 @@ def test_fewer_than_two_keys_tell_nothing(q_len: int, kv_len: int) -> None:
     assert math.isnan(mean([found]).outlier_channels)
 
 
-def test_keys_that_no_query_sees_are_looked_at_all_the_same() -> None:
+def test_keys_that_no_query_sees_are_inspected() -> None:
     hidden = replace(CALL, attn_mask=torch.zeros(40, 200, dtype=torch.bool))
     for call in (hidden, random_call(q_len=0, kv_len=200)):
         found = call_statistics(call)

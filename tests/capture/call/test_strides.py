@@ -103,7 +103,7 @@ def test_overlapping_windows_come_back_contiguous(expand: bool) -> None:
         assert restored.untyped_storage().data_ptr() != windows.untyped_storage().data_ptr()
 
 
-def test_gradients_do_not_come_along() -> None:
+def test_copies_require_no_gradients() -> None:
     tensor = torch.randn(1, 1, 2, 2, requires_grad=True)
     assert not unpack(*pack(tensor)).requires_grad
     assert not copy_with_strides(tensor, "cpu").requires_grad

@@ -258,7 +258,7 @@ def test_parts_of_calls_that_no_rank_shares_are_refused_before_a_model_is_loaded
         assert said in sentence_of(result, 2)
 
 
-def test_what_was_missed_is_reported(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
+def test_missed_attention_is_printed(run_cli: Run, tmp_path: Path, model_file: Path) -> None:
     code, printed, errors = run_cli(
         "--model", f"{model_file}:holding", "--out", str(tmp_path / "out")
     )
@@ -349,7 +349,7 @@ def test_runs_that_keep_nothing(
         ("exits", 2, "the run of exits in {file} ended in SystemExit: 3"),
     ],
 )
-def test_whatever_a_model_raises_is_a_sentence_and_its_calls_are_kept(
+def test_models_exception_is_a_sentence_and_its_calls_are_kept(
     run_cli: Run, tmp_path: Path, model_file: Path, function: str, code: int, said: str
 ) -> None:
     out = tmp_path / "out"
@@ -368,7 +368,7 @@ def test_interruption_before_the_first_call_leaves_nothing(
     assert not out.exists()
 
 
-def test_what_fails_among_earlier_captures_claims_none_of_their_calls(
+def test_failure_does_not_claim_calls_of_earlier_captures(
     run_cli: Run, tmp_path: Path, model_file: Path
 ) -> None:
     out = tmp_path / "out"
@@ -396,7 +396,7 @@ def test_debug_shows_the_traceback(model_file: Path, tmp_path: Path) -> None:
         main(command)
 
 
-def test_brackets_in_a_name_are_no_markup(run_cli: Run, tmp_path: Path) -> None:
+def test_brackets_in_a_name_are_printed(run_cli: Run, tmp_path: Path) -> None:
     directory = tmp_path / "[red]x[/blue]"
     directory.mkdir(parents=True)
     (directory / "my.py").write_text(USER_MODEL)

@@ -105,7 +105,7 @@ def test_list_that_is_given_twice_has_the_values_of_both() -> None:
     assert capture_parser().parse_args(["--heads", "0-2", "--heads", "2,9"]).heads == (0, 1, 2, 9)
 
 
-def test_what_else_begins_with_a_dash() -> None:
+def test_values_may_begin_with_a_dash() -> None:
     """These are values of one-letter options, numbers, and words of a prompt."""
     found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "-q"])
     assert (found.batch, found.head_dim, found.q_heads, found.kernels, found.quiet) == (

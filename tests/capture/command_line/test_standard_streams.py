@@ -57,7 +57,9 @@ def test_stdout_that_is_full(tmp_path: Path, given: str) -> None:
         (f"{REPLAY} --json - | true", ""),
     ],
 )
-def test_what_cannot_be_printed_is_a_sentence(tmp_path: Path, command: str, told: str) -> None:
+def test_stdout_that_cannot_be_written_is_reported_in_a_sentence(
+    tmp_path: Path, command: str, told: str
+) -> None:
     if "show" in command:
         run(f"{sys.executable} -m capture --model llama", tmp_path)
     done = run(f"set -o pipefail; {sys.executable} -m {command}", tmp_path)

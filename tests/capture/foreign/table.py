@@ -32,7 +32,7 @@ ROADS = {
 def roads(model: Foreign) -> str:
     """Name the entry points that a model calls."""
     taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
-    unseen = [f"code of its own ({'counted' if model.calls else 'counted, nothing recorded'})"]
+    unseen = [f"the model's own code ({'counted' if model.calls else 'counted, nothing recorded'})"]
     return ", ".join(taken + (unseen if model.unseen else [])) or "none"
 
 

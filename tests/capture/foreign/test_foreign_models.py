@@ -108,9 +108,7 @@ def test_every_call_has_its_phase_step_and_entry_point(
 
 
 @every_model
-def test_what_no_entry_point_sees_is_reported(
-    name: str, recorded: Callable[[str], Recorded]
-) -> None:
+def test_missed_attention_is_reported(name: str, recorded: Callable[[str], Recorded]) -> None:
     recording, calls, _ = recorded(name)
     assert {past.kind: past.forwards for past in recording.missed_attention} == MODELS[name].unseen
     if calls:
@@ -122,7 +120,7 @@ def test_what_no_entry_point_sees_is_reported(
 
 
 @every_model
-def test_census_is_what_another_process_counted(
+def test_census_equals_another_processs_count(
     name: str, recorded: Callable[[str], Recorded], observed: Callable[[str], dict[str, Any]]
 ) -> None:
     recording, calls, _ = recorded(name)
@@ -136,7 +134,7 @@ def test_census_is_what_another_process_counted(
 
 
 @every_model
-def test_tensors_are_what_another_process_noted(
+def test_tensors_equal_another_processs_notes(
     name: str, recorded: Callable[[str], Recorded], observed: Callable[[str], dict[str, Any]]
 ) -> None:
     calls, notes = recorded(name).calls, observed(name)["notes"]
@@ -153,7 +151,7 @@ def test_tensors_are_what_another_process_noted(
 
 
 @every_model
-def test_reference_agrees_with_what_the_model_got(
+def test_reference_agrees_with_the_models_output(
     name: str, recorded: Callable[[str], Recorded]
 ) -> None:
     """Agreement within the dtype's precision shows that the call contains all of the model's

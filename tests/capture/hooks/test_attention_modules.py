@@ -24,5 +24,5 @@ from capture.hooks.attention_modules import is_attention
         ("Linear", False),
     ],
 )
-def test_attention_is_known_by_the_class(name: str, attends: bool) -> None:
+def test_attention_modules_are_recognised_by_class_name(name: str, attends: bool) -> None:
     assert is_attention(type(name, (nn.Module,), {})()) is attends

@@ -7,7 +7,7 @@ import torch
 from capture.hooks.graph_constant import constant_in_graphs
 
 
-def test_it_marks_what_pytorch_marks() -> None:
+def test_constant_function_has_pytorchs_mark() -> None:
     def ours() -> None: ...
 
     def theirs() -> None: ...

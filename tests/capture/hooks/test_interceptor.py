@@ -115,7 +115,7 @@ def test_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> No
         ((Q, K[:, :3], V[:, :3]), {"enable_gqa": True}),
     ],
 )
-def test_wrong_call_fails_as_without_us(
+def test_wrong_call_fails_as_without_a_recording(
     tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """A recording must not fail on arguments that SDPA refuses."""
@@ -254,7 +254,7 @@ def test_handler_s_exception_passes_and_the_next_call_is_seen() -> None:
         F.scaled_dot_product_attention(Q, K, V)
 
 
-def test_handler_s_answer_is_the_model_s() -> None:
+def test_handlers_output_is_the_models() -> None:
     answer = torch.ones_like(Q)
     with intercept(lambda arguments, proceed, sdpa: answer):
         assert F.scaled_dot_product_attention(Q, K, V) is answer
@@ -303,9 +303,7 @@ def test_their_inner_call_is_part_of_the_outer_one(
     assert torch.equal(output, TORCH_SDPA(Q, K, V) + 1)
 
 
-def test_replacement_made_inside_is_theirs_to_keep(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replacement_made_inside_stays(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         with intercept(seen):
             before = F.scaled_dot_product_attention
@@ -385,7 +383,7 @@ class Told:
         self.calls.append((output, sdpa, query, *rest, scale))
 
 
-def test_observer_is_reported_of_a_call_that_has_returned() -> None:
+def test_observer_is_called_after_a_call_returns() -> None:
     told = Told()
     with observe(told):
         kept = F.scaled_dot_product_attention
@@ -400,7 +398,7 @@ def test_observer_is_reported_of_a_call_that_has_returned() -> None:
         assert found is expected
 
 
-def test_observer_is_reported_once_of_a_call_within_a_call(
+def test_observer_is_called_once_for_nested_calls(
     imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Calls with arguments that SDPA does not have are not reported."""

@@ -36,7 +36,7 @@ def told(model: nn.Module, out: Path, run: Callable[[], Any]) -> tuple[int, list
     return recording.seen, [str(each) for each in recording.missed_attention]
 
 
-def test_function_held_since_before_is_missed_and_is_reported(
+def test_function_obtained_before_recording_is_reported_as_missed(
     layers: Any, states: Tensor, tmp_path: Path
 ) -> None:
     layers.layers[1] = HoldingAttention()
@@ -51,7 +51,7 @@ def test_function_held_since_before_is_missed_and_is_reported(
     assert data.captures[0].missed_attention == [asdict(past)]
 
 
-def test_nothing_is_missed_a_model_that_calls_sdpa(
+def test_model_that_calls_sdpa_misses_no_attention(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
     assert told(layers, tmp_path, lambda: layers(states)) == (2, [])

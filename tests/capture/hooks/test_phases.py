@@ -278,7 +278,7 @@ def test_cross_attention_watched_alone_decodes_once_it_has_keys() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_a_backward_pass_runs_again_is_recomputation(
+def test_forward_repeated_by_a_backward_pass_is_recomputation(
     layers: nn.Module, states: Tensor, reentrant: bool
 ) -> None:
     from capture.hooks.interceptor import intercept

@@ -44,7 +44,7 @@ def test_settings_are_kept(layers: nn.Module, states: Tensor, tmp_path: Path) ->
         ({"settings": {"a": float("-inf")}}, "`settings=` cannot be written as JSON"),
     ],
 )
-def test_what_could_not_be_read_back_is_refused(
+def test_description_that_cannot_be_read_back_is_refused(
     options: dict[str, Any], told: str, layers: nn.Module, tmp_path: Path
 ) -> None:
     with pytest.raises(CaptureError, match=told), record(layers, tmp_path / "out", **options):

@@ -31,7 +31,7 @@ def with_outliers(call: AttentionCall, by: float = 30.0) -> AttentionCall:
     return call.with_tensors({"key": key})
 
 
-def test_it_is_the_error_of_int8_attention() -> None:
+def test_difficulty_is_the_error_of_int8_attention() -> None:
     call = random_call(q_len=32, kv_len=64, head_dim=64, v_head_dim=64)
     key = call.key - call.key.mean(2, keepdim=True)
 
@@ -47,7 +47,7 @@ def test_it_is_the_error_of_int8_attention() -> None:
     assert hardness(call) == pytest.approx(float(expected), rel=1e-3)
 
 
-def test_what_makes_a_call_hard_and_what_does_not() -> None:
+def test_outliers_raise_the_difficulty_and_means_do_not() -> None:
     call = random_call(q_len=200, kv_len=300, head_dim=64)
     usual = hardness(call)
     assert hardness(with_outliers(call)) > 3 * usual
@@ -105,7 +105,7 @@ def test_any_length(q_len: int, kv_len: int) -> None:
     assert math.isnan(found) if not (q_len and kv_len) else 0 <= found < 0.1
 
 
-def test_neither_random_numbers_nor_attention_of_torch_s_are_taken() -> None:
+def test_difficulty_leaves_random_state_and_ignores_autocast() -> None:
     call = random_call(q_len=16, kv_len=16).to("cpu")
     before = torch.get_rng_state()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -144,7 +144,7 @@ def test_hardest_calls_are_kept_exactly(tmp_path: Path, durable: bool) -> None:
         assert call.origin.difficulty == pytest.approx(hardness(calls[call.origin.call_index]))
 
 
-def test_values_that_are_no_numbers_come_last(tmp_path: Path) -> None:
+def test_calls_with_nan_or_infinity_come_last(tmp_path: Path) -> None:
     calls, model = planted(), Planted()
     calls[5].key.fill_(math.nan)
     calls[6].value.fill_(math.inf)
@@ -158,7 +158,7 @@ def test_values_that_are_no_numbers_come_last(tmp_path: Path) -> None:
     assert [call.origin.difficulty for call in load(tmp_path / "few")] == [None, None]
 
 
-def test_it_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_difficulty_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = Planted()
     for sample in ("hard", "spread"):
         with record(model, tmp_path, max=2, sample=sample, name=sample):

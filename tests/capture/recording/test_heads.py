@@ -32,7 +32,7 @@ def test_ranges(text: str, numbers: tuple[int, ...], again: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,", "-1", "3-", "2-1", "1-2-3", "65536", "0-99999999"])
-def test_what_is_no_range(text: str) -> None:
+def test_invalid_range_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"invalid range .*(must be a number|ends before it)"):
         parse_ranges(text)
 
@@ -116,7 +116,7 @@ def test_recording_some_heads(tmp_path: Path) -> None:
     assert all(finding.good for finding in check_files(dataset))
 
 
-def test_no_call_has_the_heads(tmp_path: Path) -> None:
+def test_heads_that_no_call_has_are_reported(tmp_path: Path) -> None:
     model = Grouped()
     with pytest.warns(RecordingWarning, match=r"the heads 0-2 with equally many .*`heads=`"):  # noqa: SIM117
         with record(model, tmp_path, heads=(0, 1, 2)):

@@ -35,9 +35,7 @@ def test_glob_that_matches_no_caller_names_the_callers(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calls_outside_the_watched_modules_are_reported_to_be_outside(
-    layers: nn.Module, tmp_path: Path
-) -> None:
+def test_calls_outside_the_watched_modules_are_reported(layers: nn.Module, tmp_path: Path) -> None:
     query = torch.randn(1, 2, 5, 8)
     with (
         pytest.warns(RecordingWarning, match=r"came from: \(outside all watched modules\)"),
@@ -46,7 +44,7 @@ def test_calls_outside_the_watched_modules_are_reported_to_be_outside(
         F.scaled_dot_product_attention(query, query, query)
 
 
-def test_model_that_made_no_call_is_reported_what_to_look_for(tmp_path: Path) -> None:
+def test_model_without_attention_calls_is_explained(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     with (
         pytest.warns(
@@ -66,7 +64,7 @@ def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
     assert [each.filename for each in warned] == [__file__]  # the caller is named
 
 
-def test_what_has_no_values_is_counted_and_never_kept(tmp_path: Path) -> None:
+def test_tensors_without_values_are_counted_and_never_kept(tmp_path: Path) -> None:
     ragged = torch.nested.nested_tensor(
         [torch.randn(3, 2, 8), torch.randn(5, 2, 8)], layout=torch.jagged
     ).transpose(1, 2)

@@ -64,7 +64,7 @@ def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         (Attention(), 16, 16, WHOLE),  # gathered before attention
     ],
 )
-def test_weights_that_are_sharded_by_rows_tell(
+def test_weights_sharded_by_rows_give_the_rank_its_heads(
     attention: Attention, heads: int, kv_heads: int, expected: RankPart
 ) -> None:
     mesh = init_device_mesh("cpu", (4,))
@@ -92,7 +92,7 @@ def test_uneven_heads_have_no_known_range(heads: int) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_plain_and_replicated_weights_tell_nothing() -> None:
+def test_plain_and_replicated_weights_mean_a_whole_call() -> None:
     attention = Attention()
     assert of_weights(attention, *query_and_key(4, 4)) == WHOLE
     mesh = init_device_mesh("cpu", (4,))
@@ -132,7 +132,7 @@ def test_distributed_tensors_are_stored_as_this_rank_has_them(
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_of_an_output_that_is_gathered_the_own_heads_are_stored(
+def test_gathered_output_is_stored_with_the_ranks_own_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PyTorch's flash attention gathers the output of two batches."""
@@ -181,7 +181,7 @@ def test_distributed_tensors_that_are_split_otherwise_are_reported(
         ("queries", (0, 1), 0, RankPart("queries", (0, 1))),
     ],
 )
-def test_what_a_user_says(split: Any, ranks: Any, rank: int | None, expected: Any) -> None:
+def test_declared_part_is_returned(split: Any, ranks: Any, rank: int | None, expected: Any) -> None:
     assert declared(split, ranks, rank) == expected
 
 
@@ -200,7 +200,9 @@ def test_ranks_of_the_environment_share_a_call(monkeypatch: pytest.MonkeyPatch) 
         ("heads", None, 3, CaptureError, "start them with torchrun, or record in"),
     ],
 )
-def test_what_cannot_be(split: Any, ranks: Any, rank: int, kind: type, reason: str) -> None:
+def test_invalid_split_is_refused(
+    split: Any, ranks: Any, rank: int, kind: type, reason: str
+) -> None:
     with pytest.raises(kind, match=reason):
         declared(split, ranks, rank)
 
@@ -235,7 +237,7 @@ def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("four_ranks")
-def test_some_heads_of_a_part_are_joined_with_nothing(tmp_path: Path) -> None:
+def test_part_with_selected_heads_is_not_joined(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (4,))
     tensor = DTensor.from_local(normal(1, 4, 5, 8), mesh, [Shard(1)], run_check=False)
     model = Sdpa()

@@ -263,7 +263,7 @@ def test_nested_recording_is_refused_and_writes_nothing(
     assert_good(load(tmp_path / "outer"))
 
 
-def test_call_is_what_the_package_exports() -> None:
+def test_package_exports_the_call() -> None:
     import capture
 
     assert capture.AttentionCall is AttentionCall

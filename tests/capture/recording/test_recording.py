@@ -66,7 +66,7 @@ def test_max_bytes_counts_what_is_stored(layers: nn.Module, states: Tensor, tmp_
 
 
 @pytest.mark.parametrize("scale", ["nan", "inf", "-inf"])
-def test_scale_that_is_no_number_costs_only_its_own_calls(tmp_path: Path, scale: str) -> None:
+def test_calls_with_a_nan_or_infinite_scale_are_not_stored(tmp_path: Path, scale: str) -> None:
     model = nn.ModuleDict({"normal": Caller(), "odd": Caller()})
     inputs = torch.randn(3, 1, 2, 5, 8)
     with warnings.catch_warnings(record=True), record(model, tmp_path) as recording:
@@ -160,7 +160,7 @@ def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
     assert_good(data)
 
 
-def test_error_without_a_text_stays_out_of_the_model(tmp_path: Path) -> None:
+def test_error_without_a_text_does_not_reach_the_model(tmp_path: Path) -> None:
     class Rude(Exception):
         def __str__(self) -> str:
             raise ZeroDivisionError

@@ -77,7 +77,7 @@ runs = st.lists(offered, max_size=60)
     max_calls=st.integers(1, 12),
     name=st.sampled_from(["spread", "hard", "first"]),
 )
-def test_exactly_as_many_as_wanted(calls: list[Offered], max_calls: int, name: str) -> None:
+def test_samplers_keep_exactly_max_calls(calls: list[Offered], max_calls: int, name: str) -> None:
     assert len(sample(calls, max_calls, name=name)) == min(max_calls, len(calls))
 
 
@@ -114,7 +114,7 @@ def test_hard_keeps_the_most_difficult_and_of_equal_ones_the_first(
     assert sample(calls, max_calls, name="hard") == sorted(hardest)
 
 
-def test_harder_call_that_does_not_fit_costs_nothing() -> None:
+def test_harder_call_that_does_not_fit_drops_nothing() -> None:
     calls = [
         Offered("a", "x", step, nbytes, difficulty)
         for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
@@ -185,7 +185,7 @@ def test_few_calls_are_kept_for_a_while_to_keep_ten_of_1500() -> None:
     assert kept < 150
 
 
-def test_refusals_for_bytes_are_reported_from_refusals_for_count() -> None:
+def test_refusals_for_bytes_are_counted_separately() -> None:
     small = SpreadSampler(2)
     for index in range(5):
         offer(small, index, Offered("a", "x", index))
@@ -195,7 +195,7 @@ def test_refusals_for_bytes_are_reported_from_refusals_for_count() -> None:
         assert tight.refused_for_bytes == 1
 
 
-def test_call_that_never_fits_costs_no_kept_call() -> None:
+def test_call_that_never_fits_drops_no_kept_call() -> None:
     calls = [Offered("a", "x", step, 3) for step in range(3)] + [Offered("b", "x", 3, 11)]
     assert sample(calls, 5, max_bytes=10) == [0, 1, 2]
 

@@ -71,7 +71,7 @@ def wanted(tmp_path: Path, make_call: MakeCall) -> Iterator[Callable[..., Wanted
         each.journal.close()
 
 
-def test_what_is_dropped_from_memory_is_never_written(wanted: Callable[..., Wanted]) -> None:
+def test_call_dropped_from_memory_is_never_written(wanted: Callable[..., Wanted]) -> None:
     to = wanted()
     for index in range(20):
         to.put(index, *([index - 3] if index >= 3 else []))
@@ -118,7 +118,7 @@ def test_one_call_larger_than_the_memory_is_taken(wanted: Callable[..., Wanted])
     assert to.files() == to.listed() == [0, 1, 2]
 
 
-def test_file_that_was_written_and_is_dropped_goes(
+def test_written_file_of_a_dropped_call_is_deleted(
     wanted: Callable[..., Wanted], make_call: MakeCall
 ) -> None:
     to = wanted(buffer_bytes=1)
@@ -129,7 +129,7 @@ def test_file_that_was_written_and_is_dropped_goes(
     assert to.files() == to.listed() == [1, 2]
 
 
-def test_call_that_is_dropped_while_it_is_written_goes(
+def test_call_dropped_during_writing_is_deleted(
     wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     writing, may_go_on = threading.Event(), threading.Event()
@@ -150,7 +150,7 @@ def test_call_that_is_dropped_while_it_is_written_goes(
     assert to.files() == to.listed() == [1]
 
 
-def test_call_that_cannot_be_written_costs_itself_alone(
+def test_call_that_cannot_be_written_is_the_only_call_lost(
     wanted: Callable[..., Wanted], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = call_file.write_safetensors

@@ -143,7 +143,7 @@ def test_bool_mask_that_is_added_is_refused(name: str, comfyui: Any, tmp_path: P
     assert reason == f"{name} adds a bool mask to the scores"
 
 
-def test_what_is_pytorchs_own_is_left_to_sdpa(comfyui: Any, tmp_path: Path) -> None:
+def test_attention_pytorch_is_recorded_as_sdpa(comfyui: Any, tmp_path: Path) -> None:
     layer = Layer(comfyui.attention_pytorch)
     mask = torch.ones(5, 7, dtype=torch.bool)
     call = recorded(layer, tmp_path / "calls", *tensors(merged), 3, mask=mask)
@@ -216,7 +216,7 @@ def test_kernel_answers_in_the_form_that_was_asked(
     assert torch.allclose(output, expected, atol=1e-5)
 
 
-def test_functions_are_themselves_again(comfyui: Any, tmp_path: Path) -> None:
+def test_functions_are_restored(comfyui: Any, tmp_path: Path) -> None:
     function = comfyui.attention_sub_quad
     before = {each: each.__code__ for each in (function, function.__wrapped__)}
     layer = Layer(function)

@@ -106,7 +106,7 @@ def test_packed_sequences_are_recorded(tmp_path: Path) -> None:
     ("function", "argument"),
     [(flash_attn_func, "alibi_slopes"), (flash_attn_varlen_func, "alibi_slopes")],
 )
-def test_what_cannot_be_reported_is_refused_by_its_name(
+def test_unsupported_argument_is_refused_by_its_name(
     function: Any, argument: str, tmp_path: Path
 ) -> None:
     layer = Layer(function, **{argument: torch.ones(1)})
@@ -121,7 +121,7 @@ def test_what_cannot_be_reported_is_refused_by_its_name(
     assert (recording.seen, recording.kept) == (1, 0)
 
 
-def test_functions_are_themselves_again(flash_attn: types.ModuleType, tmp_path: Path) -> None:
+def test_functions_are_restored(flash_attn: types.ModuleType, tmp_path: Path) -> None:
     code, defaults = flash_attn_func.__code__, flash_attn_func.__defaults__
     with record(Layer(flash_attn_func), tmp_path / "calls"):
         assert flash_attn_func.__code__ is not code
@@ -201,7 +201,7 @@ def pools(page_size: int = 4) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_of_keys_in_pages_those_that_are_read_are_recorded(tmp_path: Path) -> None:
+def test_pages_that_a_call_reads_are_recorded(tmp_path: Path) -> None:
     key, value = pools()
     lengths = torch.tensor([10, 7]).int()
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=lengths, block_table=TABLE, causal=True)
@@ -236,7 +236,7 @@ def test_packed_queries_over_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> None:
+def test_missing_page_does_not_reach_the_model(tmp_path: Path) -> None:
     """On a GPU, looking up the missing page would crash the model's run."""
     layer = Layer(flash_attn_with_kvcache, cache_seqlens=torch.tensor([10, 7]), block_table=TABLE)
     query, (key, value) = normal(2, 3, 4, 8, seed=1), pools()
@@ -252,7 +252,7 @@ def test_page_that_is_not_there_costs_the_recording_alone(tmp_path: Path) -> Non
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_calls_of_a_growing_cache_are_one_kind(tmp_path: Path) -> None:
+def test_calls_of_a_growing_cache_have_one_signature(tmp_path: Path) -> None:
     key, value = pools()
     layer = Layer(flash_attn_with_kvcache, block_table=TABLE)
     with record(layer, tmp_path / "calls") as recording:
@@ -311,7 +311,9 @@ def test_value_that_is_part_of_the_key_stays_part_of_it(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("flash_mla")
 @pytest.mark.parametrize("option", [{"is_fp8_kvcache": True}, {"indices": torch.zeros(2, 1, 3)}])
-def test_what_flash_mla_computes_beside_is_refused(option: dict[str, Any], tmp_path: Path) -> None:
+def test_flash_mla_with_other_cache_formats_is_refused(
+    option: dict[str, Any], tmp_path: Path
+) -> None:
     layer = Layer(flash_mla_with_kvcache, **option)
     lengths = torch.tensor([10, 7]).int()
     with record(layer, tmp_path / "calls") as recording:

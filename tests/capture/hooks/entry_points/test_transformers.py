@@ -307,7 +307,7 @@ def test_implementation_that_a_program_registered(tmp_path: Path) -> None:
         ({"sinks": normal(1, 2, 5, 1)}, "takes a sink for each query"),
     ],
 )
-def test_what_a_entry_point_cannot_say_is_counted_with_its_reason(
+def test_call_beyond_sdpas_arguments_is_counted_with_its_reason(
     given: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     def sparse(
@@ -341,14 +341,14 @@ def test_what_a_entry_point_cannot_say_is_counted_with_its_reason(
     assert recording.kept == 0
 
 
-def test_sdpa_is_recorded_as_sdpa_has_it(tmp_path: Path) -> None:
+def test_sdpa_of_transformers_is_recorded_as_sdpa(tmp_path: Path) -> None:
     model = language_model("Llama", "sdpa")
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
     assert {call.origin.entry_point for call in calls} == {"sdpa"}
     assert all(call.is_causal and call.attn_mask is None for call in calls)
 
 
-def test_everything_is_as_it_was_afterwards(tmp_path: Path) -> None:
+def test_registry_is_restored(tmp_path: Path) -> None:
     before = vars(AttentionInterface).copy()
     model = language_model("Llama", "eager")
     with record(model, tmp_path / "calls"), torch.no_grad():
