@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ast
-import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.large_imports import import_large
 from replay.api.chosen_device import ChoiceError
-from replay.kernels.kernel_names import look_known, parts
+from replay.kernels.kernel_names import look_known
 
 if TYPE_CHECKING:
     import torch
@@ -19,22 +16,14 @@ if TYPE_CHECKING:
     from replay.workers.execution import Execution
 
 
-def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
-    """Raise Error if a kernel looks unknown, or the file of a user's kernel cannot be parsed.
-
-    PyTorch is imported only if a name looks unknown.
+def check_kernels(names: str | None, special: Sequence[str]) -> None:
+    """Raise Error if a kernel is unknown; import PyTorch only if a name looks unknown.
 
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
-        parse_files: True if this Python runs the kernels; another Python may be newer.
-
-    Raises:
-        Error: a kernel cannot be used.
     """
     patterns = ",".join(filter(None, (names, *special)))
-    for name in parts(patterns) if parse_files else []:
-        _require_python(name)
     if look_known(patterns):
         return
     import_large("torch")
@@ -80,17 +69,3 @@ def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel
         for kernel in kernels
         if device.type != "cpu" or kernel.load is not None or not kernel.unavailable(device)
     ]
-
-
-def _require_python(name: str) -> None:
-    """Raise ChoiceError if a user's kernel file cannot be parsed; none of its code runs."""
-    path, _, _ = name.rpartition(":")
-    if not path.endswith(".py"):
-        return
-    try:
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            ast.parse(Path(path).read_bytes())
-    except SyntaxError as error:
-        raise ChoiceError(
-            f"no kernel {name!r}: {path}, line {error.lineno}: {error.msg}"
-        ) from error

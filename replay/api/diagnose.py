@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from replay.workers.execution import Progress
     from replay.workloads.workload import Workload
 
-TIMEOUT = 300.0
-"""Seconds without a sign of life after which a kernel's process is killed."""
-
 
 class Pipeline(Protocol):
     """Interface of a diffusers pipeline."""
@@ -107,7 +104,7 @@ def examine_recording(
     calls: str | Sequence[str] | None = None,
     device: str | torch.device | None = None,
     workers: bool = True,
-    timeout: float = TIMEOUT,
+    timeout: float = 300.0,
     tolerances: str | os.PathLike[str] | Thresholds | None = None,
     progress: bool | None = None,
 ) -> Diagnoses:

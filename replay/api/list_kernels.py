@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from replay.api.choices import RunPlace, joined_names
 from replay.api.chosen_device import check_name, device_of
@@ -36,16 +36,8 @@ def kernels(pattern: str | Sequence[str] | None = None) -> list[Kernel]:
     return select("all" if pattern is None else joined_names(pattern))[0]
 
 
-class Listing(NamedTuple):
-    """Kernels, and the findings on where each can run."""
-
-    kernels: list[Kernel]
-    findings: Findings
-    """Findings by environment and name of the kernel."""
-
-
-def listing(pattern: str | None, place: RunPlace) -> Listing:
-    """Return kernels, and the findings of worker processes on where each can run.
+def listing(pattern: str | None, place: RunPlace) -> tuple[list[Kernel], Findings]:
+    """Return kernels, and findings on where each can run, by environment and kernel.
 
     Args:
         pattern: comma-separated names and globs, as for `kernels`.
@@ -71,4 +63,4 @@ def listing(pattern: str | None, place: RunPlace) -> Listing:
         from replay.workers.execution import execution
 
         where = stack.enter_context(execution(first, pythons, place.timeout, here))
-        return Listing(listed, where.probe(listed, device))
+        return listed, where.probe(listed, device)

@@ -10,6 +10,7 @@ from typing import Any
 
 from capture.errors import MissingPackage
 from capture.text.html_table import html_table
+from capture.text.printable import printable
 from replay.report.cells import speedup_text
 from replay.report.groups import Group, group_rows, place
 from replay.report.ranking import Fastest, fastest
@@ -27,8 +28,13 @@ HEADINGS = (
 )
 
 
+PRINTED = ("kernel", "call", "time ms", "speed-up", "status")
+"""Columns that `print(rows)` shows."""
+MOST_PRINTED = 20
+
+
 class Rows(list[Row]):
-    """Rows of a replay, one for each kernel and call; a notebook shows them as a table.
+    """Rows of a replay, one for each kernel and call; printed, and in a notebook, they are a table.
 
     Example:
         >>> import attention_replay as ar
@@ -139,6 +145,15 @@ class Rows(list[Row]):
         calls = len({row.call.name for row in self})
         return f"Rows(rows={len(self)}, kernels={kernels}, calls={calls})"
 
+    def __str__(self) -> str:
+        table = [PRINTED, *(_printed(row) for row in self[:MOST_PRINTED])]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = [
+            "  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table if len(table) > 1
+        ]
+        rest = len(self) - MOST_PRINTED
+        return "\n".join([repr(self), *lines, *([f"… and {rest} more"] if rest > 0 else [])])
+
     def _repr_html_(self) -> str:
         return html_table(HEADINGS, [_line(row) for row in self], [repr(self)])
 
@@ -175,16 +190,18 @@ def rows_of(given: Rowlike) -> Sequence[Row]:
 
 
 def _path_of_rows(path: str | os.PathLike[str]) -> Path:
-    """Return a path that exists.
-
-    Raises:
-        RowsError: the path does not exist, or the argument is not a path.
-    """
+    """Return a path that exists; raise RowsError for anything else."""
     if not isinstance(path, str | os.PathLike):
         raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
     if not Path(path).exists():
         raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
     return Path(path)
+
+
+def _printed(row: Row) -> tuple[str, ...]:
+    time = "" if row.time_ms is None else f"{row.time_ms.p50:.4g}"
+    speedup = speedup_text(row.speedup) if row.speedup else ""
+    return tuple(map(printable, (str(row.id), row.call.name, time, speedup, row.status)))
 
 
 def _line(row: Row) -> tuple[object, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from capture.text.printable import printable
 
@@ -25,3 +25,14 @@ def speaking_as(command: str) -> Iterator[None]:
         yield
     finally:
         _command = before
+
+
+@contextlib.contextmanager
+def shown_steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show the current step on a terminal; yield the function that sets it."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=True)
+    with Console(stderr=True, quiet=quiet or not console.is_terminal).status("") as status:
+        yield lambda step: status.update(Text(printable(step)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
@@ -10,10 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from capture.text.printable import printable
 from replay.api.choices import thresholds
 from replay.api.chosen_device import ChoiceError, device_of
-from replay.api.messages import say
+from replay.api.messages import say, shown_steps
 from replay.api.replay_calls import call_choice
 
 if TYPE_CHECKING:
@@ -108,17 +108,11 @@ def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bo
 @contextmanager
 def _shown(seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
     """Show the current step on a terminal; yield the function that sets it."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console, began, steps = Console(stderr=True), time.monotonic(), 0
-    with Console(stderr=True, quiet=quiet or not console.is_terminal).status("") as status:
+    began, steps = time.monotonic(), itertools.count(1)
+    with shown_steps(quiet=quiet) as show:
 
         def report(line: str) -> None:
-            nonlocal steps
-            steps += 1
             taken = time.monotonic() - began
-            shown = f"{line} · step {steps} · {taken:.0f} s of at most {seconds:g} s"
-            status.update(Text(printable(shown)))
+            show(f"{line} · step {next(steps)} · {taken:.0f} s of at most {seconds:g} s")
 
         yield report

@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING
 
 from replay.api.chosen_device import device_of
+from replay.api.messages import shown_steps
 
 if TYPE_CHECKING:
     import torch
@@ -34,16 +35,13 @@ def selftest(
         >>> verdict = selftest("cpu")
         >>> print(verdict.sentence)
     """
-    from rich.console import Console
-    from rich.text import Text
-
     from replay.selftest.all_checks import selftest as all_checks
 
     chosen = device_of(None if device is None else str(device))
-    with Console(stderr=True, quiet=progress is False).status("") as status:
+    with shown_steps(quiet=progress is False) as show:
 
         def report(name: str) -> None:
             logger.info("%s", name)
-            status.update(Text(name))
+            show(name)
 
         return all_checks(chosen, report)

@@ -34,7 +34,7 @@ def parser() -> VerbParser:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print each kernel, and the environments in which it can run."""
-    found = listing(arguments.pattern, chosen(RunPlace, arguments))
+    kernels, findings = listing(arguments.pattern, chosen(RunPlace, arguments))
 
     from rich.console import Console
 
@@ -42,5 +42,5 @@ def run(arguments: argparse.Namespace) -> int:
     from replay.report.kernel_list import print_kernels
 
     variants = [kernel for kernel in catalogue().values() if kernel.variant_of]
-    print_kernels(found.kernels, variants, found.findings, Console(highlight=False))
+    print_kernels(kernels, variants, findings, Console(highlight=False))
     return 0

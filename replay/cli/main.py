@@ -26,22 +26,11 @@ from capture.command_line.standard_streams import (
 from capture.command_line.verbosity import narrated
 from replay.api.messages import say, speaking_as
 
-VERBS = {
-    "compare": "replay.cli.compare",
-    "devices": "replay.cli.devices",
-    "doctor": "replay.cli.doctor",
-    "explain": "replay.cli.explain",
-    "kernels": "replay.cli.kernels",
-    "plan": "replay.cli.plan",
-    "profile": "replay.cli.profile",
-    "random": "replay.cli.random",
-    "report": "replay.cli.report",
-    "reproduce": "replay.cli.reproduce",
-    "selftest": "replay.cli.selftest",
-    "suite": "replay.cli.suite",
-    "verify": "replay.cli.verify",
-    "watch": "replay.cli.watch",
-}
+NAMES = (
+    *("compare", "devices", "doctor", "explain", "kernels", "plan", "profile", "random"),
+    *("report", "reproduce", "selftest", "suite", "verify", "watch"),
+)
+VERBS = {name: f"replay.cli.{name}" for name in NAMES}
 """Module of each verb: `parser()` returns its options, and `run(arguments)` the exit code."""
 
 DEFAULT = "replay.cli.compare_kernels"

@@ -45,7 +45,10 @@ def test_rows_are_a_table() -> None:
     assert (shown["kernel"], shown["time ms"], shown["TFLOPS"]) == ("mine", "1.25", "123.4")
     assert shown["speed-up"].startswith("1.50×")
     assert shown["status"] == "ok"
-    assert repr(rows) == "Rows(rows=1, kernels=1, calls=1)"
+    assert [line.split() for line in str(rows).splitlines()[1:]] == [
+        ["kernel", "call", "time", "ms", "speed-up", "status"],
+        ["mine", "call", "1.25", *shown["speed-up"].split(), "ok"],
+    ]
 
 
 def test_names_stay_text() -> None:
@@ -56,9 +59,11 @@ def test_names_stay_text() -> None:
 
 
 def test_many_rows_are_counted() -> None:
-    html = Rows([row() for _ in range(100)])._repr_html_()
+    rows = Rows([row() for _ in range(100)])
+    html = rows._repr_html_()
     assert len(Cells(html).lines) == 61
     assert html.endswith("<p>… and 40 more</p>")
+    assert str(rows).endswith("\n… and 80 more")
 
 
 def test_rows_that_never_ran() -> None:
