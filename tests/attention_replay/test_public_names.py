@@ -61,13 +61,6 @@ def test_type_checkers_see_the_objects_that_programs_get(package: ModuleType) ->
     assert Path(package.__file__).with_name("py.typed").is_file()
 
 
-def test_public_objects_are_those_of_capture_and_replay() -> None:
-    assert ar.record is capture.record
-    assert ar.load is capture.load
-    for name in set(replay.__all__) & set(ar.__all__):
-        assert getattr(ar, name) is getattr(replay, name)
-
-
 def test_importing_loads_neither_torch_nor_rich() -> None:
     program = (
         "import sys, attention_replay, capture, replay\n"

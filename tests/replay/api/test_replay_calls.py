@@ -64,6 +64,7 @@ def test_calls_may_be_a_dataset_or_a_list(recorded: Path) -> None:
         ({"dataset": [3]}, "expected a directory, a Dataset or attention calls, got int"),
         ({"dataset": []}, "there is no call to replay"),
         ({"device": "abacus"}, "--device abacus"),
+        ({"cache": "cold"}, "cold"),
         ({"gpus": [0]}, "--gpus requires worker processes"),
         ({"max_time": 60.0}, "--max-time requires worker processes"),
     ],

@@ -47,7 +47,7 @@ def arguments(recorded: Path, *given: str) -> tuple[str, ...]:
     return ("--dir", str(recorded), *QUICK, "torch-flash", *given)
 
 
-def test_what_was_measured_before_control_c_is_shown_and_kept(
+def test_rows_measured_before_control_c_are_shown_and_kept(
     run_cli: RunCli, recorded: Path, tmp_path: Path, two_calls: Callable[..., None]
 ) -> None:
     pytest.importorskip("vl_convert")
@@ -69,7 +69,7 @@ def test_what_was_measured_before_control_c_is_shown_and_kept(
     assert err.endswith("; give --json FILE, so that --resume can complete it\n")
 
 
-def test_rows_of_a_call_that_is_not_complete_are_not_shown(
+def test_rows_of_an_incomplete_call_are_not_shown(
     run_cli: RunCli, recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from replay.bench.runner import replay_here
@@ -90,7 +90,7 @@ def test_rows_of_a_call_that_is_not_complete_are_not_shown(
     assert calls(rows) == {"model-000000", "model-000001"}, "what was measured stays in the file"
 
 
-def test_an_earlier_file_stays_until_there_is_a_row(
+def test_earlier_file_is_kept_until_there_is_a_row(
     run_cli: RunCli, recorded: Path, tmp_path: Path, kernels: Callable[..., Kernel]
 ) -> None:
     def interrupt(**_: Any) -> None:
@@ -105,7 +105,7 @@ def test_an_earlier_file_stays_until_there_is_a_row(
     assert err.endswith(f"replay: interrupted: no call was replayed{stayed}\n")
 
 
-def test_a_failure_midway_costs_no_table(
+def test_table_is_shown_after_a_failure(
     run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
 ) -> None:
     two_calls(RuntimeError("boom"))
@@ -115,7 +115,7 @@ def test_a_failure_midway_costs_no_table(
     assert err.splitlines()[-1] == "replay: unexpected RuntimeError: boom (traceback with --debug)"
 
 
-def test_file_without_room_is_named_and_costs_no_table(run_cli: RunCli, recorded: Path) -> None:
+def test_table_is_shown_when_the_disk_is_full(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli(*arguments(recorded, "--json", FULL))
     assert code == 2
     assert "3 calls" in out
@@ -156,9 +156,7 @@ def test_file_that_is_replaced_in_one_step_leaves_nothing_behind(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_file_is_opened_when_something_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_is_opened_by_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_text("earlier")
     monkeypatch.chdir(tmp_path)
@@ -178,14 +176,7 @@ def test_a_file_is_opened_when_something_is_written(
     assert path.read_text() == ""
 
 
-def test_what_was_told_is_not_told_again_at_the_end(tmp_path: Path) -> None:
-    with opened(str(tmp_path / "nowhere" / "file")) as file:
-        assert file is not None
-        with pytest.raises(NotWritten, match="No such file or directory"):
-            file.write("text")
-
-
-def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> None:
+def test_pipe_is_opened_before_the_first_row(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
     with opened(str(tmp_path / "pipe")), pytest.raises(BlockingIOError):
@@ -194,7 +185,7 @@ def test_a_reader_of_a_pipe_need_not_wait_for_the_first_row(tmp_path: Path) -> N
     os.close(reader)
 
 
-def test_rows_that_went_to_a_pipe_do_not_go_there_again(tmp_path: Path) -> None:
+def test_rows_are_not_sent_to_a_pipe_again(tmp_path: Path) -> None:
     """The pipe's reader has gone, and opening the pipe would wait for another reader."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
@@ -202,7 +193,7 @@ def test_rows_that_went_to_a_pipe_do_not_go_there_again(tmp_path: Path) -> None:
         assert _written_again([factories.row("eager")], pipe, told) == told
 
 
-def test_a_pipe_is_not_said_to_be_resumable(
+def test_resuming_is_not_suggested_for_a_pipe(
     run_cli: RunCli, recorded: Path, two_calls: Callable[..., None]
 ) -> None:
     two_calls(KeyboardInterrupt())

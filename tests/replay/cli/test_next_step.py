@@ -83,7 +83,7 @@ def command(sentence: str) -> list[str]:
     return arguments
 
 
-def test_after_a_replay_of_recorded_calls_the_whole_model(tmp_path: Path) -> None:
+def test_replay_leads_to_the_whole_model(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "two words", capture()))
     given = ["--kernels", "torch-*,my file.py:k", "--env", "a=/a", "--env", "b=/b", "--timeout=9.5"]
     found = command(said("--dir", directory, *given, "--metric", "all", "--json", "rows.jsonl"))
@@ -93,7 +93,7 @@ def test_after_a_replay_of_recorded_calls_the_whole_model(tmp_path: Path) -> Non
     ]  # fmt: skip
 
 
-def test_after_the_whole_model_a_plan_then_the_plan_in_the_model_then_its_use(
+def test_verify_leads_to_a_plan_and_its_use(
     tmp_path: Path,
 ) -> None:
     directory, path = str(recording(tmp_path / "recorded", capture())), str(tmp_path / "plan.json")
@@ -112,11 +112,7 @@ def test_after_the_whole_model_a_plan_then_the_plan_in_the_model_then_its_use(
     assert f"use_plan({path!r}, trust_code=True)" in said(*measure)
 
 
-def test_nothing_was_replayed(tmp_path: Path) -> None:
-    assert said("--dir", str(recording(tmp_path / "recorded", capture())), rows=[]) == ""
-
-
-def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
+def test_plan_that_changes_nothing_is_reported(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     planning = ("plan", "--dir", directory, "--out", "plan.json", "--budget", "cosine=0.9")
     found = said(*planning, written=plan("torch-default"))
@@ -138,14 +134,14 @@ def test_a_plan_that_changes_nothing(tmp_path: Path) -> None:
     ],
     ids=["own script", "no census", "some heads", "two models, one own", "two models"],
 )
-def test_what_a_recording_does_not_allow_is_not_suggested(
+def test_step_that_the_recording_does_not_allow_is_not_suggested(
     tmp_path: Path, captures: list[CaptureRecord], verb: list[str], ends: list[str]
 ) -> None:
     directory = str(recording(tmp_path / "recorded", *captures))
     assert command(said("--dir", directory)) == [*verb, "--dir", directory, *ends]
 
 
-def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
+def test_parts_of_ranks_stay_joined(tmp_path: Path) -> None:
     """The model could be built in one process only if the recorded calls were whole."""
     directory = recording(tmp_path / "calls", capture(), capture("model.rank0"))
     dataset = Dataset.open(directory)
@@ -158,7 +154,7 @@ def test_parts_of_ranks_are_not_built_and_stay_joined(tmp_path: Path) -> None:
         whole_captures(Dataset.open(directory), str(directory))
 
 
-def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:
+def test_report_is_suggested_last(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture(), capture("flux")))
     checked = ("verify", "--dir", directory)
     stored = said(*checked, "--json", "my rows.jsonl")
@@ -166,7 +162,7 @@ def test_at_last_the_report_unless_it_is_written(tmp_path: Path) -> None:
     assert said(*checked, "--report", "out.html") == ""
 
 
-def test_a_program_of_somebody_is_run_only_where_it_may(tmp_path: Path) -> None:
+def test_untrusted_model_is_not_suggested(tmp_path: Path) -> None:
     settings = {**BUILT_IN, "model": "evil.py:build"}
     directory = str(recording(tmp_path / "recorded", capture(settings=settings)))
     assert "verify" not in said("--dir", directory)
@@ -177,7 +173,7 @@ def test_random_calls_lead_to_recorded_ones() -> None:
     assert said("suite", "llama").endswith(": capture --model llama")
 
 
-def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
+def test_wrong_kernel_of_the_user_leads_to_the_doctor(tmp_path: Path) -> None:
     directory = str(recording(tmp_path / "recorded", capture()))
     rows = [*measured(), row("my file.py:k", status="inaccurate", accuracy=accuracy())]
     asked = ("--dir", directory, "--kernels", "torch-*,my file.py:k", "--call", "llama-*")
@@ -196,7 +192,7 @@ def test_a_wrong_kernel_of_ones_own_goes_to_the_doctor(tmp_path: Path) -> None:
     assert said(*asked, rows=[row("", status="error", reason="0 bytes")]) == ""
 
 
-def test_nothing_correct_and_nothing_run() -> None:
+def test_replay_without_a_correct_kernel_leads_to_statistics() -> None:
     shape = ("random", "-hq", "4", "-sq", "70", "--mask", "causal", "--dtype", "float16")
     look = said(*shape, rows=measured("inaccurate"))
     assert look.startswith("no kernel is correct")

@@ -88,7 +88,7 @@ def run_alone() -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.usefixtures("recorded")
-def test_a_planted_fault_is_shown_without_this_project(
+def test_planted_fault_is_shown_without_this_project(
     run_cli: RunCli, capsys: pytest.CaptureFixture[str], fault: str
 ) -> None:
     planted = FAULTS[fault]
@@ -120,7 +120,7 @@ def test_a_planted_fault_is_shown_without_this_project(
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
+def test_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
     code, out, err = run_cli(*command("planted.py:right"))
     assert (code, err) == (1, "")
     assert out.startswith("planted.py:right does not fail on model-000000, it is ok")
@@ -162,7 +162,7 @@ def test_files_of_our_adapters_are_copied(
 
 
 @pytest.mark.slow
-def test_what_is_written_of_a_recording_is_no_markdown(
+def test_names_of_a_recording_are_escaped_in_markdown(
     run_cli: RunCli, recorded: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = random_call(kv_len=21, with_output=True, origin={"module": "a\n\n# b\ud800"})
@@ -179,7 +179,7 @@ def test_what_is_written_of_a_recording_is_no_markdown(
 
 
 @pytest.mark.usefixtures("recorded")
-def test_a_place_that_is_write_protected_is_refused_first(
+def test_write_protected_place_is_refused_first(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(**_: object) -> str:
@@ -209,16 +209,3 @@ def test_wrong_arguments_are_one_sentence(run_cli: RunCli) -> None:
         code, out, err = run_cli(*command("planted.py:right", *changed))
         assert (code, out) == (2, "")
         assert err.startswith(f"replay reproduce: {sentence}")
-
-
-def test_a_call_without_queries_is_one_sentence(
-    run_cli: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("calls").mkdir()
-    PackedCall.of(random_call(q_len=0)).write(Path("calls/model-000000.safetensors"))
-    asked = ["--dir", "calls", "--call", "model-000000", "--kernel", "eager", "--device", "cpu"]
-    code, _, err = run_cli("reproduce", *asked, "--out", "out")
-    said = "model-000000: a query of 1×2×0×32 has no output that could be judged"
-    assert (code, err.splitlines()[-1]) == (2, f"replay reproduce: {said}")
-    assert not Path("out").exists()

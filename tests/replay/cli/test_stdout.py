@@ -14,7 +14,6 @@ from replay.cli.compare_kernels import parser
 from replay.cli.files import DIRECTORIES, STDOUT, WRITTEN_FILES
 from replay.cli.main import VERBS
 from replay.cli.stdout import reserved_stdout
-from replay.isolation.shared_streams import keep_open
 from tests.noted_options import options
 
 
@@ -24,7 +23,7 @@ def make_noise() -> None:
     subprocess.run([sys.executable, "-c", "print('child')"], check=True)
 
 
-def test_noise_of_all_kinds_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
+def test_output_of_kernels_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     print("before")
     with reserved_stdout() as stdout:
         make_noise()
@@ -37,7 +36,7 @@ def test_noise_of_all_kinds_goes_to_stderr(capfd: pytest.CaptureFixture[str]) ->
         assert err.count(f"{noise}\n") == 2
 
 
-def test_it_outlives_a_kernel_that_closes_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stdout_outlives_a_kernel_that_closes_it(capfd: pytest.CaptureFixture[str]) -> None:
     with reserved_stdout() as stdout:
         os.close(1)
         stdout.write("row\n")
@@ -45,7 +44,7 @@ def test_it_outlives_a_kernel_that_closes_stdout(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().out == "row\nafter\n"
 
 
-def test_a_stream_that_a_kernel_closes_is_open_for_the_next(
+def test_stream_that_a_kernel_closes_is_open_for_the_next(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     with reserved_stdout() as stdout:
@@ -60,23 +59,13 @@ def test_a_stream_that_a_kernel_closes_is_open_for_the_next(
     assert err == "noise\n" * 2
 
 
-def test_a_stream_can_be_closed_afterwards() -> None:
-    stream = io.TextIOWrapper(io.BytesIO())
-    undo = keep_open(stream)
-    stream.close()
-    assert not stream.closed
-    undo()
-    stream.close()
-    assert stream.closed
-
-
-def test_what_cannot_be_encoded_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
+def test_text_that_cannot_be_encoded_is_escaped(capfd: pytest.CaptureFixture[str]) -> None:
     with reserved_stdout() as stdout:
         stdout.write("half a letter \udc80\n")
     assert capfd.readouterr().out == "half a letter \\udc80\n"
 
 
-def test_a_stdout_without_a_descriptor_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stdout_without_a_descriptor_is_used_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = io.StringIO()
     monkeypatch.setattr(sys, "stdout", notebook)
     with reserved_stdout() as stdout:

@@ -33,7 +33,7 @@ def test_durations(given: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("given", ["", "m", "1.5h", "-3", "0m", "²"])
-def test_what_is_no_duration(given: str) -> None:
+def test_invalid_duration_is_refused(given: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match=r"must be|is empty"):
         duration(given)
 
@@ -44,7 +44,7 @@ def test_in_words() -> None:
     assert [in_words(seconds) for seconds in asked] == said
 
 
-def test_what_would_end_in_time_may_begin() -> None:
+def test_work_that_would_end_in_time_is_allowed() -> None:
     clock = Clock()
     limit = TimeLimit(60, clock)
     assert limit.allows(60)
@@ -54,7 +54,7 @@ def test_what_would_end_in_time_may_begin() -> None:
     assert TimeLimit(None, clock).allows(1e9)
 
 
-def test_what_is_at_work_when_the_time_is_over_is_stopped() -> None:
+def test_work_is_stopped_when_the_time_is_over() -> None:
     clock = Clock()
     late = TimeLimit(60, clock)
     clock.now += 61
@@ -105,7 +105,7 @@ def run_with_a_clock(
 
 
 @pytest.mark.usefixtures("without_workers")
-def test_the_most_representative_comes_first_and_resume_completes_it(
+def test_representative_calls_come_first_and_resume_completes_them(
     run_with_a_clock: RunCli, run_cli: RunCli, recorded: Path, tmp_path: Path
 ) -> None:
     rows = tmp_path / "rows.jsonl"
@@ -134,7 +134,7 @@ def test_the_most_representative_comes_first_and_resume_completes_it(
 
 
 @pytest.mark.parametrize(("option", "is_said"), [((), True), (("--quiet",), False)])
-def test_a_long_replay_says_how_long(
+def test_long_replay_is_announced(
     run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, option: tuple[str, ...], is_said: bool
 ) -> None:
     shape = ("random", "-hq", "2", "-sq", "64", "-d", "32", "--dtype", "float32")

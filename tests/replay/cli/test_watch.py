@@ -58,12 +58,12 @@ def write(path: str, text: str) -> Callable[[], object]:
 @pytest.mark.parametrize(
     "path", ["mine.py", "beside.py", "package/tiles.py", "package/__init__.py"]
 )
-def test_a_kernels_own_files_count(path: str) -> None:
+def test_change_of_a_kernels_own_file_is_noticed(path: str) -> None:
     sleep = edits(write("unrelated.py", "1"), write(path, "import beside, package.tiles  # new"))
     assert Files([Path("mine.py")]).wait(sleep) == [Path(path).name]
 
 
-def test_a_file_that_is_still_being_written_is_waited_for() -> None:
+def test_unfinished_file_is_waited_for() -> None:
     looks = []
     more = [write("mine.py", "import beside\n" + "#" * length) for length in range(4)]
     sleep = edits(*more, lambda: looks.append("stable"))
@@ -71,26 +71,26 @@ def test_a_file_that_is_still_being_written_is_waited_for() -> None:
     assert looks == ["stable"]
 
 
-def test_a_file_that_an_editor_replaces_is_not_missed() -> None:
+def test_replaced_file_is_noticed() -> None:
     sleep = edits(
         lambda: Path("mine.py").unlink(), lambda: None, write("mine.py", "import beside, torch")
     )
     assert Files([Path("mine.py")]).wait(sleep) == ["mine.py"]
 
 
-def test_what_a_broken_file_imported_still_counts() -> None:
+def test_imports_of_a_broken_file_are_still_watched() -> None:
     files = Files([Path("mine.py")])
     assert files.wait(edits(write("mine.py", "import beside\ndef mine(:"))) == ["mine.py"]
     assert files.wait(edits(write("beside.py", "VALUE = 2"))) == ["beside.py"]
 
 
-def test_a_change_while_it_ran_counts() -> None:
+def test_change_during_a_replay_is_noticed() -> None:
     files = Files([Path("mine.py")])
     Path("mine.py").write_text("changed during the replay")
     assert files.wait(edits()) == ["mine.py"]
 
 
-def test_every_run_is_compared_with_the_one_before(
+def test_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A failing command prints one sentence, and watching continues."""
@@ -121,7 +121,7 @@ def test_every_run_is_compared_with_the_one_before(
     assert os.environ["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
-def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_arguments_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Changing the kernel's file cannot correct wrong arguments."""
     monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: pytest.fail("waits for a change"))
@@ -137,11 +137,10 @@ def test_wrong_arguments_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "sentence"),
     [
         ("--kernels torch-math", "no file to watch: give --kernels FILE.py:FUNCTION"),
-        ("", "no file to watch: give --kernels FILE.py:FUNCTION"),
         ("--kernels mine.py:f --json -", "`replay watch` shows tables: name a file in place of -"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(run_cli: RunCli, given: str, sentence: str) -> None:
+def test_watch_refuses_kernels_without_a_file(run_cli: RunCli, given: str, sentence: str) -> None:
     code, out, err = run_cli("watch", "random", *given.split())
     assert (code, out) == (2, "")
     assert err.startswith(f"replay watch: {sentence}")
