@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import replay as replay_package
 from replay.cli.compare_kernels import parser
-from replay.cli.main import VERBS
+from replay.cli.main import VERBS, main
 from replay.cli.requests import measure_of
 from replay.kernels.registry import Kernel, catalogue
 from replay.workloads.workload import with_counterparts
@@ -174,9 +174,7 @@ def test_rows_for_a_model_are_measured_as_in_a_model(
     assert settings.baseline == ("torch-default" if for_model else None)
 
 
-def test_recorded_calls_are_compared_with_the_models_own_backend(
-    run_cli: RunCli, recorded: Path
-) -> None:
+def test_recorded_calls_are_compared_with_their_backend(run_cli: RunCli, recorded: Path) -> None:
     code, out, err = run_cli("--dir", str(recorded), *QUICK, "--kernels", "torch-flash", "--json=-")
     assert (code, err.strip()) == (0, "")
     found = rows(out)
@@ -195,9 +193,7 @@ def test_recorded_calls_are_compared_with_the_models_own_backend(
         ("model-000002, model-000000", [0, 2]),
     ],
 )
-def test_chosen_calls_are_replayed(
-    run_cli: RunCli, recorded: Path, given: str, replayed: list[int]
-) -> None:
+def test_calls_are_chosen(run_cli: RunCli, recorded: Path, given: str, replayed: list[int]) -> None:
     arguments = ("--dir", str(recorded), *QUICK, "--kernels", "torch-math", "--json=-")
     code, out, _ = run_cli(*arguments, "--call", given)
     assert code == 0
@@ -346,31 +342,22 @@ def test_unusable_device_is_one_sentence(run_cli: RunCli, device: str) -> None:
     assert err.count("\n") == 1
 
 
-def test_full_disk_is_one_sentence_with_the_remedy(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("error", "code", "sentence"),
+    [
+        (OSError(errno.ENOSPC, "No space"), 2, "cannot write: No space: make room"),
+        (RuntimeError("boom"), 1, "unexpected RuntimeError: boom (traceback with --debug)"),
+    ],
+)
+def test_error_is_one_sentence_unless_debugging(
+    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, sentence: str
 ) -> None:
     def fail(*_: Any, **__: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr("replay.workers.execution.replay_here", fail)
-    code, _, err = run_cli(*SHAPE, *QUICK)
-    said = "replay random: cannot write: No space left on device: make room\n"
-    assert (code, err) == (2, said)
-
-
-def test_unexpected_error_is_one_sentence_unless_debugging(
-    run_cli: RunCli, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: Any, **__: Any) -> None:
-        raise RuntimeError("boom")
-
-    monkeypatch.setattr("replay.workers.execution.replay_here", fail)
-    code, _, err = run_cli(*SHAPE, *QUICK)
-    assert code == 1
-    assert err.strip() == "replay random: unexpected RuntimeError: boom (traceback with --debug)"
-    from replay.cli.main import main
-
-    with pytest.raises(RuntimeError, match="boom"):
+    assert run_cli(*SHAPE, *QUICK)[::2] == (code, f"replay random: {sentence}\n")
+    with pytest.raises(type(error)):
         main([*SHAPE, *QUICK, "--debug"])
 
 
