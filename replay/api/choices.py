@@ -153,7 +153,7 @@ class ReplayRequest:
         """
         check_name(self.place.device)
         self.calls.check()
-        check_kernels(self.kernels, self.measure.special_kernels)
+        check_kernels(self.kernels, self.measure.special_kernels, parse_files=not self.place.env)
         self.place.interpreters()
 
 

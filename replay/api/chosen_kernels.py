@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.large_imports import import_large
 from replay.api.chosen_device import ChoiceError
-from replay.kernels.kernel_names import look_known
+from replay.kernels.kernel_names import look_known, parts
 
 if TYPE_CHECKING:
     import torch
@@ -16,14 +19,27 @@ if TYPE_CHECKING:
     from replay.workers.execution import Execution
 
 
-def check_kernels(names: str | None, special: Sequence[str]) -> None:
-    """Raise Error if a kernel is unknown; import PyTorch only if a name looks unknown.
+def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
+    """Raise Error if a kernel is unknown, or its file cannot be parsed.
+
+    PyTorch is imported only if a name looks unknown.
 
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
+        parse_files: True if this Python runs the kernels; another Python may be newer.
     """
     patterns = ",".join(filter(None, (names, *special)))
+    for name in parts(patterns) if parse_files else []:
+        path, _, _ = name.rpartition(":")
+        if not path.endswith(".py"):
+            continue
+        try:
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                ast.parse(Path(path).read_bytes())
+        except SyntaxError as error:
+            where = f"{path}, line {error.lineno}"
+            raise ChoiceError(f"no kernel {name!r}: {where}: {error.msg}") from error
     if look_known(patterns):
         return
     import_large("torch")
