@@ -48,12 +48,7 @@ def examine_captured(call: AttentionCall, settings: Settings) -> tuple[Evidence 
     if verdict.passed:
         return None, ""
     subject = Subject.of(
-        call,
-        call.output,
-        lambda call, poison=None: None,
-        accuracy_class,
-        expected=expected,
-        sentence=verdict.sentence,
+        call, call.output, lambda *_: None, accuracy_class, None, expected, verdict.sentence
     )
     evidence = misread(subject) or zeroed(subject)
     if evidence is None:

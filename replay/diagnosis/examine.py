@@ -104,8 +104,8 @@ def examine(
         run_on,
         kernel.accuracy_class,
         kernel.chosen,
-        expected=expected,
-        sentence=reason,
+        expected,
+        reason,
     )
     untested: dict[str, str] = {}
     for hypothesis in HYPOTHESES:
@@ -139,15 +139,11 @@ class _Keeping(LocalJudge):
         kernel: str,
         accuracy_class: AccuracyClass,
         output: Tensor,
-        chosen: Tensor | None,
-        *,
-        of_core: bool = False,
-        with_accuracy: bool = True,
+        *others: Any,
+        **options: Any,
     ) -> Judged:
         self.output = output.clone()
-        return super().judge(
-            kernel, accuracy_class, output, chosen, of_core=of_core, with_accuracy=with_accuracy
-        )
+        return super().judge(kernel, accuracy_class, output, *others, **options)
 
 
 def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> KernelRunner:

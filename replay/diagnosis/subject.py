@@ -122,19 +122,12 @@ class Subject:
         call: AttentionCall,
         output: Tensor,
         run_on: KernelRunner,
-        accuracy_class: AccuracyClass = "exact",
-        chosen: Callable[[AttentionCall], Tensor] | None = None,
-        *,
-        expected: Expected | None = None,
-        sentence: str = "",
+        accuracy_class: AccuracyClass,
+        chosen: Callable[[AttentionCall], Tensor] | None,
+        expected: Expected,
+        sentence: str,
     ) -> Subject:
-        """Find the rows with the largest errors.
-
-        Args:
-            expected: reference of the call, if known.
-        """
-        if expected is None:
-            expected = Expected.of(call, None if chosen is None else chosen(call))
+        """Find the rows whose errors against the reference are largest."""
         place = most_wrong(output, expected, accuracy_class)
         blank = Score(False, 0.0)
         made = cls(call, output, place, blank, run_on, accuracy_class, chosen, sentence)
@@ -189,14 +182,6 @@ class Subject:
         return self.score(self.output, other, place).explains(
             self.own if not bool(undefined.any()) else self.score(self.output, self.call, place)
         )
-
-    def returned(self, expected: Tensor) -> Score:
-        """Return the distance between the wrong rows and the given numbers (R, Dv)."""
-        batch, head, rows = self.place
-        mine = self.output[batch, head, rows].to(torch.float64)
-        size = float(torch.linalg.vector_norm(expected))
-        error = float(torch.linalg.vector_norm(mine - expected.to(mine)))
-        return Score(False, error / size if size and math.isfinite(error) else math.inf)
 
 
 Hypothesis = Callable[[Subject], "Evidence | None"]

@@ -15,7 +15,7 @@ Lengths = tuple[int, int]
 """Numbers of queries and keys."""
 
 Which = tuple[bool, bool]
-"""Whether the numbers of queries and of keys are changed."""
+"""Flags for queries and keys: True if their number is changed."""
 
 NAMES: dict[Which, str] = {
     (False, True): "keys",
