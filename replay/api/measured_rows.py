@@ -135,7 +135,11 @@ class Rows(list[Row]):
         Example:
             >>> rows = ar.Rows.read("rows.jsonl")
         """
-        rows, is_cut_off = read_jsonl(_path_of_rows(path))
+        if not isinstance(path, str | os.PathLike):
+            raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
+        if not Path(path).exists():
+            raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
+        rows, is_cut_off = read_jsonl(Path(path))
         if is_cut_off:
             warnings.warn(f"{path} ends within a row: its replay was interrupted", stacklevel=2)
         return cls(rows)
@@ -187,15 +191,6 @@ def rows_of(given: Rowlike) -> Sequence[Row]:
     if rows is None or not all(isinstance(row, Row) for row in rows):
         raise RowsError(f"expected rows or the path of a file of them, got {type(given).__name__}")
     return rows
-
-
-def _path_of_rows(path: str | os.PathLike[str]) -> Path:
-    """Return a path that exists; raise RowsError for anything else."""
-    if not isinstance(path, str | os.PathLike):
-        raise RowsError(f"expected the path of a file of rows, got {type(path).__name__}")
-    if not Path(path).exists():
-        raise RowsError(f"there is no file {path}: write one with `replay --json FILE`")
-    return Path(path)
 
 
 def _printed(row: Row) -> tuple[str, ...]:

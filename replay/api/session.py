@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from capture.text.counted import counted
-from replay.api.call_choices import ChosenCalls
 from replay.api.choices import ReplayRequest, RunPlace
 from replay.api.chosen_device import device_of
 from replay.api.chosen_kernels import able_kernels, chosen_kernels
@@ -111,8 +110,10 @@ class Session:
         self.settings = request.measure.settings(self.device)
         self.machines = self._where.machines(self.device)
         found = request.calls.found(self.dataset, quiet=self._quiet)
-        if cluster is None:
-            self._check_size(found)
+        if cluster is None and found.specs:
+            from replay.bench.feasibility import check_size
+
+            check_size(found.specs, self.device, len(able_kernels(self.kernels, self.device)))
         self.workloads = found.workloads
         if found.note:
             say(found.note)
@@ -150,13 +151,6 @@ class Session:
             if trouble:
                 say(f"{trouble}; times include the load of both")
             yield where
-
-    def _check_size(self, found: ChosenCalls) -> None:
-        """Raise ShapeError if random calls are too large for this machine."""
-        if found.specs:
-            from replay.bench.feasibility import check_size
-
-            check_size(found.specs, self.device, len(able_kernels(self.kernels, self.device)))
 
     def _no_readings(self) -> str:
         """Return a sentence about machine readings that the rows will lack, with the reason."""

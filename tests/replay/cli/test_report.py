@@ -62,17 +62,6 @@ def test_page_of_stored_rows_goes_to_stdout(
     assert list(stored.parent.iterdir()) == [stored]
 
 
-def test_full_disk_costs_the_page_alone(run_cli: RunCli, stored: Path, tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    given = ("-o", "/dev/full", "--plot", str(tmp_path / "charts"))
-    code, _, err = run_cli("report", str(stored), *given)
-    assert code == 2
-    assert f"charts in {tmp_path / 'charts'}: " in err
-    assert err.endswith(
-        "replay report: cannot write /dev/full: No space left on device: make room\n"
-    )
-
-
 def test_rows_of_an_interrupted_replay_are_reported(run_cli: RunCli, stored: Path) -> None:
     pytest.importorskip("vl_convert")
     text = stored.read_text()
