@@ -58,9 +58,9 @@ class Pair:
     @property
     def changes(self) -> set[str]:
         """Words for everything that got better or worse; empty if nothing changed."""
-        found = {self.outcome, self.speed and self.speed.verdict}
-        found.add(self.accuracy and self.accuracy.verdict)
-        return {word for word in found if word and word not in ("same", "ambiguous")}
+        found: set[str] = {self.outcome}
+        found |= {change.verdict for change in (self.speed, self.accuracy) if change is not None}
+        return found - {"", "same", "ambiguous"}
 
 
 @dataclass(frozen=True)

@@ -144,10 +144,10 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
             notes.append(
                 f"{name}: errors are relative to attention to all keys; verdict: {sparse[0].reason}"
             )
-    found = names_by_sentence(
+    flags = names_by_sentence(
         (str(name), flag) for name in ran for row in group.rows[name] for flag in _flags(row)
     )
-    notes += [f"{names}: {flag}" for flag, names in found.items()]
+    notes += [f"{names}: {flag}" for flag, names in flags.items()]
     return [Text(note, style="dim") for note in notes]
 
 
