@@ -91,10 +91,6 @@ class Comparison:
     missing: tuple[Row, ...]
     new: tuple[Row, ...]
 
-    @property
-    def same_device(self) -> bool:
-        return self.before.devices == self.after.devices
-
 
 def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None) -> Comparison:
     """Match two runs and judge the change of every kernel on every call.

@@ -78,20 +78,19 @@ def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]
     Kernels that ran on no device are omitted. The kernel that is fastest on the first device comes
     first.
     """
-    groups = {device: _by_title(group_rows(rows)) for device, rows in merged.rows.items()}
-    titles = dict.fromkeys(title for each in groups.values() for title in each)
+    groups = {}
+    for device, rows in merged.rows.items():
+        found = group_rows(rows)
+        titles = told_apart(found, [group.title for group in found])
+        groups[device] = dict(zip(titles, found, strict=True))
     return [
         (
             title,
             ["kernel", *map(printable, groups)],
             _lines([each[title] for each in groups.values()]),
         )
-        for title in titles
+        for title in dict.fromkeys(title for each in groups.values() for title in each)
     ]
-
-
-def _by_title(groups: Sequence[Group]) -> dict[str, Group]:
-    return dict(zip(told_apart(groups, [group.title for group in groups]), groups, strict=True))
 
 
 def _lines(groups: Sequence[Group]) -> list[list[str]]:
@@ -101,16 +100,13 @@ def _lines(groups: Sequence[Group]) -> list[list[str]]:
         for kernel in dict.fromkeys(kernel for group in groups for kernel in group.rows)
         if any(row.accuracy for group in groups for row in group.rows.get(kernel, ()))
     ]
-    ran.sort(key=lambda kernel: [_order(group, kernel) for group in groups])
+    last = (True, float("inf"))
+    ran.sort(key=lambda kernel: [rank(g, kernel) if kernel in g.rows else last for g in groups])
     marked = [(group, _marks(group)) for group in groups]
     return [
         [printable(str(kernel)), *(_cell(group, marks, kernel) for group, marks in marked)]
         for kernel in ran
     ]
-
-
-def _order(group: Group, kernel: KernelId) -> tuple[bool, float]:
-    return rank(group, kernel) if kernel in group.rows else (True, float("inf"))
 
 
 def _cell(group: Group, marks: dict[KernelId, str], kernel: KernelId) -> str:

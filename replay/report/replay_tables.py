@@ -10,8 +10,6 @@ from capture.text.counted import counted
 from capture.text.printable import printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from replay.bench.settings import Settings
     from replay.rows.row import Machine, Row
 
@@ -29,7 +27,10 @@ def print_tables(
     from rich.console import Console
     from rich.text import Text
 
+    from replay.comparison.device_types import across_devices
+    from replay.comparison.row_matching import ComparisonError, Run
     from replay.report.call_tables import print_report
+    from replay.report.device_tables import print_matrices
     from replay.report.versus_random import print_versus_random
 
     console = Console(highlight=False)
@@ -48,7 +49,14 @@ def print_tables(
         if versus_random:
             print_versus_random(there, console)
     if len(machines) > 1:
-        _print_matrices(rows, console)
+        try:
+            merged = across_devices([Run("this replay", rows)])
+        except ComparisonError as error:
+            reason = printable(str(error))
+            print(f"replay: no matrix of kernels and devices: {reason}", file=sys.stderr)
+            return
+        console.print()
+        print_matrices(merged, console)
 
 
 def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
@@ -63,18 +71,3 @@ def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
     devices = len({row.ran_on for row in rows} - {""})
     several = f"{devices} × " if devices > 1 else ""
     return f"{several}{machine.device} · {versions} · {settings.cache} cache{lead}"
-
-
-def _print_matrices(rows: Sequence[Row], console: Console) -> None:
-    """Print the fastest kernel on each type of device."""
-    from replay.comparison.device_types import across_devices
-    from replay.comparison.row_matching import ComparisonError, Run
-    from replay.report.device_tables import print_matrices
-
-    try:
-        merged = across_devices([Run("this replay", rows)])
-    except ComparisonError as error:
-        print(f"replay: no matrix of kernels and devices: {printable(str(error))}", file=sys.stderr)
-        return
-    console.print()
-    print_matrices(merged, console)

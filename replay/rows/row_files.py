@@ -59,10 +59,9 @@ class StoredRows(NamedTuple):
     """True if the writer was interrupted in the middle of another row."""
 
 
-def row_to_json(row: Row) -> dict[str, Any]:
+def row_to_json(row: Row) -> Any:
     """Return the row as a tree of plain JSON; NaN and infinities become null."""
-    tree: dict[str, Any] = plain({"schema": SCHEMA, **asdict(row)})
-    return tree
+    return plain({"schema": SCHEMA, **asdict(row)})
 
 
 def row_from_json(data: dict[str, Any]) -> Row:

@@ -21,11 +21,6 @@ class Values(NamedTuple):
     key: Tensor
     value: Tensor
 
-    @property
-    def groups(self) -> int:
-        """Number of query heads per key/value head."""
-        return self.query.shape[1] // self.key.shape[1]
-
     def directed(self, scores: Tensor, scale: float) -> Values:
         """Add `scores` (Sk,), in expectation, to the scores of every query.
 
@@ -36,7 +31,8 @@ class Values(NamedTuple):
         length = (most / scale).sqrt()
         shares = scores / most.clamp(min=torch.finfo(scores.dtype).tiny)
         one = torch.ones_like(self.key[:, :, :1]) / math.sqrt(self.key.shape[-1])
-        query = self.query + length * one.repeat_interleave(self.groups, dim=1)
+        heads_per_group = self.query.shape[1] // self.key.shape[1]
+        query = self.query + length * one.repeat_interleave(heads_per_group, dim=1)
         key = _without(self.key, one) + (shares * length)[:, None] * one
         return self._replace(query=query, key=key)
 

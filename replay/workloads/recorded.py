@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,7 +36,7 @@ def from_directory(
 
     Args:
         where: a directory, an archive of a directory, or an address (see `capture.load`).
-        patterns: names and globs of the calls to return (see `chosen`).
+        patterns: comma-separated names and globs of the calls to return.
         join_ranks: return whole calls in place of the parts that several ranks recorded.
         report: called with the progress of copies from another machine.
 
@@ -63,7 +62,8 @@ def from_dataset(
     calls, note = _whole_calls(dataset) if join_ranks else _calls_as_recorded(dataset)
     workloads = [*(workload for workload, _ in calls), *map(damaged_file, dataset.damaged)]
     if patterns is not None:
-        workloads = chosen(workloads, patterns)
+        found = chosen_names([workload.name for workload in workloads], patterns)
+        workloads = [workload for workload in workloads if workload.name in found]
     names = {workload.name for workload in workloads}
     wanted = [entry for call, entries in calls if call.name in names for entry in entries]
     # A call becomes a damaged workload if its file could not be copied.
@@ -74,14 +74,8 @@ def from_dataset(
         for entry in entries
         if entry.path in damaged
     }
-    found = [replaced.get(workload.name, workload) for workload in workloads]
-    return RecordedWorkloads(found, "; ".join(filter(None, (dataset.note, note))))
-
-
-def chosen(workloads: Sequence[Workload], patterns: str) -> list[Workload]:
-    """Return the calls that match any of the comma-separated names or globs, in the given order."""
-    found = chosen_names([workload.name for workload in workloads], patterns)
-    return [workload for workload in workloads if workload.name in found]
+    workloads = [replaced.get(workload.name, workload) for workload in workloads]
+    return RecordedWorkloads(workloads, "; ".join(filter(None, (dataset.note, note))))
 
 
 def recorded_call(entry: FileEntry) -> Workload:

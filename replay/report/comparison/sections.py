@@ -128,7 +128,7 @@ def _named(word: str, comparison: Comparison, changes: set[str]) -> str:
 def _notes(comparison: Comparison) -> list[str]:
     before, after = comparison.before, comparison.after
     notes = []
-    if not comparison.same_device:
+    if before.devices != after.devices:
         notes.append(
             f"{_devices(before.devices)} → {_devices(after.devices)}: different devices, so "
             f"speed-ups over {comparison.baseline or 'a common baseline'} are compared, not times"

@@ -23,6 +23,7 @@ def require() -> None:
         )
 
 
+@functools.cache  # making the bundle takes a second, and watching a recording writes many reports
 def bundle() -> str:
     """Return a JavaScript module of about 0.9 MB, which uses no network.
 
@@ -30,12 +31,6 @@ def bundle() -> str:
         MissingPackage: vl-convert-python is not installed.
     """
     require()
-    return _bundled()
-
-
-@functools.cache
-def _bundled() -> str:
-    # The bundle is cached: making it takes a second, and watching a recording writes many reports.
     import vl_convert
 
     text: str = vl_convert.javascript_bundle(ONCE_THERE)

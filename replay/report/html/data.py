@@ -84,7 +84,7 @@ def page_data(
         "groups": _groups(groups),
         "pooled": [each for at, group in enumerate(groups) for each in _pooled(at, group, metric)],
         "metric": metric,
-        "budget": None if budget is None else {"text": str(budget), "limit": _badness(budget)},
+        "budget": budget and {"text": str(budget), "limit": _error(budget.limit, metric)},
         "columns": {
             path: {
                 "heading": heading,
@@ -155,10 +155,6 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
 def _error(figure: float, metric: str) -> float:
     """Return the figure as an error that grows from 0; a cosine becomes its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
-
-
-def _badness(budget: Budget) -> float:
-    return _error(budget.limit, budget.metric)
 
 
 def _short(value: Any) -> Any:

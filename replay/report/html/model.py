@@ -22,9 +22,9 @@ def answers(checks: Sequence[Check]) -> Iterator[str]:
         best = max(timed, key=lambda each: _speedup(each, span)["ratio"])
         speedup, predicted = _speedup(best, span), _predicted(best, span)
         if speedup["verdict"] != "fast":
-            yield f"{_title(span)}: no kernel makes it measurably faster"
+            yield f"{SPANS.get(span, span)}: no kernel makes it measurably faster"
             continue
-        text = f"{_title(span)}: {best['kernel']} {speedup['ratio']:.2f}×"
+        text = f"{SPANS.get(span, span)}: {best['kernel']} {speedup['ratio']:.2f}×"
         if speedup["low"] is not None:
             text += f" ({speedup['low']:.2f}-{speedup['high']:.2f})"
         if predicted is not None:
@@ -37,7 +37,7 @@ def model_data(checks: Sequence[Check]) -> dict[str, Any]:
     return {
         "spans": [
             {
-                "span": _title(span),
+                "span": SPANS.get(span, span),
                 "kernel": each["kernel"],
                 "ms": each["measured"][span]["ms"]["p50"],
                 "measured": _speedup(each, span),
@@ -63,10 +63,6 @@ def model_data(checks: Sequence[Check]) -> dict[str, Any]:
 
 def _spans(checks: Sequence[Check]) -> list[str]:
     return list(dict.fromkeys(span for each in checks for span in each["measured"]))
-
-
-def _title(span: str) -> str:
-    return "one full run" if span == RUN else SPANS.get(span, span)
 
 
 def _speedup(checked: Check, span: str) -> Any:
