@@ -65,7 +65,10 @@ def overflow(subject: Subject) -> Evidence | None:
             f"the output {kind}; {reach[name]}, and with {HOW[name].format(1 / factor)} {now}",
             {
                 **numbers,
-                **{"scaled": name, "factor": factor, "error": own, "error_scaled": score.error},
+                "scaled": name,
+                "factor": factor,
+                "error": own,
+                "error_scaled": score.error,
             },
         )
     return None

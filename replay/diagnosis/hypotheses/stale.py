@@ -127,7 +127,9 @@ def _judged(
                     "stale-graph",
                     f"given {where}, it computed with the {' and '.join(names)} of the call before",
                     {
-                        **{"where": where, "same_bits": False, "stale": list(names)},
+                        "where": where,
+                        "same_bits": False,
+                        "stale": list(names),
                         "error": own.error,
                         "error_with_old_values": score.error,
                     },
