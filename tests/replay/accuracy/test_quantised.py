@@ -194,27 +194,6 @@ def test_sentence_names_heads_and_rows() -> None:
     assert sentence.endswith("(8-bit attention in that head)")
 
 
-def test_noise_is_computed_once_for_quantised_kernels(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    computed = []
-    real = quantised.QuantisedNoise.of
-
-    def counted(*arguments: object) -> object:
-        computed.append(arguments)
-        return real(*arguments)
-
-    monkeypatch.setattr(quantised.QuantisedNoise, "of", counted)
-    call = hard_call("plain", 0, torch.float16)
-    expected = Expected.of(call)
-    output = F.scaled_dot_product_attention(**call.arguments())
-    judge(output, expected, "exact")
-    assert not computed
-    judge(output, expected, "quantised")
-    judge(output, expected, "quantised")
-    assert len(computed) == 1
-
-
 def may_use_tf32() -> bool:
     if hasattr(torch.backends.mkldnn, "matmul"):
         return str(torch.backends.cuda.matmul.fp32_precision) == "tf32"
@@ -239,29 +218,6 @@ class TF32(torch.overrides.TorchFunctionMode):
                 for each in args
             )
         return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("outlier", [1.0, 30.0])
-def test_tf32_hardly_changes_limits(outlier: float) -> None:
-    call = factories.sized_call((1, 4, 2, 256, 256, 64, 64), dtype=torch.bfloat16)
-    call.key[..., :2] *= outlier
-    expected, thresholds = Expected.of(call), QuantisedThresholds()
-    exact = expected.quantised
-    with TF32() as mode:
-        assert torch.equal(Expected.of(call).reference, expected.reference)
-        assert mode.products == 0
-        rounded = Expected.of(call).quantised
-    assert exact is not None
-    assert rounded is not None
-    assert mode.products > 0
-    assert rounded.whole_limit(thresholds) == pytest.approx(exact.whole_limit(thresholds), rel=0.01)
-    for limits in ("head_limits", "row_limits"):
-        torch.testing.assert_close(
-            getattr(rounded, limits)(thresholds),
-            getattr(exact, limits)(thresholds),
-            rtol=0.03,
-            atol=0,
-        )
 
 
 @pytest.mark.parametrize(("values", "cuts"), zip(HARD, (False, True) * 3, strict=True))

@@ -111,13 +111,6 @@ def test_non_finite_inputs_spread_as_in_torch_math(
     )
 
 
-def test_mask_and_causal_together_mean_both() -> None:
-    allowed = torch.rand(9, 13) > 0.4
-    both = random_call(attn_mask=allowed, is_causal=True)
-    intersection = random_call(attn_mask=allowed.tril())
-    torch.testing.assert_close(attention(both, block_elements=40), attention(intersection))
-
-
 def test_strided_inputs_are_read() -> None:
     call = random_call()
     moved = call.with_tensors(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.kernels.constraints import no_mask
-from replay.kernels.registry import Kernel, catalogue
+from replay.kernels.registry import Kernel
 from tests.factories import normal, random_call
 from tests.replay.bench.small_kernels import Replayed, sdpa
 
@@ -110,12 +110,6 @@ def test_kernel_that_takes_the_mask_gets_it_when_rows_are_for_a_model(replayed: 
     found = replayed(call, either, kernel("mine"), for_model=True)
     assert [found[name].restated_as for name in ("either", "mine")] == ["", "window 3/0"]
     assert [found[name].status for name in ("either", "mine")] == ["ok", "ok"]
-
-
-def test_flex_prefers_a_block_mask_that_is_kept() -> None:
-    flex = catalogue()["flex"]
-    assert flex.prefers_rewritten_mask(random_call(is_causal=True))
-    assert not flex.prefers_rewritten_mask(random_call(seqused_k=torch.tensor([3])))
 
 
 def test_both_forms_are_timed_on_the_same_changing_inputs(replayed: Replayed) -> None:

@@ -32,26 +32,16 @@ OUTCOMES: dict[str, tuple[Callable[..., Any], str, str]] = {
         "returned float64 where float32 is right",
     ),
     "a-tuple": (lambda **a: (sdpa(**a), None), "error", "returned tuple, not a tensor"),
-    "nothing": (lambda **a: None, "error", "returned NoneType, not a tensor"),
     "raises": (
         raising(ValueError("no such tile\nlong story")),
         "error",
         "ValueError: no such tile",
     ),
-    "raises-silently": (raising(AssertionError()), "error", "AssertionError: AssertionError"),
     "exits": (raising(SystemExit(0)), "error", "SystemExit: 0"),
     "out-of-memory": (
         raising(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")),
         "out-of-memory",
         "needed 2 GiB",
-    ),
-    "host-memory": (raising(MemoryError()), "out-of-memory", "MemoryError"),
-    "cpu-allocator": (
-        raising(
-            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
-        ),
-        "out-of-memory",
-        "can't allocate memory",
     ),
     "requires-grad": (
         lambda **a: sdpa(**a).requires_grad_(),

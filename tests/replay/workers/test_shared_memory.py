@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -64,21 +62,6 @@ def test_file_grows_for_every_sender(shared: SharedFile) -> None:
     for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
         sent = torch.randn(elements)
         assert torch.equal(inbox.take(sender.put({"output": sent}))["output"], sent)
-
-
-def _take_and_add(message: dict[str, Any], path: str, answers: Any) -> None:
-    found = Inbox(CPU).take(message)["output"]
-    answers.put(Outbox(path, CPU).put({"output": found + 1}))
-
-
-def test_tensors_reach_another_process(shared: SharedFile) -> None:
-    fork, sent = get_context("fork"), torch.randn(100)
-    message = Outbox(shared.path, CPU).put({"output": sent})
-    answers = fork.SimpleQueue()
-    process = fork.Process(target=_take_and_add, args=(message, shared.path, answers))
-    process.start()
-    process.join()
-    assert torch.equal(Inbox(CPU).take(answers.get())["output"], sent + 1)
 
 
 def test_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ import pytest
 import replay as replay_package
 from capture.storage.dataset import Dataset
 from replay.bench.settings import Settings
-from replay.kernels.registry import Kernel, find
+from replay.kernels.registry import find
 from replay.workers.environments import Environment
 from replay.workers.process import LOG_BYTES
 from replay.workloads.random_calls import Spec
@@ -220,55 +221,6 @@ def test_no_process_stays_behind_after_more_crashes(more_deaths: Finished) -> No
 
 
 ALONE = """
-import os, pathlib
-from torch.nn.functional import scaled_dot_product_attention
-here = pathlib.Path(__file__).parent
-served = set()
-
-def serve(name, *arguments, **options):
-    served.add(name)
-    (here / name).write_text(str(os.getpid()))
-    if len(served) > 1:
-        raise RuntimeError(f"one process, and {len(served)} of its kernels")
-    return scaled_dot_product_attention(*arguments, **options)
-
-def first(*arguments, **options): return serve("first", *arguments, **options)
-def second(*arguments, **options): return serve("second", *arguments, **options)
-def crash(*arguments, **options): os._exit(9)
-"""
-
-
-@pytest.mark.slow
-def test_kernels_with_their_own_process_run_alone(tmp_path: Path, quick: Settings) -> None:
-    """In a shared process `second` would fail, and a crash would end the process of `first`."""
-    file = tmp_path / "alone.py"
-    file.write_text(ALONE)
-    alone = [
-        Kernel(f"{file}:{name}", find("torch-math").attention, own_process=True)
-        for name in ("first", "crash", "second")
-    ]
-    asked = [alone[0], find("torch-math"), *alone[1:]]
-    call = synthetic_workload("call", "random", Spec(1, 2, 2, 64, 64, 32, 32), seed=0)
-    environment = Environment("this", sys.executable, 60)
-    try:
-        rows = environment.replay(call, asked, quick, lambda stage: None)
-        pids = [int((tmp_path / name).read_text()) for name in ("first", "second")]
-        assert len(set(pids)) == 2
-        assert all(Path(f"/proc/{pid}").exists() for pid in pids)
-    finally:
-        environment.close()
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
-
-    assert [row.kernel for row in rows] == [*(kernel.name for kernel in asked), "torch-default"]
-    assert [row.status for row in rows] == ["ok", "ok", "crash", "ok", "ok"]
-    assert rows[2].reason == "the worker exited with code 9"
-    assert all(row.environment == "this" and row.machine.torch for row in rows)
-    assert [row.speedup and row.speedup.vs for row in rows] == [
-        *("torch-default", "torch-default", None, "torch-default", None)
-    ]
-
-
-DISTURBING = """
 import os, pathlib, time, torch
 from torch.nn.functional import scaled_dot_product_attention
 here = pathlib.Path(__file__).parent
@@ -277,6 +229,8 @@ def serve(name, *arguments, **options):
     (here / name).write_text(str(os.getpid()))
     return scaled_dot_product_attention(*arguments, **options)
 
+def apart(*arguments, **options): return serve("apart", *arguments, **options)
+def crash(*arguments, **options): os._exit(9)
 def honest(*arguments, **options): return serve("honest", *arguments, **options)
 
 def setting(*arguments, **options):
@@ -290,27 +244,35 @@ def function(*arguments, **options):
 
 
 @pytest.mark.slow
-def test_disturbing_kernels_run_alone_from_then_on(tmp_path: Path, quick: Settings) -> None:
-    file = tmp_path / "disturbing.py"
-    file.write_text(DISTURBING)
-    names = ("function", "honest", "setting")
+def test_kernels_that_need_or_disturb_a_process_run_alone(tmp_path: Path, quick: Settings) -> None:
+    file = tmp_path / "alone.py"
+    file.write_text(ALONE)
+    names = ("apart", "crash", "honest", "setting", "function")
     kernels = [find(f"{file}:{name}") for name in names]
+    kernels[:2] = (replace(kernel, own_process=True) for kernel in kernels[:2])
     call = synthetic_workload("call", "random", Spec(1, 2, 2, 64, 64, 32, 32), seed=0)
     environment = Environment("this", sys.executable, 60)
     try:
         rows = environment.replay(call, kernels, quick, lambda stage: None)
-        pids = {(tmp_path / name).read_text() for name in names}
+        pids = {int((tmp_path / name).read_text()) for name in names if name != "crash"}
     finally:
         environment.close()
-    assert len(pids) == 3
-    assert [(row.kernel.rpartition(":")[2], row.status, row.process != "") for row in rows] == [
-        ("function", "error", True),
+    assert len(pids) == 4
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    found = [(row.kernel.rpartition(":")[2], row.status, row.process != "") for row in rows]
+    assert found == [
+        ("apart", "ok", True),
+        ("crash", "crash", True),
         ("honest", "ok", False),
         ("setting", "ok", True),
+        ("function", "error", True),
         ("torch-default", "ok", False),
     ]
-    assert rows[0].reason == "replaces time.sleep, which measurements rely on"
-    assert "changes torch.get_default_dtype" in rows[2].flags
+    assert rows[0].speedup is not None
+    assert rows[0].speedup.vs == "torch-default"
+    assert rows[1].reason == "the worker exited with code 9"
+    assert "changes torch.get_default_dtype" in rows[3].flags
+    assert rows[4].reason == "replaces time.sleep, which measurements rely on"
 
 
 @pytest.mark.slow
