@@ -20,7 +20,7 @@ from replay.kernels.registry import select
 from replay.rows.row_files import row_to_json
 from replay.timing.timer import Cache
 from replay.workers.environment_options import interpreters
-from replay.workers.execution import execution
+from replay.workers.execution import assigned, execution
 from replay.workers.process import first_processes
 from replay.workloads.random_calls import Spec
 from replay.workloads.recorded import recorded_call
@@ -59,16 +59,17 @@ def sweep(
     """
     device = gpu()
     kernels, _ = select(names)
+    pythons = interpreters(arguments.env)
     with (
         first_processes(timeout=300.0) as first,
-        execution(first, interpreters(arguments.env), timeout=300.0) as where,
+        execution(first, pythons, timeout=300.0) as where,
     ):
-        assigned = where.assign(kernels, device)
+        environments = assigned(where, kernels, device, pythons)
         for call, cache in calls:
             settings = Settings(device, cache, max_seconds=arguments.max_seconds)
             began = time.monotonic()
             new = list(
-                where.replay(Schedule([call]), assigned, settings, lambda workload, stage: None)
+                where.replay(Schedule([call]), environments, settings, lambda workload, stage: None)
             )
             rows += [row_to_json(row) for row in new if row.status != "unavailable"]
             print(f"{call.name}: {time.monotonic() - began:.0f} s", flush=True)

@@ -119,7 +119,9 @@ class Session:
             say(found.note)
         if not self._quiet and (unread := self._no_readings()):
             say(unread)
-        self.assigned = self._where.assign(self.kernels, self.device)
+        from replay.workers.execution import assigned
+
+        self.assigned = assigned(self._where, self.kernels, self.device, self.pythons)
         for name, kernels in self.assigned.items():
             logger.info("in %s: %s", name, ", ".join(kernel.name for kernel in kernels))
 

@@ -101,15 +101,6 @@ class Fleet:
                 merged[name] = found | known | able
         return merged
 
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        """Assign each kernel to the environments that can run the kernel on any type of device."""
-        merged: Assignment = {}
-        for slot in self._of_each_kind():
-            for name, able in slot.workers.assign(kernels, device).items():
-                names = {kernel.name for kernel in (*merged.get(name, []), *able)}
-                merged[name] = [kernel for kernel in kernels if kernel.name in names]
-        return merged
-
     def _of_each_kind(self) -> list[DeviceSlot]:
         """Return the first slot of each type of device, sorted by type."""
         first = {slot.device.kind: slot for slot in reversed(self._slots)}

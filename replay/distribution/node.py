@@ -100,10 +100,6 @@ class Node:
     def probe(self, kernels: Sequence[str], device: str) -> Findings:
         return self._workers.probe(list(map(find, kernels)), torch.device(device))
 
-    def assign(self, kernels: Sequence[str], device: str) -> Names:
-        assigned = self._workers.assign(list(map(find, kernels)), torch.device(device))
-        return {name: [kernel.name for kernel in able] for name, able in assigned.items()}
-
     def work_on(self, device: str) -> bool:
         return self._workers.work_on(torch.device(device))
 

@@ -221,11 +221,6 @@ class RemoteWorkers:
         found: Findings = self.get(self._actor.probe.remote(_names(kernels), str(device)))
         return found
 
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        assigned = self.get(self._actor.assign.remote(_names(kernels), str(device)))
-        by_name = {kernel.name: kernel for kernel in kernels}
-        return {name: [by_name[kernel] for kernel in able] for name, able in assigned.items()}
-
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:

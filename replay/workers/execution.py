@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -50,9 +50,6 @@ class Execution(Protocol):
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         """Find out which kernels can run, by environment."""
 
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        """Assign kernels to environments."""
-
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
@@ -69,9 +66,6 @@ class InProcess:
 
     def probe(self, kernels: Sequence[Kernel], device: torch.device) -> Findings:
         return {HERE: {kernel.name: _probed(kernel, device) for kernel in kernels}}
-
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        return {HERE: list(kernels)}
 
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
@@ -146,11 +140,6 @@ class Workers:
             for name, environment in self._environments.items()
         }
 
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        if len(self._environments) == 1:
-            return {HERE: list(kernels)}
-        return assign(kernels, self.probe(kernels, device))
-
     def replay(
         self, schedule: Schedule, assigned: Assignment, settings: Settings, report: Progress
     ) -> Iterator[Row]:
@@ -172,6 +161,18 @@ class Workers:
     def work_on(self, device: torch.device) -> bool:
         """Return whether a new worker can compute anything on a device."""
         return self._environments[HERE].works_on(device)
+
+
+def assigned(
+    where: Execution,
+    kernels: Sequence[Kernel],
+    device: torch.device,
+    interpreters: Mapping[str, str],
+) -> Assignment:
+    """Assign kernels to environments; no kernel is probed if there is only this interpreter."""
+    if not interpreters:
+        return {HERE: list(kernels)}
+    return assign(kernels, where.probe(kernels, device))
 
 
 @contextlib.contextmanager

@@ -241,9 +241,6 @@ class OfKind(StandIn):
         reason = None if self._kind == "H200" else "needs an H200"
         return {HERE: {kernel.name: ProbeResult(reason) for kernel in kernels}}
 
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        return {HERE: list(kernels)[:1], self._kind: list(kernels)}
-
 
 def on_kinds(count: int) -> list[Workload]:
     return [replace(call, on=kind) for kind in ("H100", "H200") for call in calls(count)]
@@ -304,17 +301,11 @@ def test_type_without_a_device_left_is_named(
         )
 
 
-def test_kernel_is_assigned_when_one_type_can_run_it(
+def test_kernel_can_run_when_one_type_can_run_it(
     of_kinds: Callable[..., tuple[Fleet, list[OfKind]]], quick: Settings
 ) -> None:
     fleet, _ = of_kinds()
-    kernels = [factories.kernel("a"), factories.kernel("b")]
-    assert fleet.probe(kernels, quick.device)[HERE]["a"].reason is None
-    assert fleet.assign(kernels, quick.device) == {
-        HERE: kernels[:1],
-        "H100": kernels,
-        "H200": kernels,
-    }
+    assert fleet.probe([factories.kernel("a")], quick.device)[HERE]["a"].reason is None
 
 
 class Measured(OfKind):
@@ -342,9 +333,6 @@ class Measured(OfKind):
                 if kernel.name == faster == "torch-flash"
                 else None,
             )
-
-    def assign(self, kernels: Sequence[Kernel], device: torch.device) -> Assignment:
-        return {HERE: list(kernels)}
 
 
 def test_cluster_of_two_types_has_a_table_for_each_and_one_of_both(
