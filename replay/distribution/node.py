@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar
 
 import torch
 
@@ -21,16 +18,14 @@ from replay.kernels.registry import find
 from replay.rows.row import KernelId, Machine, Row
 from replay.timing.machine import describe
 from replay.workers.environment_options import WorkerError
-from replay.workers.execution import Assignment, Findings, Progress, Workers
+from replay.workers.execution import Assignment, Findings, Workers
 from replay.workers.process import Placement, first_processes
 from replay.workloads.schedule import Schedule
-from replay.workloads.sources import source_from_json
+from replay.workloads.sources import Source
 from replay.workloads.workload import Workload
 
 Names = Mapping[str, Sequence[str]]
 """Names of kernels by environment."""
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,45 +107,28 @@ class Node:
         """Write a file that another machine sent."""
         receive(facts, content, directory)
 
-    def replay(
-        self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
-    ) -> Iterator[str | list[Row]]:
-        """Yield each stage of a call when it is reached, and finally the rows.
+    def replay(self, source: Source, assigned: Names, settings: Settings) -> list[Row]:
+        """Return the rows of a call.
 
         Args:
-            source: JSON of a source with files on this node.
+            source: the call, with files on this node.
 
         Raises:
             WorkerError: an environment does not work.
         """
-
-        def work(call: Workload, kernels: Assignment, wanted: Settings, say: Progress) -> list[Row]:
-            return list(self._workers.replay(Schedule([call]), kernels, wanted, say))
-
-        yield from _stages_and_result(work, source, assigned, settings)
+        schedule, kernels = Schedule([Workload.of(source)]), _kernels(assigned)
+        return list(self._workers.replay(schedule, kernels, settings, _unreported))
 
     def first_calls(
-        self, source: dict[str, Any], assigned: Names, settings: dict[str, Any]
-    ) -> Iterator[str | dict[KernelId, float]]:
-        """Yield each kernel when it is called, and finally the milliseconds of all first calls."""
-        yield from _stages_and_result(self._workers.first_calls, source, assigned, settings)
+        self, source: Source, assigned: Names, settings: Settings
+    ) -> dict[KernelId, float]:
+        """Call each kernel once; return the milliseconds of these first calls."""
+        kernels = _kernels(assigned)
+        return self._workers.first_calls(Workload.of(source), kernels, settings, _unreported)
 
 
-def _stages_and_result(
-    work: Callable[[Workload, Assignment, Settings, Progress], T],
-    source: dict[str, Any],
-    assigned: Names,
-    settings: dict[str, Any],
-) -> Iterator[str | T]:
-    workload, wanted = Workload.of(source_from_json(source)), Settings.from_json(settings)
-    kernels = {name: list(map(find, names)) for name, names in assigned.items()}
-    events: SimpleQueue[str | Future[T]] = SimpleQueue()
+def _kernels(assigned: Names) -> Assignment:
+    return {name: list(map(find, names)) for name, names in assigned.items()}
 
-    def say(_: Workload, stage: str) -> None:
-        events.put(stage)
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(work, workload, kernels, wanted, say).add_done_callback(events.put)
-        while isinstance(event := events.get(), str):
-            yield event
-        yield event.result()
+def _unreported(_: Workload, stage: str) -> None: ...

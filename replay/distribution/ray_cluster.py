@@ -261,15 +261,6 @@ class RemoteWorkers:
         import ray
         from ray.exceptions import RayError
 
-        self._wait(answer, deadline)
-        try:
-            return ray.get(answer)
-        except RayError as error:
-            raise WorkerError(_in_a_sentence(self._host, error)) from error
-
-    def _wait(self, answer: Any, deadline: float = math.inf) -> None:
-        import ray
-
         while not ray.wait([answer], timeout=LOOK_SECONDS)[0]:
             if self._stopped.is_set():
                 raise Stopped
@@ -277,6 +268,10 @@ class RemoteWorkers:
                 raise WorkerError(
                     f"{self._host} does not answer: it is busy with other work, or gone"
                 )
+        try:
+            return ray.get(answer)
+        except RayError as error:
+            raise WorkerError(_in_a_sentence(self._host, error)) from error
 
     def _work_on_call(
         self,
@@ -288,15 +283,10 @@ class RemoteWorkers:
     ) -> Any:
         if self._stopped.is_set():
             raise Stopped
-        source = self._sent(workload.source).to_json()
+        source = self._sent(workload.source)
+        report(workload, "running")
         names = {name: _names(kernels) for name, kernels in assigned.items()}
-        answers = method.options(num_returns="streaming").remote(source, names, settings.to_json())
-        while True:
-            self._wait(answers)
-            found = self.get(next(answers))
-            if not isinstance(found, str):
-                return found
-            report(workload, found)
+        return self.get(method.remote(source, names, settings))
 
     def _sent(self, source: Source) -> Source:
         """Return the source of a call on the node, and send files that the node lacks."""

@@ -83,9 +83,7 @@ class FakeEvent:
         return 5.0
 
 
-def test_one_output_per_chunk_is_kept_on_average(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_output_per_chunk_is_kept_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     calls, kept = itertools.count(), list[object]()
     chunks = _chunks(lambda: next(calls), 10, kept.append)
