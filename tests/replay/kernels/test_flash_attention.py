@@ -326,22 +326,10 @@ def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
     )
 
 
-@pytest.mark.usefixtures("flash_attn")
-def test_fa2() -> None:
-    assert verify("fa2") == REFUSED
-
-
 @pytest.mark.usefixtures("flash_attn_interface")
 @pytest.mark.parametrize("name", ["fa3", "fa3-fp8"])
 def test_fa3(name: str, flash_attn_interface_returns: str) -> None:
     assert verify(name, flash_attn_interface_returns) == REFUSED
-
-
-@pytest.mark.usefixtures("flash_attn_4")
-def test_fa4() -> None:
-    refused = verify("fa4")
-    assert {**refused, "narrow values": REFUSED["narrow values"]} == REFUSED
-    assert "narrow values" not in refused
 
 
 NO_PADDING = (
@@ -358,17 +346,31 @@ NOT_PADDED = {
 
 
 @pytest.mark.usefixtures("flash_attn")
-def test_fa2_varlen_on_padded_batches() -> None:
+def test_fa2() -> None:
+    assert verify("fa2") == REFUSED
     assert verify("fa2-varlen") == NOT_PADDED
+    assert verify("fa2-kvcache") == {
+        **{
+            kind: "decode only: one query per sequence, not 130"
+            for kind in KINDS
+            if "decode" not in kind
+        },
+        **{kind: REFUSED[kind] for kind in ("float32", "narrow values")},
+    }
 
 
 @pytest.mark.usefixtures("flash_attn_interface")
-def test_fa3_varlen_on_padded_batches(flash_attn_interface_returns: str) -> None:
+def test_fa3_with_lengths(flash_attn_interface_returns: str) -> None:
     assert verify("fa3-varlen", flash_attn_interface_returns) == NOT_PADDED
+    taken = KINDS.keys() - verify("fa3-kvcache", flash_attn_interface_returns).keys()
+    assert taken == {"decode", "decode of one", "decode, scale"}
 
 
 @pytest.mark.usefixtures("flash_attn_4")
-def test_fa4_varlen_on_padded_batches() -> None:
+def test_fa4() -> None:
+    refused = verify("fa4")
+    assert {**refused, "narrow values": REFUSED["narrow values"]} == REFUSED
+    assert "narrow values" not in refused
     assert verify("fa4-varlen") == {**NOT_PADDED, "narrow values": NO_LENGTHS}
 
 
@@ -552,24 +554,6 @@ def test_an_older_varlen_attn(
     assert catalogue()["torch-varlen"].refuses(LIBRARY_CALLS["packed"]) == (
         f"the varlen_attn of PyTorch {torch.__version__} has no enable_gqa"
     )
-
-
-@pytest.mark.usefixtures("flash_attn")
-def test_fa2_kvcache_is_for_decode() -> None:
-    assert verify("fa2-kvcache") == {
-        **{
-            kind: "decode only: one query per sequence, not 130"
-            for kind in KINDS
-            if "decode" not in kind
-        },
-        **{kind: REFUSED[kind] for kind in ("float32", "narrow values")},
-    }
-
-
-@pytest.mark.usefixtures("flash_attn_interface")
-def test_fa3_kvcache_is_for_decode(flash_attn_interface_returns: str) -> None:
-    taken = KINDS.keys() - verify("fa3-kvcache", flash_attn_interface_returns).keys()
-    assert taken == {"decode", "decode of one", "decode, scale"}
 
 
 def test_quantise_keeps_what_float8_can() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch._dynamo.exc import Unsupported
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES
@@ -48,7 +47,15 @@ def test_every_feature_has_a_call_here() -> None:
     assert {name for call in CALLS.values() for name in call.features} == FEATURES.keys()
 
 
-@pytest.mark.parametrize("kernel", catalogue().values(), ids=list(catalogue()))
+@pytest.mark.parametrize(
+    "kernel",
+    [
+        kernel
+        for kernel in catalogue().values()
+        if not kernel.name.endswith(("-compiled", "-autotuned"))  # tracing takes long
+    ],
+    ids=lambda kernel: kernel.name,
+)
 def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
     """`refuses` names the feature, and the drop-in raises an error."""
     for call in CALLS.values():
@@ -56,7 +63,7 @@ def test_unknown_features_are_refused_by_name(kernel: Kernel) -> None:
         if not unknown:
             continue
         assert kernel.refuses(call) == f"has no {' and no '.join(unknown)}"
-        with pytest.raises((NotImplementedError, TypeError, ImportError, Unsupported)):
+        with pytest.raises((NotImplementedError, TypeError, ImportError)):
             kernel.attention(**call.arguments())
 
 
