@@ -55,7 +55,15 @@ def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> 
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
 
-WINDOWS: list[Window] = [(0, 0), (5, None), (130, 0), (None, 20), (70, 300), (1000, 1000)]
+WINDOWS: list[Window] = [
+    (None, None),
+    (0, 0),
+    (5, None),
+    (130, 0),
+    (None, 20),
+    (70, 300),
+    (1000, 1000),
+]
 
 
 SIZES = [(200, 200), (70, 290), (290, 70), (1, 200)]
@@ -73,16 +81,12 @@ def test_windows(sizes: tuple[int, int], window: Window, bottom_right: bool) -> 
     verify("triton-fa2", call_of(*sizes, is_causal=is_causal, variant=variant))
 
 
-@pytest.mark.parametrize("sizes", [(100, 420), (420, 100), (7, 7)])
-def test_bottom_right(sizes: tuple[int, int]) -> None:
-    verify(
-        "triton-fa2", call_of(*sizes, is_causal=True, variant=AttentionVariant(bottom_right=True))
-    )
-
-
 @pytest.mark.usefixtures("size")
-@pytest.mark.parametrize("softcap", [0.3, 30.0])
-@pytest.mark.parametrize("scale", [None, -4.0])
+@pytest.mark.parametrize(
+    ("softcap", "scale", "size"),
+    pairwise(product([0.3, 30.0], [None, -4.0], LOADS)),
+    indirect=["size"],
+)
 def test_soft_caps(softcap: float, scale: float | None) -> None:
     variant = AttentionVariant(softcap=softcap)
     verify("triton-fa2", call_of(100, 200, scale=scale, is_causal=True, variant=variant))

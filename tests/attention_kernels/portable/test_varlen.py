@@ -92,19 +92,6 @@ def test_any_packed_batch(data: st.DataObject) -> None:
     )
 
 
-@pytest.mark.usefixtures("size")
-def test_what_another_element_holds_reaches_nobody_else() -> None:
-    """A block may extend past a sequence's end, into the next sequence's keys."""
-    query, key, value = (normal(150, 2, 64, seed=seed) for seed in range(3))
-    at = offsets([70, 80])
-    expected = packed_prefill(query, key, value, at, at, 80)
-    key[70:] = math.nan
-    value[70:] = math.nan
-    output = packed_prefill(query, key, value, at, at, 80)
-    assert torch.equal(output[:70], expected[:70])
-    assert output[70:].isnan().all()
-
-
 def padding(ranges: list[tuple[int, int]], length: int) -> Tensor:
     """Return (B, Sk) bool from each sequence's first key and number of keys."""
     places = torch.arange(length)

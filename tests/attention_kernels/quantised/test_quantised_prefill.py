@@ -52,47 +52,25 @@ WEIGHTS_ERROR = {False: 2e-3, True: 2**-4}
 of neighbouring e4m3 numbers, where a single key has all the weight."""
 
 
+def beyond(
+    *shape: int, is_causal: bool = True, has_sinks: bool = False, **options: Any
+) -> tuple[tuple[int, ...], bool, AttentionVariant, bool]:
+    return shape, is_causal, AttentionVariant(**options), has_sinks
+
+
 BEYOND = {
-    "window": ((1, 2, 1, 200, 200, 64), True, AttentionVariant(window=(50, 0)), False),
-    "window of both sides": (
-        (1, 2, 2, 140, 300, 40),
-        False,
-        AttentionVariant(window=(30, 70)),
-        False,
-    ),
-    "window of several blocks": (
-        (1, 1, 1, 400, 400, 64),
-        True,
-        AttentionVariant(window=(200, 0)),
-        False,
-    ),
-    "window of one key": ((1, 1, 1, 70, 70, 64), False, AttentionVariant(window=(0, 0)), False),
-    "bottom right": ((1, 2, 2, 100, 260, 64), True, AttentionVariant(bottom_right=True), False),
-    "rows without keys": (
-        (1, 2, 2, 260, 100, 64),
-        True,
-        AttentionVariant(bottom_right=True),
-        False,
-    ),
-    "both": (
-        (1, 2, 2, 70, 400, 96),
-        True,
-        AttentionVariant(bottom_right=True, window=(16, 0)),
-        False,
-    ),
-    "soft cap": ((1, 2, 2, 90, 150, 64), True, AttentionVariant(softcap=5.0), False),
-    "sinks": ((1, 4, 2, 70, 200, 64), True, AttentionVariant(), True),
-    "sinks, rows without keys": (
-        (1, 2, 2, 90, 40, 64),
-        True,
-        AttentionVariant(bottom_right=True),
-        True,
-    ),
-    "all": (
-        (2, 2, 1, 70, 290, 80),
-        True,
-        AttentionVariant(bottom_right=True, window=(100, 0), softcap=8.0),
-        True,
+    "window": beyond(1, 2, 1, 200, 200, 64, window=(50, 0)),
+    "window of both sides": beyond(1, 2, 2, 140, 300, 40, is_causal=False, window=(30, 70)),
+    "window of several blocks": beyond(1, 1, 1, 400, 400, 64, window=(200, 0)),
+    "window of one key": beyond(1, 1, 1, 70, 70, 64, is_causal=False, window=(0, 0)),
+    "bottom right": beyond(1, 2, 2, 100, 260, 64, bottom_right=True),
+    "rows without keys": beyond(1, 2, 2, 260, 100, 64, bottom_right=True),
+    "both": beyond(1, 2, 2, 70, 400, 96, bottom_right=True, window=(16, 0)),
+    "soft cap": beyond(1, 2, 2, 90, 150, 64, softcap=5.0),
+    "sinks": beyond(1, 4, 2, 70, 200, 64, has_sinks=True),
+    "sinks, rows without keys": beyond(1, 2, 2, 90, 40, 64, bottom_right=True, has_sinks=True),
+    "all": beyond(
+        2, 2, 1, 70, 290, 80, bottom_right=True, window=(100, 0), softcap=8.0, has_sinks=True
     ),
 }
 """Shape, causality, options beyond SDPA, and presence of sinks."""
@@ -426,13 +404,6 @@ def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
         assert copy is not odd
         torch.testing.assert_close(copy, odd)
         assert all(stride % 8 == 0 for stride in copy.stride()[:3])
-
-
-def test_core_alone(device: torch.device) -> None:
-    call = random_call(1, 2, 2, 64, 64, 64, device=device)
-    quantised = quantise_key_value(call.key, call.value, torch.int8, True)
-    output = attend_to_quantised(call.query, quantised)
-    torch.testing.assert_close(output, run(call, "sage-fp8"), rtol=0, atol=0)
 
 
 @each_kind
