@@ -97,9 +97,6 @@ def raises(*args, **kwargs):
     if _in_model():
         raise ValueError("not today")
     return sdpa(*args, **kwargs)
-
-def fails(*args, **kwargs):
-    raise ValueError("nowhere")
 """
 
 SLOW_SECONDS = 0.03
