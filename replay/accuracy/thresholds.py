@@ -81,13 +81,15 @@ class Thresholds:
         for table, values in tables.items():
             _check_name(source, "table", table, [field.name for field in fields(cls)])
             if not isinstance(values, dict):
-                raise ThresholdsError(f"{source}: {table} is a table: write [{table}] on its line")
+                raise ThresholdsError(
+                    f"{source}: {table} must be a table: write [{table}] on its line"
+                )
             usual = getattr(made, table)
             for name, value in values.items():
                 _check_name(source, f"key in [{table}]", name, list(vars(usual)))
                 if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                     raise ThresholdsError(
-                        f"{source}: {table}.{name} is a number from 0, such as "
+                        f"{source}: {table}.{name} must be a number of at least 0, such as "
                         f"{getattr(usual, name):g}, not {value!r}"
                     )
             numbers = {name: float(value) for name, value in values.items()}

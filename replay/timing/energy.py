@@ -101,7 +101,7 @@ def block(
         now, millijoules = clock(), read()
         if millijoules == last:
             if now - moved > STANDSTILL_SECONDS:
-                raise NoReading(f"the GPU's energy counter stands still for {now - moved:.0f} s")
+                raise NoReading(f"the GPU's energy counter has not changed for {now - moved:.0f} s")
             continue
         moved, last = now, millijoules
         if first is None:

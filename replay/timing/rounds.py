@@ -109,7 +109,7 @@ def measure(
     """
     device = torch.device(device)
     if rounds < 1:
-        raise ValueError(f"{rounds} rounds measure nothing: ask for at least one")
+        raise ValueError(f"rounds must be at least 1, not {rounds}")
     timer = timer_for(device, cache, calls_before)
     entered = {key: Candidate(function) for key, function in candidates.items()}
     if observer is not None:

@@ -15,7 +15,7 @@ def without_rejected_baseline(row: Row, rejected: Collection[str]) -> Row:
     """Remove a speed-up over a baseline whose own row was rejected."""
     if row.speedup is None or row.speedup.vs not in rejected:
         return row
-    return _without_speedup(row, f"the row of {row.speedup.vs} is not believed")
+    return _without_speedup(row, f"the row of {row.speedup.vs} was rejected")
 
 
 def without_slowed_baseline(row: Row, beside: Sequence[Row], clean: Sequence[Row]) -> Row:
@@ -32,7 +32,7 @@ def without_slowed_baseline(row: Row, beside: Sequence[Row], clean: Sequence[Row
     if beside_ms is None or clean_ms is None or beside_ms <= DISTURBED * clean_ms:
         return row
     times = beside_ms / clean_ms
-    return _without_speedup(row, f"{baseline} takes {times:.1f} times as long beside it")
+    return _without_speedup(row, f"{baseline} takes {times:.1f} times as long in the same process")
 
 
 def _without_speedup(row: Row, reason: str) -> Row:

@@ -40,12 +40,12 @@ def interpreters(options: Sequence[str], *, are_here: bool = True) -> dict[str, 
         elif not name or not python:
             raise WorkerError(f"--env {option}: write NAME=PATH/TO/python, or name a .toml file")
         elif given.setdefault(name, python) != python:
-            raise WorkerError(f"--env names two Pythons {name}: give each a name of its own")
+            raise WorkerError(f"--env is used for two Pythons ({name}): choose two names")
     found.update(given)
     for name, python in found.items():
         found[name] = python = os.path.expanduser(python)  # the shell does not expand it here
         if name == HERE:
-            raise WorkerError(f"the name {HERE!r} is taken by the environment that replays")
+            raise WorkerError(f"{HERE!r} is the name of this environment: choose another name")
         if are_here and shutil.which(python) is None:
             raise WorkerError(f"--env {name}: there is no Python at {python}")
     return found

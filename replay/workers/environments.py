@@ -96,7 +96,9 @@ class Environment:
             except Died as death:
                 if not death.kernel:
                     raise self._unusable(death) from death
-                found[death.kernel] = ProbeResult(f"{death.status} when asked: {death.reason}")
+                found[death.kernel] = ProbeResult(
+                    f"{death.status} during the check: {death.reason}"
+                )
         if self._disturbing:
             self._process.close()
         return found
@@ -357,7 +359,7 @@ class Environment:
         try:
             return rebuilt(Row, data)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            reason = f"its worker sent no row: {type(error).__name__}: {error}"
+            reason = f"its worker sent an invalid row: {type(error).__name__}: {error}"
             kernel = str(data.get("kernel", "")) if isinstance(data, dict) else ""
             return self._row(kernel, loaded, "error", printable(reason))
 
@@ -377,7 +379,7 @@ class Environment:
         death = self._last[name]
         note = ""
         if self._deaths[name] >= MAXIMUM_DEATHS:
-            note = f"; not tried again, it ended {MAXIMUM_DEATHS} workers"
+            note = f"; not tried again, because it ended {MAXIMUM_DEATHS} workers"
         return self._row(name, loaded, death.status, death.reason + note, death.log)
 
     def _unusable(self, error: CannotStart | Died) -> WorkerError:

@@ -293,7 +293,7 @@ class Process:
                 raise Stopped
             left = deadline - time.monotonic()
             if left <= 0:
-                reason = f"no sign of life for {patience:g} s ({allowed})"
+                reason = f"no message for {patience:g} s ({allowed})"
                 raise self._death(reason, "timeout")
             ready = [key.fd for key, _ in self._selector.select(min(left, LOOK_SECONDS))]
             if not ready and self._child.poll() is not None:

@@ -42,17 +42,17 @@ def test_file_replaces_the_defaults(tmp_path: Path) -> None:
             "[exact]\nrounding = 1\n",
             "no key in [exact] is called 'rounding': did you mean rounding_factor?",
         ),
-        ("exact = 1\n", "exact is a table: write [exact] on its line"),
+        ("exact = 1\n", "exact must be a table: write [exact] on its line"),
         (
             '[exact]\nrounding_factor = "6"\n',
-            "exact.rounding_factor is a number from 0, such as 4, not '6'",
+            "exact.rounding_factor must be a number of at least 0, such as 4, not '6'",
         ),
         (
             "[exact]\nrounding_factor = true\n",
-            "exact.rounding_factor is a number from 0, such as 4, not True",
+            "exact.rounding_factor must be a number of at least 0, such as 4, not True",
         ),
-        ("[quantised]\nminimum_cosine = nan\n", "a number from 0, such as 0.99, not nan"),
-        ("[quantised]\nnoise_factor = -1\n", "a number from 0, such as 1.35, not -1"),
+        ("[quantised]\nminimum_cosine = nan\n", "a number of at least 0, such as 0.99, not nan"),
+        ("[quantised]\nnoise_factor = -1\n", "a number of at least 0, such as 1.35, not -1"),
         ("[exact\n", "is not TOML: "),
     ],
 )

@@ -219,7 +219,7 @@ def test_silent_interpreter_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
     silent = tmp_path / "silent"
     silent.write_text("#!/bin/sh\nexec sleep 1000\n")
     silent.chmod(0o755)
-    with pytest.raises(WorkerError, match=r"work: no sign of life for 0\.2 s \(--timeout\)"):
+    with pytest.raises(WorkerError, match=r"work: no message for 0\.2 s \(--timeout\)"):
         Environment("silent", str(silent), 0.2).probe([kernel("a")], "cpu")
     monkeypatch.setattr("replay.workers.process.ANSWERING_SECONDS", 0.3)
     with pytest.raises(WorkerError, match=r"for 0\.3 s \(what a start may take\)"):
@@ -245,8 +245,8 @@ def test_interpreters_are_read_from_options_and_a_file(
         (["fa4"], "", "--env fa4: write NAME=PATH/TO/python"),
         (["=python"], "", "write NAME=PATH/TO/python"),
         (["fa4="], "", "write NAME=PATH/TO/python"),
-        (["this=/bin/sh"], "", "'this' is taken"),
-        (["a=/bin/sh", "a=/bin/ls"], "", "--env names two Pythons a: give each a name of its own"),
+        (["this=/bin/sh"], "", "'this' is the name of this environment"),
+        (["a=/bin/sh", "a=/bin/ls"], "", r"--env is used for two Pythons \(a\): choose two names"),
         (["fa4=/no/such/python"], "", "--env fa4: there is no Python at /no/such/python"),
         (["fa4=/tmp"], "", "--env fa4: there is no Python at /tmp"),
         ([], "environments = 3", r"needs \[environments\] with lines"),
@@ -402,7 +402,7 @@ def test_unreadable_row_costs_only_itself(ask: Ask, wrong: dict[str, Any], named
     rows, *_ = ask([{"at": LOADING}, CALL, row_of("a"), sent, row_of("c")])
     (refused,) = [row for row in rows if row.status == "error"]
     assert len(rows) == 3
-    assert refused.reason.startswith("its worker sent no row: ")
+    assert refused.reason.startswith("its worker sent an invalid row: ")
     assert named in refused.reason
 
 
@@ -435,7 +435,7 @@ def test_kernel_is_given_up_after_three_crashes(ask: Ask) -> None:
     rows, process, _ = ask(alive)
     assert process.kernels() == [["a", "c"]]
     assert not process.requests[0]["options"]["synchronous"]
-    assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+    assert rows[1].reason == "gone; not tried again, because it ended 3 workers"
 
 
 def environment_with(*answers: Answers) -> tuple[Environment, FakeProcess]:
@@ -487,7 +487,7 @@ def test_crash_in_an_own_process_is_counted_there(ask: Ask) -> None:
         assert ("not tried again" in rows[1].reason) == (death == MAXIMUM_DEATHS)
     rows, _, second = ask(common, alone=[[CALL, BASELINE]], own_process=True)
     assert second.kernels() == [[]]
-    assert rows[1].reason == "gone; not tried again, it ended 3 workers"
+    assert rows[1].reason == "gone; not tried again, because it ended 3 workers"
 
 
 @pytest.mark.parametrize("name", ["baseline", "errors_against"])
@@ -546,7 +546,7 @@ def test_speed_up_is_withheld_when_the_kernel_slows_its_baseline(
     speedups = {row.kernel: row.speedup is not None for row in rows}
     assert speedups == {"a": True, "b": is_compared, "torch-default": False}
     flags = {row.kernel: row.flags for row in rows}
-    told = ("no speed-up: torch-default takes 1.6 times as long beside it",)
+    told = ("no speed-up: torch-default takes 1.6 times as long in the same process",)
     assert flags == {"a": (), "b": () if is_compared else told, "torch-default": ()}
 
 
@@ -568,7 +568,7 @@ def test_probe_reports_crashes_and_disturbing_libraries() -> None:
     )
     assert environment.probe([*map(kernel, ASKED)], "cpu") == {
         "a": ProbeResult(None, "1"),
-        "b": ProbeResult("crash when asked: gone"),
+        "b": ProbeResult("crash during the check: gone"),
         "c": ProbeResult("no"),
     }
     assert process.closed_after == [2]

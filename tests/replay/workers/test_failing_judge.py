@@ -91,7 +91,7 @@ def test_speed_up_is_withheld_over_a_rejected_baseline(
     for rows in rows_by(JudgeProcess):
         assert (rows[0].status, rows[0].reason) == ("error", "planted")
         assert (rows[1].status, rows[1].speedup) == ("ok", None)
-        assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} is not believed"
+        assert rows[1].flags[-1] == f"no speed-up: the row of {baseline} was rejected"
 
 
 def test_call_whose_reference_cannot_be_computed_costs_its_rows(rows_by: Rows) -> None:

@@ -104,7 +104,7 @@ def open_descriptors() -> int:
     ("script", "status", "reason", "log", "timeout"),
     [
         ("talks-nonsense", "crash", "something else wrote into the worker's replies", "", 60),
-        ("prints-for-ever", "timeout", "no sign of life for 0.5 s", "y", 0.5),
+        ("prints-for-ever", "timeout", "no message for 0.5 s", "y", 0.5),
         ("shuts-its-mouth", "crash", "closed its pipe and did not end", "", 60),
         ("aborts", "crash", "ended by SIGABRT", "the last words, cut � short", 60),
         ("real-time-signal", "crash", "ended by signal 3", "", 60),

@@ -113,7 +113,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "exits_when_imported": ("crash", "exited with code 3", "the last words of an import"),
     "fails_when_imported": ("error", "RuntimeError: built for another PyTorch", ""),
     "segfault_when_timed": ("crash", "ended by SIGSEGV", "in segfault_when_timed"),
-    "hang_when_timed": ("timeout", r"no sign of life for 4 s \(--timeout\)", ""),
+    "hang_when_timed": ("timeout", r"no message for 4 s \(--timeout\)", ""),
     "take_memory": ("out-of-memory", r"needed \d", ""),
     "keep_memory": ("out-of-memory", "all of it is kept; it keeps the memory it took", ""),
     "one_nan": ("inaccurate", NAN, ""),
