@@ -35,11 +35,8 @@ def test_rows_of_one_subject_are_paired_and_the_others_are_named() -> None:
     [
         {"module": "layers.1"},
         {"step": 1},
-        {"call_index": 1},
         {"dtype": "float16"},
         {"shape": Shape(1, 2, 2, 64, 65, 32, 32)},
-        {"is_causal": True},
-        {"model": "another"},
         {"weights": "trained"},
     ],
 )

@@ -59,15 +59,6 @@ def test_kernels_that_are_wrong_or_absent_on_one_device() -> None:
     assert cells["old"] == ["baseline", "baseline fastest"]
 
 
-def test_kernels_that_ran_nowhere_have_no_line() -> None:
-    absent = [row("absent", call, status="unavailable") for call in CALLS]
-    assert "absent" not in merged_cells([*H100, *absent], [*H200, *absent])
-
-
-def test_one_file_may_hold_both_devices() -> None:
-    assert merged_cells([*H100, *H200]) == merged_cells(H100, H200)
-
-
 def test_only_common_calls_are_compared() -> None:
     more = rows_of("H200", [call_facts("c", "layers.2")], times={"old": 1.0, "new": 9.0})
     merged = across_devices([Run("one", H100), Run("two", [*H200, *more])])

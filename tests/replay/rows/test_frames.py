@@ -11,7 +11,7 @@ import attention_replay as ar
 from capture.errors import MissingPackage
 from replay.rows.fields import FIELDS, leaf
 from replay.rows.row_files import row_to_json
-from tests.factories import accuracy, errors, full_row, row
+from tests.factories import full_row, row
 
 PATHS = [field.path for field in FIELDS]
 
@@ -30,13 +30,6 @@ def test_every_field_is_a_column() -> None:
             else:
                 assert found == wanted, path
     assert list(ar.Rows().to_dataframe().columns) == PATHS
-
-
-def test_figures_are_numbers_where_some_are_missing() -> None:
-    nan = row("nan", ms=1.0, accuracy=accuracy(errors(cosine=math.nan)))
-    frame = ar.Rows([row("crashed", status="crash"), row(ms=2.0), nan]).to_dataframe()
-    assert frame["time_ms.p50"].mean() == 1.5
-    assert frame["accuracy.reference.cosine"].mean() == 1.0
 
 
 def test_missing_pandas_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,15 +46,6 @@ def test_file_with_the_longest_name_is_written(tmp_path: Path, name: str) -> Non
     assert list(tmp_path.iterdir()) == [tmp_path / name]
 
 
-def test_hyphen_means_stdout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("-"))
-    assert capsys.readouterr().out == "new"
-    assert not list(tmp_path.iterdir())
-
-
 def test_pipe_without_a_path_is_written_to() -> None:
     """Such pipes come from `>(…)` and from `/dev/stdout` before a `|`."""
     reader, writer = os.pipe()

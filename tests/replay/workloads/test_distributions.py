@@ -6,18 +6,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from capture.call.attention_call import AttentionCall
 from replay.cli import shared_options as arguments
 from replay.workloads.distributions import DISTRIBUTIONS
-from replay.workloads.random_calls import Spec
+from replay.workloads.random_calls import SUITES, Spec
 from replay.workloads.random_masks import MASKS
 
 SPEC = Spec(2, 4, 2, 64, 512, 64, 32, dtype=torch.float32)
 
 
+def made(seed: int = 0, **changes: object) -> AttentionCall:
+    return Spec(**{**vars(SPEC), **changes}).call("cpu", torch.Generator().manual_seed(seed))
+
+
 def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
     """Return attention weights (B, Hq, Sq, Sk) of a call, and its scores."""
-    spec = Spec(**{**vars(SPEC), "distribution": name, **changes})
-    call = spec.call("cpu", torch.Generator().manual_seed(3))
+    call = made(3, distribution=name, **changes)
     key = call.key.repeat_interleave(2, dim=1)
     scores = call.query @ key.mT * call.softmax_scale
     return scores.softmax(-1), scores
@@ -26,12 +30,12 @@ def weights(name: str, **changes: object) -> tuple[Tensor, Tensor]:
 def test_command_offers_every_distribution() -> None:
     assert tuple(DISTRIBUTIONS) == arguments.DISTRIBUTIONS
     assert {*MASKS, "causal"} == set(arguments.MASKS)
+    assert set(SUITES) == set(arguments.SUITES)
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_seed_decides_all_values(name: str) -> None:
-    spec = Spec(**{**vars(SPEC), "distribution": name})
-    one, same, other = (spec.call("cpu", torch.Generator().manual_seed(seed)) for seed in (5, 5, 6))
+    one, same, other = (made(seed, distribution=name) for seed in (5, 5, 6))
     assert torch.equal(one.key, same.key)
     assert not torch.equal(one.key, other.key)
     assert all(bool(each.isfinite().all()) for each in (one.query, one.key, one.value))
@@ -50,16 +54,14 @@ def test_distributions_work_with_hardly_any_keys(name: str, kv_len: int) -> None
 
 
 def test_uniform_values_are_between_0_and_1() -> None:
-    spec = Spec(**{**vars(SPEC), "distribution": "uniform"})
-    key = spec.call("cpu", torch.Generator().manual_seed(0)).key
+    key = made(distribution="uniform").key
     assert 0 <= float(key.min()) < 0.01
     assert 0.99 < float(key.max()) <= 1
     assert float(key.mean()) == pytest.approx(0.5, abs=0.02)
 
 
 def test_outlier_channels_take_the_range_and_change_little_else() -> None:
-    spec = Spec(**{**vars(SPEC), "distribution": "outlier-channels"})
-    means = spec.call("cpu", torch.Generator().manual_seed(0)).key.mean((0, 1, 2)).abs()
+    means = made(distribution="outlier-channels").key.mean((0, 1, 2)).abs()
     assert int((means > 15).sum()) == 4
     assert int((means < 0.5).sum()) == 60
     found, _ = weights("outlier-channels")
@@ -71,8 +73,7 @@ def test_outlier_channels_take_the_range_and_change_little_else() -> None:
 def test_sink_draws_most_of_the_weight(name: str, place: int, scale: float | None) -> None:
     found, _ = weights(name, scale=scale)
     assert float(found[..., place].mean()) > 0.5
-    spec = Spec(**{**vars(SPEC), "distribution": name})
-    value = spec.call("cpu", torch.Generator().manual_seed(0)).value
+    value = made(distribution=name).value
     assert float(value[:, :, place].std()) < 0.2 * float(value.std())
 
 
@@ -92,8 +93,7 @@ def test_half_of_the_weight_underflows_in_8_bits() -> None:
 
 
 def test_neighbours_are_alike_with_equal_sizes() -> None:
-    spec = Spec(**{**vars(SPEC), "distribution": "model-like", "batch": 8})
-    value = spec.call("cpu", torch.Generator().manual_seed(0)).value
+    value = made(distribution="model-like", batch=8).value
     neighbours = (value[:, :, 1:] * value[:, :, :-1]).mean() / value.square().mean()
     assert float(neighbours) == pytest.approx(0.9, abs=0.03)
     assert float(value[:, :, :8].std()) == pytest.approx(float(value[:, :, -8:].std()), rel=0.15)
@@ -101,8 +101,7 @@ def test_neighbours_are_alike_with_equal_sizes() -> None:
 
 @pytest.mark.parametrize("name", ["padding", "window", "random"])
 def test_every_query_sees_a_key_and_misses_some(name: str) -> None:
-    spec = Spec(**{**vars(SPEC), "mask": name})
-    call = spec.call("cpu", torch.Generator().manual_seed(1))
+    call = made(1, mask=name)
     assert call.attn_mask is not None
     assert call.attn_mask.dtype == torch.bool
     seen = call.attn_mask.expand(2, 1, 64, 512).sum(-1)
@@ -111,7 +110,6 @@ def test_every_query_sees_a_key_and_misses_some(name: str) -> None:
 
 
 def test_window_works_with_more_queries_than_keys() -> None:
-    spec = Spec(**{**vars(SPEC), "mask": "window", "q_len": 600, "kv_len": 20})
-    mask = spec.call("cpu").attn_mask
+    mask = made(mask="window", q_len=600, kv_len=20).attn_mask
     assert mask is not None
     assert int(mask.sum(-1).min()) > 0

@@ -9,8 +9,7 @@ import torch
 
 from capture.call.attention_call import AttentionCall, Origin
 from replay.workloads.synthetic_counterparts import counterpart
-from replay.workloads.workload import with_counterparts
-from tests.factories import made_workload, random_call
+from tests.factories import random_call
 
 
 def test_counterpart_has_everything_but_the_values() -> None:
@@ -53,12 +52,6 @@ def test_matched_counterpart_has_the_moments_of_every_channel() -> None:
 def test_matched_counterpart_works_with_hardly_any_keys(kv_len: int) -> None:
     call = random_call(q_len=1, kv_len=kv_len)
     assert bool(counterpart(call, "matched", 0).key.isfinite().all())
-
-
-def test_call_is_followed_by_its_counterparts() -> None:
-    calls = [made_workload(name, lambda device: random_call()) for name in ("a", "b")]
-    names = [each.name for each in with_counterparts(calls, seed=0)]
-    assert names == ["a", "a-random", "a-matched", "b", "b-random", "b-matched"]
 
 
 @pytest.mark.parametrize("kind", ["random", "matched"])

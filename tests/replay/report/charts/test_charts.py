@@ -13,7 +13,7 @@ import pytest
 
 from capture.call.shape import Shape
 from replay.report.charts.chart import Chart
-from replay.report.charts.chart_files import PlotError, charts, write_plots
+from replay.report.charts.chart_files import charts, write_plots
 from replay.report.charts.models import model_charts
 from replay.report.charts.sweeps import MOST_LINES, sweep_charts
 from replay.report.groups import group_rows
@@ -248,10 +248,3 @@ def test_charts_with_like_names_have_files_of_their_own(tmp_path: Path) -> None:
     assert tmp_path / "speedup-org-model-nvidia-h200-2.svg" in written
     titles = {json.loads(path.read_text())["title"]["text"] for path in tmp_path.glob("*.json")}
     assert titles == {row.call.model for row in rows}
-
-
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
-    pytest.importorskip("vl_convert")
-    (tmp_path / "file").touch()
-    with pytest.raises(PlotError, match=r"--plot .*file \(File exists\): name another"):
-        write_plots(everything(), tmp_path / "file")

@@ -93,12 +93,6 @@ def test_text_is_80_columns_wide_and_short() -> None:
     assert "spread between runs: not given" in " ".join(text.split())
 
 
-def test_equal_runs_have_one_table() -> None:
-    before = run("before", {"a": 0.5})
-    found = sections(compare(before, Run("after", before.rows), NO_SPREAD))
-    assert (found.answer, found.is_worse, found.tables) == ("nothing changed", False, ())
-
-
 def hostile() -> Comparison:
     facts = call_facts(HOSTILE, module=HOSTILE)
     machine = replace(HERE, torch=HOSTILE)

@@ -25,20 +25,10 @@ pytestmark = [
     pytest.mark.skipif(BROWSER is None, reason=f"none of {', '.join(BROWSERS)} is installed"),
 ]
 
-CHARTS = (
-    "tradeoff",
-    "layer-error",
-    "layer-saved",
-    "times",
-    "shapes",
-    "roofline",
-    "where",
-    "span-0-0",
-    "span-0-1",
-    "clock",
-    "power",
-    "temperature",
-)
+CHARTS = [
+    *("tradeoff", "layer-error", "layer-saved", "times", "shapes", "roofline", "where"),
+    *("span-0-0", "span-0-1", "clock", "power", "temperature"),
+]
 
 WHEN_DRAWN = """
 <script>
