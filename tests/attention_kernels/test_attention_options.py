@@ -191,7 +191,7 @@ def test_packed_with_sinks_and_lengths_of_keys() -> None:
         verify("triton-varlen", replace(call, sinks=sinks))
 
 
-def test_another_sequences_keys_reach_nothing() -> None:
+def test_keys_of_other_sequences_have_no_effect() -> None:
     call = call_of(201, 320, variant=AttentionVariant(True, (30, 20)), **PACKED)
     expected = find("triton-varlen").attention(**call.arguments())
     for tensor in (call.key, call.value):

@@ -78,7 +78,7 @@ def test_head_dims(head_dim: int, v_head_dim: int) -> None:
     assert_near(contiguous_decode(*tensors), attend(*tensors).output)
 
 
-def test_which_loads_a_call_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_access(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(descriptors, "has_tma", lambda device: True)
     _, key, value = inputs()
     assert Cache(key, value).access(is_cut=False) == "direct", "too small"
@@ -160,7 +160,7 @@ def test_keys_assigned_by_length(
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window", [(None, None), (40, None), (20, 0)])
-def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_causal: bool) -> None:
+def test_assignment_by_visible_keys(window: tuple[int | None, int | None], is_causal: bool) -> None:
     """A diagonal and a window keep different keys of each sequence visible. Rows share a
     program."""
     query, key, value = inputs(5, 2, 1, q_len=3, kv_len=100)
@@ -182,7 +182,7 @@ def test_dealt_by_what_queries_see(window: tuple[int | None, int | None], is_cau
 
 @given(st.data(), st.integers(1, 40), st.integers(1, 20))
 @settings(max_examples=6, deadline=None)
-def test_any_lengths_are_dealt_completely(data: st.DataObject, batch: int, shares: int) -> None:
+def test_any_lengths_are_assigned_completely(data: st.DataObject, batch: int, shares: int) -> None:
     """Batches of any size, even one that is not a power of two, and few programs."""
     query, key, value = inputs(batch, 1, 1, kv_len=40, head_dim=16)
     drawn = data.draw(st.lists(st.integers(0, 40), min_size=batch, max_size=batch))
@@ -226,7 +226,7 @@ def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", [0, 1, 2])
-def test_what_is_not_finite_spreads_as_in_sdpa(bad: float, which: int) -> None:
+def test_nonfinite_numbers_spread_as_in_sdpa(bad: float, which: int) -> None:
     tensors = inputs(2)
     tensors[which][1, 1, 0, 3] = bad
     mask = torch.ones(1, 1, 1, 100, dtype=torch.bool, device=DEVICE)
@@ -336,7 +336,7 @@ def test_plans_to_merge(
 
 
 @any_plan
-def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
+def test_assigned_plans(heads: int, rows: int, positions: int, dim: int, access: Access) -> None:
     """At least all programs run, and not many more; warps are those of merged calls."""
     without = plan(heads, rows, positions, dim, dim, access, 132)
     found = plan(heads, rows, positions, dim, dim, access, 132, sequences=2)
@@ -353,7 +353,7 @@ def test_plans_that_deal(heads: int, rows: int, positions: int, dim: int, access
     assert found.tiling.warps == 4 or dim > 64, "8 only where nothing is merged"
 
 
-def test_a_large_batch_is_dealt_and_a_small_or_single_one_is_not() -> None:
+def test_only_large_batches_are_assigned_by_length() -> None:
     large = (64 * 8, 4, 131072, 128, 128, "direct", 132)
     assert plan(*large, sequences=64).tiling.assignment == KeyAssignment(
         1056, 264, least=64, worth=8.0

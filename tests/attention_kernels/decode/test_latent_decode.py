@@ -113,7 +113,7 @@ def test_many_rows_are_merged_some_at_a_time(
     assert not counters.any()
 
 
-def test_equal_shapes_are_told_apart_by_where_the_value_lies() -> None:
+def test_plans_depend_on_whether_the_value_is_in_the_key() -> None:
     query, key, value = inputs(4, 32, 16)
     other = normal(2, 1, 150, 48, seed=3)[..., :32]  # the same strides, in other memory
     for each in (value, other, value):

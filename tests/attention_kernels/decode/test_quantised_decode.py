@@ -135,7 +135,7 @@ def test_every_number_is_near_the_original(dtype: torch.dtype) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("has_heavy_token", [False, True])
-def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
+def test_high_and_low_parts_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) -> None:
     """The high part alone would be 3 % off."""
     call = call_of(kv_len=600, head_dim=128)
     if has_heavy_token:
@@ -151,7 +151,7 @@ def test_two_halves_are_nearly_exact(has_heavy_token: bool, dtype: torch.dtype) 
 
 @each_dtype
 @pytest.mark.parametrize("distribution", ["normal", "outlier-channels", "sink", "staircase"])
-def test_the_judge_calls_it_right(distribution: str, dtype: torch.dtype) -> None:
+def test_output_passes_the_judge(distribution: str, dtype: torch.dtype) -> None:
     """Some channels of the keys are far from 0, and a heavy token has a small value, as in trained
     models."""
     spec = Spec(1, 8, 2, 1, 600, 128, 128, distribution=distribution)
@@ -271,7 +271,7 @@ def test_pages_change_no_bit(
 
 
 @each_dtype
-def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
+def test_numbers_beyond_float16(dtype: torch.dtype) -> None:
     """Queries exceed float16's range, and probabilities times the scale of values are below it."""
     call = call_of(dtype=torch.bfloat16)
     expected = quantised_decode(call.query, call.key, call.value, dtype=dtype)
@@ -281,7 +281,7 @@ def test_numbers_that_float16_has_not(dtype: torch.dtype) -> None:
 
 
 @each_dtype
-def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
+def test_invalid_tokens_are_not_read(dtype: torch.dtype) -> None:
     lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
     call = call_of(batch=2, seqused_k=lengths)
     for is_prepared in (False, True):
@@ -302,7 +302,7 @@ def test_what_does_not_count_is_not_read(dtype: torch.dtype) -> None:
 @each_dtype
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
-def test_what_is_not_finite_spoils_its_heads(which: str, bad: float, dtype: torch.dtype) -> None:
+def test_nonfinite_numbers_spoil_their_heads(which: str, bad: float, dtype: torch.dtype) -> None:
     call = call_of(batch=2, q_heads=4, kv_heads=2)
     getattr(call, which)[1, 1, 0, 3] = bad
     is_nan = find(NAMES[dtype]).attention(**call.arguments()).isnan()
@@ -320,7 +320,7 @@ def test_empty(sizes: dict[str, int], dtype: torch.dtype) -> None:
     assert not output.any()
 
 
-def test_a_plan_is_of_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plans_depend_on_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program compiled for one type would read the bits of the other."""
     planned, plans = quantised_cache._planned, []
     monkeypatch.setattr(

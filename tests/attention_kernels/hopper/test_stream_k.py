@@ -145,7 +145,7 @@ def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: 
     ],
     ids=lambda each: each if isinstance(each, str) else "",
 )
-def test_what_is_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) -> None:
+def test_tiles_that_are_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) -> None:
     assert cut_for(tiles, blocks, are_equal) is None
 
 

@@ -85,7 +85,7 @@ def test_later_launches_pass_addresses_to_what_the_first_compiled() -> None:
     assert kernel.launched == [(query.data_ptr(), None, output.data_ptr(), 7, 64)]
 
 
-def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> None:
+def test_unaligned_addresses_get_separate_programs() -> None:
     kernel = Kernel()
     launch = launch_of(kernel)
     even, odd = aligned(), aligned()[1:]
@@ -95,7 +95,7 @@ def test_addresses_that_are_no_multiples_of_16_have_programs_of_their_own() -> N
     assert len(kernel.compiled) == len(kernel.launched) == 4
 
 
-def test_who_listens_is_told_of_every_launch() -> None:
+def test_hooks_are_called_for_every_launch() -> None:
     """Hooks are installed by a profiler, or by `replay profile`."""
     hooks = triton.knobs.runtime.launch_enter_hook
     kernel = Kernel()
@@ -143,7 +143,7 @@ def test_descriptors_are_moved_to_their_tensors() -> None:
     assert all(each.shape == kept.shape and each.strides == kept.strides for each in passed)
 
 
-def test_a_tensor_stands_for_its_descriptor_where_another_program_is_compiled() -> None:
+def test_tensor_is_described_again_when_another_program_is_compiled() -> None:
     kernel = Kernel()
     launch = launch_of(kernel)
     first, second = described_tensor(), described_tensor()
@@ -190,7 +190,7 @@ def test_tensors_elsewhere_are_refused() -> None:
         launch_of(Kernel())(moved, None, aligned())
 
 
-def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
+def test_interpreter_gets_every_call() -> None:
     """The interpreter returns no compiled program."""
 
     class Interpreted(Kernel):
@@ -204,7 +204,7 @@ def test_where_nothing_is_compiled_every_call_goes_to_triton() -> None:
     assert len(kernel.compiled) == 3
 
 
-def test_fewer_blocks_are_in_flight_where_shared_memory_is_small() -> None:
+def test_stages_are_reduced_when_shared_memory_is_small() -> None:
     class Large(Kernel):
         limit = 2
 

@@ -89,7 +89,7 @@ def test_types_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("form", [torch.clone, additive, finite])
-def test_what_is_hidden_in_whole_blocks_is_not_read(form: Callable[[Tensor], Tensor]) -> None:
+def test_hidden_blocks_are_not_read(form: Callable[[Tensor], Tensor]) -> None:
     call = call_of(form(band(64, 640, 60)), dtype=torch.bfloat16)
     expected = find("triton-masked").attention(**call.arguments())
     call.key[:, :, 128:] = call.value[:, :, 128:] = math.nan
@@ -120,7 +120,7 @@ def test_rows_that_see_nothing_read_nothing() -> None:
     assert output.isfinite().all()
 
 
-def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
+def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
     first, second = call_of(mask), call_of(mask, seed=5)
     visited = visited_blocks_of(first.query, first.value, mask)
@@ -128,7 +128,7 @@ def test_what_was_looked_up_serves_other_calls_with_the_same_mask() -> None:
     assert judge(output, Expected.of(second), "exact").passed
 
 
-def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
+def test_visited_blocks_of_other_tiles_are_refused() -> None:
     """They may come from a mask with other strides, and tiles depend on strides on some GPUs."""
     mask = band(128, 256, 40)
     call = call_of(mask, 128)
@@ -142,7 +142,7 @@ def test_what_was_looked_up_of_other_blocks_is_refused() -> None:
 
 @given(data=st.data())
 @settings(max_examples=15, deadline=None)
-def test_every_block_is_visited_that_the_mask_leaves(data: st.DataObject) -> None:
+def test_every_visible_block_is_visited(data: st.DataObject) -> None:
     """A block is visited without the mask if the mask changes nothing, as checked with PyTorch."""
     batches, heads = (data.draw(st.integers(1, 2)) for _ in range(2))
     q_len, k_len = (data.draw(st.integers(1, 90)) for _ in range(2))

@@ -242,9 +242,7 @@ NOT_FINITE = [math.nan, math.inf, -math.inf]
     ("name", "number", "head_dim"),
     pairwise(product(["query", "key", "value", "attn_mask"], NOT_FINITE, [64, 80])),
 )
-def test_what_is_not_finite_reaches_what_it_reaches_in_sdpa(
-    name: str, number: float, head_dim: int
-) -> None:
+def test_nonfinite_numbers_spread_as_in_sdpa(name: str, number: float, head_dim: int) -> None:
     call = call_of((1, 2, 2, 40, 150, head_dim, head_dim))
     mask = torch.zeros(1, 1, 40, 150, dtype=HALF, device=call.device)
     mask[..., 100:140] = -math.inf

@@ -167,7 +167,7 @@ def test_key_order_is_a_permutation_of_sixteen() -> None:
     assert padded_dim(80) == 128
 
 
-def test_a_plan_is_of_both_types() -> None:
+def test_plans_depend_on_both_types() -> None:
     """A program compiled for one type would read the bits of the other."""
     key, value = torch.zeros(2, 1, 1, 8, 32, dtype=torch.float16).unbind()
     options = (torch.int8, True, True, False)

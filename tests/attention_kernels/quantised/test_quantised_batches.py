@@ -82,7 +82,7 @@ PACKED: dict[str, Any] = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": o
     smooth_k=st.booleans(),
 )
 @example(each=[5, 0, 130, 0], key_dtype=torch.int8, smooth_k=True)
-def test_each_sequence_is_quantised_as_if_it_stood_alone(
+def test_sequences_are_quantised_separately(
     each: list[int], key_dtype: torch.dtype, smooth_k: bool
 ) -> None:
     """Each sequence has its own groups with equal bits; a sequence without keys has a group of
@@ -121,7 +121,7 @@ def test_each_sequence_is_quantised_as_if_it_stood_alone(
             assert torch.equal(together.key_mean[n], alone.key_mean[0])
 
 
-def test_of_padded_batches_only_keys_that_count_are_quantised() -> None:
+def test_padded_batches_quantise_valid_keys_only() -> None:
     key, value = (normal(3, 2, 300, 64, dtype=torch.float16, seed=seed) for seed in (1, 2))
     starts, counts = lengths(0, 100, 299), lengths(130, 200, 1)
     padded = Lengths("padded", 3, 0, None, starts, counts)
@@ -166,7 +166,7 @@ def test_packed_with_head_dim_256(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
+def test_packed_sequence_equals_the_sequence_alone(name: str) -> None:
     """Outputs differ only by the rounding of probabilities, whose blocks differ if queries are
     few."""
     call = call_of(201, 320, **PACKED, is_causal=True, q_heads=4, kv_heads=2)
@@ -185,7 +185,7 @@ def test_a_packed_sequence_gets_what_it_gets_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_another_sequences_keys_reach_nothing(name: str) -> None:
+def test_keys_of_other_sequences_have_no_effect(name: str) -> None:
     call = call_of(201, 320, **PACKED, variant=AttentionVariant(softcap=5.0))
     expected = find(name).attention(**call.arguments())
     for tensor in (call.key, call.value):
@@ -280,7 +280,7 @@ def test_masks(mask: str, name: str, is_prepared: bool) -> None:
 
 
 @pytest.mark.parametrize(("name", "head_dim"), zip(NAMES, [80, 256, 80], strict=True))
-def test_a_mask_beside_a_soft_cap_and_sinks(name: str, head_dim: int) -> None:
+def test_masks_with_soft_cap_and_sinks(name: str, head_dim: int) -> None:
     call = masked_call(
         band(150, 300, 40), head_dim, variant=AttentionVariant(softcap=3.0), sinks=normal(2)
     )
@@ -303,7 +303,7 @@ def test_blocks_that_a_mask_hides_are_not_visited(fp8_value: bool) -> None:
     assert torch.equal(output, expected)
 
 
-def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
+def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
     first, second = masked_call(mask), masked_call(mask, seed=5)
     quantised = [
@@ -315,7 +315,7 @@ def test_a_mask_that_was_looked_through_serves_other_calls() -> None:
     assert compare(output, expected).relative_l1 == 0
 
 
-def test_what_the_functions_refuse() -> None:
+def test_unsupported_masks_are_refused() -> None:
     call = masked_call(band(70, 130, 40))
     arguments = (call.query, call.key, call.value)
     with pytest.raises(ValueError, match="beside a diagonal"):

@@ -215,7 +215,7 @@ def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
         ("sage-fp8", (1, 8, 2, 1, 300, 64), False),
     ],
 )
-def test_its_operands_say(
+def test_output_follows_from_the_operands(
     device: torch.device, kind: str, shape: tuple[int, ...], is_causal: bool
 ) -> None:
     check(random_call(*shape, device=device, is_causal=is_causal), kind)
@@ -229,7 +229,7 @@ def test_its_operands_say(
         for smooth_k in (False, True)
     ],
 )
-def test_its_operands_say_beyond_sdpa(
+def test_output_follows_from_the_operands_beyond_sdpa(
     device: torch.device, name: str, kind: str, smooth_k: bool
 ) -> None:
     """The keys share an offset, so that the subtracted mean affects caps and sinks."""
@@ -431,7 +431,7 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
         run(random_call(2, 4, 2, 70, 201, 40, CPU, is_causal=True), kind)
 
 
-def test_what_cannot_be_repeated_is_right_all_the_same(compiled: None) -> None:
+def test_calls_that_cannot_be_repeated_are_right(compiled: None) -> None:
     """Values are copied, addresses are not multiples of 16, or means are kept."""
     call = random_call(1, 2, 2, 70, 200, 64, CPU)
     odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)

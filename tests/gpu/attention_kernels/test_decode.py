@@ -115,7 +115,7 @@ def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
     "name", ["triton-decode", "triton-paged-decode", "triton-paged-decode[page_size=64]"]
 )
 @pytest.mark.parametrize("heads", [16, 128])
-def test_latents_dealt_by_length(name: str, heads: int) -> None:
+def test_latents_assigned_by_length(name: str, heads: int) -> None:
     call = call_of((5, heads, 1, 1, 16384, 576, 512))
     used = torch.tensor([16384, 3, 0, 7000, 12345], dtype=torch.int32, device="cuda")
     assert_kernel_right(name, replace(call, value=call.key[..., :512], seqused_k=used))

@@ -293,7 +293,7 @@ def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_what_does_not_count_reaches_nothing(head_dim: int, name: str) -> None:
+def test_invalid_tokens_have_no_effect(head_dim: int, name: str) -> None:
     """Another sequence's keys and values, and those past a length, may even be NaN."""
     if reason := find(name).unavailable(DEVICE):
         pytest.skip(reason)

@@ -80,7 +80,7 @@ def test_our_own_kernels(
         monkeypatch.delenv("TRITON_INTERPRET")
 
 
-def test_the_catalogue_imports_no_library_and_none_of_its_names_is_doubted() -> None:
+def test_catalogue_imports_no_library_and_its_names_look_known() -> None:
     """The test runs in a separate process, because other tests register kernels."""
     program = (
         "import sys\n"

@@ -339,7 +339,7 @@ def test_transformer_engine_has_one_backend_a_process(
         check("te-flash", "plain")
 
 
-def test_asking_settles_nothing(te: Callable[[], None], unavailable: Unavailable) -> None:
+def test_checks_choose_no_backend(te: Callable[[], None], unavailable: Unavailable) -> None:
     for name in ("te-flash", "te-fused", "te-unfused"):
         unavailable(name)
     assert transformer_engine._chosen is None
@@ -546,9 +546,7 @@ def test_flashinfer_refuses_queries_before_all_keys() -> None:
     )
 
 
-def test_a_plan_is_made_once_for_the_core(
-    make_call: Callable[..., AttentionCall], planned: list[str]
-) -> None:
+def test_core_plans_once(make_call: Callable[..., AttentionCall], planned: list[str]) -> None:
     kernel = catalogue()["flashinfer-fa2"]
     call = make_call(batch=2, head_dim=64, dtype=torch.float16)
     core = kernel.prepare(call)  # type: ignore[misc]

@@ -391,7 +391,7 @@ def test_a_part_that_was_not_built(unavailable: Callable[..., str | None]) -> No
 
 
 @pytest.mark.usefixtures("sage_1")
-def test_the_other_way_round(unavailable: Callable[..., str | None]) -> None:
+def test_sage_2_is_unavailable_with_sage_1(unavailable: Callable[..., str | None]) -> None:
     assert unavailable("sage1") is None
     for kernel in catalogue().values():
         if kernel.name.startswith("sage2") and "sm90" not in kernel.name:

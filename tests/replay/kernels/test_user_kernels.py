@@ -83,7 +83,7 @@ def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
     assert (row["status"], row["reason"]) == ("unsupported", "causal calls")
 
 
-def test_nothing_is_imported_until_asked(folder: Path) -> None:
+def test_file_is_imported_only_when_loaded(folder: Path) -> None:
     (folder / "loud.py").write_text("raise RuntimeError('loud')\nattention = print\n")
     kernel = find("loud.py:attention")
     assert (kernel.name, kernel.about) == ("loud.py:attention", "your attention")
@@ -152,7 +152,7 @@ def test_two_files_of_one_name(run: Run, folder: Path) -> None:
     assert [row["status"] for row in rows.values()] == ["ok", "inaccurate", "ok"]
 
 
-def test_an_import_that_fails_fails_the_same_way_again(folder: Path) -> None:
+def test_failed_import_fails_the_same_way_again(folder: Path) -> None:
     """The second reason must not be that the kernel's name is already registered."""
     (folder / "half.py").write_text(PICKY + "\nraise RuntimeError('half way')\n")
     kernel = find("half.py:attention")
