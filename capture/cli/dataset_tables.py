@@ -39,9 +39,9 @@ def show(dataset: Dataset, console: Console) -> None:
 
 STATISTICS = (
     "outliers: channels of K over 4 times as large as the head's median channel, in the head with "
-    "most · K mean/dev.: the part of K that smoothing removes, in units of the rest · entropy of "
-    "the attention weights: 1 is uniform · largest weight of a query · top 1 %: weight of the "
-    "heaviest keys · all for queries that see at least 16 keys"
+    "the most · K mean/dev.: mean of K, which smoothing removes, relative to its deviation · "
+    "entropy of the attention weights: 1 is uniform · largest weight of a query · top 1 %: total "
+    "weight of the heaviest keys · only queries that see at least 16 keys count"
 )
 
 

@@ -270,15 +270,17 @@ def _report(
     notices = Console(stderr=True)
     if counts.without_heads:
         without = counted(counts.without_heads, "call")
-        notices.print(f"{without} not stored, for lack of a call with just these heads")
+        notices.print(f"{without} not stored, because they do not have the selected heads")
     if counts.refused_for_bytes:
-        notices.print("reached --max-bytes: fewer calls are stored, less evenly spread")
+        notices.print(
+            "reached --max-bytes: fewer calls are stored, and they are spread less evenly"
+        )
     size = share(recording.kept, recording.seen, counts.nbytes)
     print(f"recorded {size} in {arguments.out}/")
     if recording.summary:
         progress.print(Text(recording.summary))
     for missed in recording.missed_attention:
-        print(f"note: not seen, and not in the census: {printable(str(missed))}", file=sys.stderr)
+        print(f"note: missed, and not in the census: {printable(str(missed))}", file=sys.stderr)
     for problem in problems:
         print(f"capture: {with_flags(problem)}", file=sys.stderr)
     if recording.kept and not arguments.quiet:

@@ -43,7 +43,7 @@ class OneSentenceParser(argparse.ArgumentParser):
             if looks_so and not self._is_option(name) and not self._awaits_value(before):
                 near = difflib.get_close_matches(name, self._meant(), n=2)
                 hint = f": did you mean {' or '.join(near)}?" if near else ""
-                self.error(f"no option {name}{hint}")
+                self.error(f"unknown option {name}{hint}")
         return super().parse_known_args(given, namespace)
 
     def _meant(self) -> list[str]:

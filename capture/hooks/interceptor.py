@@ -318,7 +318,7 @@ def _replaced_everywhere(replacing: _Replacing) -> Iterator[None]:
         yield
     finally:
         state.is_over = True
-        # In all modules, because modules imported since then may hold the replacement.
+        # All modules are searched, because modules imported meanwhile may hold the replacement.
         swap_references({id(replacements[key]): sdpa for key, sdpa in originals.items()})
 
 

@@ -134,7 +134,7 @@ class KeptCalls:
         self._forget_failed(writer)
         given_up = [index for index in self._kept if index not in writer.completed]
         if given_up:
-            self._tell(f"gave up {counted(len(given_up), 'call')}, only in memory so far")
+            self._tell(f"dropped {counted(len(given_up), 'call')}, not written yet")
             self._counts.lost += len(given_up)
             for index in given_up:
                 self._forget(index)

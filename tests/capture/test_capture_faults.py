@@ -379,7 +379,7 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
             for _ in range(4):
                 model(STATES)
 
-    with pytest.raises(KeyboardInterrupt), pytest.warns(RecordingWarning, match="gave up"):
+    with pytest.raises(KeyboardInterrupt), pytest.warns(RecordingWarning, match="dropped"):
         run()
     may_go_on.set()
     assert recordings[0]._writer is not None

@@ -196,10 +196,10 @@ def test_help_answers_without_torch(start_python: Start, tmp_path: Path) -> None
             "must be spread, hard, first or every:N (N at least 1), not 'random'",
         ),
         (["--rank", "-1", "--model", "llama"], "must be an integer of at least 0, not -1"),
-        (["--modle", "llama"], "no option --modle: did you mean --modules or --model?"),
-        (["--overw"], "no option --overw: did you mean --overwrite"),
+        (["--modle", "llama"], "unknown option --modle: did you mean --modules or --model?"),
+        (["--overw"], "unknown option --overw: did you mean --overwrite"),
         (["shwo", "a"], "unknown verb 'shwo': did you mean show?"),
-        (["show", "a", "--max", "10"], "no option --max"),
+        (["show", "a", "--max", "10"], "unknown option --max"),
         (["--show=a", "--stats"], "--show became a verb: use `capture show DIR`"),
         (["--verify", "a"], "--verify became a verb: use `capture check DIR`"),
     ],
@@ -265,7 +265,7 @@ def test_missed_attention_is_printed(run_cli: Run, tmp_path: Path, model_file: P
     assert code == 0
     assert printed.startswith("recorded 1 of 1 attention call")
     assert (
-        "note: not seen, and not in the census: 1 run of 1 module of class HeldAttention "
+        "note: missed, and not in the census: 1 run of 1 module of class HeldAttention "
         "(such as held)"
     ) in errors
 

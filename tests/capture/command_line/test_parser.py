@@ -73,16 +73,16 @@ def test_empty_prompt_is_a_prompt() -> None:
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        (["-hkv", "2"], "no option -hkv: did you mean -hk?"),
-        (["-hv", "2"], "no option -hv: did you mean -hq or -hk?"),
-        (["-hd", "64"], "no option -hd: did you mean -d or -hq?"),
-        (["-kv=4"], "no option -kv: did you mean -sk or -hk?"),
-        (["-bs", "4"], "no option -bs: did you mean -b or -sq?"),
-        (["-dq", "3"], "no option -dq: did you mean -d or -sq?"),
-        (["-sk5"], "no option -sk5: did you mean -sk or --mask?"),
-        (["-mask"], "no option -mask: did you mean --mask or -sk?"),
-        (["--kernals", "eager"], "no option --kernals: did you mean --kernels?"),
-        (["-n", "2"], "no option -n"),
+        (["-hkv", "2"], "unknown option -hkv: did you mean -hk?"),
+        (["-hv", "2"], "unknown option -hv: did you mean -hq or -hk?"),
+        (["-hd", "64"], "unknown option -hd: did you mean -d or -hq?"),
+        (["-kv=4"], "unknown option -kv: did you mean -sk or -hk?"),
+        (["-bs", "4"], "unknown option -bs: did you mean -b or -sq?"),
+        (["-dq", "3"], "unknown option -dq: did you mean -d or -sq?"),
+        (["-sk5"], "unknown option -sk5: did you mean -sk or --mask?"),
+        (["-mask"], "unknown option -mask: did you mean --mask or -sk?"),
+        (["--kernals", "eager"], "unknown option --kernals: did you mean --kernels?"),
+        (["-n", "2"], "unknown option -n"),
     ],
 )
 def test_misspelt_option_is_one_sentence(

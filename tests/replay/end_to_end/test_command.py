@@ -61,8 +61,8 @@ PLAN = ("plan", "--dir", "recorded", "--out", "plan.json")
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ((*E2E, "--in-process"), "no option --in-process"),
-        ((*E2E, "--call", "x"), "no option --call"),
+        ((*E2E, "--in-process"), "unknown option --in-process"),
+        ((*E2E, "--call", "x"), "unknown option --call"),
         ((*E2E, "--text", "none.txt"), "--text requires a language model"),
         ((*E2E, "--plan", "none.json"), "cannot read the plan none.json"),
         ((*E2E, "--plan", "other.json"), "a plan for flux, but recorded contains model.py:build"),
