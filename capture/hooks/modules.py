@@ -119,8 +119,7 @@ class ModuleTracker:
     """A tracker of the forward passes of the root modules and all modules inside them, per thread.
 
     The innermost surrounding denoiser or language model decides the phase of a forward pass
-    (`capture.hooks.phases`). Otherwise the outermost watched module
-    decides.
+    (`capture.hooks.phases`). If there is none, the outermost watched module decides.
 
     Args:
         roots: modules by the prefix of their paths. The path of a root with an empty prefix is its
