@@ -109,6 +109,7 @@ def test_position_bias_is_part_of_the_mask(tmp_path: Path) -> None:
     assert all(call.attn_mask is not None for call in calls)
 
 
+@pytest.mark.slow  # compiles FlexAttention
 def test_flex_attention_with_a_block_mask(tmp_path: Path) -> None:
     model = language_model("Llama", "flex_attention")
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
