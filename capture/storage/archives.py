@@ -148,7 +148,7 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
         if member.name.startswith("/") or ".." in parts or re.match("[A-Za-z]:", member.name):
             raise DatasetError(
                 f"{address}: its member {printable(member.name[:200])} leads out of the archive: "
-                "pack the directory by a relative path"
+                "pack the directory with a relative path"
             )
         if not parts or not is_of_dataset(parts[-1]):
             continue
@@ -171,7 +171,9 @@ def _dataset_among(members: Iterable[ArchiveMember], address: str) -> dict[str, 
     return folders[nearest[0]]
 
 
-def _copy(packed: IO[bytes], to: Path, limit: int, arrived: Callable[[int], None]) -> None:
+def _copy(
+    packed: IO[bytes] | gzip.GzipFile, to: Path, limit: int, arrived: Callable[[int], None]
+) -> None:
     """Write the content of a member to a new file."""
     left = limit
     with cache.writing(to.parent):

@@ -89,12 +89,11 @@ class FileEntry:
     @classmethod
     def from_json(cls, directory: Path, data: Any) -> FileEntry:
         """Create the entry of a file from a manifest's data about the file."""
-        return cls(
-            file_path(directory, data),
-            CallHeader.from_json(required(data, "call", dict[str, Any])),
-            required(data, "bytes", int),
-            _recorded_checksum(data),
-        )
+        path, header = file_path(directory, data), required(data, "call", dict[str, Any])
+        checksum = required(data, "checksum", str | None)
+        if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
+            raise ValueError(f"unknown kind of checksum: {checksum[:40]!r}")
+        return cls(path, CallHeader.from_json(header), required(data, "bytes", int), checksum)
 
     def to_json(self) -> dict[str, Any]:
         """Return the manifest's entry of the file."""
@@ -165,14 +164,14 @@ class FileEntry:
     def _compare(self, file: TensorFile) -> None:
         """Raise if the header differs from the recorded header, before allocating any memory."""
         if _header(file) != self.header:
-            raise DatasetError("its header is not what the manifest says of it", self.path)
+            raise DatasetError("its header differs from the manifest", self.path)
         stored = {name: (dtype_name(dtype), shape) for name, (dtype, shape) in file.tensors.items()}
         described = {
             name: (self.header.dtypes[name], layout.stored)
             for name, layout in self.header.layouts.items()
         }
         if stored != described:
-            raise DatasetError("its tensors are not those of its header", self.path)
+            raise DatasetError("its tensors differ from its header", self.path)
         if excess := self.header.excess(file.nbytes):
             raise DatasetError(excess, self.path)
 
@@ -194,14 +193,6 @@ def _header(file: TensorFile) -> CallHeader:
         raise DatasetError(f"its header is damaged ({error})", file.path) from error
 
 
-def _recorded_checksum(data: dict[str, Any]) -> str | None:
-    """Return the checksum in a manifest's entry of a file."""
-    checksum: str | None = required(data, "checksum", str | None)
-    if checksum is not None and not checksums.PATTERN.fullmatch(checksum):
-        raise ValueError(f"unknown kind of checksum: {checksum[:40]!r}")
-    return checksum
-
-
 def _sequences_fault(call: AttentionCall) -> str:
     """Return the fault in the lengths of a call's sequences; empty if there is none."""
     for name, total in (("cu_seqlens_q", call.shape.q_len), ("cu_seqlens_k", call.shape.kv_len)):
@@ -214,7 +205,7 @@ def _sequences_fault(call: AttentionCall) -> str:
     if stated is not None and call.cu_seqlens_q is not None:
         longest = int(call.cu_seqlens_q.diff().max())
         if stated < longest:  # kernels would not write the outputs after `stated`
-            return f"max_seqlen_q is {stated}, and its longest sequence has {longest} queries"
+            return f"max_seqlen_q is {stated}, but the longest sequence has {longest} queries"
     used = call.seqused_k
     if used is not None:
         given = call.shape.kv_len if call.cu_seqlens_k is None else call.cu_seqlens_k.diff()

@@ -180,7 +180,7 @@ class CallHeader:
         if q_heads % kv_heads:
             return f"{q_heads} query heads for {kv_heads} key/value heads"
         if not 0 <= self.value_in_key <= head_dim:
-            return f"a value of {self.value_in_key} of the key's {head_dim} columns"
+            return f"value_in_key is {self.value_in_key}, but the key has {head_dim} columns"
         in_memory = (batch, kv_heads, kv_len)
         if self.is_paged:
             in_memory = (sizes["key"][0], kv_heads, sizes["key"][2])
@@ -191,7 +191,7 @@ class CallHeader:
         }
         for name, size in expected.items():
             if sizes.get(name, size) != size:
-                return f"{name} of shape {sizes[name]} where {size} fits the others"
+                return f"{name} of shape {sizes[name]}, but the other tensors require {size}"
         scores = (batch, q_heads, q_len, kv_len)
         mask = sizes.get("attn_mask", scores)
         if any(size not in (1, full) for size, full in zip(mask, scores, strict=True)):
@@ -231,7 +231,7 @@ class CallHeader:
         if "seqused_k" not in sizes:
             return "a page table without lengths of keys"
         if unfit := sizes.keys() & {"attn_mask", "cu_seqlens_k"}:
-            return f"{min(unfit)} beside a page table"
+            return f"{min(unfit)} together with a page table"
         pool, _, page_size, _ = sizes["key"]
         if not (pool and page_size and sizes["page_table"][3]):
             return f"{pool} pages of {page_size} keys, {sizes['page_table'][3]} for each sequence"

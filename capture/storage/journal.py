@@ -88,7 +88,7 @@ class Journal:
             rest = memoryview(b"%s\t%08x\n" % (text, zlib.crc32(text)))
             try:
                 while rest:
-                    rest = rest[plain_files.written(os.write(self._descriptor, rest)) :]
+                    rest = rest[os.write(self._descriptor, rest) :]
             except BaseException:
                 with contextlib.suppress(OSError):
                     os.ftruncate(self._descriptor, size)

@@ -85,10 +85,8 @@ def locked(directory: Path, seconds: float | None = None) -> Iterator[None]:
     try:
         with contextlib.suppress(LocksUnsupported):
             wait_for_lock(descriptor, directory, seconds)
-        try:
-            yield
-        finally:
-            unlock(descriptor)
+        yield
     finally:
+        unlock(descriptor)
         with contextlib.suppress(OSError):  # nothing was written through this descriptor
             os.close(descriptor)

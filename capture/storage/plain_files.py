@@ -50,13 +50,6 @@ def create(path: Path) -> int:
         return os.open(path, flags, 0o666)
 
 
-def written(nbytes: int) -> int:
-    """Return the number of bytes that a system call wrote, after checking that it is not 0."""
-    if not nbytes:
-        raise OSError(errno.EIO, "nothing can be written")
-    return nbytes
-
-
 def sync(path: Path) -> None:
     """Wait until a file, or the names in a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -132,10 +132,13 @@ def finish(directory: Path, *, own: str = "", certain: bool = False) -> dict[str
         dataset.save_manifest()
     # Files are deleted last, when the manifest on the disk no longer lists them.
     listed = _listed(dataset)
+    for journal in added:
+        if journal.replaces:
+            replaced = {*stems(directory, journal.stem.partition("_")[0])} - writing
+            for path in [path for stem in replaced for path in call_files(directory, stem)]:
+                if path not in listed:
+                    path.unlink(missing_ok=True)
     for journal in [*without_calls, *added]:
-        replaced = stems(directory, journal.stem.partition("_")[0]) if journal.replaces else []
-        for stem in {*replaced} - writing if journal in added else ():
-            _delete_files(directory, stem, listed)
         _delete_unlisted(journal, listed)
     return done
 
@@ -161,23 +164,14 @@ def _delete_unlisted(journal: JournalContents, listed: set[Path]) -> None:
     """Delete a journal, and the files of its calls that were dropped or are incomplete."""
     for path in call_files(journal.path.parent, journal.stem):
         # A damaged journal may lack lines of complete calls, so readable files stay.
-        is_given_up = not journal.damaged or index_of(path) in journal.dropped
-        if path not in listed and (is_given_up or not _is_call(path)):
-            path.unlink(missing_ok=True)
+        if path in listed:
+            continue
+        if journal.damaged and index_of(path) not in journal.dropped:
+            with contextlib.suppress(DatasetError):
+                FileEntry.read(path)
+                continue
+        path.unlink(missing_ok=True)
     journal.path.unlink(missing_ok=True)
-
-
-def _is_call(path: Path) -> bool:
-    with contextlib.suppress(DatasetError):
-        FileEntry.read(path)
-        return True
-    return False
-
-
-def _delete_files(directory: Path, stem: str, listed: set[Path]) -> None:
-    for path in call_files(directory, stem):
-        if path not in listed:
-            path.unlink(missing_ok=True)
 
 
 def _set_aside(capture: UnfinishedCapture, journal: JournalContents, listed: set[Path]) -> str:
@@ -195,7 +189,8 @@ def _set_aside(capture: UnfinishedCapture, journal: JournalContents, listed: set
     if moved:
         Dataset(aside, moved, [capture.record]).save_manifest()
     _delete_unlisted(journal, listed)
+    calls = counted(len(moved), "call")
     return (
-        f"{capture.record.model}: its earlier capture stays; {counted(len(moved), 'call')} of the "
-        f"new, incomplete one went to {aside}"
+        f"{capture.record.model}: the earlier capture is kept; {calls} of the new, incomplete "
+        f"capture went to {aside}"
     )

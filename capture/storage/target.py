@@ -106,10 +106,9 @@ class CaptureTarget:
             journal.append(finished=capture.to_json())
         except OSError as error:
             problems.append(
-                f"the manifest will lack the census, and list the capture as incomplete: "
+                "the manifest will lack the census, and list the capture as incomplete: "
                 f"{error.strerror}"
             )
-        repair = f"`capture repair {quoted(self.directory)}`"
         try:
             # The journal stays locked until here, so that no other process adds this capture to
             # the manifest.
@@ -128,7 +127,7 @@ class CaptureTarget:
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             problems.append(
                 f"could not write the manifest ({reason}); once the cause is removed, list the "
-                f"calls with {repair}"
+                f"calls with `capture repair {quoted(self.directory)}`"
             )
         finally:
             journal.close()
@@ -142,16 +141,13 @@ class CaptureTarget:
     def _refuse_active(self) -> None:
         mine = stems(self.directory, slug(self.model))
         active = {found.active for found in journals(self.directory) if found.stem in mine}
+        state = f"another capture of {self.model} is writing to {self.directory}"
         if True in active:
-            raise CaptureError(
-                f"another capture of {self.model} is writing to {self.directory}; wait, or choose "
-                "another directory with `out=`"
-            )
+            raise CaptureError(f"{state}; wait, or choose another directory with `out=`")
         if None in active:
             raise CaptureError(
-                f"another capture of {self.model} is writing to {self.directory} or was killed "
-                "(the file system has no locks that would show it); if it was killed, finish it "
-                f"with `capture repair {quoted(self.directory)}`"
+                f"{state} or was killed (the file system has no locks that would show it); if it "
+                f"was killed, finish it with `capture repair {quoted(self.directory)}`"
             )
 
     def _replaces(self, dataset: Dataset) -> bool:

@@ -67,15 +67,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def _write_at(descriptor: int, offset: int, pieces: list[memoryview]) -> None:
-    rest = pieces
-    while rest:
-        written = plain_files.written(os.pwritev(descriptor, rest, offset))
-        offset += written
-        while rest and written >= rest[0].nbytes:
-            written -= rest[0].nbytes
-            rest = rest[1:]
-        if written:
-            rest = [rest[0][written:], *rest[1:]]
+    for piece in pieces:
+        while piece.nbytes:
+            written = os.pwritev(descriptor, [piece], offset)
+            piece, offset = piece[written:], offset + written
 
 
 def _parts(tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
@@ -194,7 +189,7 @@ def _checked(header: Any, nbytes: int) -> tuple[dict[str, str], dict[str, _Dtype
             raise ValueError("tensors that overlap, leave gaps or have another size")
         end = this_end
     if end != nbytes:
-        raise ValueError(f"{nbytes} bytes of tensors where {end} are described")
+        raise ValueError(f"{nbytes} bytes of tensors, but {end} are described")
     return metadata, {name: (dtype, shape) for _, _, name, dtype, shape in found}
 
 

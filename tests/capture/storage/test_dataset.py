@@ -209,7 +209,7 @@ def test_wrong_outputs_are_found(tmp_path: Path, make_call: MakeCall) -> None:
     )
     wrong, dtype, shape = findings_of(data).values()
     assert wrong.startswith("output differs by relative L1")
-    assert "output of shape (1, 2, 5, 4) where (1, 2, 5, 8) fits the others" in shape
+    assert "output of shape (1, 2, 5, 4), but the other tensors require (1, 2, 5, 8)" in shape
     assert dtype.startswith("output cannot be recomputed here: ")
     assert "\n" not in dtype
 
@@ -416,7 +416,7 @@ def test_manifest_and_the_files_agree(dataset: Dataset) -> None:
     edit_manifest(dataset, other_module)
     again = load(dataset.directory)
     assert again[0].origin.module == again[2].origin.module == "attention"
-    with pytest.raises(DatasetError, match="its header is not what the manifest says of it"):
+    with pytest.raises(DatasetError, match="its header differs from the manifest"):
         again[1]
 
 

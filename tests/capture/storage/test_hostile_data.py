@@ -160,7 +160,7 @@ def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda h: h["layouts"]["key"]["size"].__setitem__(0, 2), "key of shape .* where"),
+        (lambda h: h["layouts"]["key"]["size"].__setitem__(0, 2), "key of shape .* require"),
         (lambda h: h["layouts"]["query"]["size"].pop(), "four dimensions"),
         (lambda h: h["layouts"]["query"]["size"].__setitem__(0, -1), "size is not a list of sizes"),
         (lambda h: h["layouts"]["query"]["size"].__setitem__(0, True), "not a list of sizes"),
@@ -169,7 +169,7 @@ def test_expanded_dimensions_make_no_work_that_the_file_does_not_account_for(
         (lambda h: [h["layouts"][n]["size"].__setitem__(3, 0) for n in ("query", "key")], "be 0"),
         (lambda h: h["layouts"].update(bias=h["layouts"]["key"]), "tensors"),
         (lambda h: h["dtypes"].update(query="int64"), "query of dtype 'int64'"),
-        (lambda h: h["dtypes"].update(query="float64"), "not those of its header"),
+        (lambda h: h["dtypes"].update(query="float64"), "differ from its header"),
         (lambda h: h.update(dropout_p=7.0), "dropout_p 7.0"),
         (lambda h: h.update(is_causal="yes"), "is_causal is 'yes'"),
         (lambda h: h["origin"].update(call_index="3"), "call_index is '3'"),

@@ -44,7 +44,7 @@ def test_earlier_capture_stays_if_the_new_one_does_not_end(tmp_path: Path) -> No
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     target, _ = started(tmp_path, "model", range(7, 9), overwrite=True)
     [told] = target.end(ended("model", complete=False))
-    assert "stays; 2 calls of the new, incomplete one went to" in told
+    assert "is kept; 2 calls of the new, incomplete capture went to" in told
     assert calls(tmp_path) == {"model": [0, 1, 2]}
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 

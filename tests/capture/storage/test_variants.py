@@ -80,7 +80,7 @@ def test_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path
     if stated is None or stated >= 6:
         assert FileEntry.read(path).load().variant.max_seqlen_q == stated
         return
-    reason = f"max_seqlen_q is {stated}, and its longest sequence has 6 queries"
+    reason = f"max_seqlen_q is {stated}, but the longest sequence has 6 queries"
     with pytest.raises(DatasetError, match=reason):
         FileEntry.read(path).load()
 
@@ -112,8 +112,8 @@ PACKED = torch.tensor([0, 2, 3])
         ({"seqused_k": torch.tensor([4 * ROOM + 1, 1])}, "counts more keys than there are"),
         ({"seqused_k": torch.tensor([-1, 1])}, "counts more keys than there are"),
         ({"seqused_k": torch.tensor([1, 1, 1])}, "3 lengths of keys for 2 sequences"),
-        ({"attn_mask": torch.ones(3, 4 * ROOM).bool()}, "attn_mask beside a page table"),
-        ({"cu_seqlens_k": torch.tensor([0, 9, 15])}, "cu_seqlens_k beside a page table"),
+        ({"attn_mask": torch.ones(3, 4 * ROOM).bool()}, "attn_mask together with a page table"),
+        ({"cu_seqlens_k": torch.tensor([0, 9, 15])}, "cu_seqlens_k together with a page table"),
         ({"cu_seqlens_q": PACKED}, "packed sequences have a batch of 1"),
         ({"cu_seqlens_q": PACKED[:2], "query": PAGED.query[:1]}, "2 lengths of keys for 1 seq"),
         ({"cu_seqlens_q": PACKED + 1, "query": PAGED.query[:1]}, "cu_seqlens_q does not rise"),
@@ -164,8 +164,8 @@ def test_value_that_is_part_of_the_key_is_stored_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "reason"),
     [
-        (25, "a value of 25 of the key's 24 columns"),
-        (-1, "a value of -1 of the key's 24 columns"),
+        (25, "value_in_key is 25, but the key has 24 columns"),
+        (-1, "value_in_key is -1, but the key has 24 columns"),
         (0, "tensors"),
         (2.5, "value_in_key is 2.5"),
     ],
