@@ -141,7 +141,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--gpus": _names("all|0,1", "spread calls over GPUs of this host"),
     "--ray": _text(
         "HOST:PORT",
-        "spread calls over a Ray cluster; auto for this machine's (default: start one here)",
+        "spread calls over a Ray cluster: its address, auto, or no value to start one here",
         nargs="?",
         const="local",
     ),
