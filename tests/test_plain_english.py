@@ -78,6 +78,8 @@ def _attribute_faults(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
 
 def avoided_phrases(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line and the words of avoided phrases in comments, docstrings and messages."""
+    if not AVOIDED.search(text):
+        return  # splitting into tokens takes most of the time
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if tokenize.tok_name[token.type] in ("COMMENT", "STRING", "FSTRING_MIDDLE"):
             for found in AVOIDED.finditer(token.string):
