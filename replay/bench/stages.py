@@ -31,8 +31,8 @@ NO_ENERGY = "no energy: "
 MOST_OF_ROOF = 1.05
 """Largest share of the roof that noise explains."""
 ABOVE_ROOF = (
-    "no share of the roof: it is above what was measured (computing in fewer bits, out of a cache, "
-    "or on a machine that was busy while the roof was measured)"
+    "no share of the roof: the throughput exceeds the measured roof (fewer bits, data in a cache, "
+    "or a machine that was busy while the roof was measured)"
 )
 
 

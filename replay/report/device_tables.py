@@ -20,8 +20,8 @@ from replay.rows.row import KernelId
 
 SPEEDUP = "speedup.ratio"
 READING = (
-    "each device's speed-up is over its own baseline; fastest: the fastest correct kernel that is "
-    "exact, or quantised; tied: not distinguishable from it"
+    "each device's speed-up is over its own baseline; fastest: the fastest correct kernel, of the "
+    "exact or of the quantised ones; tied: the rounds cannot distinguish it from the fastest"
 )
 
 

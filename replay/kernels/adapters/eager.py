@@ -140,7 +140,7 @@ def _prepare_masked(call: AnyCall) -> Callable[[], Tensor]:
 
 
 def _is_beyond_sdpa(call: AnyCall) -> str | None:
-    return None if call.features else "for calls beyond SDPA: torch-default runs this one"
+    return None if call.features else "only for options beyond SDPA; torch-default runs this call"
 
 
 register(

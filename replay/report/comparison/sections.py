@@ -82,7 +82,7 @@ def accuracy_text(change: AccuracyChange) -> str:
     if change.reason == "identical":
         return "identical"
     within = "" if change.low is None else f" ({change.low:.2g}-{change.high:.2g})"
-    where = "" if change.place is None else f" (head {change.place[0]}, part {change.place[1]})"
+    where = "" if change.place is None else f" (head {change.place[0]}, range {change.place[1]})"
     grown = "from 0" if math.isinf(change.ratio) else f"×{change.ratio:.3g}"
     return f"error {grown}{within} {change.verdict}, {change.reason}{where}"
 
@@ -94,12 +94,10 @@ def _answer(comparison: Comparison) -> str:
         _named("slower", comparison, {"slow"}),
         _named("faster", comparison, {"fast"}),
     ]
-    summary = "; ".join(filter(None, parts))
     if comparison.missing:
-        gone = f"{counted(len(comparison.missing), 'row')} missing"
-        summary = f"{summary}; {gone}" if summary else gone
-    if summary:
-        return summary
+        parts.append(f"{counted(len(comparison.missing), 'row')} missing")
+    if any(parts):
+        return "; ".join(filter(None, parts))
     open_rows = sum(
         each.speed is not None and each.speed.verdict == "ambiguous" for each in comparison.pairs
     )
@@ -207,7 +205,7 @@ def _counted(kernel: KernelChange) -> str:
         if pair.speed and pair.speed.verdict != "same":
             words[pair.speed.verdict] += 1
         if pair.accuracy and pair.accuracy.verdict in ("better", "worse"):
-            words[f"accuracy {pair.accuracy.verdict}"] += 1
+            words["more accurate" if pair.accuracy.verdict == "better" else "less accurate"] += 1
     return ", ".join(f"{count} {word}" for word, count in words.most_common())
 
 
