@@ -132,6 +132,7 @@ SLOW = (
     "fork_and_die",
     "close_pipes",
     "segfault_when_timed",
+    "hang_when_timed",
     "exits_when_imported",
     "keep_memory",
 )
