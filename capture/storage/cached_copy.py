@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from capture.errors import DatasetError
-from capture.storage import cache, checksums, plain_files
+from capture.storage import cache, checksums
 from capture.storage.names import CALL, LONGEST_MANIFEST, MANIFEST, is_of_dataset
 
 if TYPE_CHECKING:
@@ -72,7 +72,11 @@ class CachedCopy:
         try:
             for name, limit in limits.items():
                 files.copy(name, staging / name, limit, lambda count: report(count, total))
-            self.directory = cache.version(files.cache, _content(staging, limits))
+            # Without a manifest, which has the checksums of all files, a changed file would not be
+            # noticed, so random bytes keep earlier copies from being used.
+            listed = MANIFEST in limits
+            content = (staging / MANIFEST).read_bytes() if listed else secrets.token_bytes()
+            self.directory = cache.version(files.cache, content)
             with cache.writing(self.directory):
                 for name in limits:
                     os.replace(staging / name, self.directory / name)
@@ -82,20 +86,12 @@ class CachedCopy:
     def _index(self) -> tuple[dict[str, int], int]:
         """Return the files to copy first, each with its maximum bytes, and their total size."""
         sizes = self._files.sizes()
-        if sizes is None:
-            return {MANIFEST: LONGEST_MANIFEST}, 0
-        calls = {
-            name: size
-            for name, size in sizes.items()
-            if is_of_dataset(name) and name.endswith(CALL)
-        }
-        if MANIFEST in sizes:
-            limits, total = {MANIFEST: LONGEST_MANIFEST}, sizes[MANIFEST]
-        elif calls:
-            limits, total = calls, sum(calls.values())
-        else:
+        if sizes is None or MANIFEST in sizes:
+            return {MANIFEST: LONGEST_MANIFEST}, (sizes or {}).get(MANIFEST, 0)
+        names = [name for name in sizes if is_of_dataset(name) and name.endswith(CALL)]
+        if not names:
             raise DatasetError(f"{self.address}: holds no recorded calls")
-        return limits, total
+        return {name: sizes[name] for name in names}, sum(sizes[name] for name in names)
 
     def fetch(self, entry: FileEntry, arrived: Callable[[int], None] = lambda count: None) -> None:
         """Copy a call's file and compare its checksum, unless the cache already holds the file.
@@ -142,14 +138,3 @@ class CachedCopy:
             stopped.set()
             pool.shutdown(cancel_futures=True)
         return errors
-
-
-def _content(directory: Path, names: Iterable[str]) -> bytes:
-    """Return content that distinguishes versions of a dataset.
-
-    The manifest contains the checksums of all files. Without a manifest, a changed file would not
-    be noticed, so random bytes keep earlier copies from being used.
-    """
-    if MANIFEST not in names:
-        return secrets.token_bytes()
-    return plain_files.read(directory / MANIFEST, LONGEST_MANIFEST)

@@ -18,7 +18,7 @@ from capture.call.mask_structure import found_in
 from capture.call.strides import pack, unpack
 from capture.errors import DatasetError
 from capture.storage import checksums
-from capture.storage.header import GAPS, GAPS_AT_LEAST, CallHeader, dtype_name, stored_tensors
+from capture.storage.header import CallHeader, dtype_name, memory_excess, stored_tensors
 from capture.storage.json_data import parsed, required
 from capture.storage.names import FILE
 from capture.storage.tensor_file import TensorFile, write_safetensors
@@ -226,13 +226,7 @@ def _pages_fault(call: AttentionCall, nbytes: int) -> str:
         return f"page_table names a page outside the pool of {pool}"
     longest = -(-int(used.max()) // page_size) * page_size
     numbers = table.shape[0] * longest * kv_heads * (call.shape.head_dim + call.shape.v_head_dim)
-    gathered = numbers * call.key.element_size()
-    if gathered > max(GAPS * nbytes, GAPS_AT_LEAST):
-        return (
-            f"its sequences take {gathered} bytes of memory for a file of {nbytes} (limit: {GAPS} "
-            f"times the file, or {GAPS_AT_LEAST})"
-        )
-    return ""
+    return memory_excess("its sequences", numbers * call.key.element_size(), nbytes)
 
 
 def _mask_structure(header: CallHeader, values: dict[str, Tensor]) -> str:

@@ -145,12 +145,7 @@ class CallHeader:
             )
         output = batch * q_heads * q_len * v_head_dim * getattr(torch, self.dtype).itemsize
         memory = output + sum(self._restored_bytes(name) for name in self.layouts)
-        if memory > max(GAPS * nbytes, GAPS_AT_LEAST):
-            return (
-                f"its tensors take {memory} bytes of memory for a file of {nbytes} (limit: {GAPS} "
-                f"times the file, or {GAPS_AT_LEAST})"
-            )
-        return ""
+        return memory_excess("its tensors", memory, nbytes)
 
     def _restored_bytes(self, name: str) -> int:
         layout = self.layouts[name]
@@ -171,7 +166,7 @@ class CallHeader:
                 return f"{name} of dtype {dtype[:40]!r}"
         sizes = {name: layout.size for name, layout in self.layouts.items()}
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
-            return "sizes beyond any memory"
+            return "sizes that exceed any memory"
         if self.is_paged and (fault := self._pages_fault(sizes)):
             return fault
         batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = self.shape
@@ -196,8 +191,6 @@ class CallHeader:
         mask = sizes.get("attn_mask", scores)
         if any(size not in (1, full) for size, full in zip(mask, scores, strict=True)):
             return f"attn_mask of shape {mask}, which does not broadcast to {scores}"
-        if self.scale is not None and not math.isfinite(self.scale):
-            return f"scale {self.scale}"
         if not 0 <= self.dropout_p <= 1:
             return f"dropout_p {self.dropout_p}"
         return self._variant_fault(sizes)
@@ -236,6 +229,16 @@ class CallHeader:
         if not (pool and page_size and sizes["page_table"][3]):
             return f"{pool} pages of {page_size} keys, {sizes['page_table'][3]} for each sequence"
         return ""
+
+
+def memory_excess(what: str, memory: int, nbytes: int) -> str:
+    """Return why a file of `nbytes` must not take this much memory; empty if it may."""
+    if memory <= max(GAPS * nbytes, GAPS_AT_LEAST):
+        return ""
+    return (
+        f"{what} take {memory} bytes of memory for a file of {nbytes} (limit: {GAPS} times the "
+        f"file, or {GAPS_AT_LEAST})"
+    )
 
 
 def stored_tensors(call: AttentionCall) -> dict[str, Tensor]:

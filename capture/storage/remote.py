@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import re
 import secrets
 import sys
@@ -108,8 +107,8 @@ def archive(address: str, report: ProgressReport) -> tuple[Path, Path]:
     if not file.exists():
         size = int(info.get("size") or 0)
         with cache.placed(file) as temporary:
-            arrived = functools.partial(report, total=size)
-            _download(system, path, temporary, size or sys.maxsize, arrived, shown)
+            limit = size or sys.maxsize
+            _download(system, path, temporary, limit, lambda count: report(count, size), shown)
     return file, copies
 
 
