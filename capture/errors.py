@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import traceback
 
 from attention_replay.errors import Error
 
@@ -64,3 +66,14 @@ def reason_of(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return described(error).partition("\n")[0]
+
+
+def reraise_from_signal_handler(error: Exception) -> None:
+    """Raise an error that a signal handler raised, such as the program's own time limit.
+
+    Python may run a handler while our code runs, but its error is meant for the program.
+    """
+    handlers = map(signal.getsignal, signal.valid_signals())
+    codes = {getattr(getattr(one, "__func__", one), "__code__", None) for one in handlers} - {None}
+    if any(frame.f_code in codes for frame, _ in traceback.walk_tb(error.__traceback__)):
+        raise error

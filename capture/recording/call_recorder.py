@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from capture.errors import reason_of
+from capture.errors import reason_of, reraise_from_signal_handler
 from capture.hooks.autocast import autocast_dtype, cast, is_any_enabled
 from capture.hooks.interceptor import TORCH_SDPA, Arguments, Observer, bind
 from capture.hooks.modes import outside_of_modes
@@ -120,6 +120,7 @@ class CallRecorder:
                     group = self.seen.find(like, site, arguments, dtype)
                 self._count_and_offer(group, site, arguments, dtype, output, sdpa)
             except Exception as error:
+                reraise_from_signal_handler(error)
                 self._tell(f"an attention call could not be recorded: {reason_of(error)}")
 
         return observe
@@ -157,6 +158,7 @@ class CallRecorder:
             group = self.seen.groups.get(like) or self.seen.find(like, site, arguments, None)
             self._count_and_offer(group, site, arguments, None, output, function)
         except Exception as error:
+            reraise_from_signal_handler(error)
             self._tell(f"an attention call could not be recorded: {reason_of(error)}")
         return output
 

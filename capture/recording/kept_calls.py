@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from capture.call.attention_call import Origin
-from capture.errors import reason_of
+from capture.errors import reason_of, reraise_from_signal_handler
 from capture.hooks.backends import disabled_backends, function_or_backend
 from capture.hooks.census import CallCount
 from capture.hooks.interceptor import Arguments
@@ -118,6 +118,7 @@ class KeptCalls:
             for dropped in writer.put(waiting, drop):
                 self._forget(dropped)
         except Exception as error:
+            reraise_from_signal_handler(error)
             self.failed(index, error)
 
     def failed(self, index: int, error: Exception) -> None:

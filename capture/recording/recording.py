@@ -14,7 +14,12 @@ from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
-from capture.errors import CaptureError, RecordingWarning, reason_of
+from capture.errors import (
+    CaptureError,
+    RecordingWarning,
+    reason_of,
+    reraise_from_signal_handler,
+)
 from capture.hooks.census import Census
 from capture.hooks.missed_attention import MissedAttention, find_missed_attention
 from capture.recording.call_recorder import CallRecorder
@@ -166,6 +171,7 @@ class Recording:
         try:
             self._writer.close()
         except Exception as error:
+            reraise_from_signal_handler(error)
             self.tell(f"{self._target.directory} may not be on the disk yet: {reason_of(error)}")
         finally:  # also after a second Ctrl-C
             self._end(complete=complete)
@@ -192,6 +198,7 @@ class Recording:
             for problem in self._target.end(self.capture):
                 self.tell(problem)
         except Exception as error:
+            reraise_from_signal_handler(error)
             self.tell(
                 f"could not end the recording in {self._target.directory}: {reason_of(error)}; "
                 f"finish it with `capture repair {quoted(self._target.directory)}`"

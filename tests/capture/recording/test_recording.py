@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import warnings
@@ -10,6 +11,7 @@ import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,3 +194,35 @@ def test_recording_that_is_over_does_not_hold_the_model(
     gc.collect()
     assert held() is None
     assert (recording.kept, recording.summary, recording.missed_attention) == (2, "", [])
+
+
+@pytest.mark.parametrize(
+    "interrupted",
+    [
+        "capture.hooks.census.Census.count_of",
+        "capture.recording.copies.HostCopier.copy",
+        "capture.recording.writer.Writer.close",
+        "capture.storage.target.CaptureTarget.end",
+    ],
+)
+def test_error_of_a_signal_handler_reaches_the_program(
+    interrupted: str, layers: nn.Module, states: Tensor, tmp_path: Path
+) -> None:
+    """A time limit that ends while the recorder works still ends the program's run."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError("the program's own limit")
+
+    def run() -> None:
+        with mock.patch(interrupted, interrupt), record(layers, tmp_path):
+            layers(states)
+
+    def interrupt(*_: object, **__: object) -> None:
+        signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, expire)
+    try:
+        with pytest.raises(TimeoutError, match="the program's own limit"):
+            run()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
