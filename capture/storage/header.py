@@ -191,6 +191,8 @@ class CallHeader:
         mask = sizes.get("attn_mask", scores)
         if any(size not in (1, full) for size, full in zip(mask, scores, strict=True)):
             return f"attn_mask of shape {mask}, which does not broadcast to {scores}"
+        if self.scale is not None and not math.isfinite(self.scale):
+            return f"scale {self.scale}"
         if not 0 <= self.dropout_p <= 1:
             return f"dropout_p {self.dropout_p}"
         return self._variant_fault(sizes)
