@@ -23,7 +23,7 @@ from replay.diagnosis.hypotheses.memory import flickering, unwritten, zeroed
 from replay.diagnosis.hypotheses.order import late_sink
 from replay.diagnosis.hypotheses.readings import misread
 from replay.diagnosis.hypotheses.stale import Probe, stale
-from replay.diagnosis.poison import Poisoned
+from replay.diagnosis.poison import poisoned
 from replay.diagnosis.subject import Evidence, Hypothesis, KernelRunner, Subject, row_shares
 from replay.isolation.inputs import Inputs, aliases
 from replay.isolation.judge import Judged, LocalJudge
@@ -151,7 +151,7 @@ def _runner(kernel: Kernel, settings: Settings, process_state: ProcessState) -> 
         if kernel.refuses(call):
             return None
         try:
-            with contextlib.nullcontext() if poison is None else Poisoned(poison):
+            with contextlib.nullcontext() if poison is None else poisoned(poison):
                 output = kernel.attention(**aliases(call))
         except Exception as error:
             finding = classify(error)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ ALLOCATIONS = {
 }
 
 
-class Poisoned(TorchDispatchMode):
+class _Poisoned(TorchDispatchMode):
     """Dispatch mode that fills memory which Python code allocates without initial values."""
 
     def __init__(self, value: float) -> None:
@@ -30,3 +32,10 @@ class Poisoned(TorchDispatchMode):
         if func in ALLOCATIONS and made.is_floating_point():
             made.fill_(self._value)
         return made
+
+
+@contextlib.contextmanager
+def poisoned(value: float) -> Iterator[None]:
+    """Fill memory that Python code allocates without initial values, inside a `with` block."""
+    with _Poisoned(value):
+        yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,9 @@ FEW_CHANNELS = 1 / 16
 MOST_CHANNELS = 0.25
 """Maximum share of channels that can be outliers."""
 
+LIMITS = 200
+"""Number of clamping limits tried for the scores."""
+
 
 def overflow(subject: Subject) -> Evidence | None:
     """Test whether the error disappears when the same attention is computed from smaller numbers.
@@ -50,6 +54,7 @@ def overflow(subject: Subject) -> Evidence | None:
     }
     names = [] if call.value_is_in_key else ["query", "key", "value"]
     trials = [(name, factor) for factor in FACTORS for name in names]
+    # Scores that overflow in a finite output are clamped, which smaller scores would not show.
     if not is_finite or is_zero:
         trials += [("scores", factor) for factor in FACTORS]
     for name, factor in trials:
@@ -71,7 +76,7 @@ def overflow(subject: Subject) -> Evidence | None:
                 "error_scaled": score.error,
             },
         )
-    return None
+    return _clamped(subject, small, numbers) if is_finite and not is_zero else None
 
 
 HOW = {
@@ -89,6 +94,28 @@ def _scaled(call: AttentionCall, name: str, factor: float) -> AttentionCall:
     scaled = call.with_tensors({tensor: getattr(call, tensor) * factor})
     scale = call.softmax_scale / factor if name in ("query", "key") else call.scale
     return replace(scaled, output=None, scale=scale)
+
+
+def _clamped(subject: Subject, small: AttentionCall, numbers: dict[str, Any]) -> Evidence | None:
+    """Test whether the output results from scores clamped at some limit."""
+    found, value = scores(small), small.value[0, 0].to(torch.float64)
+    added = None if small.attn_mask is None else small.attn_mask[0, 0]
+    lowest, highest = float(found.mean()), float(found.max())
+    best = (math.inf, highest)
+    for limit in torch.linspace(lowest, highest, LIMITS, dtype=torch.float64).tolist():
+        ended = found.clamp(max=limit)
+        if added is not None and added.dtype == torch.bool:
+            ended = ended.masked_fill(~added, -math.inf)
+        elif added is not None:
+            ended = ended + added
+        best = min(best, (subject.returned(ended.softmax(-1) @ value).error, limit))
+    if not Score(False, best[0]).explains(subject.own):
+        return None
+    return Evidence(
+        "overflow",
+        f"the output is that of scores clamped at {best[1]:.4g}, where they reach {highest:.4g}",
+        {**numbers, "limit": best[1], "error": subject.own.error, "error_so": best[0]},
+    )
 
 
 def _numbers(small: AttentionCall) -> dict[str, Any]:

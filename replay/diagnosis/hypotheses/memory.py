@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -33,7 +34,36 @@ def unwritten(subject: Subject) -> Evidence | None:
         kept = (first == POISONS[0]) & (second == POISONS[1])
         if bool(differs.any()):
             return _evidence(subject, differs, int(kept.sum()))
-    return None
+    return _kept_from_before(subject)
+
+
+def _kept_from_before(subject: Subject) -> Evidence | None:
+    """Test whether some rows belong to the previous call, in memory that the kernel keeps."""
+    call = subject.call
+    # Nothing overflows with these values, so a NaN can only be a former content of memory.
+    small = {name: getattr(call, name).clamp(-1, 1) for name in ("query", "key")}
+    other = replace(call.with_tensors({**small, "value": call.value / -16}), output=None)
+    first = None if call.value_is_in_key else subject.run(other)
+    if first is None:
+        return None
+    first = first.clone()  # the kernel may return the same memory again
+    second = subject.run(call)
+    if second is None:
+        return None
+    kept = (~_unlike(first, second)).all(dim=3) & (second != 0).any(dim=3)
+    if call.attn_mask is not None or call.is_causal or call.features:
+        # Many kernels return NaN for a query that sees no key.
+        kept &= ~second.isnan().any(dim=3)
+    if not bool(kept.any()) or bool(kept.all()):
+        return None
+    place = _most_of_a_head(kept)
+    return Evidence(
+        "output-unwritten",
+        f"{int(kept.sum()):,} of {kept.numel():,} rows are still those of the call before, which "
+        "had other inputs",
+        {"rows": int(kept.sum()), "of": kept.numel(), **_span(place.queries)},
+        place,
+    )
 
 
 def zeroed(subject: Subject) -> Evidence | None:

@@ -19,7 +19,11 @@ from capture.call.attention_call import AttentionCall
 from capture.call.mask_structure import structure_of
 from replay.diagnosis.derived import (
     HeadRows,
+    can_be_gathered,
+    gathered,
     mask_of,
+    part,
+    scores,
     seen,
 )
 from replay.diagnosis.hypotheses.factors import wrong_factor
@@ -41,6 +45,8 @@ def misread(subject: Subject) -> Evidence | None:
     for reading in readings(subject.call, subject.place):
         if not subject.computed(reading.call):
             continue
+        if reading.cause == "causal-alignment" and _ignores_causal(subject):
+            reading = Reading("mask-ignored", IGNORES_CAUSAL, reading.call)
         found = subject.score(subject.output, reading.call)
         numbers = {
             "error": subject.own.error,
@@ -48,7 +54,10 @@ def misread(subject: Subject) -> Evidence | None:
             **_mask_numbers(subject),
         }
         return Evidence(reading.cause, reading.sentence, numbers)
-    return wrong_factor(subject)
+    return _multiplied(subject) or wrong_factor(subject)
+
+
+IGNORES_CAUSAL = "the output equals attention without the causal mask"
 
 
 def readings(call: AttentionCall, place: HeadRows) -> Iterator[Reading]:
@@ -78,8 +87,7 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
                 replace(call, variant=variant),
             )
         # The other alignment comes first, because with few queries it may hide nothing either.
-        sentence = "the output equals attention without the causal mask"
-        yield Reading("mask-ignored", sentence, replace(call, is_causal=False))
+        yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))
         for shift, sees in ((1, "one key more than it may"), (-1, "one key fewer than it may")):
             yield Reading(
                 "causal-alignment",
@@ -108,6 +116,25 @@ def _with_diagonal(call: AttentionCall, shift: int) -> AttentionCall:
     """Return the causal call with each query seeing `shift` more keys."""
     window = (call.variant.window[0], shift)
     return replace(call, is_causal=False, variant=replace(call.variant, window=window))
+
+
+def _ignores_causal(subject: Subject) -> bool:
+    """Test whether the kernel is also wrong on a square causal call: it has only one alignment.
+
+    With one query, a mask aligned bottom right hides nothing, so it cannot be distinguished from an
+    ignored mask.
+    """
+    call = subject.call
+    if not call.is_causal or call.shape.q_len > 1 or not can_be_gathered(call):
+        return False
+    length = min(call.shape.kv_len, 64)
+    rows = torch.arange(length, device=call.device)
+    square = replace(gathered(call, queries=torch.zeros_like(rows), keys=rows), attn_mask=None)
+    output = subject.run(square)
+    place = subject.place._replace(queries=rows)
+    if output is None or subject.score(output, square, place).passes:
+        return False
+    return subject.score(output, replace(square, is_causal=False), place).passes
 
 
 def _features(call: AttentionCall) -> Iterator[Reading]:
@@ -160,7 +187,7 @@ def _additive_forms(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield misread forms of a head's mask (Sq, Sk): transposed, shifted or repeated."""
+    """Yield misread forms of a head's mask (Sq, Sk): transposed, shifted, repeated, reversed."""
     q_len, kv_len = mask.shape
     if q_len == kv_len:
         yield "the mask is read transposed: queries for keys", mask.mT
@@ -177,7 +204,11 @@ def _moved(mask: Tensor) -> Iterator[tuple[str, Tensor]]:
         for shift in (difference, -difference):
             yield f"the mask is read shifted by {shift} keys (Sk - Sq)", mask.roll(shift, 1)
     yield "the mask of the first query is read for all queries", mask[:1].expand_as(mask)
+    yield "the mask of the last query is read for all queries", mask[-1:].expand_as(mask)
     yield "the mask of the first key is read for all keys", mask[:, :1].expand_as(mask)
+    yield "the mask of the last key is read for all keys", mask[:, -1:].expand_as(mask)
+    yield "the mask is read from the last key to the first", mask.flip(1)
+    yield "the mask is read from the last query to the first", mask.flip(0)
 
 
 def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
@@ -188,12 +219,41 @@ def _of_others(full: Tensor, place: HeadRows) -> Iterator[tuple[str, Tensor]]:
         yield "the mask of the first head is read for all heads", full[batch, 0]
         yield "the mask is read for the previous head", full[batch, head - 1]
         yield "the mask is read for the next head", full[batch, (head + 1) % heads]
+        yield "the masks of the heads are read in reverse", full[batch, heads - 1 - head]
         yield "the masks of the heads are read as those of the batch", full[0, batch % heads]
     if batches > 1:
         yield "the mask of the first batch is read for all", full[0, head]
         yield "the mask is read for the previous batch", full[batch - 1, head]
         yield "the mask is read for the next batch", full[(batch + 1) % batches, head]
         yield "the masks of the batch are read as those of the heads", full[head % batches, 0]
+    if batches > 1 and heads > 1:
+        index = batch * heads + head
+        swapped = full[index % batches, index // batches % heads]
+        yield "the masks of batch and heads are read in swapped order", swapped
+
+
+def _multiplied(subject: Subject) -> Evidence | None:
+    """Test whether scores or weights are multiplied by a boolean mask."""
+    mask = subject.call.attn_mask
+    if mask is None or mask.dtype != torch.bool:
+        return None
+    batch, head, rows = subject.place
+    shown = mask_of(subject.call, batch, head, rows)
+    assert shown is not None
+    small = part(replace(subject.call, attn_mask=None), subject.place)
+    found, value = scores(small), small.value[0, 0].to(torch.float64)
+    if small.attn_mask is not None:
+        found = found.masked_fill(~small.attn_mask[0, 0], -math.inf)
+    zeroed, masked_after = found.masked_fill(~shown, 0.0).softmax(-1), found.softmax(-1) * shown
+    for sentence, weights in (
+        ("the scores are multiplied by the boolean mask: a hidden key scores 0", zeroed),
+        ("the weights are multiplied by the boolean mask, and no longer sum to 1", masked_after),
+    ):
+        score = subject.returned(weights @ value)
+        if score.explains(subject.own):
+            numbers = {"error": subject.own.error, "error_of_this_reading": score.error}
+            return Evidence("mask-misread", sentence, numbers)
+    return None
 
 
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.reference import attention
 from replay.diagnosis.derived import HeadRows, gathered, part
 from replay.diagnosis.examine import Examined, examine
-from replay.diagnosis.poison import Poisoned
+from replay.diagnosis.poison import poisoned
 from replay.isolation.process_state import ProcessState
 from replay.kernels.registry import Kernel, find
 from replay.rows.errors_of_output import AccuracyClass
@@ -67,7 +67,7 @@ def examined(
 ) -> Examined:
     faulty.forget()
     # Unwritten memory may hold the right answer of an earlier kernel.
-    filled = Poisoned(0.7) if attention is faulty.rows_unwritten else contextlib.nullcontext()
+    filled = poisoned(0.7) if attention is faulty.rows_unwritten else contextlib.nullcontext()
     with torch.no_grad(), filled:
         return examine(Kernel("kernel", attention, kind), made, settings(), ProcessState())
 
@@ -105,6 +105,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
         "overflow",
     ),
     "NaN made 0": (faulty.black, LARGE, "overflow"),
+    "scores clamped": (
+        faulty.clamped_scores,
+        larger(call(dtype=BFLOAT16), query=4.0, key=4.0),
+        "overflow",
+    ),
     "values past float16": (
         faulty.float16_values,
         larger(call(dtype=BFLOAT16), value=1e5),
@@ -113,8 +118,14 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "outlier channel": (faulty.int8_keys, OUTLIER, "k-outlier-channel"),
     "additive mask ignored": (misreading("ignored"), call(attn_mask=SLOPED), "mask-ignored"),
     "causal ignored": (faulty.without_options, call(is_causal=True), "mask-ignored"),
+    "causal ignored by one query": (
+        faulty.without_options,
+        call(q_len=1, is_causal=True),
+        "mask-ignored",
+    ),
     "inverted": (misreading("inverted"), call(attn_mask=MASK), "mask-misread"),
     "added": (misreading("added"), call(attn_mask=MASK), "mask-misread"),
+    "multiplied": (faulty.multiplied, call(attn_mask=MASK), "mask-misread"),
     "shifted": (misreading("shifted"), call(attn_mask=MASK), "mask-misread"),
     "first batch": (misreading("first batch"), call(attn_mask=MASK), "mask-misread"),
     "transposed": (
@@ -128,6 +139,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], AttentionCall, str]] = {
     "late sink": (faulty.not_rescaled, SINK, "late-sink"),
     "changed": (faulty.scales_query, call(), "input-changed"),
     "unwritten": (faulty.rows_unwritten, call(), "output-unwritten"),
+    "one buffer": (faulty.in_one_buffer, call(), "output-unwritten"),
     "keys left over": (faulty.tail_of_keys_dropped, call(), "odd-length"),
     "bottom right": (faulty.bottom_right, call(is_causal=True), "causal-alignment"),
     "bottom right, one query": (
