@@ -183,6 +183,14 @@ class Subject:
             self.own if not bool(undefined.any()) else self.score(self.output, self.call, place)
         )
 
+    def returned(self, expected: Tensor) -> Score:
+        """Return the distance between the wrong rows and the given numbers (R, Dv)."""
+        batch, head, rows = self.place
+        mine = self.output[batch, head, rows].to(torch.float64)
+        size = float(torch.linalg.vector_norm(expected))
+        error = float(torch.linalg.vector_norm(mine - expected.to(mine)))
+        return Score(False, error / size if size and math.isfinite(error) else math.inf)
+
 
 Hypothesis = Callable[[Subject], "Evidence | None"]
 
