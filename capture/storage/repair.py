@@ -186,7 +186,12 @@ def _set_aside(capture: UnfinishedCapture, journal: JournalContents, listed: set
         if entry.path not in listed:
             aside.mkdir(exist_ok=True)  # an earlier repair that was killed may have created it
             moved.append(replace(entry, path=entry.path.rename(aside / entry.path.name)))
+    there = {entry.path for entry in moved}
+    # An earlier repair may have been killed after it had moved some files.
+    earlier = (path for path in call_files(aside, journal.stem) if path not in there)
+    moved += map(FileEntry.read, earlier)
     if moved:
+        moved.sort(key=lambda entry: entry.origin.call_index)
         Dataset(aside, moved, [capture.record]).save_manifest()
     _delete_unlisted(journal, listed)
     calls = counted(len(moved), "call")

@@ -49,6 +49,17 @@ def test_earlier_capture_stays_if_the_new_one_does_not_end(tmp_path: Path) -> No
     assert calls(tmp_path / "unfinished-model_2") == {"model": [7, 8]}
 
 
+def test_repair_goes_on_after_a_repair_that_was_killed(tmp_path: Path) -> None:
+    started(tmp_path, "model", range(3))[0].end(ended("model"))
+    _, journal = started(tmp_path, "model", range(7, 9), overwrite=True)
+    journal.close()
+    aside = tmp_path / "unfinished-model_2"
+    aside.mkdir()
+    (tmp_path / "model_2-000007.safetensors").rename(aside / "model_2-000007.safetensors")
+    repair(tmp_path)
+    assert calls(aside) == {"model": [7, 8]}
+
+
 def test_killed_capture_is_read_reported_and_finished(tmp_path: Path) -> None:
     started(tmp_path, "zebra", range(1))[0].end(ended("zebra"))
     _, journal = started(tmp_path, "model", range(3))
