@@ -25,6 +25,7 @@ from capture.command_line.standard_streams import (
 )
 from capture.command_line.verbosity import narrated
 from replay.api.messages import say, speaking_as
+from replay.cli.moved_flags import where_it_moved
 
 NAMES = (
     *("compare", "devices", "doctor", "explain", "kernels", "plan", "profile", "random"),
@@ -66,6 +67,8 @@ def _run(given: list[str]) -> int:
     verb = "" if given[0].startswith("-") else given[0]
     if verb and verb not in VERBS:
         raise Error(_unknown(verb))
+    if not verb and (sentence := where_it_moved(given)):
+        raise Error(sentence)
     module = importlib.import_module(VERBS[verb] if verb else DEFAULT)
     options = given[1:] if verb else given
     parser = module.parser

@@ -37,7 +37,7 @@ def parser() -> VerbParser:
 
 def parser_with_shape() -> VerbParser:
     """Build the parser of `replay profile random`."""
-    return _parser("profile random", *SHAPE, *VALUES)
+    return _parser("profile random", *SHAPE, "--causal", *VALUES)
 
 
 def _parser(name: str, *calls: str) -> VerbParser:

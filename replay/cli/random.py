@@ -21,7 +21,7 @@ def parser() -> VerbParser:
     command = VerbParser(
         "random", "Run attention kernels on one call of any shape, with random values.", EXAMPLES
     )
-    command.group("the call", *SHAPE, *VALUES)
+    command.group("the call", *SHAPE, "--causal", *VALUES)
     how = ("--kernels", *TIMING, "--baseline-kernel", "--device", "--env", WAITING)
     command.group("how to measure, and where", *how)
     shown = ("--metric", "--json", "--report", "--check")

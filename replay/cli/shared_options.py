@@ -92,6 +92,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "-sk": _size("kv_len", "key length (default: -sq)"),
     "-d": _size("head_dim", "head dimension (default 64)", 64),
     "-dv": _size("v_head_dim", "head dimension of the value (default: -d)"),
+    "--causal": {
+        "action": "store_const",
+        "const": "causal",
+        "dest": "mask",
+        "help": "short for --mask causal",
+    },
     "--mask": _text(
         "MASK",
         "causal (top-left), or a boolean attn_mask: padding, window or random (default: none)",

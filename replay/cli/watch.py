@@ -47,7 +47,7 @@ def parser() -> VerbParser:
 
 def parser_with_shape() -> VerbParser:
     """Build the parser of `replay watch random`."""
-    return _parser("watch random", *SHAPE, *VALUES)
+    return _parser("watch random", *SHAPE, "--causal", *VALUES)
 
 
 def _parser(name: str, *calls: str) -> VerbParser:

@@ -18,6 +18,7 @@ from replay.api.choices import MeasureChoice, RunPlace
 from replay.api.recorded_models import ModelRequest
 from replay.cli import files, replayed, requests
 from replay.cli.main import DEFAULT, VERBS
+from replay.cli.moved_flags import REPLACEMENTS
 from replay.cli.shared_options import OPTIONS
 from tests.in_this_process import RunCli
 from tests.noted_options import options
@@ -25,7 +26,7 @@ from tests.noted_options import options
 ALL = {"": DEFAULT, **VERBS}
 COMMON = ("quiet", "verbose", "debug")
 """Options of all verbs, which are not counted."""
-MOST = 25
+MOST = 26
 OTHER_MEANINGS = {"--out", "--checks", "--budget"}
 """Options whose meaning differs between verbs: files written or read, and limits."""
 CHOICES = (RecordedCalls, RandomCall, SuiteCalls, MeasureChoice, RunPlace, ModelRequest)
@@ -80,3 +81,12 @@ def test_argparse_is_imported_by_command_lines_alone() -> None:
             folder = path.relative_to(root).parts[1]
             is_command_line = folder in ("cli", "command_line")
             assert is_command_line or "import argparse" not in path.read_text("utf-8"), path
+
+
+@pytest.mark.parametrize(("flag", "replacement"), REPLACEMENTS.items())
+def test_former_flag_names_its_replacement(run_cli: RunCli, flag: str, replacement: str) -> None:
+    code, out, err = run_cli("--dir", "recorded", flag, "x")
+    assert (code, out) == (2, "")
+    assert err == f"replay: unknown option {flag}: use `{replacement}`\n"
+    command, verb, *_ = replacement.split()
+    assert command != "replay" or verb in VERBS
