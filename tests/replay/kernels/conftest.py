@@ -1,8 +1,8 @@
 """Fixtures for the tests of third-party kernels.
 
 None of the libraries can run without a GPU. The tests replace them by **stand-ins**: modules with
-the real functions' names, parameters, layouts and habits, but torch's arithmetic. The tests show
-that an adapter passes the right arguments, but nothing about the libraries.
+the real functions' names, parameters, layouts and habits, but torch's arithmetic (`stand_ins.py`).
+The tests show that an adapter passes the right arguments, but nothing about the libraries.
 """
 
 from __future__ import annotations
@@ -15,61 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from replay.kernels import libraries
 from replay.kernels.adapters import hub, torch_activated, torch_varlen, transformer_engine
 from replay.kernels.registry import catalogue
-
-
-def textbook(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None = None,
-    causal: bool = False,
-    mask: Tensor | None = None,
-    top_left: bool = False,
-    window: tuple[int | None, int | None] = (-1, -1),
-    softcap: float | None = None,
-    sink: Tensor | None = None,
-) -> Tensor:
-    """BHSD attention in float32, returned in the query's dtype.
-
-    Causal and windows are aligned bottom right; a side of a window that is -1 or None has no limit.
-    """
-    query_, key, value = query.float(), key.float(), value.float()
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    scores = query_ @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores + mask if mask.is_floating_point() else scores.where(mask, -torch.inf)
-    if causal:
-        rows, columns = scores.shape[-2:]
-        diagonal = 0 if top_left else columns - rows
-        seen = torch.ones(rows, columns, dtype=torch.bool).tril(diagonal)
-        scores = scores.where(seen, -torch.inf)
-    before, after = window
-    rows, columns = scores.shape[-2:]
-    for i in range(rows):
-        beside = i + columns - rows
-        if before not in (-1, None):
-            scores[..., i, : max(beside - before, 0)] = -torch.inf
-        if after not in (-1, None):
-            scores[..., i, max(beside + after + 1, 0) :] = -torch.inf
-    if sink is not None:  # a key whose value is 0
-        of_head = sink.float()[:, None, None].expand(*scores.shape[:3], 1)
-        scores = torch.cat([of_head, scores], dim=-1)
-        value = torch.cat([torch.zeros_like(value[:, :, :1]), value], dim=2)
-    return (scores.softmax(-1).nan_to_num() @ value).to(query.dtype)
-
-
-@pytest.fixture
-def formula() -> Callable[..., Tensor]:
-    """The function `textbook`, for stand-ins."""
-    return textbook
 
 
 @pytest.fixture(autouse=True, scope="module")

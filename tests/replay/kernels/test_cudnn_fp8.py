@@ -14,9 +14,9 @@ from replay.kernels.adapters import cudnn_fp8
 from replay.kernels.registry import find
 from tests.factories import random_call
 from tests.replay.kernels.kinds import MASKED, verify
+from tests.replay.kernels.stand_ins import parameters, textbook
 
 Install = Callable[..., ModuleType]
-Formula = Callable[..., Tensor]
 Pack = dict[int, Tensor]
 
 STREAM = 17
@@ -40,21 +40,16 @@ class Node:
 
 
 @pytest.fixture
-def graphs(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def graphs(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The graphs built with cuDNN's stand-in."""
     built: list[Any] = []
 
     class PyGraph:
-        def __init__(
-            self,
-            name: str = "",
-            io_data_type: Any = None,
-            intermediate_data_type: Any = None,
-            compute_data_type: Any = None,
-            handle: Any = None,
-        ) -> None:
-            assert (io_data_type, intermediate_data_type, compute_data_type) == ("8", "32", "32")
-            self.nodes: list[Node] = []
+        @parameters("self, *, io_data_type, intermediate_data_type, compute_data_type, handle=None")
+        def __init__(given: Any) -> None:
+            types = (given.io_data_type, given.intermediate_data_type, given.compute_data_type)
+            assert types == ("8", "32", "32")
+            given.self.nodes = []
 
         def tensor(
             self, dim: Any, stride: Any, data_type: Any = None, name: str = "", uid: int = -1
@@ -62,32 +57,19 @@ def graphs(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) 
             self.nodes.append(Node(dim=dim, stride=stride, data_type=data_type, uid=uid))
             return self.nodes[-1]
 
-        def sdpa_fp8(
-            self,
-            q: Node,
-            k: Node,
-            v: Node,
-            descale_q: Node,
-            descale_k: Node,
-            descale_v: Node,
-            descale_s: Node,
-            scale_s: Node,
-            scale_o: Node,
-            attn_scale: float | None = None,
-            diagonal_alignment: Any = None,
-            right_bound: int | None = None,
-            generate_stats: bool | None = None,
-        ) -> tuple[Node, None, Node, Node]:
-            assert diagonal_alignment == "top left"
-            assert generate_stats is False
-            assert right_bound in (None, 0)
-            names = ("q", "k", "v", "descale_q", "descale_k", "descale_v", "scale_s", "descale_s")
-            given = (q, k, v, descale_q, descale_k, descale_v, scale_s, descale_s)
-            self.inputs = dict(zip((*names, "scale_o"), (*given, scale_o), strict=True))
-            self.scale, self.is_causal = attn_scale, right_bound == 0
-            self.outputs = Node(), Node(), Node()
-            self.nodes += self.outputs
-            output, amax_s, amax_o = self.outputs
+        @parameters(
+            "self, *, q, k, v, descale_q, descale_k, descale_v, descale_s, scale_s, scale_o, "
+            "attn_scale=None, diagonal_alignment=None, right_bound=None, generate_stats=None"
+        )
+        def sdpa_fp8(given: Any) -> tuple[Node, None, Node, Node]:
+            assert given.diagonal_alignment == "top left"
+            assert given.generate_stats is False
+            assert given.right_bound in (None, 0)
+            graph, output, amax_s, amax_o = given.self, Node(), Node(), Node()
+            graph.inputs = {name: v for name, v in vars(given).items() if isinstance(v, Node)}
+            graph.scale, graph.is_causal = given.attn_scale, given.right_bound == 0
+            graph.output = output
+            graph.nodes += (output, amax_s, amax_o)
             return output, None, amax_s, amax_o
 
         def build(self, heuristics: list[Any]) -> None:
@@ -116,10 +98,10 @@ def graphs(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) 
                 found[name].float() * found[f"descale_{name}"].flatten()[0] for name in "qkv"
             )
             assert float(found["scale_s"] * found["descale_s"]) == 1
-            exact = formula(query, key, value, self.scale, self.is_causal, top_left=True)
+            exact = textbook(query, key, value, self.scale, self.is_causal, top_left=True)
             scaled = exact * found["scale_o"].flatten()[0]
             assert scaled.abs().max() <= 448
-            output = self.outputs[0].known
+            output = self.output.known
             # The graph's tensors are (B, H, S, D) with BSHD memory.
             assert pack[output["uid"]].transpose(1, 2).stride() == output["stride"]
             pack[output["uid"]].copy_(scaled.transpose(1, 2).to(torch.float8_e4m3fn))

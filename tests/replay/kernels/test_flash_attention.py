@@ -1,16 +1,14 @@
 """FlashAttention 2, 3 and 4 as called by their adapters, against stand-ins (see conftest).
 
-The stand-ins have the parameters of flash-attn 2.8 (`tests/flash_attn_stand_in.py`), of `hopper/`'s
+The stand-ins have the parameters of flash-attn 2.8, of `hopper/`'s
 `flash_attn_interface.py`, and of flash-attn-4 4.0.0b36 (`flash_attn/cute/interface.py`).
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +22,6 @@ from replay.accuracy.verdict import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
-from tests import flash_attn_stand_in
 from tests.factories import random_call
 from tests.replay.kernels.kinds import (
     CAPPED,
@@ -40,126 +37,41 @@ from tests.replay.kernels.kinds import (
     verify,
     verify_variants,
 )
+from tests.replay.kernels.stand_ins import flash_attention, parameters
 from tests.variant_calls import LIBRARY_CALLS, MLA, mla_call
 
-Formula = Callable[..., Tensor]
-
-
-def _readable(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.stride(-1) == 1
-        assert tensor.dtype in (torch.float16, torch.bfloat16)
-
-
-def _each(
-    formula: Formula,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    *arguments: Any,
-    **beyond: Any,
-) -> Tensor:
-    """Apply the formula to each packed sequence (T, H, D), optionally with some keys ignored."""
-    q, k, v = tensors
-    outputs = []
-    for i in range(len(cu_seqlens_q) - 1):
-        rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-        first, end = int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1])
-        keys = slice(first, end if seqused_k is None else first + int(seqused_k[i]))
-        parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
-        outputs.append(formula(*parts, *arguments, **beyond)[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
-def _cached(
-    formula: Formula,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    lengths: Tensor,
-    *arguments: Any,
-    **beyond: Any,
-) -> Tensor:
-    """Apply the formula to each batch element (S, H, D), with its number of keys."""
-    outputs = []
-    for q, k, v, length in zip(*tensors, lengths.tolist(), strict=True):
-        parts = (each.transpose(0, 1)[None] for each in (q, k[:length], v[:length]))
-        outputs.append(formula(*parts, *arguments, **beyond).transpose(1, 2))
-    return torch.cat(outputs)
-
-
-def _from_pages(
-    pools: tuple[Tensor, Tensor], table: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return key and value (T, H, D) from pages (P, page_size, H, D), and the sequences' starts."""
-    assert table.dtype == lengths.dtype == torch.int32
-    key, value = (
-        torch.cat([pool[row].flatten(0, 1)[:n] for row, n in zip(table, lengths, strict=True)])
-        for pool in pools
-    )
-    return key, value, torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
-
-
-def _cached_in_pages(
-    formula: Formula,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    table: Tensor,
-    lengths: Tensor,
-    *arguments: Any,
-    **beyond: Any,
-) -> Tensor:
-    """Apply the formula to a batch of queries (B, S, H, D) with keys in pages."""
-    q, *pools = tensors
-    key, value, starts_k = _from_pages((pools[0], pools[1]), table, lengths)
-    starts_q = torch.arange(len(q) + 1) * q.shape[1]
-    packed = (q.flatten(0, 1), key, value)
-    output = _each(formula, packed, starts_q, starts_k, None, *arguments, **beyond)
-    return output.unflatten(0, (len(q), -1))
-
-
-def _on_a_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of flash-attn 2 or FlashMLA to refuse what its kernels cannot read."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def strict(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        asked = given.arguments
-        tensors = list(asked.values())[: 2 if "head_dim_v" in asked else 3]
-        _readable(*tensors)
-        assert asked.get("dropout_p", 0.0) == 0.0
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "cache_seqlens", "cache_leftpad"):
-            assert asked.get(name) is None or asked[name].dtype == torch.int32
-        pages = asked.get("block_table")
-        if "max_seqlen_q" in asked:
-            assert asked["max_seqlen_q"] == int(asked["cu_seqlens_q"].diff().max())
-            longest = int(asked["cu_seqlens_k"].diff().max())
-            assert isinstance(asked["max_seqlen_k"], int)
-            assert asked["max_seqlen_k"] == longest or (
-                pages is not None and asked["max_seqlen_k"] > longest
-            )
-        if pages is not None:
-            assert pages.dtype == torch.int32
-            assert "head_dim_v" in asked or tensors[1].shape[1] % 256 == 0
-        if asked.get("cache_leftpad") is not None:
-            alone = asked["window_size"] == (-1, -1)
-            assert alone, "the alignment of its diagonal is unknown then"
-        return function(*args, **kwargs)
-
-    return strict
+Install = Callable[..., ModuleType]
+Unavailable = Callable[..., "str | None"]
 
 
 @pytest.fixture
-def flash_attn(install: Callable[..., ModuleType]) -> None:
-    functions = (
-        flash_attn_stand_in.flash_attn_func,
-        flash_attn_stand_in.flash_attn_varlen_func,
-        flash_attn_stand_in.flash_attn_with_kvcache,
+def flash_attn(install: Install) -> None:
+    how = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
+
+    @parameters(
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, "
+        f"{how}, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None"
     )
+    def flash_attn_varlen_func(given: SimpleNamespace) -> Tensor:
+        assert given.block_table is None or given.k.shape[1] % 256 == 0
+        return flash_attention(given)
+
+    @parameters(
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+        f"cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, {how}"
+    )
+    def flash_attn_with_kvcache(given: SimpleNamespace) -> Tensor:
+        assert given.k is given.v is None
+        assert given.block_table is None or given.k_cache.shape[1] % 256 == 0
+        given.k, given.v = given.k_cache, given.v_cache
+        return flash_attention(given)
+
     install(
         "flash_attn",
         version=("flash-attn", "2.8.3"),
-        **{function.__name__: _on_a_gpu(function) for function in functions},
+        flash_attn_func=parameters(f"q, k, v, dropout_p=0.0, {how}")(flash_attention),
+        flash_attn_varlen_func=flash_attn_varlen_func,
+        flash_attn_with_kvcache=flash_attn_with_kvcache,
     )
 
 
@@ -169,159 +81,76 @@ def flash_attn_interface_returns(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def flash_attn_interface(
-    install: Callable[..., ModuleType], formula: Formula, flash_attn_interface_returns: str
-) -> None:
-    def flash_attn_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        *,
-        q_descale: Tensor | None = None,
-        k_descale: Tensor | None = None,
-        v_descale: Tensor | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> Any:
-        assert q.dtype == k.dtype == v.dtype
-        heads_first = [each.transpose(1, 2) for each in (q, k, v)]
-        if q.dtype == torch.float8_e4m3fn:
-            for i, descale in enumerate((q_descale, k_descale, v_descale)):
-                assert descale is not None
-                assert descale.shape == (k.shape[0], k.shape[2])
-                assert descale.dtype == torch.float32
-                full = heads_first[i].to(torch.bfloat16)
-                each_head = descale.repeat_interleave(full.shape[1] // k.shape[2], 1)
-                heads_first[i] = (full * each_head[:, :, None, None]).to(torch.bfloat16)
-        else:
-            _readable(q, k, v)
-        beyond = {"window": window_size, "softcap": softcap}
-        return returned(formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2))
+def flash_attn_interface(install: Install, flash_attn_interface_returns: str) -> None:
+    how = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
 
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        *,
-        seqused_k: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> Any:
-        _readable(q, k, v)
-        beyond = {"window": window_size, "softcap": softcap}
-        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        return returned(_each(formula, (q, k, v), *offsets, softmax_scale, causal, **beyond))
-
-    def flash_attn_with_kvcache(
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cache_seqlens: Tensor | None = None,
-        page_table: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> Any:
-        _readable(q, k_cache, v_cache)
-        if cache_seqlens is None:
-            cache_seqlens = torch.tensor([k_cache.shape[1]] * len(k_cache))
-        beyond = {"window": window_size, "softcap": softcap}
-        caches, how = (q, k_cache, v_cache), (softmax_scale, causal)
-        if page_table is None:
-            return returned(_cached(formula, caches, cache_seqlens, *how, **beyond))
-        if cu_seqlens_q is None:
-            where = (page_table, cache_seqlens)
-            return returned(_cached_in_pages(formula, caches, *where, *how, **beyond))
-        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
-        key, value, starts_k = _from_pages((k_cache, v_cache), page_table, cache_seqlens)
-        starts = (cu_seqlens_q, starts_k, None)
-        return returned(_each(formula, (q, key, value), *starts, *how, **beyond))
-
-    def returned(output: Tensor) -> Any:
+    def run(given: SimpleNamespace) -> Any:
+        output = flash_attention(given)
         return output if flash_attn_interface_returns == "a tensor" else (output, torch.empty(0))
+
+    def dequantise(tensor: Tensor, descale: Tensor | None, key: Tensor) -> Tensor:
+        assert descale is not None
+        assert descale.shape == (key.shape[0], key.shape[2])
+        assert descale.dtype == torch.float32
+        of_head = descale.repeat_interleave(tensor.shape[2] // key.shape[2], 1)
+        return (tensor.to(torch.bfloat16) * of_head[:, None, :, None]).to(torch.bfloat16)
+
+    @parameters(
+        "q, k, v, softmax_scale=None, causal=False, *, q_descale=None, k_descale=None, "
+        "v_descale=None, window_size=(-1, -1), softcap=0.0"
+    )
+    def flash_attn_func(given: SimpleNamespace) -> Any:
+        assert given.q.dtype == given.k.dtype == given.v.dtype
+        if given.q.dtype == torch.float8_e4m3fn:
+            scaled = {
+                name: dequantise(getattr(given, name), getattr(given, f"{name}_descale"), given.k)
+                for name in "qkv"
+            }
+            vars(given).update(scaled)
+        return run(given)
 
     install(
         "flash_attn_interface",
         version=("flash_attn_3", "3.0.0b1"),
         flash_attn_func=flash_attn_func,
-        flash_attn_varlen_func=flash_attn_varlen_func,
-        flash_attn_with_kvcache=flash_attn_with_kvcache,
+        flash_attn_varlen_func=parameters(
+            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, seqused_k=None, "
+            + how
+        )(run),
+        flash_attn_with_kvcache=parameters(
+            "q, k_cache, v_cache, *, cache_seqlens=None, page_table=None, cu_seqlens_q=None, "
+            f"max_seqlen_q=None, {how}"
+        )(run),
     )
 
 
 @pytest.fixture
-def flash_attn_4(install: Callable[..., ModuleType], formula: Formula) -> None:
-    def flash_attn_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        *,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int | None, int | None] = (None, None),
-        learnable_sink: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> tuple[Tensor, Tensor | None]:
-        _readable(q, k, v)
-        assert qv is None
-        heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        beyond = beyond_sdpa(window_size, learnable_sink, softcap)
-        return formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2), None
+def flash_attn_4(install: Install) -> None:
+    how = (
+        "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, "
+        "softcap=0.0"
+    )
 
-    def flash_attn_varlen_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        qv: Tensor | None = None,
-        cu_seqlens_q: Tensor | None = None,
-        cu_seqlens_k: Tensor | None = None,
-        max_seqlen_q: int | None = None,
-        max_seqlen_k: int | None = None,
-        *,
-        seqused_k: Tensor | None = None,
-        page_table: Tensor | None = None,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int | None, int | None] = (None, None),
-        learnable_sink: Tensor | None = None,
-        softcap: float = 0.0,
-    ) -> tuple[Tensor, Tensor | None]:
-        _readable(q, k, v)
-        assert qv is None
-        assert cu_seqlens_q is not None
-        assert (cu_seqlens_k is None) == (page_table is not None)
-        if page_table is not None:
-            assert seqused_k is not None
-            k, v, cu_seqlens_k = _from_pages((k, v), page_table, seqused_k)
-        assert cu_seqlens_k is not None
-        beyond = beyond_sdpa(window_size, learnable_sink, softcap)
-        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_k)
-        return _each(formula, (q, k, v), *offsets, softmax_scale, causal, **beyond), None
+    def run(given: SimpleNamespace) -> tuple[Tensor, None]:
+        assert given.qv is None
+        assert -1 not in given.window_size, "None stands for no limit"
+        assert given.learnable_sink is None or given.learnable_sink.dtype == torch.bfloat16
+        return flash_attention(given), None
 
-    def beyond_sdpa(
-        window: tuple[int | None, int | None], sink: Tensor | None, softcap: float
-    ) -> dict[str, Any]:
-        assert -1 not in window, "None stands for no limit"
-        assert sink is None or sink.dtype == torch.bfloat16
-        return {"window": window, "sink": sink, "softcap": softcap}
+    @parameters(
+        "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, "
+        f"max_seqlen_k=None, *, seqused_k=None, page_table=None, {how}"
+    )
+    def flash_attn_varlen_func(given: SimpleNamespace) -> tuple[Tensor, None]:
+        assert given.cu_seqlens_q is not None
+        assert (given.cu_seqlens_k is None) == (given.page_table is not None)
+        assert given.page_table is None or given.seqused_k is not None
+        return run(given)
 
     install(
         "flash_attn.cute",
         version=("flash-attn-4", "4.0.0b36"),
-        flash_attn_func=flash_attn_func,
+        flash_attn_func=parameters(f"q, k, v, qv=None, *, {how}")(run),
         flash_attn_varlen_func=flash_attn_varlen_func,
     )
 
@@ -417,24 +246,26 @@ def test_fa4_rounds_no_sinks() -> None:
 
 
 @pytest.fixture
-def flash_mla(install: Callable[..., ModuleType]) -> None:
+def flash_mla(install: Install) -> None:
     """FlashMLA 1.0.0 of 2026 (`flash_mla/flash_mla_interface.py`), dense."""
 
-    def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[str, None]:
+    def get_mla_metadata(*args: Any) -> tuple[str, None]:
         lengths, queries_per_head, kv_heads = args
         assert lengths.tolist() == [17, 140]
         assert (queries_per_head % 4, kv_heads) == (0, 1)
         return "schedule", None
 
-    def flash_mla_with_kvcache(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        function = flash_attn_stand_in.flash_mla_with_kvcache
-        asked = inspect.signature(function).bind(*args, **kwargs).arguments
-        q, k_cache, schedule = (asked[name] for name in ("q", "k_cache", "tile_scheduler_metadata"))
-        assert (k_cache.shape[1], q.shape[3], asked["head_dim_v"]) == (64, 576, 512)
-        assert schedule == "schedule"
-        assert q.is_contiguous()
-        output: tuple[Tensor, Tensor] = _on_a_gpu(function)(*args, **kwargs)
-        return output
+    @parameters(
+        "q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, "
+        "num_splits=None, softmax_scale=None, causal=False, is_fp8_kvcache=False, indices=None"
+    )
+    def flash_mla_with_kvcache(given: SimpleNamespace) -> tuple[Tensor, None]:
+        assert (given.k_cache.shape[1], given.q.shape[3], given.head_dim_v) == (64, 576, 512)
+        assert given.tile_scheduler_metadata == "schedule"
+        assert given.q.is_contiguous()
+        assert (given.is_fp8_kvcache, given.indices) == (False, None)
+        beyond = {"v_cache": given.k_cache[..., :512], "window_size": (-1, -1), "softcap": 0.0}
+        return flash_attention(SimpleNamespace(**vars(given), **beyond)), None
 
     install(
         "flash_mla",
@@ -491,53 +322,37 @@ def test_flash_mla_refuses_other_calls() -> None:
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_flash_mla_is_for_hopper(unavailable: Callable[..., str | None]) -> None:
+def test_flash_mla_is_for_hopper(unavailable: Unavailable) -> None:
     assert unavailable("flash-mla") is None
     assert unavailable("flash-mla", 10, 0) == ("needs compute capability 9.0 (this GPU has 10.0)")
 
 
 @pytest.fixture
-def varlen_attn(install: Callable[..., ModuleType], formula: Formula) -> None:
+def varlen_attn(install: Install) -> None:
     """varlen_attn of PyTorch 2.13."""
 
-    def varlen_attn(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        cu_seq_q: Tensor,
-        cu_seq_k: Tensor | None,
-        max_q: int,
-        max_k: int,
-        *,
-        scale: float | None = None,
-        window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False,
-        seqused_k: Tensor | None = None,
-        block_table: Tensor | None = None,
-    ) -> Tensor:
-        _readable(query, key, value)
-        if block_table is not None:
-            assert seqused_k is not None
-            key, value, cu_seq_k = _from_pages((key, value), block_table, seqused_k)
-        assert cu_seq_k is not None
-        assert enable_gqa == (query.shape[1] != key.shape[1])
-        tensors = (query, key, value)
-        offsets = (cu_seq_q, cu_seq_k, seqused_k)
-        return _each(formula, tensors, *offsets, scale, window=window_size)
+    @parameters(
+        "query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), "
+        "enable_gqa=False, seqused_k=None, block_table=None"
+    )
+    def varlen_attn(given: SimpleNamespace) -> Tensor:
+        assert given.enable_gqa == (given.query.shape[1] != given.key.shape[-2])
+        named = {"q": given.query, "k": given.key, "v": given.value, "softmax_scale": given.scale}
+        offsets = {"cu_seqlens_q": given.cu_seq_q, "cu_seqlens_k": given.cu_seq_k}
+        beyond = {"causal": False, "softcap": 0.0}
+        return flash_attention(SimpleNamespace(**vars(given), **named, **offsets, **beyond))
 
     install("torch.nn.attention.varlen", varlen_attn=varlen_attn)
 
 
 @pytest.mark.usefixtures("varlen_attn")
-def test_torchs_varlen_attn(unavailable: Callable[..., str | None]) -> None:
+def test_torchs_varlen_attn(unavailable: Unavailable) -> None:
     taken = PACKED | LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
     assert verify_variants("torch-varlen") == taken
     assert unavailable("torch-varlen") is None
 
 
-def test_an_older_varlen_attn(
-    install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
-) -> None:
+def test_an_older_varlen_attn(install: Install, unavailable: Unavailable) -> None:
     """varlen_attn of PyTorch 2.10, and one without grouped heads."""
 
     def without_windows(query: Tensor, is_causal: bool = False) -> None: ...
@@ -629,9 +444,9 @@ def test_activation_gives_back_what_was_active(implementations: list[str]) -> No
 
 @pytest.mark.usefixtures("flash_attn_4")
 def test_activation_is_tried(
-    unavailable: Callable[..., str | None],
+    unavailable: Unavailable,
     monkeypatch: pytest.MonkeyPatch,
-    install: Callable[..., ModuleType],
+    install: Install,
 ) -> None:
     """Without the trial, an adapter that does not fit the installed library would fail later."""
     assert unavailable("torch-fa4", 8, 6) == (
@@ -649,9 +464,7 @@ def test_activation_is_tried(
     assert unavailable("torch-fa4") == f"needs PyTorch 2.11 (this is {torch.__version__})"
 
 
-def test_flash_attn_4_beside_no_flash_attn_2(
-    install: Callable[..., ModuleType], unavailable: Callable[..., str | None]
-) -> None:
+def test_flash_attn_4_beside_no_flash_attn_2(install: Install, unavailable: Unavailable) -> None:
     """The directory of flash-attn-4 makes `import flash_attn` return an empty package."""
     module = install("flash_attn", version=("flash-attn", None))
     module.__file__ = None

@@ -34,10 +34,16 @@ from tests.replay.kernels.kinds import (
     verify,
     verify_variants,
 )
+from tests.replay.kernels.stand_ins import (
+    check_readable,
+    flash_attention,
+    heads_second,
+    parameters,
+    textbook,
+)
 from tests.variant_calls import LIBRARY_CALLS
 
 Install = Callable[..., ModuleType]
-Formula = Callable[..., Tensor]
 Unavailable = Callable[..., "str | None"]
 
 OTHER_HEAD_DIMS = {
@@ -47,7 +53,7 @@ OTHER_HEAD_DIMS = {
 
 
 @pytest.fixture
-def xformers(install: Install, formula: Formula) -> None:
+def xformers(install: Install) -> None:
     class LowerTriangularMask:
         """Aligned top left."""
 
@@ -90,53 +96,48 @@ def xformers(install: Install, formula: Formula) -> None:
             assert window_size > 0
             return replace(self.make_causal_from_bottomright(), window_size=window_size)
 
-    def memory_efficient_attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_bias: Any = None,
-        *,
-        scale: float | None = None,
-    ) -> Tensor:
-        assert query.ndim == key.ndim == value.ndim
-        assert query.shape[2:-1] == key.shape[2:-1] == value.shape[2:-1], "it does not broadcast"
-        assert all(each.stride(-1) == 1 for each in (query, key, value))
-        causal, mask = isinstance(attn_bias, LowerTriangularMask), None
-        from_bottom_right = isinstance(attn_bias, LowerTriangularFromBottomRightMask)
-        window: tuple[int, int] = (-1, -1)
-        if isinstance(attn_bias, LocalAttentionFromBottomRightMask):
+    @parameters("query, key, value, attn_bias=None, *, scale=None")
+    def memory_efficient_attention(given: SimpleNamespace) -> Tensor:
+        query, bias = given.query, given.attn_bias
+        tensors = (query, given.key, given.value)
+        heads = query.shape[2:-1]
+        assert all(each.shape[2:-1] == heads for each in tensors), "it does not broadcast"
+        assert all(each.stride(-1) == 1 for each in tensors)
+        flat = [each.flatten(2, -2).transpose(1, 2) for each in tensors]
+        output = biased(*flat, given.scale, aligned(bias, query, given.key))
+        return output.transpose(1, 2).unflatten(2, heads)
+
+    def aligned(bias: Any, query: Tensor, key: Tensor) -> Any:
+        """Return the mask of a tensor, which the library's kernels read in units of 16 bytes."""
+        if not isinstance(bias, Tensor):
+            return bias
+        assert bias.dtype == query.dtype
+        assert bias.shape == (query.shape[0], *query.shape[2:-1], query.shape[1], key.shape[1])
+        assert bias.stride(-1) == 1
+        assert all(stride % 8 == 0 for stride in bias.stride()[:-1])
+        assert bias.data_ptr() % 16 == 0
+        return bias.flatten(1, -3).float()
+
+    def biased(query: Tensor, key: Tensor, value: Tensor, scale: float | None, bias: Any) -> Tensor:
+        """Attend to BHSD tensors with a bias of the library."""
+        tensors = (query, key, value)
+        if bias is None or isinstance(bias, Tensor):
+            return textbook(*tensors, scale, mask=bias)
+        if isinstance(bias, LowerTriangularMask):
+            return textbook(*tensors, scale, causal=True, top_left=True)
+        if isinstance(bias, LowerTriangularFromBottomRightMask):
+            return textbook(*tensors, scale, causal=True)
+        if isinstance(bias, LocalAttentionFromBottomRightMask):
             assert query.dtype != torch.float32, "FlashAttention's alone"
             assert query.shape[-1] == value.shape[-1] <= 256
-            window = (attn_bias.window_left, attn_bias.window_right)
-        if isinstance(attn_bias, Tensor):
-            assert attn_bias.dtype == query.dtype
-            heads = query.shape[2:-1]
-            assert attn_bias.shape == (query.shape[0], *heads, query.shape[1], key.shape[1])
-            assert attn_bias.stride(-1) == 1
-            assert all(stride % 8 == 0 for stride in attn_bias.stride()[:-1])
-            assert attn_bias.data_ptr() % 16 == 0
-            mask = attn_bias.flatten(1, -3).float()
-        elif not isinstance(attn_bias, BlockDiagonalMask):
-            assert causal or from_bottom_right or window != (-1, -1) or attn_bias is None
-        flat = [each.flatten(2, -2).transpose(1, 2) for each in (query, key, value)]
-        if isinstance(attn_bias, BlockDiagonalMask):
-            lengths = [attn_bias.q_seqlen, attn_bias.kv_seqlen, attn_bias.kv_seqlen]
-            size = attn_bias.window_size
-            window = (-1 if size is None else size - 1, -1)
-            outputs = [
-                formula(
-                    *parts, scale, attn_bias.causal, window=(-1 if size is None else size - 1, -1)
-                )
-                for parts in zip(
-                    *(each.split(sizes, 2) for each, sizes in zip(flat, lengths, strict=True)),
-                    strict=True,
-                )
-            ]
-            output = torch.cat(outputs, dim=2)
-        else:
-            is_causal = causal or from_bottom_right
-            output = formula(*flat, scale, is_causal, mask, top_left=causal, window=window)
-        return output.transpose(1, 2).unflatten(2, query.shape[2:-1])
+            return textbook(*tensors, scale, window=(bias.window_left, bias.window_right))
+        assert isinstance(bias, BlockDiagonalMask)
+        window = (-1 if bias.window_size is None else bias.window_size - 1, -1)
+        lengths = (bias.q_seqlen, bias.kv_seqlen, bias.kv_seqlen)
+        split = [each.split(sizes, 2) for each, sizes in zip(tensors, lengths, strict=True)]
+        each_sequence = zip(*split, strict=True)
+        outputs = [textbook(*parts, scale, bias.causal, window=window) for parts in each_sequence]
+        return torch.cat(outputs, dim=2)
 
     install("xformers._cpp_lib", _cpp_library_load_exception=None)
     install(
@@ -236,65 +237,48 @@ def _as_if_contiguous(tensor: Tensor) -> Tensor:
 class DotProductAttention:
     """DotProductAttention of Transformer Engine, with the arguments that the adapter may use."""
 
-    formula: Formula
+    @parameters(
+        "self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, *, "
+        "qkv_format='sbhd', attn_mask_type='causal', attention_type='self', softmax_scale=None"
+    )
+    def __init__(given: Any) -> None:
+        assert given.attention_dropout == 0.0
+        given.self.made = given
 
-    def __init__(
-        self,
-        num_attention_heads: int,
-        kv_channels: int | tuple[int, int],
-        num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.0,
-        *,
-        qkv_format: str = "sbhd",
-        attn_mask_type: str = "causal",
-        attention_type: str = "self",
-        softmax_scale: float | None = None,
-    ) -> None:
-        assert attention_dropout == 0.0
-        self.heads, self.groups = num_attention_heads, num_gqa_groups
-        self.channels = kv_channels
-        self.scale, self.type = softmax_scale, attention_type
-
-    def __call__(
-        self,
-        query_layer: Tensor,
-        key_layer: Tensor,
-        value_layer: Tensor,
-        *,
-        qkv_format: str | None = None,
-        attn_mask_type: str | None = None,
-        window_size: tuple[int, int] | None = None,
-    ) -> Tensor:
-        assert qkv_format == "bshd"
-        assert attn_mask_type in ("no_mask", "causal", "causal_bottom_right")
-        assert (query_layer.shape[2], key_layer.shape[2]) == (self.heads, self.groups)
-        dims = (key_layer.shape[3], value_layer.shape[3])
-        assert self.channels == (dims if dims[0] != dims[1] else dims[0])
-        assert self.type == ("self" if query_layer.shape[1] == key_layer.shape[1] else "cross")
-        left, right = window_size or (-1, 0 if attn_mask_type != "no_mask" else -1)
-        if attn_mask_type == "no_mask":  # TE 2.20.2, dot_product_attention/utils.py
+    @parameters(
+        "self, query_layer, key_layer, value_layer, *, qkv_format=None, attn_mask_type=None, "
+        "window_size=None"
+    )
+    def __call__(given: Any) -> Tensor:
+        made, mask = given.self.made, given.attn_mask_type
+        query, key, value = layers = (given.query_layer, given.key_layer, given.value_layer)
+        assert given.qkv_format == "bshd"
+        assert mask in ("no_mask", "causal", "causal_bottom_right")
+        assert (query.shape[2], key.shape[2]) == (made.num_attention_heads, made.num_gqa_groups)
+        dims = (key.shape[3], value.shape[3])
+        assert made.kv_channels == (dims if dims[0] != dims[1] else dims[0])
+        assert made.attention_type == ("self" if query.shape[1] == key.shape[1] else "cross")
+        left, right = given.window_size or (-1, 0 if mask != "no_mask" else -1)
+        if mask == "no_mask":  # TE 2.20.2, dot_product_attention/utils.py
             assert (left, right) == (-1, -1) or min(left, right) >= 0
         else:
             assert left >= -1
             assert right == 0
-        layers = [query_layer, key_layer, value_layer]
         if os.environ[transformer_engine.SWITCHES["fused"]] == "1":
-            layers = [_as_if_contiguous(each) for each in layers]
-        heads_first = (each.transpose(1, 2) for each in layers)
-        output = type(self).formula(
-            *heads_first,
-            self.scale,
-            attn_mask_type != "no_mask",
-            top_left=attn_mask_type == "causal",
-            window=window_size or (-1, -1),
+            layers = tuple(_as_if_contiguous(each) for each in layers)
+        output = textbook(
+            *(each.transpose(1, 2) for each in layers),
+            made.softmax_scale,
+            mask != "no_mask",
+            top_left=mask == "causal",
+            window=given.window_size or (-1, -1),
         )
         return output.transpose(1, 2).flatten(2)
 
 
 @pytest.fixture
-def te(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+def te(install: Install, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return a function that makes it importable; environment variables are restored."""
-    monkeypatch.setattr(DotProductAttention, "formula", staticmethod(formula), raising=False)
     for switch in transformer_engine.SWITCHES.values():
         monkeypatch.setenv(switch, "1")
 
@@ -350,149 +334,109 @@ def test_checks_choose_no_backend(te: Callable[[], None], unavailable: Unavailab
 
 
 @pytest.fixture
-def planned(install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stand-in for FlashInfer; returns the log of plans, runs and packings."""
     log: list[str] = []
     monkeypatch.setattr(flashinfer, "WORKSPACE_BYTES", 16)
     flashinfer._workspace.cache_clear()
     flashinfer._wrapper.cache_clear()
 
-    def single_prefill_with_kv_cache(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        custom_mask: Tensor | None = None,
-        packed_custom_mask: Tensor | None = None,
-        causal: bool = False,
-        kv_layout: str = "NHD",
-        sm_scale: float | None = None,
-        window_left: int = -1,
-        logits_soft_cap: float | None = None,
-        backend: str = "auto",
-    ) -> Tensor:
-        assert kv_layout == "NHD"
-        assert q.ndim == k.ndim == v.ndim == 3
-        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-        mask = custom_mask
-        if packed_custom_mask is not None:
-            bits = packed_custom_mask[:, None] >> torch.arange(8) & 1
-            mask = bits.flatten()[: q.shape[0] * k.shape[0]].bool().view(q.shape[0], k.shape[0])
+    @parameters(
+        "q, k, v, *, custom_mask=None, packed_custom_mask=None, causal=False, kv_layout='NHD', "
+        "sm_scale=None, window_left=-1, logits_soft_cap=None, backend='auto'"
+    )
+    def single_prefill_with_kv_cache(given: SimpleNamespace) -> Tensor:
+        assert given.kv_layout == "NHD"
+        check_readable(given.q, given.k, given.v)
+        size, mask = (len(given.q), len(given.k)), given.custom_mask
+        if given.packed_custom_mask is not None:
+            bits = given.packed_custom_mask[:, None] >> torch.arange(8) & 1
+            mask = bits.flatten()[: size[0] * size[1]].bool().view(size)
         if mask is not None:
-            assert backend == "fa2"
-            assert not causal
-            assert mask.shape == (q.shape[0], k.shape[0])
-        log.append(f"single {backend}")
-        assert not causal or q.shape[0] <= k.shape[0]
-        assert mask is None or window_left == -1
-        parts = (each.transpose(0, 1)[None] for each in (q, k, v))
-        beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
-        return formula(*parts, sm_scale, causal, mask, **beyond)[0].transpose(0, 1)
+            assert (given.backend, given.causal, given.window_left) == ("fa2", False, -1)
+            assert mask.shape == size
+        log.append(f"single {given.backend}")
+        assert not given.causal or size[0] <= size[1]
+        return sequence(given.q, given.k, given.v, given, given.causal, mask)
+
+    def sequence(
+        q: Tensor, k: Tensor, v: Tensor, how: SimpleNamespace, causal: bool, mask: Tensor | None
+    ) -> Tensor:
+        beyond = {"window": (how.window_left, -1), "softcap": how.logits_soft_cap}
+        mask = None if mask is None else mask.view(len(q), len(k))
+        parts = map(heads_second, (q, k, v))
+        return textbook(*parts, how.sm_scale, causal, mask, **beyond)[0].transpose(0, 1)
 
     class BatchPrefillWithRaggedKVCacheWrapper:
-        def __init__(
-            self,
-            float_workspace_buffer: Tensor,
-            kv_layout: str = "NHD",
-            use_cuda_graph: bool = False,
-            backend: str = "auto",
-        ) -> None:
-            assert kv_layout == "NHD"
-            self.backend = backend
-            self.mask: Tensor | None = None
+        @parameters("self, float_workspace_buffer, kv_layout='NHD', *, backend='auto'")
+        def __init__(given: Any) -> None:
+            assert given.kv_layout == "NHD"
+            given.self.backend, given.self.mask = given.backend, None
 
-        def plan(
-            self,
-            qo_indptr: Tensor,
-            kv_indptr: Tensor,
-            num_qo_heads: int,
-            num_kv_heads: int,
-            head_dim_qk: int,
-            *,
-            custom_mask: Tensor | None = None,
-            causal: bool = False,
-            window_left: int = -1,
-            logits_soft_cap: float | None = None,
-            sm_scale: float | None = None,
-            q_data_type: torch.dtype | str = "float16",
-        ) -> None:
-            assert qo_indptr.dtype == kv_indptr.dtype == torch.int32
+        @parameters(
+            "self, qo_indptr, kv_indptr, num_qo_heads, num_kv_heads, head_dim_qk, *, "
+            "custom_mask=None, causal=False, window_left=-1, logits_soft_cap=None, sm_scale=None, "
+            "q_data_type='float16'"
+        )
+        def plan(given: Any) -> None:
+            assert given.qo_indptr.dtype == given.kv_indptr.dtype == torch.int32
             log.append("plan")
-            self.q, self.k = qo_indptr.tolist(), kv_indptr.tolist()
-            self.heads, self.causal, self.scale = (num_qo_heads, num_kv_heads), causal, sm_scale
-            self.dtype = q_data_type
-            self.beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
-            if custom_mask is not None:  # otherwise the last backend stays, as in the real library
-                assert self.backend == "fa2"
-                assert custom_mask.ndim == 1
-                self.mask = custom_mask
+            given.self.planned = given
+            if given.custom_mask is not None:  # otherwise the last mask stays, as in the library
+                assert given.self.backend == "fa2"
+                assert given.custom_mask.ndim == 1
+                given.self.mask = given.custom_mask
 
-        def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            assert (q.shape[1], k.shape[1], q.dtype) == (*self.heads, self.dtype)
-            assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        @parameters("self, q, k, v")
+        def run(given: Any) -> Tensor:
+            how, mask = given.self.planned, given.self.mask
+            heads = (how.num_qo_heads, how.num_kv_heads)
+            assert (given.q.shape[1], given.k.shape[1]) == heads
+            assert given.q.dtype == how.q_data_type
+            check_readable(given.q, given.k, given.v)
             log.append("run")
-            outputs, used = [], 0
-            for i in range(len(self.q) - 1):
-                rows, keys = slice(*self.q[i : i + 2]), slice(*self.k[i : i + 2])
-                parts = [each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys])]
-                mask, size = None, parts[0].shape[2] * parts[1].shape[2]
-                if self.mask is not None:
-                    mask = self.mask[used : used + size].view(parts[0].shape[2], -1)
-                    used += size
-                is_causal = self.causal and mask is None
-                output = formula(*parts, self.scale, is_causal, mask, **self.beyond)
-                outputs.append(output[0].transpose(0, 1))
-            return torch.cat(outputs)
+            lengths = [each.diff().tolist() for each in (how.qo_indptr, how.kv_indptr)]
+            queries = given.q.split(lengths[0])
+            keys, values = given.k.split(lengths[1]), given.v.split(lengths[1])
+            sizes = [q_len * kv_len for q_len, kv_len in zip(*lengths, strict=True)]
+            masks = [None] * len(sizes) if mask is None else mask.split(sizes)
+            each_sequence = zip(queries, keys, values, masks, strict=True)
+            return torch.cat(
+                [
+                    sequence(q, k, v, how, how.causal and part is None, part)
+                    for q, k, v, part in each_sequence
+                ]
+            )
 
     class BatchDecodeWithPagedKVCacheWrapper:
-        def __init__(
-            self,
-            float_workspace_buffer: Tensor,
-            kv_layout: str = "NHD",
-            use_cuda_graph: bool = False,
-            use_tensor_cores: bool = False,
-        ) -> None:
-            assert kv_layout == "NHD"
-            assert not float_workspace_buffer.any()
-            self.tensor_cores = use_tensor_cores
+        @parameters("self, float_workspace_buffer, kv_layout='NHD', *, use_tensor_cores=False")
+        def __init__(given: Any) -> None:
+            assert given.kv_layout == "NHD"
+            assert not given.float_workspace_buffer.any()
+            given.self.tensor_cores = given.use_tensor_cores
 
-        def plan(
-            self,
-            indptr: Tensor,
-            indices: Tensor,
-            last_page_len: Tensor,
-            num_qo_heads: int,
-            num_kv_heads: int,
-            head_dim: int,
-            page_size: int,
-            *,
-            window_left: int = -1,
-            logits_soft_cap: float | None = None,
-            q_data_type: torch.dtype | str | None = "float16",
-            kv_data_type: torch.dtype | str | None = None,
-            sm_scale: float | None = None,
-        ) -> None:
-            assert indptr.dtype == indices.dtype == last_page_len.dtype == torch.int32
-            assert self.tensor_cores == (num_qo_heads >= 4 * num_kv_heads)
+        @parameters(
+            "self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, "
+            "page_size, *, window_left=-1, logits_soft_cap=None, q_data_type='float16', "
+            "kv_data_type=None, sm_scale=None"
+        )
+        def plan(given: Any) -> None:
+            for each in (given.indptr, given.indices, given.last_page_len):
+                assert each.dtype == torch.int32
+            is_wide = given.num_qo_heads >= 4 * given.num_kv_heads
+            assert given.self.tensor_cores == is_wide
             log.append("plan")
-            self.pages = [
-                indices[int(indptr[i]) : int(indptr[i + 1])] for i in range(len(indptr) - 1)
-            ]
-            self.last, self.scale = last_page_len.tolist(), sm_scale
-            self.beyond = {"window": (window_left, -1), "softcap": logits_soft_cap}
-            self.page_size = page_size
+            given.self.planned = given
 
-        def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor]) -> Tensor:
+        @parameters("self, q, paged_kv_cache")
+        def run(given: Any) -> Tensor:
             log.append("run")
-            outputs = []
-            for i, pages in enumerate(self.pages):
-                length = (len(pages) - 1) * self.page_size + self.last[i]
-                key, value = (
-                    cache[pages].flatten(0, 1)[:length].transpose(0, 1)[None]
-                    for cache in paged_kv_cache
-                )
-                query = q[i][None, :, None]
-                outputs.append(formula(query, key, value, self.scale, **self.beyond)[:, :, 0])
+            how, outputs = given.self.planned, []
+            pages_of_each = how.indices.split(how.indptr.diff().tolist())
+            for query, pages, last in zip(given.q, pages_of_each, how.last_page_len, strict=True):
+                length = (len(pages) - 1) * how.page_size + int(last)
+                key, value = (cache[pages].flatten(0, 1)[:length] for cache in given.paged_kv_cache)
+                outputs.append(sequence(query[None], key, value, how, False, None))
             return torch.cat(outputs)
 
     def packbits(x: Tensor, bitorder: str = "big") -> Tensor:
@@ -592,36 +536,19 @@ def test_flashinfer_decodes_pages_of_the_wanted_size(
 
 
 @pytest.fixture
-def kernels_package(
-    install: Install, formula: Formula, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def kernels_package(install: Install, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Stand-in for the package `kernels` with three cached kernels; returns the log of requests."""
     asked: dict[str, Any] = {}
     import huggingface_hub.constants
 
-    def flash_attn_func(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> tuple[Tensor, None]:
-        heads_first = (each.transpose(1, 2) for each in (q, k, v))
-        beyond = {"window": window_size, "softcap": softcap}
-        return formula(*heads_first, softmax_scale, causal, **beyond).transpose(1, 2), None
+    @parameters("q, k, v, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0")
+    def flash_attn_func(given: SimpleNamespace) -> tuple[Tensor, None]:
+        return flash_attention(given), None
 
-    def sageattn(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensor_layout: str = "HND",
-        is_causal: bool = False,
-        sm_scale: float | None = None,
-    ) -> Tensor:
-        assert tensor_layout == "HND"
-        return formula(q, k, v, sm_scale, is_causal)
+    @parameters("q, k, v, tensor_layout='HND', is_causal=False, sm_scale=None")
+    def sageattn(given: SimpleNamespace) -> Tensor:
+        assert given.tensor_layout == "HND"
+        return textbook(given.q, given.k, given.v, given.sm_scale, given.is_causal)
 
     def get_kernel(
         repo_id: str, *, revision: str | None = None, version: int | None = None

@@ -8,7 +8,7 @@ The stand-ins do not quantise, so a correct adapter gives an exact output.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,76 +19,68 @@ from capture.call.attention_call import AttentionCall
 from replay.kernels.adapters import sage2
 from replay.kernels.registry import Kernel, catalogue, select
 from tests.replay.kernels.kinds import KINDS, MASKED, REFUSED, VARIANTS, check, verify
+from tests.replay.kernels.stand_ins import (
+    check_readable,
+    flash_attention,
+    parameters,
+    textbook,
+)
 
 Install = Callable[..., ModuleType]
-Formula = Callable[..., Tensor]
 Calls = list[dict[str, Any]]
 
 
-def _checked(q: Tensor, k: Tensor, v: Tensor, layout: str) -> None:
-    assert layout == "HND"
-    assert q.dtype == k.dtype == v.dtype
-    assert q.dtype in (torch.float16, torch.bfloat16)
-    assert all(each.stride(-1) == 1 for each in (q, k, v))
+def _checked(given: SimpleNamespace) -> None:
+    assert given.tensor_layout == "HND"
+    check_readable(given.q, given.k, given.v)
+
+
+COMMON = 'q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None'
+COMPILED = 'q, k, v, q_scale, k_scale, *, tensor_layout="HND", output_dtype=torch.float16'
+
+
+def _forward(causal: bool) -> Callable[..., Tensor]:
+    """Return a compiled kernel; its scale of the query is that of the scores."""
+
+    @parameters(COMPILED)
+    def run(given: SimpleNamespace) -> Tensor:
+        output = textbook(given.q, given.k, given.v, given.q_scale, causal)
+        return output.to(given.output_dtype)
+
+    return run
 
 
 @pytest.fixture
-def sage_1(install: Install, formula: Formula) -> None:
-    def sageattn(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensor_layout: str = "HND",
-        is_causal: bool = False,
-        sm_scale: float | None = None,
-        smooth_k: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        _checked(q, k, v, tensor_layout)
-        assert q.shape[-1] in (64, 96, 128)
-        assert not kwargs
-        if smooth_k:
-            k -= k.mean(dim=2, keepdim=True)
-        return formula(q, k, v, sm_scale, is_causal)
+def sage_1(install: Install) -> None:
+    @parameters(f"{COMMON}, smooth_k=True")
+    def sageattn(given: SimpleNamespace) -> Tensor:
+        _checked(given)
+        assert given.q.shape[-1] in (64, 96, 128)
+        if given.smooth_k:
+            given.k -= given.k.mean(dim=2, keepdim=True)
+        return textbook(given.q, given.k, given.v, given.sm_scale, given.is_causal)
 
-    def per_block_int8(
-        q: Tensor,
-        k: Tensor,
-        BLKQ: int = 128,
-        BLKK: int = 64,
-        sm_scale: float | None = None,
-        tensor_layout: str = "HND",
-    ) -> tuple[Tensor, float | None, Tensor, None]:
-        assert q.shape[-1] in (64, 128)
-        return q, sm_scale, k, None
+    def quantiser(*head_dims: int) -> Callable[..., tuple[Tensor, float | None, Tensor, None]]:
+        def quantise(
+            q: Tensor, k: Tensor, *, sm_scale: float | None = None, tensor_layout: str = "HND"
+        ) -> tuple[Tensor, float | None, Tensor, None]:
+            assert q.shape[-1] in head_dims
+            return q, sm_scale, k, None
 
-    def per_block_int8_hd96(
-        q: Tensor, k: Tensor, sm_scale: float | None = None, tensor_layout: str = "HND"
-    ) -> tuple[Tensor, float | None, Tensor, None]:
-        assert q.shape[-1] == 96
-        return q, sm_scale, k, None
+        return quantise
 
     def forward(causal: bool) -> Callable[..., Tensor]:
-        def run(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            q_scale: float,
-            k_scale: None,
-            *,
-            tensor_layout: str = "HND",
-            output_dtype: torch.dtype = torch.float16,
-        ) -> Tensor:
+        def run(q: Tensor, k: Tensor, v: Tensor, *scales: Any, **options: Any) -> Tensor:
             assert v.dtype == torch.float16
-            return formula(q, k, v, q_scale, causal).to(output_dtype)
+            return _forward(causal)(q, k, v, *scales, **options)
 
         return run
 
     install("sageattention", version=("sageattention", "1.0.6"), sageattn=sageattn)
     install(
         "sageattention.core",
-        per_block_int8=per_block_int8,
-        per_block_int8_hd96=per_block_int8_hd96,
+        per_block_int8=quantiser(64, 128),
+        per_block_int8_hd96=quantiser(96),
         attn_false=forward(False),
         attn_true=forward(True),
         attn_h96_false=forward(False),
@@ -96,102 +88,62 @@ def sage_1(install: Install, formula: Formula) -> None:
     )
 
 
+FP16, FP8 = "qk_int8_sv_f16_accum_", "qk_int8_sv_f8_accum_"
+COMPILED_PARTS = {
+    "sm80_compile": {
+        f"{FP16}f32_attn": 0,
+        f"{FP16}f16_attn": 0,
+        f"{FP16}f16_attn_inst_buf": 0,
+        f"{FP16}f16_fuse_v_mean_attn": 1,
+    },
+    "sm89_compile": {
+        f"{FP8}f32_fuse_v_scale_attn": 1,
+        f"{FP8}f32_fuse_v_scale_fuse_v_mean_attn": 2,
+        f"{FP8}f32_fuse_v_scale_attn_inst_buf": 1,
+        f"{FP8}f16_fuse_v_scale_attn_inst_buf": 1,
+    },
+    "sm90_compile": {f"{FP8}f32_fuse_v_scale_attn_inst_buf": 1},
+}
+"""Compiled functions by module, with their numbers of tensors between scales and options."""
+
+
 @pytest.fixture
-def sage_2(install: Install, formula: Formula) -> Calls:
+def sage_2(install: Install) -> Calls:
     """Return the options of all calls, in order."""
     calls: Calls = []
 
-    def note(function: str, given: dict[str, Any]) -> None:
-        calls.append({"function": function, **given})
+    def library_function(name: str, options: str = "") -> Callable[..., Tensor]:
+        """Return a function with `options` beyond the common parameters, which are logged."""
 
-    def sageattn(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensor_layout: str = "HND",
-        is_causal: bool = False,
-        sm_scale: float | None = None,
-    ) -> Tensor:
-        _checked(q, k, v, tensor_layout)
-        note("sageattn", {})
-        return formula(q, k, v, sm_scale, is_causal)
-
-    def sageattn_qk_int8_pv_fp16_triton(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tensor_layout: str = "HND",
-        quantization_backend: str = "triton",
-        is_causal: bool = False,
-        attn_mask: Tensor | None = None,
-        sm_scale: float | None = None,
-        smooth_k: bool = True,
-    ) -> Tensor:
-        _checked(q, k, v, tensor_layout)
-        if attn_mask is not None:
-            assert not is_causal
-            assert attn_mask.dtype == torch.bool
-            attn_mask = attn_mask.expand(*q.shape[:3], k.shape[2])
-        note(
-            "sageattn_qk_int8_pv_fp16_triton",
-            {"quantization_backend": quantization_backend, "smooth_k": smooth_k},
-        )
-        return formula(q, k, v, sm_scale, is_causal, attn_mask)
-
-    def cuda_function(
-        name: str, accum: str, smooth_v_default: bool | None
-    ) -> Callable[..., Tensor]:
-        def function(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            tensor_layout: str = "HND",
-            is_causal: bool = False,
-            qk_quant_gran: str = "per_thread",
-            sm_scale: float | None = None,
-            pv_accum_dtype: str = accum,
-            smooth_k: bool = True,
-            smooth_v: bool | None = smooth_v_default,
-        ) -> Tensor:
-            _checked(q, k, v, tensor_layout)
-            assert smooth_v is None or smooth_v_default is not None, "it has no smooth_v"
-            note(
-                name,
-                {
-                    "qk_quant_gran": qk_quant_gran,
-                    "pv_accum_dtype": pv_accum_dtype,
-                    "smooth_k": smooth_k,
-                    "smooth_v": smooth_v,
-                },
-            )
-            return formula(q, k, v, sm_scale, is_causal)
+        @parameters(f"{COMMON}, {options}")
+        def function(given: SimpleNamespace) -> Tensor:
+            _checked(given)
+            noted = {
+                name: value
+                for name, value in vars(given).items()
+                if name not in ("q", "k", "v", "tensor_layout", "is_causal", "sm_scale")
+            }
+            mask = noted.pop("attn_mask", None)
+            if mask is not None:
+                assert not given.is_causal
+                assert mask.dtype == torch.bool
+                mask = mask.expand(*given.q.shape[:3], given.k.shape[2])
+            calls.append({"function": name, **noted})
+            return textbook(given.q, given.k, given.v, given.sm_scale, given.is_causal, mask)
 
         return function
 
-    def sageattn_varlen(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor,
-        cu_seqlens_k: Tensor,
-        max_seqlen_q: int,
-        max_seqlen_k: int,
-        is_causal: bool = False,
-        sm_scale: float | None = None,
-        smooth_k: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        assert not kwargs
-        assert cu_seqlens_q.is_contiguous()
-        assert cu_seqlens_k.is_contiguous()
-        note("sageattn_varlen", {"smooth_k": smooth_k})
-        outputs = []
-        for i in range(len(cu_seqlens_q) - 1):
-            rows = slice(int(cu_seqlens_q[i]), int(cu_seqlens_q[i + 1]))
-            keys = slice(int(cu_seqlens_k[i]), int(cu_seqlens_k[i + 1]))
-            parts = (each.transpose(0, 1)[None] for each in (q[rows], k[keys], v[keys]))
-            outputs.append(formula(*parts, sm_scale, is_causal)[0].transpose(0, 1))
-        return torch.cat(outputs)
+    @parameters(
+        "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, "
+        "sm_scale=None, smooth_k=True"
+    )
+    def sageattn_varlen(given: SimpleNamespace) -> Tensor:
+        assert given.cu_seqlens_q.is_contiguous()
+        assert given.cu_seqlens_k.is_contiguous()
+        calls.append({"function": "sageattn_varlen", "smooth_k": given.smooth_k})
+        how = {"softmax_scale": given.sm_scale, "causal": given.is_causal}
+        beyond = {"window_size": (-1, -1), "softcap": 0.0}
+        return flash_attention(SimpleNamespace(**vars(given), **how, **beyond))
 
     def quantise(
         q: Tensor, k: Tensor, km: Tensor | None = None, *, tensor_layout: str, **sizes: int
@@ -200,19 +152,7 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         return q, sizes.pop("sm_scale", None), k if km is None else k - km, sizes
 
     def triton_forward(causal: bool) -> Callable[..., tuple[Tensor, Tensor]]:
-        def run(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            q_scale: float,
-            k_scale: Any,
-            *,
-            tensor_layout: str = "HND",
-            output_dtype: torch.dtype = torch.float16,
-        ) -> tuple[Tensor, Tensor]:
-            return formula(q, k, v, q_scale, causal).to(output_dtype), torch.empty(0)
-
-        return run
+        return lambda *tensors, **options: (_forward(causal)(*tensors, **options), torch.empty(0))
 
     def compiled(name: str, extra: int) -> Callable[..., Tensor]:
         """Return a compiled function with `extra` tensors between its scales and its numbers."""
@@ -225,8 +165,8 @@ def sage_2(install: Install, formula: Formula) -> Calls:
             value = v[:, :, : k.shape[2]].float()
             if "fuse_v_mean" in name:
                 value = value + tensors[-1]
-            o.copy_(formula(q, k, value.to(q.dtype), sm_scale, bool(is_causal)))
-            note(name, sizes)
+            o.copy_(textbook(q, k, value.to(q.dtype), sm_scale, bool(is_causal)))
+            calls.append({"function": name, **sizes})
             return torch.empty(0)
 
         return run
@@ -241,57 +181,44 @@ def sage_2(install: Install, formula: Formula) -> Calls:
         mean = v.float().mean(dim=2, keepdim=True)
         return (v.float() - mean).to(torch.float16), mean
 
-    fp16 = "qk_int8_sv_f16_accum_"
-    fp8 = "qk_int8_sv_f8_accum_"
-    sm90 = f"{fp8}f32_fuse_v_scale_attn_inst_buf"
-    parts: dict[str, dict[str, int]] = {
-        "sm80_compile": {
-            f"{fp16}f32_attn": 0,
-            f"{fp16}f16_attn": 0,
-            f"{fp16}f16_attn_inst_buf": 0,
-            f"{fp16}f16_fuse_v_mean_attn": 1,
-        },
-        "sm89_compile": {
-            f"{fp8}f32_fuse_v_scale_attn": 1,
-            f"{fp8}f32_fuse_v_scale_fuse_v_mean_attn": 2,
-            f"{fp8}f32_fuse_v_scale_attn_inst_buf": 1,
-            f"{fp8}f16_fuse_v_scale_attn_inst_buf": 1,
-        },
-        "sm90_compile": {sm90: 1},
+    cuda = 'qk_quant_gran="per_thread", smooth_k=True'
+    functions = {
+        "sageattn": "",
+        "sageattn_qk_int8_pv_fp16_triton": 'quantization_backend="triton", attn_mask=None, '
+        "smooth_k=True",
+        "sageattn_qk_int8_pv_fp16_cuda": f'{cuda}, pv_accum_dtype="fp32", smooth_v=False',
+        "sageattn_qk_int8_pv_fp8_cuda": f'{cuda}, pv_accum_dtype="fp32+fp16", smooth_v=False',
+        "sageattn_qk_int8_pv_fp8_cuda_sm90": f'{cuda}, pv_accum_dtype="fp32+fp32"',
     }
-    cuda_functions: list[tuple[str, str, bool | None]] = [
-        ("sageattn_qk_int8_pv_fp16_cuda", "fp32", False),
-        ("sageattn_qk_int8_pv_fp8_cuda", "fp32+fp16", False),
-        ("sageattn_qk_int8_pv_fp8_cuda_sm90", "fp32+fp32", None),
-    ]
     install(
         "sageattention",
         version=("sageattention", "2.2.0"),
-        sageattn=sageattn,
         sageattn_varlen=sageattn_varlen,
-        sageattn_qk_int8_pv_fp16_triton=sageattn_qk_int8_pv_fp16_triton,
-        **{each[0]: cuda_function(*each) for each in cuda_functions},
+        **{name: library_function(name, options) for name, options in functions.items()},
     )
     install(
         "sageattention.core",
         SM80_ENABLED=True,
         SM89_ENABLED=True,
         SM90_ENABLED=False,
-        per_block_int8_triton=quantise,
-        per_block_int8_cuda=quantise,
-        per_warp_int8_cuda=quantise,
-        per_thread_int8_triton=quantise,
+        **dict.fromkeys(
+            (
+                "per_block_int8_triton",
+                "per_block_int8_cuda",
+                "per_warp_int8_cuda",
+                "per_thread_int8_triton",
+            ),
+            quantise,
+        ),
         per_channel_fp8=per_channel_fp8,
         sub_mean=sub_mean,
         attn_false=triton_forward(False),
         attn_true=triton_forward(True),
         **{
-            module: type(
-                module,
-                (),
-                {name: staticmethod(compiled(name, extra)) for name, extra in functions.items()},
+            module: SimpleNamespace(
+                **{name: compiled(name, extra) for name, extra in functions_of.items()}
             )
-            for module, functions in parts.items()
+            for module, functions_of in COMPILED_PARTS.items()
         },
     )
     return calls
@@ -401,24 +328,16 @@ def test_sage_2_is_unavailable_with_sage_1(unavailable: Callable[..., str | None
 
 
 @pytest.fixture
-def sage_3(install: Install, formula: Formula) -> list[bool]:
+def sage_3(install: Install) -> list[bool]:
     means: list[bool] = []
 
-    def sageattn3_blackwell(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        is_causal: bool = False,
-        per_block_mean: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        assert attn_mask is None
-        assert not kwargs
-        assert q.shape[1] == k.shape[1]
-        means.append(per_block_mean)
-        k -= k.mean(dim=-2, keepdim=True)
-        return formula(q, k, v, None, is_causal)
+    @parameters("q, k, v, attn_mask=None, is_causal=False, per_block_mean=True")
+    def sageattn3_blackwell(given: SimpleNamespace) -> Tensor:
+        assert given.attn_mask is None
+        assert given.q.shape[1] == given.k.shape[1]
+        means.append(given.per_block_mean)
+        given.k -= given.k.mean(dim=-2, keepdim=True)
+        return textbook(given.q, given.k, given.v, None, given.is_causal)
 
     install("sageattn3", version=("sageattn3", "1.0.0"), sageattn3_blackwell=sageattn3_blackwell)
     return means
@@ -446,27 +365,20 @@ def test_sage3(sage_3: list[bool], variant: str) -> None:
 
 
 @pytest.fixture
-def spas_sage_attn(install: Install, formula: Formula) -> list[float]:
+def spas_sage_attn(install: Install) -> list[float]:
     shares: list[float] = []
 
-    def spas_sage2_attn_meansim_topk_cuda(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_mask: Tensor | None = None,
-        *,
-        is_causal: bool = False,
-        scale: float | None = None,
-        topk: float = 0.5,
-        tensor_layout: str = "HND",
-    ) -> Tensor:
-        _checked(q, k, v, tensor_layout)
-        assert attn_mask is None
-        assert not is_causal
-        assert q.shape[-2] >= 128
-        assert q.shape[-1] in (64, 128)
-        shares.append(topk)
-        return formula(q, k, v, scale)
+    @parameters(
+        "q, k, v, attn_mask=None, *, is_causal=False, scale=None, topk=0.5, tensor_layout='HND'"
+    )
+    def spas_sage2_attn_meansim_topk_cuda(given: SimpleNamespace) -> Tensor:
+        _checked(given)
+        assert given.attn_mask is None
+        assert not given.is_causal
+        assert given.q.shape[-2] >= 128
+        assert given.q.shape[-1] in (64, 128)
+        shares.append(given.topk)
+        return textbook(given.q, given.k, given.v, given.scale)
 
     install(
         "spas_sage_attn",
