@@ -3,42 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 
 import pytest
-import torch
-from torch import Tensor
-
-from capture.call.attention_call import AttentionCall
-from replay.accuracy.verdict import Expected, judge
-from replay.rows.errors_of_output import AccuracyClass
 
 collect_ignore_glob = [] if importlib.util.find_spec("triton") else ["*/test_*.py", "test_[!i]*.py"]
-
-
-@pytest.fixture
-def device() -> torch.device:
-    """A GPU, where kernels run compiled, or the CPU, where they are interpreted."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-@pytest.fixture
-def assert_right() -> Callable[..., None]:
-    """Return `assert_right(output, reference, call, "exact")`, which applies the replay's own
-    verdict."""
-
-    def check(
-        output: Tensor,
-        reference: Tensor,
-        call: AttentionCall,
-        accuracy_class: AccuracyClass = "exact",
-    ) -> None:
-        assert output.dtype == call.dtype
-        verdict = judge(output, replace(Expected.of(call), reference=reference), accuracy_class)
-        assert verdict.passed, verdict.sentence
-
-    return check
 
 
 @pytest.fixture(scope="module", params=["as small", "as large"])

@@ -14,38 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention_kernels.portable.prefill import prefill
-from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant, Window
 from replay.accuracy.errors import compare
-from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
-from tests import factories
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, LOADS, call_of, lengths, normal, offsets
 from tests.replay.kernels.pairwise import pairwise
 from tests.variant_calls import paged_call
 
 # The tanh of a large score is 1, even if an intermediate result overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOADS = ["as small", "as large"]
-normal = functools.partial(factories.normal, device=DEVICE)
-
-
-def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> AttentionCall:
-    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
-    fields = {"dtype": torch.float16, "device": DEVICE, **sizes, **fields}
-    return factories.random_call(**fields)
-
-
-def offsets(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-
-
-def verify(name: str, call: AttentionCall) -> None:
-    kernel = find(name)
-    assert kernel.refuses(call) is None
-    verdict = judge(kernel.attention(**call.arguments()), Expected.of(call), "exact")
-    assert verdict.passed, f"{call.variant}: {verdict.sentence}"
 
 
 @pytest.mark.parametrize("softcap", [1.0, 50.0, 1e3, 1e6])
@@ -55,6 +33,7 @@ def test_soft_caps_far_above_the_scores_are_exact_in_float32(softcap: float) -> 
     verify("triton-fa2", call_of(20, 100, dtype=torch.float32, variant=variant))
 
 
+verify = functools.partial(calls.verify, is_prepared=False)
 WINDOWS: list[Window] = [
     (None, None),
     (0, 0),
@@ -183,10 +162,9 @@ def test_packed(variant: AttentionVariant, is_causal: bool, head_dim: int) -> No
 
 
 def test_packed_with_sinks_and_lengths_of_keys() -> None:
-    lengths = torch.tensor([100, 0, 77], device=DEVICE).int()
-    sinks = normal(2, seed=7)
+    used, sinks = lengths(100, 0, 77), normal(2, seed=7)
     for variant in (AttentionVariant(), AttentionVariant(bottom_right=True)):
-        call = call_of(201, 320, is_causal=True, variant=variant, seqused_k=lengths, **PACKED)
+        call = call_of(201, 320, is_causal=True, variant=variant, seqused_k=used, **PACKED)
         verify("triton-varlen", call)
         verify("triton-varlen", replace(call, sinks=sinks))
 
@@ -206,8 +184,8 @@ def test_keys_of_other_sequences_have_no_effect() -> None:
     "variant", [AttentionVariant(), AttentionVariant(True), AttentionVariant(True, (40, None), 2.0)]
 )
 def test_lengths_of_keys(variant: AttentionVariant) -> None:
-    lengths = torch.tensor([70, 300, 5], device=DEVICE).int()
-    call = call_of(20, 300, batch=3, is_causal=True, variant=variant, seqused_k=lengths)
+    used = lengths(70, 300, 5)
+    call = call_of(20, 300, batch=3, is_causal=True, variant=variant, seqused_k=used)
     verify("triton-varlen", call)
 
 
@@ -261,8 +239,8 @@ def test_decode(q_len: int, is_causal: bool, variant: AttentionVariant) -> None:
     verify("triton-decode", call)
     verify("triton-paged-decode", call)
     sinks = normal(6, seed=7) * 3
-    lengths = torch.tensor([300, 3], device=DEVICE).int()
-    twice = call_of(q_len, 301, batch=2, q_heads=6, kv_heads=2, seqused_k=lengths, sinks=sinks)
+    used = lengths(300, 3)
+    twice = call_of(q_len, 301, batch=2, q_heads=6, kv_heads=2, seqused_k=used, sinks=sinks)
     twice = replace(twice, is_causal=is_causal, variant=variant)
     verify("triton-decode", twice)
     verify("triton-paged-decode[page_size=13]", twice)
@@ -324,7 +302,7 @@ def test_any_call(data: st.DataObject) -> None:
     fields |= {"cu_seqlens_q": offsets(*q_lengths, 1), "cu_seqlens_k": offsets(*k_lengths, 1)}
     if draw(st.booleans(), "lengths"):
         used = [draw(st.integers(0, length)) for length in (*k_lengths, 1)]
-        fields["seqused_k"] = torch.tensor(used, device=DEVICE).int()
+        fields["seqused_k"] = lengths(*used)
     verify("triton-varlen", call_of(q_len, k_len, **fields))
     fields |= {"cu_seqlens_q": None, "cu_seqlens_k": None, "batch": 3}
     verify("triton-decode", call_of(draw(st.integers(1, 16), "few"), k_len, **fields))

@@ -11,18 +11,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels import dispatch
 from attention_kernels.dispatch import attention
-from tests.factories import normal
-
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+from tests.attention_kernels.calls import DEVICE, half
 
 
 def inputs(
     q_len: int, kv_len: int, heads: int = 4, kv_heads: int = 4, head_dim: int = 32
 ) -> tuple[Tensor, Tensor, Tensor]:
     sizes = ((heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    query, key, value = (
-        normal(2, *size, head_dim, seed=seed).half().to(DEVICE) for seed, size in enumerate(sizes)
-    )
+    query, key, value = (half(2, *size, head_dim, seed=seed) for seed, size in enumerate(sizes))
     return query, key, value
 
 

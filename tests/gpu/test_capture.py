@@ -15,8 +15,6 @@ from capture import load, record
 from capture.cli.file_checks import check_files
 from capture.recording import copies
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 class ChangesInPlace(nn.Module):
     """Attention over views of one buffer, which is then overwritten, as in static caches."""

@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from replay.cli.main import main
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 FILE = Path(__file__).with_name("cheats.py")
 CHEATS = (

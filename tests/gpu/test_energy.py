@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from replay.cli.main import main
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> None:

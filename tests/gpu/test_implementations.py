@@ -15,8 +15,6 @@ from capture.cli.file_checks import check_files
 from replay.cli import main as replay_main
 from replay.kernels.registry import find
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 LENGTH = 640
 SIZES = {
     "vocab_size": 256,

@@ -18,8 +18,6 @@ from replay.kernels.registry import ScaledCore, find
 from replay.workloads.random_calls import Spec
 from tests.variant_calls import LIBRARY_CALLS, mla_call
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 DEVICE = torch.device("cuda")
 NAMES = (
     "cudnn-fp8",

@@ -13,8 +13,6 @@ import capture.cli.main
 from capture import load
 from replay.cli import main as replay_main
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:

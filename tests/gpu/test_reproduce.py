@@ -16,8 +16,6 @@ from capture.storage.dataset import Dataset
 from replay.kernels.registry import find
 from tests.factories import random_call
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
 REPOSITORY = Path(__file__).parents[2]
 STRICT = """

@@ -9,8 +9,6 @@ import torch
 
 from replay.workers.shared_memory import CHUNK_BYTES, Inbox, Outbox, SharedFile
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 CUDA = torch.device("cuda")
 
 

@@ -16,8 +16,6 @@ from replay.timing.gpu_state import read_gpu_state
 from replay.timing.rounds import measure
 from replay.timing.timer import Function, first_call
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 
 def spin(milliseconds: float) -> Callable[[], None]:
     """Return a function that keeps the GPU busy for a number of cycles, without using memory."""

@@ -17,8 +17,6 @@ from replay.kernels.registry import catalogue, find
 from tests.factories import normal, random_call
 from tests.variant_calls import paged_call
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-
 HALF, BRAIN = torch.float16, torch.bfloat16
 BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
 

@@ -6,11 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 import replay.cli.main as cli
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 OUT_OF_BOUNDS = f"{Path(__file__).parent / 'out_of_bounds.py'}:attention"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -12,19 +11,17 @@ from torch import Tensor
 from attention_kernels.decode import kv_cache, split_kv
 from attention_kernels.decode.kv_cache import Cache
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
-from attention_kernels.decode.split_kv_plan import TILES, Tiling, plan
+from attention_kernels.decode.split_kv_plan import Tiling
 from attention_kernels.launch import descriptors
 from attention_kernels.options import PLAIN, AttentionOptions
-from tests import factories
 from tests.attention_kernels import eager
+from tests.attention_kernels.calls import DEVICE, assert_near, half
+from tests.attention_kernels.calls import lengths as int32
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [150, 0, 1, 64, 65, 128, 31]
 EVEN = Tiling(32, 4, 3, splits=2)
 DEALT = Tiling(32, 4, 3, 1, KeyAssignment(shares=9, resident=9, least=1, worth=1e9))
 BOTTOM_RIGHT = AttentionOptions(bottom_right=True)
-
-normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +79,7 @@ def assert_right(
     assert cache.access(is_causal, rows=rows) == "described"
     output = split_kv.attend_to_cache(
         query, cache, is_causal=is_causal, options=options, tiles=tiles
-    ).double()
+    )
     assert cache.lengths is not None
     q_len = query.shape[2]
     for n, length in enumerate(cache.lengths.tolist()):
@@ -94,21 +91,21 @@ def assert_right(
         last = torch.arange(q_len, device=DEVICE) + (length - q_len if options.bottom_right else 0)
         mask = places <= last[:, None] if is_causal else None
         expected = eager.attend(query[own], key[own, :, :length], value[own, :, :length], mask)
-        torch.testing.assert_close(output[own], expected.output, rtol=0, atol=3e-3)
+        assert_near(output[own], expected.output)
 
 
 def tensors(
     latent: bool, q_len: int = 1, as_in_models: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     batch = len(LENGTHS)
-    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    lengths = int32(*LENGTHS)
     if latent:
         v_dim, tail = (512, 64) if as_in_models else (32, 8)
-        key = normal(batch, 1, 150, v_dim + tail, seed=1)
-        return normal(batch, 4, q_len, v_dim + tail), key, key[..., :v_dim], lengths
+        key = half(batch, 1, 150, v_dim + tail, seed=1)
+        return half(batch, 4, q_len, v_dim + tail), key, key[..., :v_dim], lengths
     dim, v_dim = (128, 128) if as_in_models else (16, 32)
-    key, value = normal(batch, 2, 150, dim, seed=1), normal(batch, 2, 150, v_dim, seed=2)
-    return normal(batch, 4, q_len, dim), key, value, lengths
+    key, value = half(batch, 2, 150, dim, seed=1), half(batch, 2, 150, v_dim, seed=2)
+    return half(batch, 4, q_len, dim), key, value, lengths
 
 
 @pytest.mark.parametrize("latent", [False, True], ids=["key and value", "latent"])
@@ -130,7 +127,7 @@ def test_head_dims_of_models(latent: bool) -> None:
 def test_queries_that_do_not_see_all(latent: bool, options: AttentionOptions) -> None:
     """NaN begins directly after the last visible token."""
     query, key, value, _ = tensors(latent, q_len=3)
-    lengths = torch.tensor([150, 0, 3, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
+    lengths = int32(150, 0, 3, 64, 65, 128, 31)
     cache = in_pages(key, value, lengths, 64, 0)
     assert_right(query, key, value, cache, EVEN, is_causal=True, options=options)
 
@@ -145,7 +142,7 @@ def test_latents_in_one_piece(tiles: Tiling) -> None:
 @pytest.mark.parametrize("options", [PLAIN, BOTTOM_RIGHT], ids=["top left", "bottom right"])
 def test_many_queries_of_keys_in_one_piece(options: AttentionOptions) -> None:
     query, key, value, _ = tensors(latent=False, q_len=10)
-    lengths = torch.tensor([150, 0, 10, 64, 65, 128, 31], dtype=torch.int32, device=DEVICE)
+    lengths = int32(150, 0, 10, 64, 65, 128, 31)
     cache = in_one_piece(key.clone(), value.clone(), lengths)
     assert_right(query, key, value, cache, EVEN, is_causal=True, options=options)
 
@@ -163,9 +160,3 @@ def test_a_block_larger_than_a_page_is_looked_up_by_token() -> None:
     query, key, value, lengths = tensors(latent=False)
     cache = in_pages(key, value, lengths, 64, 0)
     assert_right(query, key, value, cache, Tiling(128, 4, 3, 1))
-
-
-def test_no_planned_block_is_larger_than_a_page() -> None:
-    for tiles in TILES["pages"]:
-        found = plan(64, 4, 4096, tiles.widest, 64, "described", 132, largest_block=64)
-        assert found.tiling.block_n <= 64

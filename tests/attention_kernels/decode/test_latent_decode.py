@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 
 import pytest
@@ -20,24 +19,16 @@ from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
 from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
-from tests import factories
 from tests.attention_kernels import eager
+from tests.attention_kernels.calls import assert_near, half, lengths
 from tests.attention_kernels.decode.page_pools import watched_rooms
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def inputs(
     heads: int, latent: int, tail: int, *, q_len: int = 1, kv_len: int = 150
 ) -> tuple[Tensor, Tensor, Tensor]:
-    key = normal(2, 1, kv_len, latent + tail, seed=1)
-    return normal(2, heads, q_len, latent + tail), key, key[..., :latent]
-
-
-def assert_near(output: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+    key = half(2, 1, kv_len, latent + tail, seed=1)
+    return half(2, heads, q_len, latent + tail), key, key[..., :latent]
 
 
 @pytest.mark.parametrize(
@@ -55,30 +46,18 @@ def test_in_one_piece_and_in_pages(heads: int, latent: int, tail: int) -> None:
 
 def test_what_follows_a_sequence_is_not_read() -> None:
     query, key, value = inputs(4, 32, 16)
-    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
     key[1, :, 33:] = math.nan
-    output = contiguous_decode(query, key, value, seqused_k=lengths)
-    for i, length in enumerate(lengths.tolist()):
+    output = contiguous_decode(query, key, value, seqused_k=lengths(150, 33))
+    for i, length in enumerate((150, 33)):
         own = slice(i, i + 1)
         seen = eager.attend(query[own], key[own, :, :length], value[own, :, :length])
         assert_near(output[own], seen.output)
 
 
-@pytest.mark.parametrize("sequences", [2, 8, 64, 132, 300, 600])
-def test_long_sequences_have_parts_however_many_there_are(sequences: int) -> None:
-    """Each sequence has more than one part on a GPU with 132 processors."""
-    assignment = plan(
-        sequences, 16, 32768, 512, 512, "described", 132, 64, sequences, largest_block=64
-    ).tiling.assignment
-    assert assignment is not None
-    assert assignment.shares >= 100
-
-
 def test_keys_assigned_by_length() -> None:
     """Two blocks of rows share a sequence's keys and have counters of their own."""
     query, key, value = inputs(70, 32, 16)
-    lengths = torch.tensor([150, 33], dtype=torch.int32, device=DEVICE)
-    cache = Cache(key, value, lengths=lengths)
+    cache = Cache(key, value, lengths=lengths(150, 33))
     whole, assigned = (
         attend_to_cache(query, cache, tiles=Tiling(32, 4, 1, 1, assignment))
         for assignment in (None, KeyAssignment(shares=6, resident=6, least=1, worth=1e9))
@@ -115,7 +94,7 @@ def test_many_rows_are_merged_some_at_a_time(
 
 def test_plans_depend_on_whether_the_value_is_in_the_key() -> None:
     query, key, value = inputs(4, 32, 16)
-    other = normal(2, 1, 150, 48, seed=3)[..., :32]  # the same strides, in other memory
+    other = half(2, 1, 150, 48, seed=3)[..., :32]  # the same strides, in other memory
     for each in (value, other, value):
         assert_near(contiguous_decode(query, key, each), eager.attend(query, key, each).output)
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from attention_kernels.decode.paged_decode import paged_decode
 from attention_kernels.decode.paging import PagedCache, page
 from capture.call.attention_call import AttentionCall
 from replay.kernels.constraints import padding_mask_only
-from replay.kernels.registry import find
-from tests import factories
+from tests.attention_kernels.calls import DEVICE, assert_near, half, lengths, verify
 from tests.attention_kernels.eager import attend
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 
 
 def padded_call(lengths: list[int], kv_len: int, at_end: bool, q_len: int = 1) -> AttentionCall:
@@ -32,16 +24,12 @@ def padded_call(lengths: list[int], kv_len: int, at_end: bool, q_len: int = 1) -
     counted = torch.tensor(lengths, device=DEVICE)[:, None]
     keys = place < counted if at_end else place >= kv_len - counted
     return AttentionCall(
-        normal(batch, 4, q_len, 40),
-        normal(batch, 2, kv_len, 40, seed=1),
-        normal(batch, 2, kv_len, 24, seed=2),
+        half(batch, 4, q_len, 40),
+        half(batch, 2, kv_len, 40, seed=1),
+        half(batch, 2, kv_len, 24, seed=2),
         keys[:, None, None],
         enable_gqa=True,
     )
-
-
-def expected_of(call: AttentionCall) -> Tensor:
-    return attend(call.query, call.key, call.value, call.attn_mask).output
 
 
 def poisoned(cache: PagedCache) -> PagedCache:
@@ -73,11 +61,11 @@ def test_only_tokens_are_read(lengths: list[int], more: int, page_size: int, at_
         call.key, call.value, page_size, lengths=keys.sum(dim=1), starts=keys.int().argmax(dim=1)
     )
     output = paged_decode(call.query, *poisoned(cache))
-    torch.testing.assert_close(output.double(), expected_of(call), rtol=0, atol=3e-3)
+    assert_near(output, attend(call.query, call.key, call.value, call.attn_mask).output)
 
 
 def test_pages_are_out_of_order_and_the_same_each_time() -> None:
-    key, value = normal(2, 2, 100, 8), normal(2, 2, 100, 8, seed=1)
+    key, value = half(2, 2, 100, 8), half(2, 2, 100, 8, seed=1)
     cache = page(key, value, 16)
     assert cache.key_pages.shape == (14, 16, 2, 8)
     assert cache.lengths.tolist() == [100, 100]
@@ -91,24 +79,17 @@ def test_pages_are_out_of_order_and_the_same_each_time() -> None:
 
 
 def test_a_sequence_without_tokens_gets_zeros() -> None:
-    cache = page(normal(2, 2, 20, 32), normal(2, 2, 20, 32), 16)
-    cache = cache._replace(lengths=torch.tensor([20, 0], dtype=torch.int32, device=DEVICE))
-    output = paged_decode(normal(2, 2, 1, 32), *poisoned(cache))
+    cache = page(half(2, 2, 20, 32), half(2, 2, 20, 32), 16)
+    cache = cache._replace(lengths=lengths(20, 0))
+    output = paged_decode(half(2, 2, 1, 32), *poisoned(cache))
     assert output[0].isfinite().all()
     assert not output[1].any()
 
 
 @pytest.mark.parametrize("name", ["triton-paged-decode", "triton-paged-decode[page_size=7]"])
 @pytest.mark.parametrize("at_end", [True, False])
-def test_the_kernel_on_padded_batches(
-    name: str, at_end: bool, assert_right: Callable[..., None]
-) -> None:
-    kernel = find(name)
+def test_the_kernel_on_padded_batches(name: str, at_end: bool) -> None:
     call = padded_call([50, 1, 23], 50, at_end)
     assert padding_mask_only(call) is None
-    assert kernel.prepare is not None
-    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-        assert_right(output, expected_of(call), call)
-    plain = AttentionCall(call.query, call.key, call.value)
-    for output in (kernel.attention(**plain.arguments()), kernel.prepare(plain)()):
-        assert_right(output, expected_of(plain), plain)
+    verify(name, call)
+    verify(name, AttentionCall(call.query, call.key, call.value, enable_gqa=True))

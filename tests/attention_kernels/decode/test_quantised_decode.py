@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import replace
 from itertools import product
@@ -24,21 +23,19 @@ from replay.accuracy.reference import attention
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
-from tests import factories
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, assert_near, lengths, normal
 from tests.replay.kernels.pairwise import pairwise
 
 FP8 = torch.float8_e4m3fn
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAMES = {torch.int8: "triton-decode-int8", FP8: "triton-decode-fp8"}
 ROUNDING = {torch.int8: 0.5 / 127, FP8: 16 / 448}
 """Largest rounding error as a fraction of a token's largest number."""
-normal = functools.partial(factories.normal, device=DEVICE)
 each_dtype = pytest.mark.parametrize("dtype", NAMES, ids=NAMES.values())
 
 
-def call_of(**fields: Any) -> AttentionCall:
-    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": 1, "kv_len": 270, "head_dim": 64}
-    return factories.random_call(**{**sizes, "dtype": torch.float16, "device": DEVICE, **fields})
+def call_of(q_len: int = 1, kv_len: int = 270, **fields: Any) -> AttentionCall:
+    return calls.call_of(q_len, kv_len, **fields)
 
 
 def dequantised(cache: QuantisedCache, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -66,10 +63,9 @@ def assert_attends_to_what_is_stored(
     )
     stored = call.with_tensors({"query": call.query.double(), "key": key, "value": value})
     expected = attention(stored)
-    atol = 2e-2 if call.dtype == torch.bfloat16 else 3e-3
     output = kernel.prepare(call)() if is_prepared else kernel.attention(**call.arguments())
     assert output.dtype == call.dtype
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol)
+    assert_near(output, expected)
 
 
 @pytest.mark.parametrize(
@@ -196,11 +192,10 @@ def test_beyond_plain_attention(
 ) -> None:
     call = call_of(batch=2, q_len=q_len, is_causal=is_causal, variant=variant)
     mask = normal(2, 1, q_len, 270, dtype=torch.float16, seed=3)
-    lengths = torch.tensor([260, 3], dtype=torch.int32, device=DEVICE)
     changes: dict[str, dict[str, Any]] = {
         "none": {},
         "sinks": {"sinks": normal(2, seed=7) * 3},
-        "lengths": {"seqused_k": lengths, "sinks": normal(4, seed=7)[::2]},
+        "lengths": {"seqused_k": lengths(260, 3), "sinks": normal(4, seed=7)[::2]},
         "mask": {"attn_mask": mask if is_causal else mask > 0},
     }
     call = replace(call, **changes[extra])
@@ -228,10 +223,10 @@ def test_keys_assigned_by_length(
     options: AttentionOptions, in_pages: bool, dtype: torch.dtype
 ) -> None:
     """A window may begin anywhere in a block, and is read from the block's first key."""
-    lengths = torch.tensor([0, 1, 128, 191, 270], dtype=torch.int32, device=DEVICE)
-    call = call_of(batch=5, q_len=2, seqused_k=lengths)
+    used = lengths(0, 1, 128, 191, 270)
+    call = call_of(batch=5, q_len=2, seqused_k=used)
     table = random_pages(call.key) if in_pages else None
-    cache = quantise_cache(call.key, call.value, dtype, lengths=lengths, block_table=table)
+    cache = quantise_cache(call.key, call.value, dtype, lengths=used, block_table=table)
     whole, assigned = (
         split_kv.attend_to_cache(
             call.query, cache, options=options, tiles=Tiling(64, 4, 1, 1, assignment)
@@ -243,24 +238,32 @@ def test_keys_assigned_by_length(
 
 
 @pytest.mark.parametrize(
-    ("fields", "lengths", "dtype"),
+    ("fields", "dtype"),
     [
-        ({"kv_heads": 2}, None, torch.int8),
+        ({"kv_heads": 2}, torch.int8),
         (
-            {"q_len": 5, "is_causal": True, "variant": AttentionVariant(True, (150, None))},
-            [270, 130],
+            {
+                "q_len": 5,
+                "is_causal": True,
+                "variant": AttentionVariant(True, (150, None)),
+                "seqused_k": lengths(270, 130),
+            },
             FP8,
         ),
-        ({"head_dim": 40, "v_head_dim": 72, "dtype": torch.bfloat16}, [1, 257], torch.int8),
+        (
+            {
+                "head_dim": 40,
+                "v_head_dim": 72,
+                "dtype": torch.bfloat16,
+                "seqused_k": lengths(1, 257),
+            },
+            torch.int8,
+        ),
     ],
     ids=["plain", "window", "odd"],
 )
-def test_pages_change_no_bit(
-    fields: dict[str, Any], lengths: list[int] | None, dtype: torch.dtype
-) -> None:
+def test_pages_change_no_bit(fields: dict[str, Any], dtype: torch.dtype) -> None:
     call = call_of(batch=2, **fields)
-    if lengths is not None:
-        call = replace(call, seqused_k=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
     table = random_pages(call.key)
     assert not torch.equal(table.flatten(), torch.arange(6, device=DEVICE).int())
     expected = find(NAMES[dtype]).attention(**call.arguments())
@@ -282,8 +285,7 @@ def test_numbers_beyond_float16(dtype: torch.dtype) -> None:
 
 @each_dtype
 def test_invalid_tokens_are_not_read(dtype: torch.dtype) -> None:
-    lengths = torch.tensor([130, 5], dtype=torch.int32, device=DEVICE)
-    call = call_of(batch=2, seqused_k=lengths)
+    call = call_of(batch=2, seqused_k=lengths(130, 5))
     for is_prepared in (False, True):
         assert_attends_to_what_is_stored(call, dtype, is_prepared=is_prepared)
     expected = find(NAMES[dtype]).attention(**call.arguments())
@@ -311,15 +313,6 @@ def test_nonfinite_numbers_spoil_their_heads(which: str, bad: float, dtype: torc
     assert torch.equal(is_nan, spoilt)
 
 
-@each_dtype
-@pytest.mark.parametrize("sizes", [{"batch": 0}, {"q_len": 0}, {"kv_len": 0}])
-def test_empty(sizes: dict[str, int], dtype: torch.dtype) -> None:
-    call = call_of(**sizes)
-    output = find(NAMES[dtype]).attention(**call.arguments())
-    assert output.shape == (*call.query.shape[:3], 64)
-    assert not output.any()
-
-
 def test_plans_depend_on_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """A program compiled for one type would read the bits of the other."""
     planned, plans = quantised_cache._planned, []
@@ -327,8 +320,8 @@ def test_plans_depend_on_the_type_of_pages(monkeypatch: pytest.MonkeyPatch) -> N
         quantised_cache, "_planned", lambda *shape: plans.append(planned(*shape)) or plans[-1]
     )
     key = normal(2, 1, 200, 32).half()
-    lengths, table = torch.tensor([5, 200], device=DEVICE), random_pages(key)
-    for used, pages in ((lengths.int(), table), (lengths, table), (lengths, table.long())):
+    short, table = lengths(5, 200), random_pages(key)
+    for used, pages in ((short, table), (short.long(), table), (short.long(), table.long())):
         for _ in range(2):
             cache = quantise_cache(key, key, torch.int8, lengths=used, block_table=pages)
             assert cache.key_scale[int(table[0, 1])].isfinite().all()

@@ -1,6 +1,8 @@
-"""Head groups, checked against the tiles that programs then take."""
+"""The order of tiles and head groups, as plain arithmetic."""
 
 from __future__ import annotations
+
+import itertools
 
 import pytest
 import torch
@@ -8,12 +10,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import persistent
 from attention_kernels.hopper.head_groups import (
-    LEAST,
     TILE_BLOCKS,
     VisibleKeys,
     blocks_seen,
     busiest_of,
-    from_memory,
     head_group_size,
 )
 
@@ -66,6 +66,28 @@ def test_blocks_that_queries_see(visible: VisibleKeys) -> None:
     assert blocks_seen(visible).tolist() == counted
 
 
+def tiles_of(program: int, programs: int, tiles: int, is_causal: bool) -> list[int]:
+    turns = turns_of(tiles, tiles // programs, program, programs, is_causal)
+    return [tile_number(turn, program, programs, is_causal) for turn in range(turns)]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("programs", [1, 2, 3, PROGRAMS])
+@pytest.mark.parametrize("tiles", [1, 5, 131, 132, 133, 264, 4096, 4097])
+def test_every_tile_is_taken_once(tiles: int, programs: int, is_causal: bool) -> None:
+    programs = min(tiles, programs)
+    taken = (tiles_of(program, programs, tiles, is_causal) for program in range(programs))
+    assert sorted(itertools.chain.from_iterable(taken)) == list(range(tiles))
+
+
+@pytest.mark.parametrize(("heads", "blocks"), [(32, 32), (32, 64), (512, 8), (8, 64)])
+def test_causal_work_sums_up_evenly(heads: int, blocks: int) -> None:
+    """Tile `number` is one of `heads` tiles with as many key blocks, the largest number first."""
+    taken = [tiles_of(program, PROGRAMS, heads * blocks, True) for program in range(PROGRAMS)]
+    work = [sum(blocks - number // heads for number in numbers) for numbers in taken]
+    assert max(work) <= sum(work) / PROGRAMS + 5
+
+
 @pytest.mark.parametrize("head_group", [1, 3, 4, 12, 16])
 def test_the_busiest_program_is_the_kernels(head_group: int) -> None:
     """The prediction is the sum over the tiles that the kernel's arithmetic gives each program."""
@@ -73,8 +95,7 @@ def test_the_busiest_program_is_the_kernels(head_group: int) -> None:
     tiles = heads * len(blocks)
     work = []
     for program in range(PROGRAMS):
-        turns = turns_of(tiles, tiles // PROGRAMS, program, PROGRAMS, True)
-        numbers = (tile_number(turn, program, PROGRAMS, True) for turn in range(turns))
+        numbers = tiles_of(program, PROGRAMS, tiles, True)
         places = [place_of(number, len(blocks), heads, head_group, True) for number in numbers]
         work.append(sum(int(blocks[block]) + TILE_BLOCKS for _, block in places))
     assert busiest_of(blocks + TILE_BLOCKS, heads, head_group, PROGRAMS) == max(work)
@@ -102,30 +123,7 @@ def test_programs_of_causal_calls_end_together(kv_len: int, head_bytes: int, hea
     assert busiest_of(times, heads, head_group, PROGRAMS) < max(1.08 * average, 1.05 * together)
 
 
-def test_few_heads_at_a_time_where_that_is_as_even() -> None:
-    short = CAUSAL_8K._replace(q_len=512, kv_len=512)
-    assert head_group_size(short, 2**18, 512, 1, PROGRAMS) == LEAST
-    shared = head_group_size(short, 2**18, 2048, 4, PROGRAMS)
-    assert shared % 4 == 0
-    assert LEAST <= shared // 4 <= 8
-
-
-def test_all_heads_where_fewer_are_uneven() -> None:
-    """All heads are taken, although their keys and values come from memory more often."""
-    visible = CAUSAL_8K._replace(keys=64)
-    assert head_group_size(visible, 2**23, 16, 1, PROGRAMS) == 16
-    assert from_memory(16, 2**23, PROGRAMS) > from_memory(4, 2**23, PROGRAMS) > 0
-
-
-def test_all_heads_where_every_program_has_one_tile() -> None:
-    assert head_group_size(CAUSAL_8K, 2**20, 2, 1, PROGRAMS) == 2
-
-
 def test_no_tensor_is_where_a_model_makes_its_own() -> None:
     expected = head_group_size(CAUSAL_8K, 2**22, 32, 1, PROGRAMS)
     with torch.device("meta"):
         assert head_group_size(CAUSAL_8K, 2**22, 32, 1, PROGRAMS) == expected
-
-
-def test_one_key_head_at_a_time_where_tiles_are_not_numbered_by_length() -> None:
-    assert head_group_size(CAUSAL_8K._replace(right=None), 2**20, 32, 4, PROGRAMS) == 4

@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.attention_kernels.ptx import unfenced_arrivals
+from tests.attention_kernels.ptx import compiled_for_hopper, unfenced_arrivals
 
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import hopper_prefill
-from attention_kernels.hopper.head_groups import VisibleKeys
 from attention_kernels.hopper.operands import are_loadable, loadable_mask
 from attention_kernels.hopper.pipeline import LOADER_REGISTERS
 from attention_kernels.hopper.schedule import (
     NARROW,
     SHARED_BYTES,
-    THREE,
-    TWO,
     Dims,
     Schedule,
-    WholeCall,
     dims_of,
     room_for,
     schedule,
 )
 from attention_kernels.hopper.scores import ROWS
-
-COMPILE = """
-from dataclasses import replace
-import torch
-from benchmarks.attention_kernels.other_gpus import as_if_on
-from capture.call.attention_variant import AttentionVariant
-from replay.kernels.registry import find
-from replay.workloads.random_calls import Spec
-
-def empty(*shape, dtype):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-spec = Spec(1, {group}, 1, {kv_len}, {kv_len}, {head_dim}, {v_head_dim}, is_causal=True)
-call = replace(spec.without_values(), {fields})
-with as_if_on("9.0"), torch.no_grad():
-    find({kernel!r}).attention(**call.arguments())
-"""
 
 PACKED = (
     "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
@@ -80,23 +56,10 @@ def test_it_compiles_for_hopper(
     fields: str,
     tmp_path: Path,
 ) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = COMPILE.format(
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        group=group,
-        kv_len=kv_len,
-        kernel=kernel,
-        fields=fields,
+    sizes = (1, group, 1, kv_len, kv_len, head_dim, v_head_dim)
+    program = compiled_for_hopper(
+        tmp_path, kernel, sizes, "prefill_kernel", is_causal=True, fields=fields
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    (program,) = tmp_path.rglob("prefill_kernel.ptx")
     text = program.read_text()
     assert "wgmma.mma_async" in text
     assert "cp.async.bulk.tensor.4d" in text
@@ -147,38 +110,6 @@ def test_heads_side_by_side_share_their_keys(head_dim: int, group: int) -> None:
 @pytest.mark.parametrize("plan", [plan for plan, _ in NARROW], ids=str)
 def test_each_schedule_of_narrow_heads_fits_in_shared_memory(plan: Schedule) -> None:
     assert room_for(dims_of(64, 64), plan).output_columns == 64
-
-
-@pytest.mark.parametrize(
-    ("sizes", "is_causal", "consumers"),
-    [
-        ((40, 1, 1024, 1024), False, 3),  # SDXL: two turns of 240 tiles instead of 160
-        ((24, 1, 77, 77), True, 2),  # CLIP
-        ((16, 1, 577, 577), False, 2),  # a vision transformer, one image
-        ((32, 4, 2048, 2048), True, 4),  # Llama-3.2-1B
-        ((8, 1, 4096, 4096), False, 4),  # one turn of 128 tiles, instead of 1.3 or 1.9
-        ((8, 1, 1024, 4096), False, 2),
-    ],
-)
-def test_consumers_for_narrow_heads(
-    sizes: tuple[int, int, int, int], is_causal: bool, consumers: int
-) -> None:
-    """The expected numbers were the fastest on an H100."""
-    heads, group, q_len, kv_len = sizes
-    visible = VisibleKeys(q_len, kv_len, 0, None, 0 if is_causal else None, queries=1, keys=1)
-    plan = schedule(dims_of(64, 64), group, kv_len, call=WholeCall(visible, heads, 132))
-    assert plan.consumers == consumers
-    assert plan.heads == (1 if group == 1 else plan.consumers)
-
-
-def test_three_consumers_have_no_room_beside_a_mask() -> None:
-    visible = VisibleKeys(1024, 1024, 0, None, None, queries=1, keys=1)
-    call = WholeCall(visible, 40, 132)
-    assert schedule(dims_of(64, 64), 1, 1024, call=call) == THREE
-    for mask_size in (1, 2, 4):
-        beside = schedule(dims_of(64, 64), 1, 1024, mask_size, call)
-        assert beside.consumers == 2
-        assert beside.keys == TWO.keys or mask_size == 4
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)

@@ -122,26 +122,6 @@ def test_most_blocks_need_no_mask() -> None:
     assert order == [16, 8, *range(15, 8, -1)]
 
 
-@pytest.mark.parametrize(
-    ("visible", "most"),
-    [
-        (VisibleKeys(4096, 4096, 0, None, 0, 128, 128), None),
-        (
-            VisibleKeys(1024, 4096, 3072, None, 0, 128, 128),
-            None,
-        ),  # a diagonal at a multiple of a block
-        (VisibleKeys(1000, 4099, 3099, None, 0, 128, 128), 2),
-        (VisibleKeys(1000, 4099, 3099, None, 0, 64, 128), 2),
-        (VisibleKeys(4096, 4096, 0, None, 0, 256, 64), 4),
-        (VisibleKeys(4096, 4096, 0, None, 64, 128, 128), 2),
-        (VisibleKeys(100, 4096, 0, None, None, 128, 128), None),
-        (VisibleKeys(4096, 100, 0, None, 0, 128, 128), None),
-    ],
-)
-def test_blocks_that_the_right_side_cuts(visible: VisibleKeys, most: int | None) -> None:
-    assert most_cut(visible, has_lengths=False) == most
-
-
 def test_packed_and_padded() -> None:
     offsets, starts = Pointer([0, 5, 5, 20]), Pointer([0, 9, 20, 50])
     used = Pointer([9, 11, 4])

@@ -131,35 +131,3 @@ def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: 
         for program, _, first, end in pieces:
             work[program] += end - first
     assert max(work.values()) < -(-tiles // PROGRAMS) * blocks
-
-
-@pytest.mark.parametrize(
-    ("tiles", "blocks", "are_equal", "why"),
-    [
-        (132 * 5, 36, True, "no program is idle"),
-        (132 * 5 + 130, 36, True, "few are"),
-        (64, 8, True, "tiles are short"),
-        (24 * 20, 20, True, "84 of 132 programs have one, and pieces would be as long"),
-        (100, 64, False, "tiles differ, and there are not two programs for each"),
-        (200, 64, False, "tiles differ, and are assigned_part out by length"),
-    ],
-    ids=lambda each: each if isinstance(each, str) else "",
-)
-def test_tiles_that_are_not_shared(tiles: int, blocks: int, are_equal: bool, why: str) -> None:
-    assert cut_for(tiles, blocks, are_equal) is None
-
-
-def test_slower_blocks_are_weighed_against_a_shorter_last_turn() -> None:
-    visible = VisibleKeys(36 * 128, 36 * 128, 0, None, None, queries=128, keys=128)
-    assert stream_k.cut_for(visible, 24, PROGRAMS, PACE, slower=1.01) is not None
-    assert stream_k.cut_for(visible, 24, PROGRAMS, PACE, slower=1.05) is None
-
-
-def test_pieces_of_one_tile_are_no_more_than_pays() -> None:
-    """One tile of 64 blocks could be 64 pieces, but adding them up takes longer than the blocks
-    do."""
-    cut = cut_for(1, 64, True)
-    assert cut is not None
-    pieces = cut.row // cut.each
-    times = [64 / n * PACE.block + stream_k.ADD * n for n in (pieces - 1, pieces, pieces + 1)]
-    assert times[1] <= 1.05 * min(times)

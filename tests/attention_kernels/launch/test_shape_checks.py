@@ -21,27 +21,18 @@ from attention_kernels.sparse.sparse_decode import sparse_decode
 from attention_kernels.sparse.token_choice import choose_paged_tokens
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
-from tests.factories import normal, random_call
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, half, lengths
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BATCH, HEADS, KV_HEADS, KEYS, DIM = 3, 4, 2, 40, 32
 
 
 def call_of(q_len: int = 1, kv_len: int = KEYS, batch: int = BATCH) -> tuple[Tensor, ...]:
-    call = random_call(
-        batch=batch,
-        q_heads=HEADS,
-        kv_heads=KV_HEADS,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=DIM,
-        dtype=torch.float16,
-        device=DEVICE,
-    )
+    call = calls.call_of(q_len, kv_len, DIM, batch=batch, q_heads=HEADS, kv_heads=KV_HEADS)
     return call.query, call.key, call.value
 
 
-LENGTHS = torch.tensor([5, 40, 33], dtype=torch.int32, device=DEVICE)
+LENGTHS = lengths(5, 40, 33)
 
 
 def apart(tensor: Tensor, other: int) -> Tensor:
@@ -87,9 +78,8 @@ def test_lengths_of_64_bits_are_passed_as_32(
 
 
 def test_offsets_may_lie_apart() -> None:
-    query, key, value = (normal(40, heads, DIM).half().to(DEVICE) for heads in (HEADS, 2, 2))
-    offsets = torch.tensor([0, 5, 20, 40], dtype=torch.int32, device=DEVICE)
-    used = torch.tensor([5, 3, 9], dtype=torch.int32, device=DEVICE)
+    query, key, value = (half(40, heads, DIM) for heads in (HEADS, 2, 2))
+    offsets, used = lengths(0, 5, 20, 40), lengths(5, 3, 9)
     expected = packed_prefill(query, key, value, offsets, offsets, 20, seqused_k=used)
     for far in ((True, False, False), (False, True, False), (False, False, True)):
         q, k, n = (
@@ -142,7 +132,7 @@ def test_refuses_too_few_lengths() -> None:
     for attend in (_decoded, _decoded_in_8_bits, _padded, _begun_late):
         with pytest.raises(ValueError, match=r"sequences|needs 3 numbers"):
             attend(short)
-    tokens = normal(6, 2, DIM).half().to(DEVICE)
+    tokens = half(6, 2, DIM)
     with pytest.raises(ValueError, match=r"k_offsets of shape \(2,\): needs 3 numbers"):
         packed_prefill(tokens, tokens, tokens, LENGTHS, short, 3)
     with pytest.raises(ValueError, match="indices of shape"):
@@ -179,8 +169,7 @@ def test_nothing_gives_zeros(name: str, empty: str) -> None:
         mask = torch.ones(q_len, kv_len, dtype=torch.bool, device=DEVICE)
         call = call.with_tensors({"attn_mask": mask})
     if name == "triton-varlen":
-        lengths = torch.zeros(batch, dtype=torch.int32, device=DEVICE)
-        call = call.with_tensors({"seqused_k": lengths})
+        call = call.with_tensors({"seqused_k": lengths(*[0] * batch)})
     kernel = find(name)
     assert kernel.refuses(call) is None
     outputs = [kernel.attention(**call.arguments())]

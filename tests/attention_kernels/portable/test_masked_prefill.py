@@ -14,25 +14,10 @@ from torch import Tensor
 
 from attention_kernels.portable.masked_prefill import masked_prefill, visited_blocks_of
 from attention_kernels.tiles.visited_blocks import find_visited_blocks
-from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
-from tests import factories
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-normal = functools.partial(factories.normal, device=DEVICE)
-
-
-def band(q_len: int, kv_len: int, width: int) -> Tensor:
-    distance = torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None]
-    return distance.abs() < width
-
-
-def call_of(mask: Tensor, head_dim: int = 64, **fields: object) -> AttentionCall:
-    q_len, kv_len = mask.shape[-2:]
-    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
-    fields = {"dtype": torch.float16, "device": DEVICE, "attn_mask": mask, **sizes, **fields}
-    return factories.random_call(**fields)  # type: ignore[arg-type]
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, band, masked_call, normal
 
 
 def additive(mask: Tensor) -> Tensor:
@@ -44,40 +29,23 @@ def finite(mask: Tensor) -> Tensor:
     return torch.where(mask, 0.0, torch.finfo(torch.bfloat16).min).bfloat16()
 
 
-def by_head(mask: Tensor) -> Tensor:
-    """Return a mask in which one head sees keys that are hidden from the others."""
-    return torch.stack([mask, ~mask])
-
-
 MASKS = {
-    "band": lambda: band(150, 300, 40),
+    **calls.MASKS,
     "band, additive": lambda: additive(band(150, 300, 40)).half(),
-    "by head": lambda: by_head(band(100, 200, 70)),
-    "by batch": lambda: torch.stack([band(90, 130, 5), band(90, 130, 200)])[:, None],
-    "rows that see nothing": lambda: band(300, 150, 20),
-    "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
-    "everything is seen": lambda: torch.ones(70, 130, dtype=torch.bool, device=DEVICE),
     "keys alone": lambda: torch.arange(300, device=DEVICE).expand(70, -1) % 190 < 60,
     "finite": lambda: finite(band(150, 300, 40)),
     "finite, rows of nothing else": lambda: finite(band(300, 150, 20)),
     "bias": lambda: normal(70, 200, dtype=torch.float16),
     "bias of a part": lambda: additive(band(70, 200, 30)).half() + normal(70, 200).half(),
-    "elements apart": lambda: band(200, 150, 40).mT,
 }
-
-
-def verify(call: AttentionCall) -> None:
-    kernel = find("triton-masked")
-    assert kernel.refuses(call) is None
-    verdict = judge(kernel.attention(**call.arguments()), Expected.of(call), "exact")
-    assert verdict.passed, verdict.sentence
+verify = functools.partial(calls.verify, "triton-masked", is_prepared=False)
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask = MASKS[name]()
     dtype = mask.dtype if mask.is_floating_point() else torch.float16
-    verify(call_of(mask, dtype=dtype, batch=mask.shape[0] if name == "by batch" else 1))
+    verify(masked_call(mask, dtype=dtype))
 
 
 @pytest.mark.parametrize(
@@ -85,12 +53,12 @@ def test_masks(name: str) -> None:
     [(torch.float32, 40), (torch.bfloat16, 96), (torch.float32, 96), (torch.float16, 256)],
 )
 def test_types_and_head_dims(dtype: torch.dtype, head_dim: int) -> None:
-    verify(call_of(band(70, 140, 30), head_dim, dtype=dtype, kv_heads=2))
+    verify(masked_call(band(70, 140, 30), head_dim, dtype=dtype, kv_heads=2))
 
 
 @pytest.mark.parametrize("form", [torch.clone, additive, finite])
 def test_hidden_blocks_are_not_read(form: Callable[[Tensor], Tensor]) -> None:
-    call = call_of(form(band(64, 640, 60)), dtype=torch.bfloat16)
+    call = masked_call(form(band(64, 640, 60)), dtype=torch.bfloat16)
     expected = find("triton-masked").attention(**call.arguments())
     call.key[:, :, 128:] = call.value[:, :, 128:] = math.nan
     output = find("triton-masked").attention(**call.arguments())
@@ -100,7 +68,7 @@ def test_hidden_blocks_are_not_read(form: Callable[[Tensor], Tensor]) -> None:
 def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
     mask = additive(band(150, 300, 40)).half()
     mask[70, 75] = math.nan
-    call = call_of(mask)
+    call = masked_call(mask)
     output = find("triton-masked").attention(**call.arguments())
     assert output[:, :, 70].isnan().all()
     mask[70, 75] = 0.0
@@ -112,7 +80,7 @@ def test_a_nan_in_a_mask_reaches_its_row_alone() -> None:
 def test_rows_that_see_nothing_read_nothing() -> None:
     """Padding rows at the beginning see nothing, so even NaN values there reach no output."""
     counts = torch.arange(256, device=DEVICE) >= 128
-    call = call_of(counts[:, None] & counts)
+    call = masked_call(counts[:, None] & counts)
     for tensor in (call.key, call.value):
         tensor[:, :, :128] = math.nan
     output = find("triton-masked").attention(**call.arguments())
@@ -122,7 +90,7 @@ def test_rows_that_see_nothing_read_nothing() -> None:
 
 def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
     mask = band(150, 300, 40)
-    first, second = call_of(mask), call_of(mask, seed=5)
+    first, second = masked_call(mask), masked_call(mask, seed=5)
     visited = visited_blocks_of(first.query, first.value, mask)
     output = masked_prefill(second.query, second.key, second.value, mask, visited=visited)
     assert judge(output, Expected.of(second), "exact").passed
@@ -131,7 +99,7 @@ def test_visited_blocks_are_shared_by_calls_with_the_same_mask() -> None:
 def test_visited_blocks_of_other_tiles_are_refused() -> None:
     """They may come from a mask with other strides, and tiles depend on strides on some GPUs."""
     mask = band(128, 256, 40)
-    call = call_of(mask, 128)
+    call = masked_call(mask, 128)
     visited = visited_blocks_of(call.query, call.value, mask)
     rows, keys = 128 // visited.counts.shape[2], 256 // visited.blocks.shape[-1]
     for rows_of_other, keys_of_other in ((rows, keys // 2), (rows // 2, keys)):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -19,38 +17,21 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from attention_kernels.portable import forward
 from attention_kernels.portable.prefill import prefill
-from attention_kernels.tiles.head_dim_pieces import pieces
 from capture.call.attention_call import AttentionCall
-from tests import factories
+from tests.attention_kernels.calls import DEVICE, LOADS, assert_right, half
 from tests.attention_kernels.eager import attend
 from tests.replay.kernels.pairwise import pairwise
 
-Verify = Callable[..., None]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOADS = ["as small", "as large"]
-
-normal = functools.partial(factories.normal, dtype=HALF, device=DEVICE)
 
 
-@pytest.fixture(scope="module")
-def verify() -> Verify:
-    """Return `verify(call)`, which judges the output as an exact kernel's, and the log-sum-exp."""
-    from replay.accuracy.verdict import Expected, judge
-
-    def check(call: AttentionCall, **options: Any) -> None:
-        query, key, value, mask = call.query, call.key, call.value, call.attn_mask
-        output, lse = prefill(
-            query, key, value, mask, call.is_causal, scale=call.scale, return_lse=True
-        )
-        expected = attend(query, key, value, mask, call.is_causal, call.scale)
-        assert output.dtype == call.dtype
-        allowed = replace(Expected.of(call), reference=expected.output)
-        verdict = judge(output, allowed, "exact")
-        assert verdict.passed, verdict.sentence
-        torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
-
-    return check
+def verify(call: AttentionCall) -> None:
+    """Judge the output as an exact kernel's, and check the log-sum-exp."""
+    arguments = (call.query, call.key, call.value, call.attn_mask, call.is_causal)
+    output, lse = prefill(*arguments, scale=call.scale, return_lse=True)
+    expected = attend(*arguments, call.scale)
+    assert_right(output, expected.output, call)
+    torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
 def call_of(
@@ -59,9 +40,9 @@ def call_of(
     """Return a random call of (B, Hq, Hkv, Sq, Sk, D, Dv)."""
     batch, q_heads, kv_heads, q_len, kv_len, head_dim, v_head_dim = sizes
     return AttentionCall(
-        normal(batch, q_heads, q_len, head_dim, dtype=dtype),
-        normal(batch, kv_heads, kv_len, head_dim, dtype=dtype, seed=1),
-        normal(batch, kv_heads, kv_len, v_head_dim, dtype=dtype, seed=2),
+        half(batch, q_heads, q_len, head_dim, dtype=dtype),
+        half(batch, kv_heads, kv_len, head_dim, dtype=dtype, seed=1),
+        half(batch, kv_heads, kv_len, v_head_dim, dtype=dtype, seed=2),
         **fields,
     )
 
@@ -72,15 +53,13 @@ def call_of(
     pairwise(product([8, 16, 40, 64, 72, 80, 96, 128, 160, 256], [False, True], LOADS)),
     indirect=["size"],
 )
-def test_head_dims(verify: Verify, head_dim: int, is_causal: bool) -> None:
+def test_head_dims(head_dim: int, is_causal: bool) -> None:
     verify(call_of((1, 2, 1, 70, 150, head_dim, head_dim), is_causal=is_causal))
 
 
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE])
 @pytest.mark.parametrize(("head_dim", "v_head_dim"), [(64, 128), (192, 128), (72, 64), (32, 40)])
-def test_value_head_dims(
-    verify: Verify, head_dim: int, v_head_dim: int, dtype: torch.dtype
-) -> None:
+def test_value_head_dims(head_dim: int, v_head_dim: int, dtype: torch.dtype) -> None:
     verify(call_of((1, 2, 2, 33, 70, head_dim, v_head_dim), dtype, is_causal=True))
 
 
@@ -93,28 +72,31 @@ LENGTHS = [1, 7, 127, 200]
     pairwise(product(LENGTHS, LENGTHS, [False, True], LOADS)),
     indirect=["size"],
 )
-def test_lengths(verify: Verify, q_len: int, kv_len: int, is_causal: bool) -> None:
+def test_lengths(q_len: int, kv_len: int, is_causal: bool) -> None:
     verify(call_of((2, 2, 1, q_len, kv_len, 64, 64), BRAIN, is_causal=is_causal))
 
 
 @pytest.mark.usefixtures("size")
-def test_many_tiles(verify: Verify) -> None:
+def test_many_tiles() -> None:
     verify(call_of((1, 1, 1, 700, 150, 64, 64)))
     verify(call_of((1, 1, 1, 150, 700, 72, 72), is_causal=True))
 
 
-def test_nothing_to_do() -> None:
-    assert prefill(normal(1, 2, 0, 64), normal(1, 2, 5, 64), normal(1, 2, 5, 64)).shape[2] == 0
-    assert prefill(normal(0, 2, 3, 64), normal(0, 2, 5, 64), normal(0, 2, 5, 64)).shape[0] == 0
-    output, lse = prefill(
-        normal(1, 2, 3, 64), normal(1, 2, 0, 64), normal(1, 2, 0, 64), return_lse=True
-    )
+def test_queries_of_a_call_without_keys_get_zeros() -> None:
+    query, empty = half(1, 2, 3, 64), half(1, 2, 0, 64)
+    output, lse = prefill(query, empty, empty, return_lse=True)
     assert (output == 0).all()
     assert (lse == -math.inf).all()
 
 
+def test_refuses_large_head_dims() -> None:
+    wide = half(1, 2, 3, 320)
+    with pytest.raises(ValueError, match="head_dim 320: at most 256"):
+        prefill(wide, wide, wide)
+
+
 @pytest.mark.parametrize("scale", [0.3, 0.0, -0.2, 2.0])
-def test_scales(verify: Verify, scale: float) -> None:
+def test_scales(scale: float) -> None:
     verify(call_of((1, 2, 2, 40, 150, 64, 64), scale=scale, is_causal=True))
 
 
@@ -142,7 +124,7 @@ MASKS: dict[str, Callable[[int, int, int, int], tuple[int, ...]]] = {
 
 
 def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    values = normal(*shape, dtype=SINGLE, seed=3)
+    values = half(*shape, dtype=SINGLE, seed=3)
     if dtype == torch.bool:
         return values > 0.3
     return values.masked_fill(values > 1.2, -math.inf).to(dtype)
@@ -154,7 +136,7 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     pairwise(product(MASKS, [(torch.bool, 144), (HALF, 144), (SINGLE, 141)], LOADS)),
     indirect=["size"],
 )
-def test_masks(verify: Verify, kind: str, of: tuple[torch.dtype, int]) -> None:
+def test_masks(kind: str, of: tuple[torch.dtype, int]) -> None:
     """Rows of the mask are multiples of 16 bytes, or not."""
     dtype, kv_len = of
     mask = mask_of(MASKS[kind](2, 2, 70, kv_len), dtype)
@@ -162,7 +144,7 @@ def test_masks(verify: Verify, kind: str, of: tuple[torch.dtype, int]) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_mask_with_others_numbers_behind_its_rows(verify: Verify, head_dim: int) -> None:
+def test_a_mask_with_others_numbers_behind_its_rows(head_dim: int) -> None:
     around = torch.full((2, 2, 160, 192), math.nan, dtype=HALF, device=DEVICE)
     mask = around[..., :150, :176].copy_(mask_of((2, 2, 150, 176), HALF))
     verify(call_of((2, 2, 1, 150, 176, head_dim, head_dim), attn_mask=mask))
@@ -172,7 +154,7 @@ def test_a_mask_with_others_numbers_behind_its_rows(verify: Verify, head_dim: in
 @pytest.mark.parametrize(
     ("layout", "head_dim", "size"), pairwise(product(LAYOUTS, [64, 80], LOADS)), indirect=["size"]
 )
-def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
+def test_strides(layout: str, head_dim: int) -> None:
     call = call_of((2, 2, 2, 70, 140, head_dim, head_dim), is_causal=True)
     verify(call.with_tensors({name: LAYOUTS[layout](x) for name, x in call.tensors().items()}))
 
@@ -186,7 +168,7 @@ def test_strides(verify: Verify, layout: str, head_dim: int) -> None:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(data=st.data())
-def test_any_call(verify: Verify, data: st.DataObject) -> None:
+def test_any_call(data: st.DataObject) -> None:
     draw = data.draw
     dtype = draw(st.sampled_from([HALF, BRAIN, SINGLE]), "dtype")
     kv_heads = draw(st.integers(1, 2), "key heads")
@@ -211,7 +193,7 @@ def test_any_call(verify: Verify, data: st.DataObject) -> None:
 
 
 def test_queries_without_keys_get_zeros() -> None:
-    query, key, value = normal(1, 2, 40, 64), normal(1, 2, 150, 64), normal(1, 2, 150, 64)
+    query, key, value = half(1, 2, 40, 64), half(1, 2, 150, 64), half(1, 2, 150, 64)
     mask = torch.ones(40, 150, dtype=torch.bool, device=query.device)
     mask[3] = False
     mask[5, :140] = False
@@ -222,7 +204,7 @@ def test_queries_without_keys_get_zeros() -> None:
     torch.testing.assert_close(output.double(), expected.output, rtol=0, atol=2e-3)
 
 
-def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity(verify: Verify) -> None:
+def test_a_mask_of_the_lowest_number_is_no_mask_of_minus_infinity() -> None:
     """A row masked by the lowest number becomes the mean of all values, as in SDPA."""
     mask = torch.zeros(40, 150, dtype=HALF)
     for dtype in (HALF, BRAIN, SINGLE):
@@ -257,7 +239,7 @@ def test_nonfinite_numbers_spread_as_in_sdpa(name: str, number: float, head_dim:
 
 
 def test_keys_to_the_right_of_the_diagonal_reach_nothing() -> None:
-    query, key, value = (normal(1, 1, 300, 64, seed=seed) for seed in range(3))
+    query, key, value = (half(1, 1, 300, 64, seed=seed) for seed in range(3))
     expected = prefill(query, key, value, is_causal=True)
     key[:, :, 290:] = math.nan
     value[:, :, 290:] = math.nan
@@ -281,7 +263,7 @@ def inside(tensor: Tensor) -> Tensor:
     indirect=["size"],
 )
 def test_nothing_is_read_or_written_out_of_bounds(
-    verify: Verify, monkeypatch: pytest.MonkeyPatch, head_dim: int, is_causal: bool
+    monkeypatch: pytest.MonkeyPatch, head_dim: int, is_causal: bool
 ) -> None:
     call = call_of((2, 2, 1, 150, 77, head_dim, head_dim), is_causal=is_causal)
     mask = inside(mask_of((2, 2, 150, 77), HALF))
@@ -299,36 +281,3 @@ def test_nothing_is_read_or_written_out_of_bounds(
     assert around is not None
     outputs[0].fill_(math.nan)
     assert around.isnan().all()
-
-
-def test_pieces() -> None:
-    found = {dim: pieces(dim, True) for dim in (1, 16, 17, 40, 64, 72, 80, 96, 120, 160, 256)}
-    assert found == {
-        1: (16, 0),
-        16: (16, 0),
-        17: (32, 0),
-        40: (32, 16),
-        64: (64, 0),
-        72: (64, 16),
-        80: (64, 16),
-        96: (64, 32),
-        120: (128, 0),
-        160: (128, 32),
-        256: (256, 0),
-    }
-
-
-@pytest.mark.parametrize(
-    ("query", "key", "value", "sentence"),
-    [
-        ((1, 2, 3, 64), (1, 2, 3, 32), (1, 2, 3, 64), "do not fit together"),
-        ((1, 2, 3, 64), (1, 2, 3, 64), (1, 2, 4, 64), "do not fit together"),
-        ((1, 3, 3, 64), (1, 2, 3, 64), (1, 2, 3, 64), "3 query heads are not a multiple of 2"),
-        ((1, 2, 3, 320), (1, 2, 3, 320), (1, 2, 3, 320), "head_dim 320: at most 256"),
-    ],
-)
-def test_wrong_shapes(
-    query: tuple[int, ...], key: tuple[int, ...], value: tuple[int, ...], sentence: str
-) -> None:
-    with pytest.raises(ValueError, match=sentence):
-        prefill(normal(*query), normal(*key), normal(*value))

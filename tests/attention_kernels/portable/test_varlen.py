@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -17,18 +15,9 @@ from torch import Tensor
 from attention_kernels.portable.varlen import KeyRanges, key_ranges, packed_prefill, padded_prefill
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import catalogue
-from tests import factories
+from tests.attention_kernels.calls import DEVICE, LOADS, assert_near, assert_right, half, offsets
 from tests.attention_kernels.eager import attend
 from tests.replay.kernels.pairwise import pairwise
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-LOADS = ["as small", "as large"]
-
-normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
-
-
-def offsets(lengths: list[int]) -> Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
 
 
 def assert_packed(
@@ -39,9 +28,9 @@ def assert_packed(
     is_causal: bool = False,
     dtype: torch.dtype = torch.float16,
 ) -> None:
-    query = normal(sum(q_lengths), 2 * group, head_dim, dtype=dtype)
-    key, value = (normal(sum(k_lengths), 2, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
-    at_q, at_k = offsets(q_lengths), offsets(k_lengths)
+    query = half(sum(q_lengths), 2 * group, head_dim, dtype=dtype)
+    key, value = (half(sum(k_lengths), 2, head_dim, dtype=dtype, seed=seed) for seed in (1, 2))
+    at_q, at_k = offsets(*q_lengths), offsets(*k_lengths)
     output, lse = packed_prefill(
         query, key, value, at_q, at_k, max(q_lengths, default=0), is_causal, return_lse=True
     )
@@ -50,9 +39,7 @@ def assert_packed(
         own_k = slice(int(at_k[element]), int(at_k[element + 1]))
         alone = (query[own_q], key[own_k], value[own_k])
         expected = attend(*(each.transpose(0, 1)[None] for each in alone), None, is_causal)
-        atol = 2e-2 if dtype == torch.bfloat16 else 3e-3
-        found = output[own_q].transpose(0, 1)[None].double()
-        torch.testing.assert_close(found, expected.output, rtol=0, atol=atol)
+        assert_near(output[own_q].transpose(0, 1)[None], expected.output)
         torch.testing.assert_close(lse[None, :, own_q].double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
@@ -103,14 +90,14 @@ def assert_padded(
     ranges: list[tuple[int, int]], length: int, head_dim: int = 64, is_causal: bool = False
 ) -> None:
     """Check a padded batch with NaN in the padding, which must not be read."""
-    query = normal(len(ranges), 2, 50, head_dim)
-    key, value = (normal(len(ranges), 1, length, head_dim, seed=seed) for seed in (1, 2))
+    query = half(len(ranges), 2, 50, head_dim)
+    key, value = (half(len(ranges), 1, length, head_dim, seed=seed) for seed in (1, 2))
     keys = padding(ranges, length)
     expected = attend(query, key, value, keys[:, None, None], is_causal)
     for each in (key, value):
         each.masked_fill_(~keys[:, None, :, None], math.nan)
     output, lse = padded_prefill(query, key, value, key_ranges(keys), is_causal, return_lse=True)
-    torch.testing.assert_close(output.double(), expected.output, rtol=0, atol=3e-3)
+    assert_near(output, expected.output)
     torch.testing.assert_close(lse.double(), expected.lse, rtol=1e-4, atol=2e-4)
 
 
@@ -150,15 +137,13 @@ def test_key_ranges() -> None:
 
 
 def call_of(mask: Tensor | None, **fields: Any) -> AttentionCall:
-    query, key, value = (normal(2, heads, 70, 64, seed=heads) for heads in (4, 2, 2))
+    query, key, value = (half(2, heads, 70, 64, seed=heads) for heads in (4, 2, 2))
     return AttentionCall(query, key, value, attn_mask=mask, enable_gqa=True, **fields)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_the_drop_in_and_its_core(
-    assert_right: Callable[..., None], is_causal: bool, shared: bool
-) -> None:
+def test_the_drop_in_and_its_core(is_causal: bool, shared: bool) -> None:
     keys = padding([(0, 50), (30, 40)], 70)
     mask = keys[0] if shared else keys[:, None, None].expand(2, 4, 70, 70)
     call = call_of(mask, is_causal=is_causal, scale=0.2)
@@ -171,7 +156,7 @@ def test_the_drop_in_and_its_core(
 
 
 def test_ranges_can_be_a_models_own() -> None:
-    query, key, value = (normal(2, 2, 40, 64, seed=seed) for seed in range(3))
+    query, key, value = (half(2, 2, 40, 64, seed=seed) for seed in range(3))
     starts, lengths = (
         torch.tensor(each, dtype=torch.int32, device=DEVICE) for each in ([0, 4], [9, 30])
     )
@@ -179,4 +164,4 @@ def test_ranges_can_be_a_models_own() -> None:
         output = padded_prefill(query, key, value, KeyRanges(first, lengths))
         mask = padding(ranges, 40)[:, None, None]
         expected = attend(query, key, value, mask).output
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+        assert_near(output, expected)

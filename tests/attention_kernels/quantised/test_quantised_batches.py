@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
 from dataclasses import replace
@@ -26,40 +25,23 @@ from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.errors import compare
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
-from tests import factories
+from tests.attention_kernels import calls
+from tests.attention_kernels.calls import DEVICE, band, lengths, normal, offsets, verify
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FP8 = torch.float8_e4m3fn
 NAMES = ("triton-sage", "triton-fp8", "triton-sage-fp8")
-normal = functools.partial(factories.normal, device=DEVICE)
 
 
-def offsets(*lengths: int) -> Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
-
-
-def lengths(*each: int) -> Tensor:
-    return torch.tensor(each, device=DEVICE).int()
-
-
-def call_of(q_len: int, kv_len: int, head_dim: int = 64, **fields: Any) -> AttentionCall:
+def shifted(call: AttentionCall) -> AttentionCall:
     """Return a call whose keys share an offset, so that a mean of other keys would change the
     output."""
-    sizes = {"q_heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len, "head_dim": head_dim}
-    fields = {"dtype": torch.float16, "device": DEVICE, **sizes, **fields}
-    call = factories.random_call(**fields)
     return call.with_tensors({"key": call.key + 1.0})
 
 
-def verify(name: str, call: AttentionCall, *, is_prepared: bool) -> None:
-    kernel = find(name)
-    assert kernel.refuses(call) is None
-    assert kernel.prepare is not None
-    output = kernel.prepare(call)() if is_prepared else kernel.attention(**call.arguments())
-    verdict = judge(output, Expected.of(call), "quantised")
-    assert verdict.passed, verdict.sentence
+def call_of(*sizes: int, **fields: Any) -> AttentionCall:
+    return shifted(calls.call_of(*sizes, **fields))
 
 
 def in_turn(forms: Iterable[str]) -> list[tuple[str, str, bool]]:
@@ -246,32 +228,15 @@ def test_padding_before_the_keys(fp8_value: bool, is_causal: bool) -> None:
     assert verdict.passed, verdict.sentence
 
 
-def band(q_len: int, kv_len: int, width: int) -> Tensor:
-    distance = torch.arange(kv_len, device=DEVICE) - torch.arange(q_len, device=DEVICE)[:, None]
-    return distance.abs() < width
-
-
-def by_head(mask: Tensor) -> Tensor:
-    return torch.stack([mask, ~mask])
-
-
 MASKS = {
-    "band": lambda: band(150, 300, 40),
-    "by head": lambda: by_head(band(150, 300, 100)),
-    "by batch": lambda: torch.stack([band(90, 130, 5), band(90, 130, 200)])[:, None],
-    "rows that see nothing": lambda: band(300, 150, 20),
-    "nothing is seen": lambda: torch.zeros(70, 130, dtype=torch.bool, device=DEVICE),
-    "everything is seen": lambda: torch.ones(70, 130, dtype=torch.bool, device=DEVICE),
+    **calls.MASKS,
     "keys alone": lambda: torch.arange(300, device=DEVICE)[None] % 190 < 60,
     "some": lambda: normal(150, 300, seed=3) > 0,
-    "elements apart": lambda: band(200, 150, 40).mT,
 }
 
 
 def masked_call(mask: Tensor, head_dim: int = 64, **fields: Any) -> AttentionCall:
-    batch = mask.shape[0] if mask.ndim == 4 else 1
-    q_len = 70 if mask.shape[-2] == 1 else mask.shape[-2]
-    return call_of(q_len, mask.shape[-1], head_dim, batch=batch, attn_mask=mask, **fields)
+    return shifted(calls.masked_call(mask, head_dim, **fields))
 
 
 @pytest.mark.parametrize(("mask", "name", "is_prepared"), in_turn(MASKS))

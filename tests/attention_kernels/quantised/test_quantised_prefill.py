@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -35,9 +34,9 @@ from replay.accuracy.reference import attention
 from replay.kernels.kernel_options import kernel_options
 from replay.kernels.registry import Kernel, find
 from tests.attention_kernels import eager
+from tests.attention_kernels.calls import DEVICE, assert_right
 from tests.attention_kernels.quantised.test_quantise import dequantised_key, dequantised_value
 
-CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 KINDS = {
     "sage": (torch.int8, False),
@@ -77,26 +76,18 @@ BEYOND = {
 
 
 def random_call(
-    batch: int,
-    q_heads: int,
-    kv_heads: int,
-    q_len: int,
-    kv_len: int,
-    head_dim: int,
-    device: torch.device,
-    is_causal: bool = False,
-    offset: float = 0.0,
-    dtype: torch.dtype = torch.float16,
+    *sizes: int, is_causal: bool = False, offset: float = 0.0, dtype: torch.dtype = torch.float16
 ) -> AttentionCall:
+    """Return a call of (B, Hq, Hkv, Sq, Sk, D) whose heads lie together by token."""
+    batch, q_heads, kv_heads, q_len, kv_len, head_dim = sizes
     generator = torch.Generator().manual_seed(kv_len)
 
     def normal(heads: int, length: int) -> Tensor:
         values = torch.randn((batch, length, heads, head_dim), generator=generator)
-        return values.to(device, dtype).transpose(1, 2)
+        return values.to(DEVICE, dtype).transpose(1, 2)
 
-    key = normal(kv_heads, kv_len) + offset * torch.randn(head_dim, generator=generator).to(
-        device, dtype
-    )
+    key = normal(kv_heads, kv_len)
+    key = key + offset * torch.randn(head_dim, generator=generator).to(DEVICE, dtype)
     query, value = normal(q_heads, q_len), normal(kv_heads, kv_len)
     return AttentionCall(query, key, value, is_causal=is_causal, enable_gqa=q_heads != kv_heads)
 
@@ -216,9 +207,9 @@ def check(call: AttentionCall, kind: str, smooth_k: bool = True) -> None:
     ],
 )
 def test_output_follows_from_the_operands(
-    device: torch.device, kind: str, shape: tuple[int, ...], is_causal: bool
+    kind: str, shape: tuple[int, ...], is_causal: bool
 ) -> None:
-    check(random_call(*shape, device=device, is_causal=is_causal), kind)
+    check(random_call(*shape, is_causal=is_causal), kind)
 
 
 @pytest.mark.parametrize(
@@ -229,13 +220,11 @@ def test_output_follows_from_the_operands(
         for smooth_k in (False, True)
     ],
 )
-def test_output_follows_from_the_operands_beyond_sdpa(
-    device: torch.device, name: str, kind: str, smooth_k: bool
-) -> None:
+def test_output_follows_from_the_operands_beyond_sdpa(name: str, kind: str, smooth_k: bool) -> None:
     """The keys share an offset, so that the subtracted mean affects caps and sinks."""
     shape, is_causal, variant, has_sinks = BEYOND[name]
-    call = random_call(*shape, device=device, is_causal=is_causal, offset=2.0)
-    sinks = torch.linspace(-3.0, 9.0, shape[1], device=device) if has_sinks else None
+    call = random_call(*shape, is_causal=is_causal, offset=2.0)
+    sinks = torch.linspace(-3.0, 9.0, shape[1], device=DEVICE) if has_sinks else None
     call = AttentionCall(**{**call.arguments(), "sinks": sinks}, variant=variant)
     score_dtype, fp8_value = KINDS[kind]
     quantised = quantise_key_value(call.key, call.value, score_dtype, fp8_value, smooth_k, True)
@@ -265,8 +254,8 @@ def test_output_follows_from_the_operands_beyond_sdpa(
         assert not output[:, :, : shape[3] - shape[4]].any()
 
 
-def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
-    call = random_call(1, 1, 1, 20, 30, 64, device)
+def test_a_cap_needs_the_mean_of_the_keys() -> None:
+    call = random_call(1, 1, 1, 20, 30, 64)
     quantised, capped = quantise_key_value(call.key, call.value), AttentionOptions(softcap=5.0)
     with pytest.raises(ValueError, match="keep_mean"):
         attend_to_quantised(call.query, quantised, options=capped)
@@ -275,19 +264,15 @@ def test_a_cap_needs_the_mean_of_the_keys(device: torch.device) -> None:
 
 
 @each_kind
-def test_near_the_reference(
-    device: torch.device, kind: str, assert_right: Callable[..., None]
-) -> None:
-    call = random_call(1, 2, 1, 130, 270, 64, device, offset=1.0, dtype=torch.bfloat16)
+def test_near_the_reference(kind: str) -> None:
+    call = random_call(1, 2, 1, 130, 270, 64, offset=1.0, dtype=torch.bfloat16)
     assert_right(run(call, kind), attention(call), call, "quantised")
 
 
 @pytest.mark.parametrize("name", ["triton-fp8", "triton-sage-fp8"])
-def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(
-    device: torch.device, name: str
-) -> None:
+def test_sums_in_the_tensor_cores_are_the_same_but_for_rounding(name: str) -> None:
     """Their rounding cannot be tested here, only that the sum includes all blocks."""
-    call = random_call(1, 2, 1, 140, 520, 64, device=device, is_causal=True)
+    call = random_call(1, 2, 1, 140, 520, 64, is_causal=True)
     plain, tensor = find(name), find(f"{name}[accum=tensor]")
     expected = plain.attention(**call.arguments())
     for output in (tensor.attention(**call.arguments()), _core(tensor, call)):
@@ -301,15 +286,13 @@ def _core(kernel: Kernel, call: AttentionCall) -> Tensor:
 
 
 @each_kind
-def test_the_tile_of_gpus_without_tma(
-    device: torch.device, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_tile_of_gpus_without_tma(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantised_prefill_module, "has_tma", lambda device: False)
-    check(random_call(1, 2, 1, 131, 197, 64, device=device, is_causal=True), kind)
+    check(random_call(1, 2, 1, 131, 197, 64, is_causal=True), kind)
 
 
-def test_head_dim_256_and_narrow_values(device: torch.device) -> None:
-    call = random_call(1, 1, 1, 70, 130, 256, device=device)
+def test_head_dim_256_and_narrow_values() -> None:
+    call = random_call(1, 1, 1, 70, 130, 256)
     for kind in ("sage", "sage-fp8"):
         check(call, kind)
         check(call.with_tensors({"value": call.value[..., :72]}), kind)
@@ -340,9 +323,8 @@ def test_any_shape_stride_and_scale(
     scale: float | None,
     transposed: bool,
 ) -> None:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (batch, kv_heads * group, kv_heads, q_len, kv_len, head_dim)
-    call = random_call(*shape, device=device, is_causal=is_causal)
+    call = random_call(*shape, is_causal=is_causal)
     tensors = {name: getattr(call, name) for name in ("query", "key", "value")}
     if transposed:
         tensors = {name: tensor.mT.contiguous().mT for name, tensor in tensors.items()}
@@ -352,8 +334,8 @@ def test_any_shape_stride_and_scale(
     check(AttentionCall(**arguments), kind)
 
 
-def test_smoothing_rescues_keys_with_an_offset(device: torch.device) -> None:
-    call = random_call(1, 2, 2, 64, 256, 64, device=device, offset=30.0)
+def test_smoothing_rescues_keys_with_an_offset() -> None:
+    call = random_call(1, 2, 2, 64, 256, 64, offset=30.0)
     reference = attention(call)
     plain, smooth = (compare(run(call, "sage", on), reference).relative_l1 for on in (False, True))
     assert smooth < 0.02
@@ -361,9 +343,9 @@ def test_smoothing_rescues_keys_with_an_offset(device: torch.device) -> None:
 
 
 @each_kind
-def test_keys_beyond_the_last_do_not_count(device: torch.device, kind: str) -> None:
+def test_keys_beyond_the_last_do_not_count(kind: str) -> None:
     """Scores far below zero: a padded key of score 0 would take all the weight."""
-    call = random_call(1, 1, 1, 20, 130, 64, device=device)
+    call = random_call(1, 1, 1, 20, 130, 64)
     query = torch.ones_like(call.query)
     call = call.with_tensors({"query": query, "key": call.key * 0.1 - 5.0})
     errors = compare(run(call, kind, smooth_k=False), attention(call))
@@ -371,28 +353,20 @@ def test_keys_beyond_the_last_do_not_count(device: torch.device, kind: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["sage", "sage-fp8"])
-def test_nan_in_a_query_is_its_row_s_alone(device: torch.device, kind: str) -> None:
-    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+def test_nan_in_a_query_is_its_row_s_alone(kind: str) -> None:
+    call = random_call(1, 2, 2, 70, 90, 64)
     call.query[0, 1, 33, 5] = math.nan
     is_nan = run(call, kind).isnan()
     assert bool(is_nan[0, 1, 33].all())
     assert int(is_nan.sum()) == 64
 
 
-def test_nan_in_a_key_reaches_every_row_of_its_head(device: torch.device) -> None:
-    call = random_call(1, 2, 2, 70, 90, 64, device=device)
+def test_nan_in_a_key_reaches_every_row_of_its_head() -> None:
+    call = random_call(1, 2, 2, 70, 90, 64)
     call.key[0, 1, 3, 5] = math.nan
     is_nan = run(call, "sage").isnan()
     assert bool(is_nan[0, 1].all())
     assert not bool(is_nan[0, 0].any())
-
-
-@each_kind
-def test_no_keys_and_no_queries(device: torch.device, kind: str) -> None:
-    call = random_call(1, 2, 2, 5, 9, 64, device=device)
-    no_keys = {"key": call.key[:, :, :0], "value": call.value[:, :, :0]}
-    assert not run(call.with_tensors(no_keys), kind).any()
-    assert run(call.with_tensors({"query": call.query[:, :, :0]}), kind).shape == (1, 2, 0, 64)
 
 
 def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
@@ -407,10 +381,10 @@ def test_values_are_copied_only_where_a_descriptor_cannot_have_them() -> None:
 
 
 @each_kind
-def test_calls_of_one_shape(device: torch.device, kind: str) -> None:
+def test_calls_of_one_shape(kind: str) -> None:
     """Compiled kernels take another path in later calls than in the first."""
     for offset in (0, 2, 0.5):
-        check(random_call(2, 2, 1, 70, 200, 40, device, offset=offset), kind)
+        check(random_call(2, 2, 1, 70, 200, 40, offset=offset), kind)
 
 
 @each_kind
@@ -418,7 +392,7 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     kind: str, compiled: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = (
-        random_call(2, 4, 2, 70, 200, 40, CPU, is_causal=True, offset=offset) for offset in (0, 2)
+        random_call(2, 4, 2, 70, 200, 40, is_causal=True, offset=offset) for offset in (0, 2)
     )
     expected = run(second, kind)
     run(first, kind)
@@ -428,12 +402,12 @@ def test_a_second_call_of_a_shape_is_the_first_at_other_addresses(
     torch.testing.assert_close(run(second, kind), expected, rtol=0, atol=0)
     torch.testing.assert_close([second.query, second.key, second.value], before, rtol=0, atol=0)
     with pytest.raises(TypeError):  # of a shape that was not met before
-        run(random_call(2, 4, 2, 70, 201, 40, CPU, is_causal=True), kind)
+        run(random_call(2, 4, 2, 70, 201, 40, is_causal=True), kind)
 
 
 def test_calls_that_cannot_be_repeated_are_right(compiled: None) -> None:
     """Values are copied, addresses are not multiples of 16, or means are kept."""
-    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    call = random_call(1, 2, 2, 70, 200, 64)
     odd = torch.empty(call.value.numel() + 1, dtype=call.dtype)[1:].view_as(call.value)
     odd.copy_(call.value)
     strided = call.value.repeat_interleave(2, dim=3)[..., ::2]
@@ -455,7 +429,7 @@ def test_calls_that_cannot_be_repeated_are_right(compiled: None) -> None:
 
 def test_odd_addresses_do_not_repeat_what_was_compiled_for_others(compiled: None) -> None:
     """A launch of that layout is compiled for multiples of 16 already; it would load 16 bytes."""
-    call = random_call(1, 2, 2, 70, 200, 64, CPU)
+    call = random_call(1, 2, 2, 70, 200, 64)
     room = torch.empty(call.key.untyped_storage().nbytes() // 2 + 1, dtype=call.dtype)
     odd = room.as_strided(call.key.shape, call.key.stride(), 1).copy_(call.key)
     check(call, "fp8")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -19,12 +17,9 @@ from capture.call.attention_call import AttentionCall
 from replay.accuracy.sparse import kept_share, restricted
 from replay.kernels.chosen_keys import mask_of_tokens
 from replay.kernels.registry import find
-from tests import factories
+from tests.attention_kernels.calls import DEVICE, assert_near, half, verify
 from tests.attention_kernels.eager import attend, scores
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-normal = functools.partial(factories.normal, dtype=torch.float16, device=DEVICE)
 NAMES = ["triton-sparse-decode", "triton-paged-sparse-decode"]
 
 
@@ -37,9 +32,9 @@ def call_of(
         counted = torch.tensor(lengths, device=DEVICE)[:, None]
         mask = (place >= kv_len - counted)[:, None, None]
     return AttentionCall(
-        normal(batch, 4, q_len, 40),
-        normal(batch, 2, kv_len, 40, seed=1),
-        normal(batch, 2, kv_len, 24, seed=2),
+        half(batch, 4, q_len, 40),
+        half(batch, 2, kv_len, 40, seed=1),
+        half(batch, 2, kv_len, 24, seed=2),
         mask,
         enable_gqa=True,
     )
@@ -102,7 +97,7 @@ def test_attention_is_to_the_given_tokens(kv_len: int, count: int, seed: int) ->
         paged_sparse_decode(call.query, *cache, indices),
     )
     for output in outputs:
-        torch.testing.assert_close(output.double(), expected, rtol=0, atol=3e-3)
+        assert_near(output, expected)
 
 
 def test_without_a_token_the_output_is_zeros() -> None:
@@ -121,24 +116,7 @@ def test_pages_are_chosen_from_as_one_piece_is() -> None:
 
 @pytest.mark.parametrize("options", ["", "[keep=0.3]", "[keep=1]"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_kernels(name: str, options: str, assert_right: Callable[..., None]) -> None:
-    kernel = find(name + options)
-    assert kernel.accuracy_class == "sparse"
-    assert kernel.chosen is not None
-    assert kernel.prepare is not None
+def test_the_kernels(name: str, options: str) -> None:
+    assert find(name).accuracy_class == "sparse"
     for call in (call_of(), call_of(3, 2, lengths=[90, 1, 40])):
-        assert kernel.unsupported(call) is None
-        kept = restricted(call, kernel.chosen(call))
-        expected = attend(kept.query, kept.key, kept.value, kept.attn_mask).output
-        for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-            assert_right(output, expected, kept)
-
-
-def test_both_kernels_choose_the_same() -> None:
-    call = call_of(3, 2, lengths=[90, 1, 40])
-    masks = []
-    for name in NAMES:
-        chosen = find(f"{name}[keep=0.1]").chosen
-        assert chosen is not None
-        masks.append(chosen(call))
-    assert torch.equal(*masks)
+        verify(name + options, call)

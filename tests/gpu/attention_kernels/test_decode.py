@@ -14,12 +14,10 @@ from torch import Tensor
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.sparse import kept_share, restricted
-from replay.accuracy.verdict import Expected, judge
+from replay.accuracy.verdict import Expected
 from replay.kernels.registry import find
-from replay.rows.errors_of_output import AccuracyClass
+from tests.attention_kernels.calls import assert_right, lengths, verify
 from tests.factories import sized_call
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 Sizes = tuple[int, int, int, int, int, int, int]
 """(B, Hq, Hkv, Sq, Sk, D, Dv)."""
@@ -32,28 +30,9 @@ IN_PAGES = ("triton-paged-decode-int8", "triton-paged-decode-fp8")
 call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
 
 
-def assert_right(
-    output: Tensor, call: AttentionCall, accuracy_class: AccuracyClass = "exact"
-) -> None:
-    expected = Expected.of(call)
-    verdict = judge(output, expected, accuracy_class)
-    assert verdict.passed, verdict.sentence
-
-
-def assert_kernel_right(name: str, call: AttentionCall) -> None:
-    """Check both the drop-in and the core, if there is one."""
-    kernel = find(name)
-    assert kernel.unsupported(call) is None
-    judged = call if kernel.chosen is None else restricted(call, kernel.chosen(call))
-    by = "quantised" if kernel.accuracy_class == "quantised" else "exact"
-    assert_right(kernel.attention(**call.arguments()), judged, by)
-    if kernel.prepare is not None:
-        assert_right(kernel.prepare(call)(), judged, by)
-
-
-def padding(call: AttentionCall, lengths: list[int], at_end: bool = True) -> AttentionCall:
+def padding(call: AttentionCall, counts: list[int], at_end: bool = True) -> AttentionCall:
     place = torch.arange(call.shape.kv_len, device="cuda")
-    counted = torch.tensor(lengths, device="cuda")[:, None]
+    counted = lengths(*counts)[:, None]
     keys = place < counted if at_end else place >= call.shape.kv_len - counted
     return call.with_tensors({"attn_mask": keys[:, None, None]})
 
@@ -73,7 +52,7 @@ def padding(call: AttentionCall, lengths: list[int], at_end: bool = True) -> Att
     ],
 )
 def test_decode(sizes: Sizes) -> None:
-    assert_kernel_right("triton-decode", call_of(sizes))
+    verify("triton-decode", call_of(sizes))
 
 
 @pytest.mark.parametrize("name", ["triton-decode", "triton-paged-decode"])
@@ -81,7 +60,7 @@ def test_decode(sizes: Sizes) -> None:
 def test_a_value_that_is_part_of_the_key(name: str, heads: int) -> None:
     """DeepSeek's absorbed latent attention."""
     call = call_of((2, heads, 1, 1, 8000, 576, 512))
-    assert_kernel_right(name, replace(call, value=call.key[..., :512]))
+    verify(name, replace(call, value=call.key[..., :512]))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +81,11 @@ def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
     """Lengths range from zero to all keys, and are large enough for an assignment. Calls are
     repeated three times, since programs that merge must leave their counters as they found them."""
     batch, kv_len = sizes[0], sizes[4]
-    lengths = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
-    used = torch.tensor((lengths * batch)[:batch], dtype=torch.int32, device="cuda")
+    counts = [kv_len, 0, 1, 129, kv_len // 2 + 5, 77, kv_len // 9]
+    used = lengths(*(counts * batch)[:batch])
     variant = AttentionVariant(bottom_right=sizes[3] > 1)
     call = replace(call_of(sizes), seqused_k=used, is_causal=sizes[3] > 1, variant=variant)
-    assert_kernel_right(name, call)
+    verify(name, call)
     first, *others = (find(name).attention(**call.arguments()) for _ in range(3))
     assert all(torch.equal(first, other) for other in others)
 
@@ -117,15 +96,15 @@ def test_keys_assigned_by_length(name: str, sizes: Sizes) -> None:
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latents_assigned_by_length(name: str, heads: int) -> None:
     call = call_of((5, heads, 1, 1, 16384, 576, 512))
-    used = torch.tensor([16384, 3, 0, 7000, 12345], dtype=torch.int32, device="cuda")
-    assert_kernel_right(name, replace(call, value=call.key[..., :512], seqused_k=used))
+    used = lengths(16384, 3, 0, 7000, 12345)
+    verify(name, replace(call, value=call.key[..., :512], seqused_k=used))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_latents_in_one_piece(heads: int) -> None:
     """The calls are large enough for tensor descriptors."""
     call = call_of((4, heads, 1, 1, 17000, 576, 512))
-    assert_kernel_right("triton-decode", replace(call, value=call.key[..., :512]))
+    verify("triton-decode", replace(call, value=call.key[..., :512]))
 
 
 def test_programs_merge_together_whatever_else_runs() -> None:
@@ -145,7 +124,7 @@ def test_programs_merge_together_whatever_else_runs() -> None:
 
 @pytest.mark.parametrize("sizes", [SMALL, (2, 8, 2, 3, 127, 72, 96)])
 def test_decode_in_float16(sizes: Sizes) -> None:
-    assert_kernel_right("triton-decode", call_of(sizes, dtype=torch.float16))
+    verify("triton-decode", call_of(sizes, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("sizes", [(2, 8, 8, 1, 4096, 64, 64), (2, 8, 2, 9, 500, 128, 128)])
@@ -155,35 +134,35 @@ def test_decode_with_masks(sizes: Sizes) -> None:
     generator = torch.Generator("cuda").manual_seed(1)
     biases = torch.randn(full, device="cuda", generator=generator)
     for mask in (biases > 0, biases, biases[:, :1, :1].to(torch.bfloat16)):
-        assert_kernel_right("triton-decode", call.with_tensors({"attn_mask": mask}))
-    assert_kernel_right("triton-decode", padding(call, [500, 3]))
+        verify("triton-decode", call.with_tensors({"attn_mask": mask}))
+    verify("triton-decode", padding(call, [500, 3]))
     nothing = call.with_tensors({"attn_mask": biases > math.inf})
     assert not find("triton-decode").attention(**nothing.arguments()).any()
 
 
 def test_causal_is_aligned_top_left() -> None:
-    assert_kernel_right("triton-decode", call_of((2, 8, 2, 9, 500, 64, 64), is_causal=True))
+    verify("triton-decode", call_of((2, 8, 2, 9, 500, 64, 64), is_causal=True))
 
 
 @pytest.mark.parametrize("name", ["triton-paged-decode", "triton-paged-decode[page_size=13]"])
 @pytest.mark.parametrize("sizes", [(3, 4, 4, 1, 1000, 64, 64), (3, 8, 2, 4, 4250, 128, 96)])
 def test_paged(name: str, sizes: Sizes) -> None:
     call = call_of(sizes)
-    assert_kernel_right(name, call)
+    verify(name, call)
     for at_end in (True, False):
-        assert_kernel_right(name, padding(call, [sizes[4], 1, 345], at_end))
+        verify(name, padding(call, [sizes[4], 1, 345], at_end))
 
 
 @pytest.mark.parametrize("name", ["triton-sparse-decode", "triton-paged-sparse-decode"])
 def test_sparse(name: str) -> None:
     call = call_of(LONG)
-    assert_kernel_right(name, call)
+    verify(name, call)
     chosen = find(name).chosen
     assert chosen is not None
     assert kept_share(call, restricted(call, chosen(call))) == pytest.approx(0.02)
     short = padding(call_of((3, 8, 2, 2, 700, 64, 64)), [700, 1, 345], at_end=False)
-    assert_kernel_right(f"{name}[keep=0.1]", short)
-    assert_kernel_right(f"{name}[keep=1]", short)
+    verify(f"{name}[keep=0.1]", short)
+    verify(f"{name}[keep=1]", short)
 
 
 @pytest.mark.parametrize("name", [*IN_8_BITS, *IN_PAGES])
@@ -198,7 +177,7 @@ def test_sparse(name: str) -> None:
     ],
 )
 def test_a_cache_in_8_bits(name: str, sizes: Sizes) -> None:
-    assert_kernel_right(name, call_of(sizes))
+    verify(name, call_of(sizes))
 
 
 @pytest.mark.parametrize("name", [*IN_8_BITS, *IN_PAGES])
@@ -206,10 +185,9 @@ def test_a_cache_in_8_bits_beyond_plain_attention(name: str) -> None:
     call = call_of((2, 8, 2, 5, 4250, 128, 128), is_causal=True)
     window = AttentionVariant(True, (1000, None), 20.0)
     sinks = torch.randn(8, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    lengths = torch.tensor([4250, 77], device="cuda", dtype=torch.int32)
-    assert_kernel_right(name, replace(call, variant=window, sinks=sinks))
-    assert_kernel_right(name, replace(call, variant=AttentionVariant(True), seqused_k=lengths))
-    assert_kernel_right(name, padding(replace(call, is_causal=False), [500, 3]))
+    verify(name, replace(call, variant=window, sinks=sinks))
+    verify(name, replace(call, variant=AttentionVariant(True), seqused_k=lengths(4250, 77)))
+    verify(name, padding(replace(call, is_causal=False), [500, 3]))
 
 
 @pytest.mark.parametrize(
@@ -237,13 +215,14 @@ def test_keys_beyond_two_to_the_31_elements() -> None:
     mask[..., last] = True
     masked = find("triton-decode").attention(query, key, key, mask, enable_gqa=True)
     assert output.isfinite().all()
-    assert_right(masked, AttentionCall(query, key[:, :, last], key[:, :, last], enable_gqa=True))
+    alone = AttentionCall(query, key[:, :, last], key[:, :, last], enable_gqa=True)
+    assert_right(masked, Expected.of(alone).reference, alone)
 
 
 def test_views_of_one_fused_buffer() -> None:
     fused = torch.randn(2, 700, 2, 3, 128, device="cuda", dtype=torch.bfloat16)
     query, key, value = (fused[:, :, :, part].transpose(1, 2) for part in range(3))
-    assert_kernel_right("triton-decode", AttentionCall(query[:, :, :1], key, value))
+    verify("triton-decode", AttentionCall(query[:, :, :1], key, value))
 
 
 @pytest.mark.parametrize("name", ["triton-decode", "triton-decode-int8"])

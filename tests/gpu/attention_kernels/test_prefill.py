@@ -8,39 +8,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from capture.call.attention_call import AttentionCall
-from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import catalogue
+from tests.attention_kernels.calls import offsets, verify
 from tests.factories import sized_call
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 Sizes = tuple[int, int, int, int, int, int, int]
 """(B, Hq, Hkv, Sq, Sk, D, Dv)."""
 
 call_of = functools.partial(sized_call, dtype=torch.bfloat16, device="cuda")
-
-
-def verify(name: str, call: AttentionCall) -> None:
-    """Check the drop-in and its core, by the replay's own verdict."""
-    kernel = catalogue()[name]
-    assert kernel.unavailable(call.device) is None
-    assert kernel.unsupported(call) is None
-    expected = Expected.of(call)
-    runs: list[Callable[[], Tensor]] = [lambda: kernel.attention(**call.arguments())]
-    if kernel.prepare is not None:
-        runs.append(kernel.prepare(call))
-    for run in runs:
-        output = run()
-        verdict = judge(output, expected, "exact")
-        assert verdict.passed, verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -159,7 +139,7 @@ def test_packed(head_dim: int, is_causal: bool) -> None:
     tokens = sum(LENGTHS)
     call = call_of((1, 16, 4, tokens, tokens, head_dim, head_dim))
     query, key, value = (each[0].transpose(0, 1) for each in (call.query, call.key, call.value))
-    ends = torch.tensor((0, *LENGTHS), device="cuda").cumsum(0).to(torch.int32)
+    ends = offsets(*LENGTHS)
     output = packed_prefill(query, key, value, ends, ends, max(LENGTHS), is_causal)
     for first, last in zip(ends.tolist(), ends.tolist()[1:], strict=False):
         own = slice(first, last)

@@ -8,28 +8,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from replay.accuracy.verdict import Expected, judge
+from replay.accuracy.verdict import Expected
 from replay.kernels.registry import find
+from tests.attention_kernels.calls import assert_right, lengths, offsets
 from tests.attention_kernels.eager import attend
 from tests.factories import normal, sized_call
+from tests.gpu.attention_kernels.cases import BEYOND, BOTTOM_RIGHT, call_with
 
 DEVICE = torch.device("cuda")
 KERNEL = find("triton-fa3")
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and KERNEL.unavailable(DEVICE) is not None,
-        reason="needs a Hopper GPU and Triton's Gluon",
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available() and KERNEL.unavailable(DEVICE) is not None,
+    reason="needs a Hopper GPU and Triton's Gluon",
+)
 
 Sizes = tuple[int, int, int, int, int]
 """(B, Hq, Hkv, Sq, Sk)."""
@@ -63,12 +61,10 @@ def poison(shape: torch.Size, dtype: torch.dtype) -> None:
 
 
 def check(call: AttentionCall) -> None:
-    expected = Expected.of(call)
+    expected = Expected.of(call).reference
     before = [each.clone() for each in (call.query, call.key, call.value)]
     poison(torch.Size((*call.query.shape[:3], call.value.shape[3])), call.dtype)
-    output = KERNEL.attention(**call.arguments())
-    verdict = judge(output, expected, "exact")
-    assert verdict.passed, verdict.sentence
+    assert_right(KERNEL.attention(**call.arguments()), expected, call)
     for each, old in zip((call.query, call.key, call.value), before, strict=True):
         assert torch.equal(each, old), "an input was changed"
 
@@ -150,17 +146,15 @@ def test_the_same_bits_each_time() -> None:
             assert torch.equal(KERNEL.attention(**call.arguments()), first)
 
 
-BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
-BEYOND: dict[str, dict[str, Any]] = {
-    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
-    "window, top left": {"variant": AttentionVariant(False, (30, 70))},
-    "window to the right": {"variant": AttentionVariant(True, (None, 100))},
-    "soft cap": {"is_causal": True, "variant": AttentionVariant(softcap=5.0)},
-    "sinks": {"sinks": True},
-    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": True},
-}
-"""Options beyond SDPA."""
+FORMS = (
+    "bottom right",
+    "window",
+    "window, top left",
+    "window to the right",
+    "soft cap",
+    "sinks",
+    "all",
+)
 LONG_AND_SHORT = (
     (2, 8, 2, 700, 1000),
     (1, 8, 2, 1000, 300),
@@ -205,15 +199,11 @@ def test_a_row_gets_the_bits_that_it_gets_beside_others(head_dim: int) -> None:
     assert not torch.equal(output[:, :, moving], expected[:, :, moving])
 
 
-@pytest.mark.parametrize("form", BEYOND)
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 96), (192, 128), (256, 256)])
 def test_beyond_sdpa(head_dims: tuple[int, int], form: str) -> None:
     for sizes in LONG_AND_SHORT:
-        call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
-        fields = dict(BEYOND[form])
-        if fields.pop("sinks", False):
-            fields["sinks"] = 2 * normal(sizes[1], seed=7, device=DEVICE)
-        call = replace(call, **fields)
+        call = call_with(BEYOND[form], (*sizes, *head_dims))
         assert KERNEL.unsupported(call) is None
         check(call)
 
@@ -271,27 +261,20 @@ def test_a_row_of_the_lowest_numbers_is_an_ordinary_row() -> None:
 PACKED_LENGTHS = ((700, 1, 0, 1300, 99), (700, 1, 50, 1300, 199))
 
 
-@pytest.mark.parametrize("form", ["plain", *BEYOND])
+@pytest.mark.parametrize("form", ["plain", *FORMS])
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_packed(head_dims: tuple[int, int], form: str) -> None:
     """`triton-varlen` runs this kernel here; other sequences' rows reach nothing."""
     kernel = find("triton-varlen")
     q_lengths, k_lengths = PACKED_LENGTHS
     sizes = (1, 8, 2, sum(q_lengths), sum(k_lengths))
-    fields = dict(BEYOND.get(form, {}))
-    if fields.pop("sinks", False):
-        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
-    offsets = [torch.tensor([0, *each], device=DEVICE) for each in PACKED_LENGTHS]
-    q_offsets, k_offsets = (each.cumsum(0).int() for each in offsets)
-    call = sized_call((*sizes, *head_dims), dtype=torch.bfloat16, device=DEVICE)
-    call = replace(call, cu_seqlens_q=q_offsets, cu_seqlens_k=k_offsets, **fields)
-    for seqused_k in (None, torch.tensor([650, 1, 50, 0, 130], device=DEVICE).int()):
+    call = call_with(BEYOND.get(form, {}), (*sizes, *head_dims))
+    call = replace(call, cu_seqlens_q=offsets(*q_lengths), cu_seqlens_k=offsets(*k_lengths))
+    for seqused_k in (None, lengths(650, 1, 50, 0, 130)):
         asked = replace(call, seqused_k=seqused_k)
-        expected = Expected.of(asked)
+        expected = Expected.of(asked).reference
         poison(torch.Size((1, 8, sizes[3], head_dims[1])), call.dtype)
-        output = kernel.attention(**asked.arguments())
-        verdict = judge(output, expected, "exact")
-        assert verdict.passed, verdict.sentence
+        assert_right(kernel.attention(**asked.arguments()), expected, asked)
     # Only the sequence whose keys are all NaN becomes NaN.
     for tensor in (call.key, call.value):
         tensor[:, :, 751:2051] = float("nan")
@@ -304,17 +287,15 @@ def test_packed(head_dims: tuple[int, int], form: str) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_padded(head_dim: int) -> None:
     """NaN in the padding, before and after the keys, reaches no output."""
-    lengths = torch.tensor([[0, 500], [130, 370], [61, 64]], device=DEVICE)
+    starts, counts = lengths(0, 130, 61), lengths(500, 370, 64)
     keys = torch.arange(500, device=DEVICE)
-    counts = (keys >= lengths[:, :1]) & (keys < lengths[:, 1:] + lengths[:, :1])
+    is_key = (keys >= starts[:, None]) & (keys < (starts + counts)[:, None])
     call = call_of((3, 4, 2, 500, 500), head_dim, is_causal=False)
-    call = replace(call, attn_mask=counts[:, None, None])
-    expected = Expected.of(call)
+    call = replace(call, attn_mask=is_key[:, None, None])
+    expected = Expected.of(call).reference
     for tensor in (call.key, call.value):
-        tensor.masked_fill_(~counts[:, None, :, None], float("nan"))
+        tensor.masked_fill_(~is_key[:, None, :, None], float("nan"))
     from attention_kernels.portable.varlen import KeyRanges, padded_prefill
 
-    ranges = KeyRanges(lengths[:, 0].int().contiguous(), lengths[:, 1].int().contiguous())
-    output = padded_prefill(call.query, call.key, call.value, ranges)
-    verdict = judge(output, expected, "exact")
-    assert verdict.passed, verdict.sentence
+    output = padded_prefill(call.query, call.key, call.value, KeyRanges(starts, counts))
+    assert_right(output, expected, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,13 +15,13 @@ from attention_kernels.hopper.support import has_gluon_kernels
 from attention_kernels.launch.launcher import Launch, PlanCache
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from replay.accuracy.verdict import Expected, judge
 from replay.kernels.registry import find
 from replay.workloads.random_calls import Spec
-from tests.factories import normal, sized_call
+from tests.attention_kernels.calls import band, lengths, offsets, verify
+from tests.factories import normal
+from tests.gpu.attention_kernels import cases
+from tests.gpu.attention_kernels.cases import BEYOND, BOTTOM_RIGHT
 from tests.replay.kernels.pairwise import pairwise
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
 DEVICE = torch.device("cuda")
 TENSOR = ("triton-fp8[accum=tensor]", "triton-sage-fp8[accum=tensor]")
@@ -38,15 +39,17 @@ def portable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quantised_prefill, plans, PlanCache())
 
 
-def check(name: str, call: AttentionCall) -> None:
+def attention_of(name: str) -> Callable[..., torch.Tensor]:
+    """Return a kernel, or skip the test where the kernel is unavailable."""
     kernel = find(name)
     if reason := kernel.unavailable(DEVICE):
         pytest.skip(reason)
-    assert kernel.prepare is not None
-    expected = Expected.of(call)
-    for output in (kernel.attention(**call.arguments()), kernel.prepare(call)()):
-        verdict = judge(output, expected, "quantised")
-        assert verdict.passed, verdict.sentence
+    return kernel.attention
+
+
+def check(name: str, call: AttentionCall) -> None:
+    attention_of(name)
+    verify(name, call)
 
 
 def call_of(spec: Spec) -> AttentionCall:
@@ -89,14 +92,12 @@ def test_a_hundred_calls_with_shared_tiles_agree(name: str, head_dim: int) -> No
 
 
 def agree(name: str, spec: Spec) -> None:
-    kernel = find(name)
-    if reason := kernel.unavailable(DEVICE):
-        pytest.skip(reason)
+    attend = attention_of(name)
     arguments = call_of(spec).arguments()
-    first = kernel.attention(**arguments)
+    first = attend(**arguments)
     assert not first.isfinite().logical_not().nonzero().tolist()
     for _ in range(100):
-        different = (kernel.attention(**arguments) != first).nonzero()
+        different = (attend(**arguments) != first).nonzero()
         assert not len(different), different[:20].tolist()
 
 
@@ -144,7 +145,7 @@ def nan_stays_in_its_row_and_column(name: str) -> None:
     call = call_of(Spec(1, 2, 2, 4250, 4250, 64, 64))
     call.query[0, 0, 33, 5] = math.nan
     call.value[0, 1, 40, 7] = math.nan
-    is_nan = find(name).attention(**call.arguments()).isnan()
+    is_nan = attention_of(name)(**call.arguments()).isnan()
     assert bool(is_nan[0, 0, 33].all())
     assert bool(is_nan[0, 1, :, 7].all())
     assert int(is_nan.sum()) == 64 + 4250
@@ -162,8 +163,6 @@ def test_scores_that_rise(name: str, is_causal: bool) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_nan(name: str) -> None:
-    if reason := find(name).unavailable(DEVICE):
-        pytest.skip(reason)
     nan_stays_in_its_row_and_column(name)
 
 
@@ -172,43 +171,24 @@ def test_nan_portable() -> None:
     nan_stays_in_its_row_and_column("triton-sage-fp8")
 
 
-BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
-BEYOND: dict[str, dict[str, Any]] = {
-    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
-    "window shorter than a block": {
-        "is_causal": True,
-        "variant": AttentionVariant(True, (16, None)),
-    },
-    "window of one key": {"variant": AttentionVariant(False, (0, 0))},
-    "window, top left": {"variant": AttentionVariant(False, (30, 70))},
-    "window to the left": {"variant": AttentionVariant(True, (100, None))},
-    "window to the right": {"variant": AttentionVariant(True, (None, 100))},
-    "soft cap": {"is_causal": True, "variant": AttentionVariant(softcap=5.0)},
-    "sinks": {"sinks": -math.inf},
-    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
-}
-"""Options beyond SDPA; `sinks` is one head's sink, other sinks are random."""
+SINK = {"sinks": -math.inf, "all": 9.0}
+"""One head's sink by the name of the options; other sinks are random."""
 LENGTHS = ((700, 1000), (1000, 300), (500, 3000), (200, 5000))
 """Numbers of queries and keys; the last pair has so few tiles that programs share them."""
 
 
 def beyond(form: str, head_dim: int, q_len: int, kv_len: int) -> AttentionCall:
     """Return a call whose keys share an offset."""
-    sizes = (2, 8, 2, q_len, kv_len, head_dim, head_dim)
-    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
-    fields = dict(BEYOND[form])
-    if "sinks" in fields:
-        sinks = 2 * normal(sizes[1], seed=7, device=DEVICE)
-        sinks[3] = fields["sinks"]
-        fields["sinks"] = sinks
-    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+    call = cases.call_with(BEYOND[form], (2, 8, 2, q_len, kv_len, head_dim, head_dim))
+    if call.sinks is not None:
+        call.sinks[3] = SINK[form]
+    return call.with_tensors({"key": call.key + 1.0})
 
 
 @pytest.mark.parametrize(("form", "head_dim", "name"), pairwise(product(BEYOND, DIMS, NAMES)))
 def test_beyond_sdpa(form: str, head_dim: int, name: str) -> None:
-    for lengths in LENGTHS:
-        call = beyond(form, head_dim, *lengths)
+    for sizes in LENGTHS:
+        call = beyond(form, head_dim, *sizes)
         assert find(name).refuses(call) is None
         check(name, call)
 
@@ -240,27 +220,17 @@ Q_LENGTHS, K_LENGTHS = (700, 1, 0, 1300, 99, 64), (1000, 300, 5, 1300, 0, 128)
 PACKED: dict[str, dict[str, Any]] = {
     "plain": {},
     "causal": {"is_causal": True},
-    "bottom right": {"is_causal": True, "variant": BOTTOM_RIGHT},
-    "window": {"is_causal": True, "variant": AttentionVariant(True, (200, None))},
-    "key lengths": {"seqused_k": torch.tensor([900, 300, 5, 1, 0, 128]).int()},
-    "all": {"is_causal": True, "variant": AttentionVariant(True, (90, None), 20.0), "sinks": 9.0},
+    **{form: BEYOND[form] for form in ("bottom right", "window")},
+    "key lengths": {"seqused_k": lengths(900, 300, 5, 1, 0, 128)},
+    "all": BEYOND["all"],
 }
-
-
-def offsets(*lengths: int) -> torch.Tensor:
-    return torch.tensor([0, *lengths], device=DEVICE).cumsum(0).int()
 
 
 def packed(form: str, head_dim: int) -> AttentionCall:
     sizes = (1, 8, 2, sum(Q_LENGTHS), sum(K_LENGTHS), head_dim, head_dim)
-    call = sized_call(sizes, dtype=torch.bfloat16, device=DEVICE)
-    fields = dict(PACKED[form])
-    if "sinks" in fields:
-        fields["sinks"] = 2 * normal(8, seed=7, device=DEVICE)
-    if "seqused_k" in fields:
-        fields["seqused_k"] = fields["seqused_k"].to(DEVICE)
-    fields |= {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
-    return replace(call.with_tensors({"key": call.key + 1.0}), **fields)
+    starts = {"cu_seqlens_q": offsets(*Q_LENGTHS), "cu_seqlens_k": offsets(*K_LENGTHS)}
+    call = cases.call_with({**PACKED[form], **starts}, sizes)
+    return call.with_tensors({"key": call.key + 1.0})
 
 
 @pytest.mark.parametrize(
@@ -279,40 +249,38 @@ def test_packed_portable(form: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_packed_sequence_gets_the_bits_that_it_gets_alone(name: str) -> None:
-    if reason := find(name).unavailable(DEVICE):
-        pytest.skip(reason)
+    attend = attention_of(name)
     call = packed("bottom right", 128)
-    output = find(name).attention(**call.arguments())
+    output = attend(**call.arguments())
     at_q, at_k = offsets(*Q_LENGTHS).tolist(), offsets(*K_LENGTHS).tolist()
     for n in (0, 3, 5):
         q_rows, k_rows = slice(*at_q[n : n + 2]), slice(*at_k[n : n + 2])
         tensors = call.query[:, :, q_rows], call.key[:, :, k_rows], call.value[:, :, k_rows]
         alone = AttentionCall(*tensors, is_causal=True, enable_gqa=True, variant=BOTTOM_RIGHT)
-        assert torch.equal(output[:, :, q_rows], find(name).attention(**alone.arguments()))
+        assert torch.equal(output[:, :, q_rows], attend(**alone.arguments()))
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_invalid_tokens_have_no_effect(head_dim: int, name: str) -> None:
     """Another sequence's keys and values, and those past a length, may even be NaN."""
-    if reason := find(name).unavailable(DEVICE):
-        pytest.skip(reason)
+    attend = attention_of(name)
     call = packed("all", head_dim)
-    expected = find(name).attention(**call.arguments())
+    expected = attend(**call.arguments())
     for tensor in (call.key, call.value):
         tensor[:, :, 1000:1300] = math.nan  # of the sequence with one query
-    output = find(name).attention(**call.arguments())
+    output = attend(**call.arguments())
     assert output[:, :, 700].isnan().all()
     assert torch.equal(output[:, :, :700], expected[:, :, :700])
     assert torch.equal(output[:, :, 701:], expected[:, :, 701:])
-    used = torch.tensor([77, 500, 0], device=DEVICE).int()
+    used = lengths(77, 500, 0)
     padded = call_of(Spec(3, 8, 2, 300, 500, head_dim, head_dim))
     padded = replace(padded, seqused_k=used)
     check(name, padded)
-    expected = find(name).attention(**padded.arguments())
+    expected = attend(**padded.arguments())
     for tensor in (padded.key, padded.value):
         tensor[0, :, 77:] = tensor[2] = math.nan
-    assert torch.equal(find(name).attention(**padded.arguments()), expected)
+    assert torch.equal(attend(**padded.arguments()), expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -322,11 +290,6 @@ def test_packed_calls_have_the_same_bits_each_time(head_dim: int) -> None:
         first = find(name).attention(**call.arguments())
         for _ in range(20):
             assert torch.equal(find(name).attention(**call.arguments()), first)
-
-
-def band(q_len: int, kv_len: int, width: int) -> torch.Tensor:
-    rows, keys = (torch.arange(length, device=DEVICE) for length in (q_len, kv_len))
-    return (keys - rows[:, None]).abs() < width
 
 
 MASKS = {
@@ -364,13 +327,12 @@ def test_masks_portable() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_blocks_that_a_mask_hides_are_not_visited(name: str) -> None:
-    if reason := find(name).unavailable(DEVICE):
-        pytest.skip(reason)
+    attend = attention_of(name)
     for head_dim in (64, 128):
         call = masked(band(256, 2000, 60), head_dim)
-        expected = find(name).attention(**call.arguments())
+        expected = attend(**call.arguments())
         call.value[:, :, 512:] = math.nan
-        assert torch.equal(find(name).attention(**call.arguments()), expected)
+        assert torch.equal(attend(**call.arguments()), expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
