@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.verdict import Expected, judge
-from replay.kernels.registry import ScaledCore, catalogue, find
+from replay.kernels.registry import Kernel, ScaledCore, catalogue, find
 from tests.replay.kernels.pairwise import Case, pairwise
 from tests.variant_calls import LIBRARY_CALLS
 
@@ -165,24 +166,32 @@ def cases() -> list[Case]:
 
 def check(name: str, kind: str, layout: str = "contiguous", has_core: bool = True) -> None:
     """Judge the kernel's drop-in and core on one call as the replay would."""
-    kernel = find(name)
-    call, right = expected(kind)
-    with torch.no_grad():
-        # Separate tensors, because some kernels change them.
-        outputs = {"drop-in": kernel.attention(**call_of(kind, layout).arguments())}
-        if kernel.prepare is not None and has_core:
-            core = kernel.prepare(call_of(kind, layout))
-            outputs["core"] = core.product() if isinstance(core, ScaledCore) else core()
-        elif kernel.prepare is not None:
-            with pytest.raises(NotImplementedError, match="core time"):
-                kernel.prepare(call_of(kind, layout))
+    kernel, right = find(name), expected(kind)[1]
+    if kernel.prepare is not None and not has_core:
+        with pytest.raises(NotImplementedError, match="core time"):
+            kernel.prepare(call_of(kind, layout))
+        kernel = replace(kernel, prepare=None)
+    rule = "quantised" if name in QUANTISING else "exact"
+    outputs = _judge(kernel, lambda: call_of(kind, layout), right, rule, f"{kind}, {layout}")
     for which, output in outputs.items():
         if which == "drop-in" or name not in QUANTISING:
-            assert output.dtype == call.dtype
+            assert output.dtype == expected(kind)[0].dtype
         assert output.shape == right.reference.shape
-        rule = "quantised" if name in QUANTISING else "exact"
+
+
+def _judge(
+    kernel: Kernel, make: Callable[[], AttentionCall], right: Expected, rule: str, kind: str
+) -> dict[str, Tensor]:
+    """Judge the drop-in and the core; each gets new tensors, because some kernels change them."""
+    with torch.no_grad():
+        outputs = {"drop-in": kernel.attention(**make().arguments())}
+        if kernel.prepare is not None:
+            core = kernel.prepare(make())
+            outputs["core"] = core.product() if isinstance(core, ScaledCore) else core()
+    for which, output in outputs.items():
         verdict = judge(output, right, rule)
-        assert verdict.passed, f"{name} {which}, {kind}, {layout}: {verdict.sentence}"
+        assert verdict.passed, f"{kernel.name} {which}, {kind}: {verdict.sentence}"
+    return outputs
 
 
 def verify(name: str, variant: str = "", without_core: Collection[str] = ()) -> dict[str, str]:
@@ -217,16 +226,9 @@ LENGTHS = {"key lengths", "key lengths, decode", "key lengths, bottom right", "k
 
 def verify_variants(name: str) -> set[str]:
     """Check a kernel on the calls beyond SDPA that it supports; return their names."""
-    kernel, taken = find(name), set()
-    for kind, call in LIBRARY_CALLS.items():
-        if kernel.refuses(call) is not None:
-            continue
-        taken.add(kind)
-        right = Expected.of(call)
-        outputs = {"drop-in": kernel.attention(**call.to("cpu").arguments())}
-        if kernel.prepare is not None:
-            outputs["core"] = kernel.prepare(call.to("cpu"))()
-        for which, output in outputs.items():
-            verdict = judge(output, right, kernel.accuracy_class)
-            assert verdict.passed, f"{name} {which}, {kind}: {verdict.sentence}"
-    return taken
+    kernel = find(name)
+    taken = {kind: call for kind, call in LIBRARY_CALLS.items() if kernel.refuses(call) is None}
+    for kind, call in taken.items():
+        make = functools.partial(call.to, "cpu")
+        _judge(kernel, make, Expected.of(call), kernel.accuracy_class, kind)
+    return set(taken)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from replay.kernels import libraries
-from replay.kernels.registry import KernelNameError, catalogue, select
+from replay.kernels.registry import catalogue
 
 
 def test_the_catalogue() -> None:
@@ -156,35 +156,3 @@ def test_the_order_of_reasons(
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert catalogue()["fa2"].unavailable(torch.device("cuda")) == "needs a CUDA GPU"
-
-
-def test_variants_are_selected_with_their_base() -> None:
-    bases = [kernel.name for kernel in select("sage1,sparge,flex")[0]]
-    assert bases == ["sage1", "sparge", "flex"]
-    chosen, named = select("sparge,sage1", variants=True)
-    assert [kernel.name for kernel in chosen] == [
-        "sparge",
-        *(f"sparge[topk={share}]" for share in (0.25, 0.5, 0.75, 1.0)),
-        "sage1",
-        "sage1[smooth_k=on]",
-        "sage1[smooth_k=off]",
-    ]
-    assert named == ["sparge", "sage1"]
-    defaults = {kernel.name for kernel in select(None, variants=True)[0]}
-    assert defaults >= {kernel.name for kernel in catalogue().values() if kernel.variant_of}
-    assert "torch-math-compiled" not in defaults
-
-
-def test_names_with_brackets() -> None:
-    name = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]"
-    chosen, named = select(f"{name}, sage1")
-    assert [kernel.name for kernel in chosen] == [name, "sage1"]
-    assert named == [name, "sage1"]
-    chosen, named = select("sage2-fp8-*[*per_warp*fp32+fp32]")
-    assert {kernel.name for kernel in chosen} == {name, name.replace("sm90", "cuda")}
-    assert named == []
-    globbed = {kernel.name for kernel in select("sage2*")[0]}
-    assert name in globbed
-    assert globbed == {each for each in catalogue() if each.startswith("sage2")}
-    with pytest.raises(KernelNameError, match=r"no kernel 'sage\[12\]'"):
-        select("sage[12]")

@@ -1,4 +1,4 @@
-"""A replay with more shapes than `torch.compile`'s limit of recompilations."""
+"""Functions compiled once per kind of call, beyond `torch.compile`'s limit of recompilations."""
 
 from __future__ import annotations
 
@@ -8,88 +8,62 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
 
 from replay.kernels.compiled_functions import CompiledPerSignature
 
 MORE_THAN_THE_LIMIT = 12
 
 
+def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
+    return tensor + (2 if twice else 1)
+
+
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
-    """Options of every compilation; graphs run as traced, which is cheap."""
-    asked: list[dict[str, object]] = []
-    compile_ = torch.compile
-
-    def compile_without_codegen(function: object, **options: object) -> object:
-        asked.append(options)
-        return compile_(function, backend="eager", fullgraph=True, dynamic=False)  # type: ignore[call-overload]
-
-    monkeypatch.setattr(torch, "compile", compile_without_codegen)
-    return asked
-
-
-def test_more_shapes_than_the_recompile_limit(graphs: list[dict[str, object]]) -> None:
-    from torch._dynamo import config
-
-    assert config.recompile_limit < MORE_THAN_THE_LIMIT
-
-    def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
-        # fullgraph: past the limit this would raise instead of silently running eagerly
-        return tensor + (2 if twice else 1)
-
-    compiled = CompiledPerSignature(add_one, "max-autotune")
-    for length in range(1, MORE_THAN_THE_LIMIT + 1):
-        assert torch.equal(compiled(torch.zeros(length)), torch.ones(length))
-    assert len(graphs) == MORE_THAN_THE_LIMIT
-    assert {option["mode"] for option in graphs} == {"max-autotune"}
-    assert all(option["fullgraph"] and option["dynamic"] is False for option in graphs)
-
-    assert torch.equal(compiled(torch.zeros(3), twice=True), torch.full((3,), 2.0))
-    assert len(graphs) == MORE_THAN_THE_LIMIT + 1
-    compiled(torch.zeros(3))
-    compiled(tensor=torch.zeros(3))
-    assert len(graphs) == MORE_THAN_THE_LIMIT + 1
-
-
-def test_strides_and_dtypes_are_kinds_of_their_own(graphs: list[dict[str, object]]) -> None:
-    def double(tensor: Tensor) -> Tensor:
-        return tensor * 2
-
-    compiled = CompiledPerSignature(double)
-    compiled(torch.ones(4, 4))
-    compiled(torch.ones(4, 4).T[:, :])
-    compiled(torch.ones(4, 4, dtype=torch.float16))
-    assert len(graphs) == 3
-    assert compiled.__name__ == "double"  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(("mode", "threads"), [("default", 1), ("max-autotune", 7)])
-def test_no_pool_of_processes_compiles_a_single_program(
-    monkeypatch: pytest.MonkeyPatch, mode: str, threads: int
-) -> None:
-    """Compiling processes would import PyTorch again while other kernels are timed."""
-    from torch._inductor import config
-
-    seen: list[int | None] = []
+    """Options and threads of every compilation; graphs run as traced, which is cheap."""
+    compiled: list[dict[str, object]] = []
     compile_ = torch.compile
 
     def compile_without_codegen(function: object, **options: object) -> object:
         def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> object:
-            seen.append(config.compile_threads)
+            compiled.append({**options, "threads": config.compile_threads})
             return graph.forward
 
+        # Past the limit of recompilations, fullgraph raises instead of running eagerly.
         return compile_(function, backend=backend, fullgraph=True, dynamic=False)  # type: ignore[call-overload]
 
-    def double(tensor: Tensor) -> Tensor:
-        return tensor * 2
-
     monkeypatch.setattr(torch, "compile", compile_without_codegen)
+    return compiled
+
+
+@pytest.mark.parametrize(("mode", "threads"), [("default", 1), ("max-autotune", 7)])
+def test_every_shape_is_compiled_once(
+    graphs: list[dict[str, object]], mode: str, threads: int
+) -> None:
+    """A single program is compiled without a pool of processes, which would import PyTorch again
+    while other kernels are timed."""
+    assert torch._dynamo.config.recompile_limit < MORE_THAN_THE_LIMIT
+    compiled = CompiledPerSignature(add_one, mode)
     with config.patch(compile_threads=7):
-        compiled = CompiledPerSignature(double, mode)
-        for _ in range(2):
-            assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
-        assert seen == [threads]
+        for length in [*range(1, MORE_THAN_THE_LIMIT + 1), 3]:
+            assert torch.equal(compiled(torch.zeros(length)), torch.ones(length))
         assert config.compile_threads == 7
+    expected = {"mode": mode, "fullgraph": True, "dynamic": False, "threads": threads}
+    assert graphs == [expected] * MORE_THAN_THE_LIMIT
+
+
+def test_strides_and_dtypes_and_options_are_kinds_of_their_own(
+    graphs: list[dict[str, object]],
+) -> None:
+    compiled = CompiledPerSignature(add_one)
+    square = torch.zeros(4, 4)
+    for tensor in (square, square.T[:, :], square.half()):
+        compiled(tensor)
+    assert torch.equal(compiled(square, twice=True), square + 2)
+    compiled(tensor=square)
+    assert len(graphs) == 4
+    assert compiled.__name__ == "add_one"  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow

@@ -20,7 +20,6 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
 from replay.accuracy.verdict import Expected, judge
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
-from replay.kernels.layout import Packed
 from replay.kernels.registry import catalogue
 from tests.factories import random_call
 from tests.replay.kernels.kinds import (
@@ -32,6 +31,7 @@ from tests.replay.kernels.kinds import (
     PACKED,
     REFUSED,
     SINKS,
+    VARIANTS,
     call_of,
     cases,
     verify,
@@ -75,18 +75,13 @@ def flash_attn(install: Install) -> None:
     )
 
 
-@pytest.fixture(params=["a tensor", "a tuple"])
-def flash_attn_interface_returns(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
 @pytest.fixture
-def flash_attn_interface(install: Install, flash_attn_interface_returns: str) -> None:
+def flash_attn_interface(install: Install, variant: str) -> None:
     how = "softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0"
 
     def run(given: SimpleNamespace) -> Any:
         output = flash_attention(given)
-        return output if flash_attn_interface_returns == "a tensor" else (output, torch.empty(0))
+        return output if variant == "a tensor" else (output, torch.empty(0))
 
     def dequantise(tensor: Tensor, descale: Tensor | None, key: Tensor) -> Tensor:
         assert descale is not None
@@ -155,12 +150,6 @@ def flash_attn_4(install: Install) -> None:
     )
 
 
-@pytest.mark.usefixtures("flash_attn_interface")
-@pytest.mark.parametrize("name", ["fa3", "fa3-fp8"])
-def test_fa3(name: str, flash_attn_interface_returns: str) -> None:
-    assert verify(name, flash_attn_interface_returns) == REFUSED
-
-
 NO_PADDING = (
     "takes a padding mask only: the same for all heads and queries, and "
     "masking keys before or after the others"
@@ -172,36 +161,15 @@ NOT_PADDED = {
     "float mask": "takes a bool padding mask only, not float16",
     **{kind: REFUSED[kind] for kind in ("float32", "narrow values")},
 }
-
-
-@pytest.mark.usefixtures("flash_attn")
-def test_fa2() -> None:
-    assert verify("fa2") == REFUSED
-    assert verify("fa2-varlen") == NOT_PADDED
-    assert verify("fa2-kvcache") == {
-        **{
-            kind: "decode only: one query per sequence, not 130"
-            for kind in KINDS
-            if "decode" not in kind
-        },
-        **{kind: REFUSED[kind] for kind in ("float32", "narrow values")},
-    }
-
-
-@pytest.mark.usefixtures("flash_attn_interface")
-def test_fa3_with_lengths(flash_attn_interface_returns: str) -> None:
-    assert verify("fa3-varlen", flash_attn_interface_returns) == NOT_PADDED
-    taken = KINDS.keys() - verify("fa3-kvcache", flash_attn_interface_returns).keys()
-    assert taken == {"decode", "decode of one", "decode, scale"}
-
-
-@pytest.mark.usefixtures("flash_attn_4")
-def test_fa4() -> None:
-    refused = verify("fa4")
-    assert {**refused, "narrow values": REFUSED["narrow values"]} == REFUSED
-    assert "narrow values" not in refused
-    assert verify("fa4-varlen") == {**NOT_PADDED, "narrow values": NO_LENGTHS}
-
+NO_DECODE = {
+    **{
+        kind: "decode only: one query per sequence, not 130"
+        for kind in KINDS
+        if "decode" not in kind
+    },
+    **{kind: REFUSED[kind] for kind in ("float32", "narrow values")},
+}
+NARROW_VALUES = {kind: reason for kind, reason in REFUSED.items() if kind != "narrow values"}
 
 DECODE = {"bottom right, decode", "window, decode", "soft cap, decode"}
 LARGE_PAGES = {"pages of 256", "pages, decode, window"}
@@ -209,40 +177,89 @@ PAGES = LARGE_PAGES | {"pages"}
 LARGE_PAGES_PACKED = {"pages, packed, bottom right"}
 PAGES_PACKED = LARGE_PAGES_PACKED | {"pages, packed, window"}
 VARLEN = PACKED | {"packed, soft cap", "soft cap, padded"}
+PACKED_LENGTHS = LENGTHS | {"packed, key lengths"}
+
+SUPPORT: list[tuple[str, str, dict[str, str], set[str]]] = [
+    ("flash_attn", "fa2", REFUSED, DENSE | CAPPED),
+    ("flash_attn", "fa2-varlen", NOT_PADDED, VARLEN | LARGE_PAGES | LARGE_PAGES_PACKED),
+    ("flash_attn", "fa2-kvcache", NO_DECODE, DECODE | LENGTHS | LARGE_PAGES),
+    ("flash_attn_interface", "fa3", REFUSED, DENSE | CAPPED),
+    ("flash_attn_interface", "fa3-fp8", REFUSED, DENSE | CAPPED),
+    ("flash_attn_interface", "fa3-varlen", NOT_PADDED, VARLEN | PACKED_LENGTHS),
+    (
+        "flash_attn_interface",
+        "fa3-kvcache",
+        {**NO_DECODE, **dict.fromkeys(MASKED, "takes no attn_mask")},
+        DECODE | LENGTHS | PAGES | PAGES_PACKED,
+    ),
+    ("flash_attn_4", "fa4", NARROW_VALUES, DENSE | CAPPED | SINKS),
+    (
+        "flash_attn_4",
+        "fa4-varlen",
+        {**NOT_PADDED, "narrow values": NO_LENGTHS},
+        VARLEN | PACKED_LENGTHS | PAGES | PAGES_PACKED,
+    ),
+]
+"""Library, kernel, kinds of call that it refuses with reasons, and supported calls beyond SDPA."""
 
 
-@pytest.mark.usefixtures("flash_attn")
-def test_fa2_beyond_sdpa() -> None:
-    assert verify_variants("fa2") == DENSE | CAPPED
-    assert verify_variants("fa2-varlen") == VARLEN | LARGE_PAGES | LARGE_PAGES_PACKED
-    assert verify_variants("fa2-kvcache") == DECODE | LENGTHS | LARGE_PAGES
-    assert catalogue()["fa2-kvcache"].refuses(LIBRARY_CALLS["pages"]) == (
-        "pages of 16 keys: needs a multiple of 256"
-    )
+@pytest.mark.parametrize(
+    ("library", "name", "refused", "beyond", "variant"),
+    [(*row, variant) for row in SUPPORT for variant in VARIANTS.get(row[1], ("",))],
+)
+def test_a_kernel_is_exact_on_supported_calls_and_refuses_others(
+    request: pytest.FixtureRequest,
+    library: str,
+    name: str,
+    refused: dict[str, str],
+    beyond: set[str],
+    variant: str,
+) -> None:
+    request.getfixturevalue(library)
+    assert verify(name, variant) == refused
+    assert verify_variants(name) == beyond
 
 
-@pytest.mark.usefixtures("flash_attn_interface")
-def test_fa3_beyond_sdpa() -> None:
-    assert verify_variants("fa3") == verify_variants("fa3-fp8") == DENSE | CAPPED
-    assert verify_variants("fa3-varlen") == VARLEN | LENGTHS | {"packed, key lengths"}
-    assert verify_variants("fa3-kvcache") == DECODE | LENGTHS | PAGES | PAGES_PACKED
-    assert catalogue()["fa3-kvcache"].refuses(LIBRARY_CALLS["packed"]) == (
-        "packed sequences without pages of keys"
-    )
+SINKS_CALL = LIBRARY_CALLS["sinks"]
+MLA_CALL = mla_call()
 
 
-@pytest.mark.usefixtures("flash_attn_4")
-def test_fa4_beyond_sdpa() -> None:
-    assert verify_variants("fa4") == DENSE | CAPPED | SINKS
-    beyond = LENGTHS | {"packed, key lengths"} | PAGES | PAGES_PACKED
-    assert verify_variants("fa4-varlen") == VARLEN | beyond
+def _wide(head_dim: int) -> AttentionCall:
+    return random_call(head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
 
 
-def test_fa4_rounds_no_sinks() -> None:
-    call = LIBRARY_CALLS["sinks"]
-    assert call.sinks is not None
-    in_float32 = call.with_tensors({"sinks": call.sinks.float()})
-    assert catalogue()["fa4"].refuses(in_float32) == "takes bfloat16 sinks only, not float32"
+@pytest.mark.parametrize(
+    ("name", "call", "reason"),
+    [
+        ("fa2-kvcache", LIBRARY_CALLS["pages"], "pages of 16 keys: needs a multiple of 256"),
+        ("fa3-kvcache", LIBRARY_CALLS["packed"], "packed sequences without pages of keys"),
+        (
+            "fa4",
+            replace(SINKS_CALL, sinks=torch.zeros(SINKS_CALL.query.shape[1])),
+            "takes bfloat16 sinks only, not float32",
+        ),
+        ("fa4", _wide(256), None),
+        ("fa4", _wide(264), "head_dim 264: at most 256"),
+        ("fa4", _wide(100), "head_dim 100: needs a multiple of 8"),
+        (
+            "flash-mla",
+            replace(MLA_CALL, value=MLA_CALL.value.clone()),
+            "for absorbed MLA: the value is not part of this call's key",
+        ),
+        ("flash-mla", mla_call(16), "pages of 16 keys: needs 64"),
+        (
+            "flash-mla",
+            replace(MLA_CALL, value=MLA_CALL.key[..., :256]),
+            "value head_dim 256: needs 512",
+        ),
+        ("flash-mla", mla_call(head_dim=520), "head_dim 520: needs 576 or 512"),
+        ("flash-mla", random_call(**MLA), "for keys in pages: this call has no page table"),
+    ],
+)
+def test_calls_are_refused_with_the_reason(
+    name: str, call: AttentionCall, reason: str | None
+) -> None:
+    assert catalogue()[name].refuses(call) == reason
 
 
 @pytest.fixture
@@ -297,28 +314,10 @@ def test_absorbed_mla(name: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("flash_mla")
-def test_flash_mla_refuses_other_calls() -> None:
-    kernel, call = catalogue()["flash-mla"], mla_call()
-    apart = replace(call, value=call.value.clone())
-    refused = {
-        kernel.refuses(each)
-        for each in (
-            apart,
-            mla_call(16),
-            replace(call, value=call.key[..., :256]),
-            mla_call(head_dim=520),
-            random_call(**MLA),
-        )
-    }
-    assert refused == {
-        "for absorbed MLA: the value is not part of this call's key",
-        "pages of 16 keys: needs 64",
-        "value head_dim 256: needs 512",
-        "head_dim 520: needs 576 or 512",
-        "for keys in pages: this call has no page table",
-    }
+def test_flash_mla_refuses_a_value_outside_the_key_when_called() -> None:
+    apart = replace(MLA_CALL, value=MLA_CALL.value.clone())
     with pytest.raises(NotImplementedError, match="not part of this call's key"):
-        kernel.attention(**apart.arguments())
+        catalogue()["flash-mla"].attention(**apart.arguments())
 
 
 @pytest.mark.usefixtures("flash_mla")
@@ -383,19 +382,6 @@ def test_quantise_keeps_what_float8_can() -> None:
     # Half a step of the coarsest 3-bit mantissa, of the largest element of the group.
     assert bool(((back - tensor.unflatten(2, (3, 2))).abs() <= largest / 16).all())
     assert bool(back.isfinite().all())
-
-
-def test_packing_keeps_every_query() -> None:
-    query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 5, 8)
-    mask = (torch.arange(5) < torch.tensor([[2], [5]]))[:, None, None]
-    packed = Packed.of(AttentionCall(query, key, key, mask))
-    assert packed.query_THD.shape == (8, 3, 8)
-    assert packed.key_THD.shape == (7, 3, 8)
-    assert packed.q_offsets.tolist() == [0, 4, 8]
-    assert packed.k_offsets.tolist() == [0, 2, 7]
-    assert (packed.longest_query, packed.longest_key) == (4, 5)
-    assert torch.equal(packed.key_THD[2:], key[1].transpose(0, 1))
-    assert torch.equal(packed.unpack(packed.query_THD), query)
 
 
 @pytest.fixture
@@ -469,17 +455,3 @@ def test_flash_attn_4_beside_no_flash_attn_2(install: Install, unavailable: Unav
     module = install("flash_attn", version=("flash-attn", None))
     module.__file__ = None
     assert unavailable("fa2") == "not installed: pip install flash-attn --no-build-isolation"
-
-
-def test_head_dims_of_fa4(
-    make_call: Callable[..., AttentionCall], gpu: Callable[..., torch.device]
-) -> None:
-    unsupported = catalogue()["fa4"].unsupported
-
-    def ask(head_dim: int, v_head_dim: int) -> str | None:
-        call = make_call(head_dim=head_dim, v_head_dim=v_head_dim, dtype=torch.bfloat16)
-        return unsupported(call)
-
-    assert ask(256, 256) is None
-    assert ask(264, 264) == "head_dim 264: at most 256"
-    assert ask(100, 100) == "head_dim 100: needs a multiple of 8"

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from capture.call.attention_variant import AttentionVariant
-from replay.kernels.constraints import key_range
 from replay.kernels.registry import find
 from tests import factories
 
@@ -84,17 +83,6 @@ def test_fp8_needs_a_gpu_that_has_it(
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert "8.9 or higher" in str(find("triton-decode-fp8").unavailable(gpu(8, 0)))
     assert find("triton-decode-int8").unavailable(gpu(8, 0)) is None
-
-
-def test_key_ranges_on_the_gpu_equal_those_of_the_constraint() -> None:
-    varlen = pytest.importorskip("attention_kernels.portable.varlen")
-    keys = torch.arange(12) >= torch.tensor([[0], [3], [0]])
-    keys &= torch.arange(12) < torch.tensor([[7], [12], [12]])
-    expected = key_range(keys[:, None, None], 3, 12)
-    assert expected is not None
-    found = varlen.key_ranges(keys)
-    assert torch.equal(found.starts, expected.starts)
-    assert torch.equal(found.lengths, expected.lengths)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels are compiled here")

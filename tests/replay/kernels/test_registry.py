@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import (
     Kernel,
     KernelNameError,
@@ -29,32 +29,18 @@ def same(query: Tensor, *_: object, **__: object) -> Tensor:
 
 @pytest.mark.usefixtures("kernels")
 def test_the_decorator_registers_and_returns_the_function() -> None:
-    assert register_kernel("mine", accuracy_class="quantised", default=False)(same) is same
-    kernel = catalogue()["mine"]
-    assert kernel.attention is same
-    assert (kernel.accuracy_class, kernel.default) == ("quantised", False)
-    assert kernel.about == "Returns the query."
-    assert kernel.unavailable(torch.device("cpu")) is None
-    assert kernel.prepare is None
-
-
-@pytest.mark.usefixtures("kernels")
-def test_the_decorator_passes_everything_on(make_call: Callable[..., AttentionCall]) -> None:
-    def unavailable(device: torch.device) -> str:
-        return f"not on {device}"
-
-    def unsupported(call: AttentionCall) -> str:
-        return f"not {call.shape}"
-
-    def prepare(call: AttentionCall) -> Callable[[], Tensor]:
-        return lambda: call.query
-
-    register_kernel(
-        "mine", unavailable=unavailable, unsupported=unsupported, prepare=prepare, about="about"
-    )(same)
-    assert catalogue()["mine"] == Kernel(
-        "mine", same, "exact", unavailable, unsupported, prepare, True, "about"
-    )
+    assert register_kernel("mine")(same) is same
+    assert catalogue()["mine"] == Kernel("mine", same, about="Returns the query.")
+    options: dict[str, Any] = {
+        "accuracy_class": "quantised",
+        "unavailable": lambda device: f"not on {device}",
+        "unsupported": lambda call: f"not {call.shape}",
+        "prepare": lambda call: lambda: call.query,
+        "default": False,
+        "about": "about",
+    }
+    register_kernel("other", **options)(same)
+    assert catalogue()["other"] == Kernel("other", same, **options)
 
 
 def test_a_name_is_taken_once(kernels: Callable[..., Kernel]) -> None:
@@ -81,18 +67,43 @@ def test_default_kernels(kernels: Callable[..., Kernel]) -> None:
     assert named == []
 
 
-def test_only_names_in_full_are_named() -> None:
-    chosen, named = select("torch-*-compiled, torch-math,flex,torch-math")
+PER_WARP = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]"
+SDPA = ("default", "math", "flash", "efficient", "cudnn")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "chosen", "named"),
+    [
+        (
+            "torch-*-compiled, torch-math,flex,torch-math",
+            [*(f"torch-{backend}-compiled" for backend in SDPA), "torch-math", "flex"],
+            ["torch-math", "flex"],
+        ),
+        ("sage1,sparge,flex", ["sage1", "sparge", "flex"], ["sage1", "sparge", "flex"]),
+        (f"{PER_WARP}, sage1", [PER_WARP, "sage1"], [PER_WARP, "sage1"]),
+        ("sage2-fp8-*[*per_warp*fp32+fp32]", [PER_WARP.replace("sm90", "cuda"), PER_WARP], []),
+    ],
+)
+def test_only_names_in_full_are_named(patterns: str, chosen: list[str], named: list[str]) -> None:
+    found, found_named = select(patterns)
+    assert [kernel.name for kernel in found] == chosen
+    assert set(found_named) == set(named)
+
+
+def test_variants_are_selected_with_their_base() -> None:
+    chosen, named = select("sparge,sage1", variants=True)
     assert [kernel.name for kernel in chosen] == [
-        "torch-default-compiled",
-        "torch-math-compiled",
-        "torch-flash-compiled",
-        "torch-efficient-compiled",
-        "torch-cudnn-compiled",
-        "torch-math",
-        "flex",
+        "sparge",
+        *(f"sparge[topk={share}]" for share in (0.25, 0.5, 0.75, 1.0)),
+        "sage1",
+        "sage1[smooth_k=on]",
+        "sage1[smooth_k=off]",
     ]
-    assert set(named) == {"torch-math", "flex"}
+    assert named == ["sparge", "sage1"]
+    variants = {kernel.name for kernel in catalogue().values() if kernel.variant_of}
+    assert {kernel.name for kernel in select(None, variants=True)[0]} >= variants
+    in_glob = {kernel.name for kernel in select("sage2*")[0]}
+    assert in_glob == {name for name in catalogue() if name.startswith("sage2")}
 
 
 @pytest.mark.parametrize(
@@ -101,6 +112,7 @@ def test_only_names_in_full_are_named() -> None:
         ("torch-mth", r"no kernel 'torch-mth': did you mean torch-math\b"),
         ("torch-math,qqqqq", "no kernel 'qqqqq': see `replay kernels`"),
         ("zzz*", r"no kernel 'zzz\*'"),
+        ("sage[12]", r"no kernel 'sage\[12\]'"),
         ("mine.py", "no kernel 'mine.py': name a function in it, mine.py:FUNCTION"),
         (" , ", "--kernels names no kernel"),
         ("", "--kernels names no kernel"),

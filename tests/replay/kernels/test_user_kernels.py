@@ -83,51 +83,54 @@ def test_constraints_from_the_decorator(run: Run, folder: Path) -> None:
     assert (row["status"], row["reason"]) == ("unsupported", "causal calls")
 
 
-def test_file_is_imported_only_when_loaded(folder: Path) -> None:
-    (folder / "loud.py").write_text("raise RuntimeError('loud')\nattention = print\n")
-    kernel = find("loud.py:attention")
-    assert (kernel.name, kernel.about) == ("loud.py:attention", "your attention")
-    with pytest.raises(RuntimeError, match="loud"):
-        kernel.loaded()
-
-
-def test_missing_library_is_reported(run: Run, run_cli: RunCli, folder: Path) -> None:
-    with pytest.raises(KernelNameError, match=r"no kernel 'no.py:a': there is no file no.py"):
-        find("no.py:a")
+def test_a_file_that_does_not_exist_ends_the_command(run_cli: RunCli, folder: Path) -> None:
     code, _, err = run_cli(*SHAPE, *QUICK, "--kernels", "no.py:a")
     assert (code, err) == (2, "replay random: no kernel 'no.py:a': there is no file no.py\n")
-    (folder / "later.py").write_text("if False:\n    nothing = print\n")
-    row = run("later.py:nothing")["later.py:nothing"]
-    assert (row["status"], row["reason"]) == (
-        "error",
-        "KernelNameError: later.py has no function 'nothing'",
-    )
 
 
-def test_a_registered_name_is_not_the_functions(folder: Path) -> None:
-    """The name occurs in the source, so only running the file reveals the error."""
-    (folder / "picky.py").write_text(PICKY)
-    with pytest.raises(KernelNameError, match="'picky': it registers attention by that name"):
-        find("picky.py:picky").loaded()
-
-
-def test_imported_value_that_is_not_a_function_is_refused(folder: Path) -> None:
-    (folder / "mine.py").write_text("three = int('3')\n")
-    with pytest.raises(KernelNameError, match=r"^three in mine.py is not a function$"):
-        find("mine.py:three").loaded()
-
-
-@pytest.mark.parametrize("arguments", ["q, k, v, **others", "query, key, value, window"])
-def test_a_function_that_cannot_be_called_as_sdpa_is(
-    run: Run, folder: Path, arguments: str
-) -> None:
-    (folder / "mine.py").write_text(f"def attend({arguments}): ...\n")
-    row = run("mine.py:attend")["mine.py:attend"]
+def test_an_error_of_the_file_is_reported_in_the_row(run: Run, folder: Path) -> None:
+    (folder / "taken.py").write_text(PICKY.replace('"picky"', '"torch-math"'))
+    row = run("taken.py:attention")["taken.py:attention"]
     assert row["status"] == "error"
-    assert row["reason"] == (
-        "KernelNameError: mine.py: attend must take SDPA's arguments by name, query, key and "
-        "value first, and must not require others"
-    )
+    assert "'torch-math' is registered already" in row["reason"]
+
+
+NOT_AS_SDPA = (
+    "^mine.py: attend must take SDPA's arguments by name, query, key and value first, "
+    "and must not require others$"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "function", "error", "sentence"),
+    [
+        ("raise RuntimeError('loud')\nattend = print", "attend", RuntimeError, "loud"),
+        (
+            "if False:\n    nothing = print",
+            "nothing",
+            KernelNameError,
+            "^mine.py has no function 'nothing'$",
+        ),
+        (
+            "three = int('3')",
+            "three",
+            KernelNameError,
+            "^three in mine.py is not a function$",
+        ),
+        # The name occurs in the source, so only running the file reveals the error.
+        (PICKY, "picky", KernelNameError, "'picky': it registers attention by that name"),
+        ("def attend(q, k, v, **others): ...", "attend", KernelNameError, NOT_AS_SDPA),
+        ("def attend(query, key, value, window): ...", "attend", KernelNameError, NOT_AS_SDPA),
+    ],
+)
+def test_an_unusable_function_fails_when_it_is_loaded(
+    folder: Path, source: str, function: str, error: type[Exception], sentence: str
+) -> None:
+    (folder / "mine.py").write_text(source)
+    kernel = find(f"mine.py:{function}")
+    assert (kernel.name, kernel.about) == (f"mine.py:{function}", f"your {function}")
+    with pytest.raises(error, match=sentence):
+        kernel.loaded()
 
 
 def test_a_wrapped_function_is_called_by_its_wrapper_s_arguments(run: Run, folder: Path) -> None:
@@ -160,13 +163,6 @@ def test_failed_import_fails_the_same_way_again(folder: Path) -> None:
         with pytest.raises(RuntimeError, match="half way"):
             kernel.loaded()
     assert "picky" not in catalogue()
-
-
-def test_a_name_that_is_taken(run: Run, folder: Path) -> None:
-    (folder / "taken.py").write_text(PICKY.replace('"picky"', '"torch-math"'))
-    row = run("taken.py:attention")["taken.py:attention"]
-    assert row["status"] == "error"
-    assert "'torch-math' is registered already" in row["reason"]
 
 
 @pytest.fixture
