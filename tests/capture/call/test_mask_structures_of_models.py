@@ -12,6 +12,7 @@ import torch
 from capture import load, record
 from capture.call.mask_structure import structure_of
 from replay.accuracy.reference import attention
+from tests.capture.recording.callers import assert_good
 from tests.factories import tiny_llama
 
 IDS = torch.arange(2, 22).reshape(2, 10)
@@ -114,6 +115,7 @@ def test_masks_of_models(name: str, tmp_path: Path) -> None:
     with torch.no_grad(), record(model, tmp_path, name="model", max=1000):
         run(model)
     data = load(tmp_path)
+    assert_good(data)
     calls = [call for call in data if call.attn_mask is not None]
     found = [structure_of(call) for call in calls]
     assert {str(each) for each in found} == expected

@@ -44,6 +44,7 @@ def views(draw: st.DrawFn) -> Tensor:
 def test_round_trip(tensor: Tensor) -> None:
     values, layout = pack(tensor)
     assert values.is_contiguous()
+    assert values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
     restored = unpack(values, layout)
     assert restored.shape == tensor.shape
     assert restored.stride() == tensor.stride()
@@ -57,12 +58,6 @@ def test_copy_has_the_strides_and_memory_of_its_own(tensor: Tensor) -> None:
     assert copy.stride() == tensor.stride()
     assert torch.equal(bits(copy), bits(tensor))
     assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-
-
-@given(views())
-def test_packed_values_are_a_copy(tensor: Tensor) -> None:
-    values, _ = pack(tensor)
-    assert values.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
 
 
 def test_values_are_held_as_they_are_in_memory() -> None:
@@ -79,12 +74,6 @@ def test_expanded_dimension_is_held_once() -> None:
     values, layout = pack(mask)
     assert values.shape == (1, 1, 7, 9)
     assert layout == Layout((3, 5, 7, 9), mask.stride())
-
-
-def test_sliced_cache_keeps_its_gaps() -> None:
-    cache = torch.randn(1, 2, 64, 8)[:, :, :10]
-    restored = unpack(*pack(cache))
-    assert restored.stride() == (1024, 512, 8, 1)
 
 
 def test_tensor_without_elements() -> None:

@@ -44,21 +44,6 @@ class Denoiser(nn.Module):
         return self.inner(states)
 
 
-def test_paths_and_steps(layers: nn.Module, states: Tensor) -> None:
-    sites = sites_of({"": layers}, lambda: [layers(states) for _ in range(2)])
-    assert sites == [
-        CallSite("layers.0", 0, "encode"),
-        CallSite("layers.1", 0, "encode"),
-        CallSite("layers.0", 1, "encode"),
-        CallSite("layers.1", 1, "encode"),
-    ]
-
-
-def test_paths_begin_with_the_component_s_name(layers: nn.Module, states: Tensor) -> None:
-    sites = sites_of({"text_encoder": layers}, lambda: layers(states))
-    assert [site.module for site in sites] == ["text_encoder.layers.0", "text_encoder.layers.1"]
-
-
 def test_root_that_calls_attention_itself_goes_by_its_class(layers: Any, states: Tensor) -> None:
     attention = layers.layers[0]
     assert sites_of({"": attention}, lambda: attention(states))[0].module == "Attention"

@@ -277,41 +277,6 @@ def test_cross_attention_watched_alone_decodes_once_it_has_keys() -> None:
     assert phases == ["prefill", "decode", "decode"]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_forward_repeated_by_a_backward_pass_is_recomputation(
-    layers: nn.Module, states: Tensor, reentrant: bool
-) -> None:
-    from capture.hooks.interceptor import intercept
-    from capture.hooks.modules import CallSite, ModuleTracker
-
-    tracker, sites = ModuleTracker({"": layers}), list[CallSite]()
-
-    def handler(arguments: Any, proceed: Any, sdpa: Any) -> Tensor:
-        sites.append(tracker.site)
-        return proceed()  # type: ignore[no-any-return]
-
-    class Checkpointed(nn.Module):
-        def forward(self, states: Tensor) -> Any:
-            for layer in layers.layers:  # type: ignore[union-attr]
-                states = checkpoint(layer, states, use_reentrant=reentrant)  # type: ignore[assignment]
-            return states
-
-    layers.forward = Checkpointed().forward  # type: ignore[method-assign]
-    states.requires_grad_()
-    with tracker.watch(), intercept(handler):
-        for _ in range(2):
-            layers(states).sum().backward()
-    expected = [
-        ("layers.0", "encode"),
-        ("layers.1", "encode"),
-        ("layers.1", "recompute"),
-        ("layers.0", "recompute"),
-    ]
-    assert [tuple(site) for site in sites] == [
-        (module, step, phase) for step in range(2) for module, phase in expected
-    ]
-
-
 def test_function_that_is_recomputed_belongs_to_no_module_and_is_recomputation() -> None:
     from torch.nn import functional
 

@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from capture import AttentionCall, load, record
+from capture import load, record
 from capture.cli.file_checks import check_files
 from capture.hooks.interceptor import TORCH_SDPA
 from tests.capture.hooks.test_modules import Denoiser
 from tests.capture.recording.callers import Caller, MakeLayers, assert_good, attend
-from tests.factories import tiny_llama
 
 
 def test_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: Path) -> None:
@@ -113,86 +112,6 @@ def test_limits_may_be_integers_of_numpy(layers: nn.Module, states: Tensor, tmp_
     assert load(tmp_path)[0].origin.seed == 1
 
 
-def test_pipeline_keeps_its_transformer_s_calls_and_counts_the_others(
-    make_layers: MakeLayers, states: Tensor, tmp_path: Path
-) -> None:
-    from diffusers import DDIMScheduler, DiffusionPipeline
-    from diffusers.configuration_utils import ConfigMixin, register_to_config
-    from diffusers.models.modeling_utils import ModelMixin
-
-    class Part(ModelMixin, ConfigMixin):  # type: ignore[misc]
-        @register_to_config
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make_layers()
-
-        def forward(self, states: Tensor) -> Tensor:
-            return self.inner(states)
-
-    class Denoiser(Part):
-        def forward(self, states: Tensor, timestep: Tensor) -> Tensor:
-            return self.inner(states)
-
-    class Pipeline(DiffusionPipeline):  # type: ignore[misc]
-        def __init__(self, text_encoder: Any, transformer: Any, scheduler: Any) -> None:
-            super().__init__()
-            self.register_modules(
-                text_encoder=text_encoder, transformer=transformer, scheduler=scheduler
-            )
-
-        @torch.no_grad()
-        def __call__(self) -> None:
-            encoded = self.text_encoder(states)
-            for timestep in range(3):
-                self.transformer(encoded, torch.tensor(timestep))
-
-    pipeline = Pipeline(Part(), Denoiser(), DDIMScheduler())
-    with record(pipeline, tmp_path / "default") as recording:
-        pipeline()
-    assert (recording.seen, recording.kept) == (8, 6)
-    data = load(tmp_path / "default")
-    assert_good(data)
-    assert {call.origin.module for call in data} == {
-        "transformer.inner.layers.0",
-        "transformer.inner.layers.1",
-    }
-    assert {call.origin.phase for call in data} == {"denoise"}
-    assert data.captures[0].model == "Pipeline"
-    phases = Counter[str]()
-    for row in data.captures[0].census["rows"]:
-        phases[row["phase"]] += row["calls"]
-    assert phases == {"encode": 2, "denoise": 6}
-
-    with record(pipeline, tmp_path / "chosen", modules="text_encoder.*, *.layers.1") as recording:
-        pipeline()
-    assert {call.origin.module for call in load(tmp_path / "chosen")} == {
-        "text_encoder.inner.layers.0",
-        "text_encoder.inner.layers.1",
-        "transformer.inner.layers.1",
-    }
-
-
-def test_left_padded_batch_with_a_static_cache(tmp_path: Path) -> None:
-    model = tiny_llama()
-    tokens = torch.arange(12).view(2, 6) + 2
-    padding = torch.ones(2, 6, dtype=torch.long)
-    padding[1, :3] = 0
-    with record(model, tmp_path, max=20) as recording:
-        model.generate(
-            tokens,
-            attention_mask=padding,
-            max_new_tokens=4,
-            min_new_tokens=4,
-            do_sample=False,
-            pad_token_id=0,
-            cache_implementation="static",
-        )
-    data = load(tmp_path)
-    assert len(data) == recording.seen == 8
-    assert_good(data)
-    assert {call.origin.phase for call in data} == {"prefill", "decode"}
-
-
 def test_compiled_model_is_recorded_whole(
     layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
@@ -254,21 +173,15 @@ def test_nested_recording_is_refused_and_writes_nothing(
 ) -> None:
     with record(layers, tmp_path / "outer"):
         with (
-            pytest.raises(RuntimeError, match="already intercepted"),
+            pytest.raises(RuntimeError, match="already intercepted; end that recording, or leave"),
             record(layers, tmp_path / "inner"),
         ):
             pytest.fail("ran")
         layers(states)
     assert not (tmp_path / "inner").exists()
-    assert_good(load(tmp_path / "outer"))
-
-
-def test_package_exports_the_call() -> None:
-    import capture
-
-    assert capture.AttentionCall is AttentionCall
-    with pytest.raises(AttributeError, match="no attribute 'recrod'"):
-        capture.recrod  # noqa: B018
+    data = load(tmp_path / "outer")
+    assert len(data) == 2
+    assert_good(data)
 
 
 @pytest.mark.parametrize("sizes", [(5, 5), (3, 5), (5, 3)])
@@ -289,52 +202,6 @@ def test_causal_bias_is_stored_as_causality(
     assert call.attn_mask is None
     assert call.is_causal
     assert call.variant.bottom_right == (kind == "causal_lower_right" and sizes[0] != sizes[1])
-
-
-def test_all_denoisers_are_sampled_and_one_line_says_what_was_kept(
-    make_layers: MakeLayers, states: Tensor, tmp_path: Path
-) -> None:
-    parts = {
-        "text_encoder": make_layers(),
-        "transformer": Denoiser(make_layers()),
-        "transformer_2": Denoiser(make_layers()),
-    }
-    with record(parts, tmp_path, max=8) as recording:
-        encoded = parts["text_encoder"](states)
-        for step in range(6):
-            parts["transformer" if step < 3 else "transformer_2"](encoded, torch.tensor(step))
-    data = load(tmp_path)
-    kept = Counter(call.origin.module.partition(".")[0] for call in data)
-    assert kept == {"transformer": 4, "transformer_2": 4}
-    assert recording.summary == (
-        "kept of the eligible calls: transformer: 4 of 6, transformer_2: 4 of 6; "
-        "not sampled: text_encoder 2"
-    )
-    assert data.captures[0].modules == ("transformer,transformer.*,transformer_2,transformer_2.*")
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_calls_are_counted_and_never_kept(
-    layers: Any, states: Tensor, tmp_path: Path, reentrant: bool
-) -> None:
-    from torch.utils.checkpoint import checkpoint
-
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = layers
-
-        def forward(self, states: Tensor) -> Any:
-            return checkpoint(self.inner, states, use_reentrant=reentrant)
-
-    model = Checkpointed()
-    with record(model, tmp_path) as recording:
-        model(states.requires_grad_()).sum().backward()
-    # The other variant stops within the last call, once it has all needed tensors.
-    repeated = 2 if reentrant else 1
-    assert (recording.seen, recording.kept, recording.missed_attention) == (2 + repeated, 2, [])
-    assert {call.origin.phase for call in load(tmp_path)} == {"encode"}
-    assert recording.summary.endswith(f"2 of 2; not sampled: (recompute) {repeated}")
 
 
 @pytest.mark.parametrize("sample", ["first", "hard"])
@@ -420,3 +287,88 @@ def test_trace_for_many_sizes_has_no_values(tmp_path: Path) -> None:
         make_fx(lambda each: model(attend(each, each, each)), tracing_mode="symbolic")(query)
         model(attend(query, query, query))
     assert (recording.kept, recording.counts.without_values, recording.problems) == (1, 1, [])
+
+
+def test_all_denoisers_of_a_pipeline_are_sampled_unless_modules_are_chosen(
+    make_layers: MakeLayers, states: Tensor, tmp_path: Path
+) -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self.components = {
+                "text_encoder": make_layers(),
+                "transformer": Denoiser(make_layers()),
+                "transformer_2": Denoiser(make_layers()),
+                "tokenizer": None,
+            }
+
+        def __call__(self) -> None:
+            encoded = self.components["text_encoder"](states)
+            for step in range(6):
+                name = "transformer" if step < 3 else "transformer_2"
+                self.components[name](encoded, torch.tensor(step))
+
+    pipeline = Pipeline()
+    with record(pipeline, tmp_path / "default", max=8) as recording:
+        pipeline()
+    data = load(tmp_path / "default")
+    assert_good(data)
+    kept = Counter(call.origin.module.partition(".")[0] for call in data)
+    assert kept == {"transformer": 4, "transformer_2": 4}
+    assert recording.summary == (
+        "kept of the eligible calls: transformer: 4 of 6, transformer_2: 4 of 6; "
+        "not sampled: text_encoder 2"
+    )
+    [capture] = data.captures
+    assert capture.model == "Pipeline"
+    assert capture.modules == "transformer,transformer.*,transformer_2,transformer_2.*"
+    phases = Counter[str]()
+    for row in capture.census["rows"]:
+        phases[row["phase"]] += row["calls"]
+    assert phases == {"encode": 2, "denoise": 12}
+
+    with record(pipeline, tmp_path / "chosen", modules="text_encoder.*, *.layers.1"):
+        pipeline()
+    assert {call.origin.module for call in load(tmp_path / "chosen")} == {
+        "text_encoder.layers.0",
+        "text_encoder.layers.1",
+        "transformer.inner.layers.1",
+        "transformer_2.inner.layers.1",
+    }
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_calls_are_counted_and_never_kept(
+    layers: Any, states: Tensor, tmp_path: Path, reentrant: bool
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers.layers
+
+        def forward(self, states: Any) -> Any:
+            for layer in self.layers:
+                # The other variant stops once it has all tensors, here at the square.
+                states = checkpoint(
+                    lambda x, layer=layer: layer(x).square(), states, use_reentrant=reentrant
+                )
+            return states
+
+    model = Checkpointed()
+    states.requires_grad_()
+    with record(model, tmp_path) as recording:
+        for _ in range(2):
+            model(states).sum().backward()
+    assert (recording.seen, recording.kept, recording.missed_attention) == (8, 4, [])
+    data = load(tmp_path)
+    assert {call.origin.phase for call in data} == {"encode"}
+    assert sorted(
+        (row["module"], row["phase"], row["calls"], row["first_step"], row["last_step"])
+        for row in data.captures[0].census["rows"]
+    ) == [
+        (f"layers.{layer}", phase, 2, 0, 1)
+        for layer in range(2)
+        for phase in ("encode", "recompute")
+    ]
+    assert recording.summary.endswith("4 of 4; not sampled: (recompute) 4")

@@ -21,7 +21,6 @@ from capture.recording.copies import HostCopier, stored_bytes
 from capture.recording.counts import RecordingCounts
 from capture.recording.writer import WaitingCall, Writer
 from capture.storage import call_file
-from capture.storage.call_file import FileEntry
 from capture.storage.header import CallHeader
 from capture.storage.journal import Journal, read
 
@@ -110,14 +109,6 @@ def test_more_than_fits_in_memory_waits_for_the_disk(
     assert to.files() == to.listed() == list(range(10))
 
 
-def test_one_call_larger_than_the_memory_is_taken(wanted: Callable[..., Wanted]) -> None:
-    to = wanted(buffer_bytes=1)
-    for index in range(3):
-        to.put(index)
-    to.writer.close()
-    assert to.files() == to.listed() == [0, 1, 2]
-
-
 def test_written_file_of_a_dropped_call_is_deleted(
     wanted: Callable[..., Wanted], make_call: MakeCall
 ) -> None:
@@ -171,21 +162,6 @@ def test_call_that_cannot_be_written_is_the_only_call_lost(
     found = read(to.journal.path)
     assert found is not None
     assert not found.sampled
-
-
-def test_values_are_those_of_the_moment(wanted: Callable[..., Wanted], tmp_path: Path) -> None:
-    to = wanted()
-    call = to.make_call(call_index=0)
-    before = {name: tensor.clone() for name, tensor in call.tensors().items()}
-    with torch.inference_mode():  # buffers are also used outside the writer
-        buffer = to.writer.reserve(stored_bytes(call.tensors()), pinned=False)
-        copy = HostCopier().copy(call.tensors(), buffer)
-    to.writer.put(WaitingCall(replace(CallHeader.of(call), layouts=copy.layouts), copy), ())
-    for tensor in call.tensors().values():
-        tensor.zero_()
-    to.writer.close()
-    loaded = FileEntry.read(to.writer.path(0)).load()
-    assert all(torch.equal(loaded.tensors()[name], tensor) for name, tensor in before.items())
 
 
 def test_memory_that_could_not_be_pinned_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,17 +74,6 @@ def test_backend_of_a_model_stays(tmp_path: Path) -> None:
         assert torch.allclose(attention(call), call.output.double(), atol=1e-5)
 
 
-@pytest.mark.usefixtures("_own_backend")
-def test_one_block_with_another_backend_is_in_the_census(tmp_path: Path) -> None:
-    denoiser = model()
-    denoiser.transformer_blocks[0].attn.processor._attention_backend = "sage"
-    with torch.no_grad(), record(denoiser, tmp_path / "calls") as recording:
-        step(denoiser)
-    roads = {each["road"] for each in recording.census.to_json()["signatures"]}
-    assert roads == {"sdpa", "diffusers"}
-    assert recording.seen == 2
-
-
 def test_flex_runs_as_flex(tmp_path: Path) -> None:
     denoiser = model()
     denoiser.transformer_blocks[0].attn.processor._attention_backend = "flex"
@@ -94,4 +83,5 @@ def test_flex_runs_as_flex(tmp_path: Path) -> None:
             assert torch.equal(step(denoiser), expected)
     assert recording.seen == recording.kept == 2
     backends = {call.origin.entry_point: call.origin.backend for call in load(tmp_path / "calls")}
+    assert backends.keys() == {"diffusers", "sdpa"}  # the other block has its own backend
     assert backends["diffusers"] == "flex"
