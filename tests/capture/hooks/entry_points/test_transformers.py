@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,11 @@ def test_position_bias_is_part_of_the_mask(tmp_path: Path) -> None:
     model = transformers.T5Model(config).eval()
     model.set_attn_implementation("eager")
 
-    def run() -> Tensor:
-        output: Tensor = model(input_ids=TOKENS, decoder_input_ids=TOKENS).last_hidden_state
-        return output
-
-    calls, _ = recorded(model, run, tmp_path / "calls")
+    calls, _ = recorded(
+        model,
+        lambda: model(input_ids=TOKENS, decoder_input_ids=TOKENS).last_hidden_state,
+        tmp_path / "calls",
+    )
     assert len(calls) == 6
     assert all(call.attn_mask is not None for call in calls)
 
@@ -187,20 +187,12 @@ def test_soft_cap_of_0_is_invalid(tmp_path: Path) -> None:
 def test_packed_sequences(tmp_path: Path) -> None:
     model = with_flash(language_model("Llama", "eager"))
     starts = torch.tensor([0, 5, 12], dtype=torch.int32)
-
-    def run() -> Tensor:
-        output: Tensor = model(
-            TOKENS,
-            position_ids=torch.cat([torch.arange(5), torch.arange(7)])[None],
-            cu_seq_lens_q=starts,
-            cu_seq_lens_k=starts,
-            max_length_q=7,
-            max_length_k=7,
-            use_cache=False,
-        ).logits
-        return output
-
-    calls, _ = recorded(model, run, tmp_path / "calls")
+    options: dict[str, Any] = {
+        "position_ids": torch.cat([torch.arange(5), torch.arange(7)])[None],
+        **{"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 7, "max_length_k": 7},
+        "use_cache": False,
+    }
+    calls, _ = recorded(model, lambda: model(TOKENS, **options).logits, tmp_path / "calls")
     for call in calls:
         assert call.cu_seqlens_q is not None
         assert call.cu_seqlens_q.tolist() == [0, 5, 12]
@@ -218,34 +210,27 @@ def _flash_functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_flash_functions")
-@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
-def test_position_ids_that_begin_again_are_packed_sequences(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "positions", "starts"),
+    [
+        ("Llama", [*range(5), *range(1), *range(6)], [0, 5, 6, 12]),
+        ("Mistral", [*range(5), *range(1), *range(6)], [0, 5, 6, 12]),
+        ("Llama", range(12), None),
+        ("Llama", range(7, 19), None),
+    ],
+)
+def test_position_ids_that_begin_again_are_packed_sequences(
+    kind: str, positions: Iterable[int], starts: list[int] | None, tmp_path: Path
+) -> None:
     model = with_flash(language_model(kind, "eager"))
-    positions = torch.cat([torch.arange(5), torch.arange(1), torch.arange(6)])[None]
-
-    def run() -> Tensor:
-        output: Tensor = model(TOKENS, position_ids=positions, use_cache=False).logits
-        return output
-
-    calls, _ = recorded(model, run, tmp_path / "calls")
+    ids = torch.tensor([[*positions]])
+    calls, _ = recorded(
+        model, lambda: model(TOKENS, position_ids=ids, use_cache=False).logits, tmp_path / "calls"
+    )
     for call in calls:
-        assert call.cu_seqlens_q is not None
-        assert call.cu_seqlens_q.tolist() == [0, 5, 6, 12]
-        assert call.variant.max_seqlen_q == 6
-
-
-@pytest.mark.usefixtures("_flash_functions")
-@pytest.mark.parametrize("first", [0, 7])
-def test_position_ids_that_go_on_are_one_sequence(first: int, tmp_path: Path) -> None:
-    model = with_flash(language_model("Llama", "eager"))
-    positions = torch.arange(first, first + 12)[None]
-
-    def run() -> Tensor:
-        output: Tensor = model(TOKENS, position_ids=positions, use_cache=False).logits
-        return output
-
-    calls, _ = recorded(model, run, tmp_path / "calls")
-    assert all(call.cu_seqlens_q is None for call in calls)
+        found = call.cu_seqlens_q
+        assert (None if found is None else found.tolist()) == starts
+        assert call.variant.max_seqlen_q == (6 if starts else None)
 
 
 @pytest.mark.usefixtures("_flash_functions")
@@ -254,13 +239,8 @@ def test_padding_is_the_mask_of_a_padded_batch(tmp_path: Path) -> None:
     tokens = TOKENS.expand(2, -1)
     mask = torch.ones_like(tokens)
     mask[1, :4] = 0
-
-    def run() -> Tensor:
-        output: Tensor = model(tokens, attention_mask=mask, use_cache=False).logits
-        return output
-
     with torch.no_grad(), record(model, tmp_path / "calls") as recording:
-        run()
+        model(tokens, attention_mask=mask, use_cache=False)
     assert recording.problems == []
     for call in load(tmp_path / "calls"):
         assert call.attn_mask is not None
@@ -326,13 +306,9 @@ def test_call_beyond_sdpas_arguments_is_counted_with_its_reason(
     sparse.__name__ = "eager_attention_forward"
     layer = torch.nn.Module()
     interface = AttentionInterface()
-
-    def forward(query: Tensor) -> Tensor:
-        chosen = interface.get_interface("eager", sparse)
-        output: Tensor = chosen(layer, query, query, query, None, **given)[0]
-        return output
-
-    layer.forward = forward  # type: ignore[assignment]
+    layer.forward = lambda query: interface.get_interface("eager", sparse)(  # type: ignore[assignment]
+        layer, query, query, query, None, **given
+    )[0]
     with record(torch.nn.Sequential(layer), tmp_path / "calls") as recording:
         layer(normal(1, 2, 5, 8))
     (row,) = recording.census.to_json()["rows"]
