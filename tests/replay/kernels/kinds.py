@@ -172,14 +172,14 @@ def check(name: str, kind: str, layout: str = "contiguous", has_core: bool = Tru
             kernel.prepare(call_of(kind, layout))
         kernel = replace(kernel, prepare=None)
     rule = "quantised" if name in QUANTISING else "exact"
-    outputs = _judge(kernel, lambda: call_of(kind, layout), right, rule, f"{kind}, {layout}")
+    outputs = judge_call(kernel, lambda: call_of(kind, layout), right, rule, f"{kind}, {layout}")
     for which, output in outputs.items():
         if which == "drop-in" or name not in QUANTISING:
             assert output.dtype == expected(kind)[0].dtype
         assert output.shape == right.reference.shape
 
 
-def _judge(
+def judge_call(
     kernel: Kernel, make: Callable[[], AttentionCall], right: Expected, rule: str, kind: str
 ) -> dict[str, Tensor]:
     """Judge the drop-in and the core; each gets new tensors, because some kernels change them."""
@@ -230,5 +230,5 @@ def verify_variants(name: str) -> set[str]:
     taken = {kind: call for kind, call in LIBRARY_CALLS.items() if kernel.refuses(call) is None}
     for kind, call in taken.items():
         make = functools.partial(call.to, "cpu")
-        _judge(kernel, make, Expected.of(call), kernel.accuracy_class, kind)
+        judge_call(kernel, make, Expected.of(call), kernel.accuracy_class, kind)
     return set(taken)

@@ -16,68 +16,48 @@ from replay.kernels import libraries
 from replay.kernels.registry import catalogue
 
 
-def test_the_catalogue() -> None:
-    kernels = catalogue()
-    for name, kernel in kernels.items():
-        if kernel.variant_of:
-            base = kernels[kernel.variant_of]
-            assert name.startswith(f"{base.name}[")
-            assert name.endswith("]")
-            assert not kernel.default
-            assert (kernel.library, kernel.install) == (base.library, base.install)
-            assert kernel.accuracy_class == base.accuracy_class
-        elif kernel.library not in ("torch", "triton"):
+def test_kernels_of_libraries_say_how_to_install_them_and_need_a_gpu() -> None:
+    for kernel in catalogue().values():
+        if kernel.library not in ("torch", "triton") and not kernel.variant_of:
             assert "install" in kernel.install
             assert kernel.about
             assert kernel.unavailable(torch.device("cpu")) == "needs a CUDA GPU"
-            assert kernel.own_process == name.startswith("te-")
+            assert kernel.own_process == kernel.name.startswith("te-")
 
 
-OURS = ("triton-fa2", "triton-varlen")
+CPU = torch.device("cpu")
 
 
+@pytest.mark.parametrize("name", ["triton-fa2", "triton-varlen"])
 def test_our_own_kernels(
-    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], torch.device]
+    monkeypatch: pytest.MonkeyPatch, gpu: Callable[[int, int], torch.device], name: str
 ) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    for name in OURS:
-        kernel = catalogue()[name]
-        assert (kernel.library, kernel.default, kernel.variant_of) == ("triton", True, "")
-        assert kernel.about
-        unavailable = kernel.unavailable
-        assert unavailable(torch.device("cpu")) == (
-            "needs a CUDA GPU, or TRITON_INTERPRET=1 to be checked on the CPU"
-        )
-        with monkeypatch.context() as without:
-            without.setattr(libraries, "version", lambda package: "")
-            assert unavailable(torch.device("cpu")) == (
-                "needs a CUDA GPU, or pip install ./attention_kernels and TRITON_INTERPRET=1 to be "
-                "checked on the CPU"
-            )
-        assert unavailable(gpu(7, 5)) == (
-            "needs compute capability 8.0 or higher (this GPU has 7.5)"
-        )
-        libraries._import.cache_clear()
-        monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", ModuleType("found"))
-        assert unavailable(gpu(8, 0)) is None
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        assert unavailable(torch.device("cpu")) is None
-        libraries._import.cache_clear()
-        monkeypatch.setitem(sys.modules, "triton.tools.tensor_descriptor", None)
-        for installed, reason in (
-            ("", f"not installed: {kernel.install}"),
-            ("3.2.0", "needs Triton 3.4, which PyTorch 2.8 brings, or newer (3.2.0 is installed)"),
-        ):
-            with monkeypatch.context() as patch:
-                patch.setattr(libraries, "version", lambda package, installed=installed: installed)
-                assert unavailable(torch.device("cpu")) == reason
-        with monkeypatch.context() as without:
+    def reason(
+        device: torch.device, interpret: str = "0", version: str = "3.4.0", missing: str = ""
+    ) -> str | None:
+        with monkeypatch.context() as patch:
             libraries._import.cache_clear()
-            without.setitem(sys.modules, "attention_kernels", None)
-            for device in (torch.device("cpu"), gpu(8, 0)):
-                assert unavailable(device) == "not installed: pip install ./attention_kernels"
-        libraries._import.cache_clear()
-        monkeypatch.delenv("TRITON_INTERPRET")
+            patch.setenv("TRITON_INTERPRET", interpret)
+            patch.setattr(libraries, "version", lambda package: version)
+            patch.setitem(sys.modules, "triton.tools.tensor_descriptor", ModuleType("found"))
+            if missing:
+                patch.setitem(sys.modules, missing, None)
+            return catalogue()[name].unavailable(device)
+
+    checked = "TRITON_INTERPRET=1 to be checked on the CPU"
+    install = "pip install ./attention_kernels"
+    descriptor = "triton.tools.tensor_descriptor"
+    assert reason(CPU) == f"needs a CUDA GPU, or {checked}"
+    assert reason(CPU, version="") == f"needs a CUDA GPU, or {install} and {checked}"
+    assert reason(CPU, "1") is None
+    assert reason(CPU, "1", "", missing=descriptor) == f"not installed: {install}"
+    assert reason(CPU, "1", "3.2.0", missing=descriptor) == (
+        "needs Triton 3.4, which PyTorch 2.8 brings, or newer (3.2.0 is installed)"
+    )
+    assert reason(CPU, "1", missing="attention_kernels") == f"not installed: {install}"
+    assert reason(gpu(8, 0), missing="attention_kernels") == f"not installed: {install}"
+    assert reason(gpu(8, 0)) is None
+    assert reason(gpu(7, 5)) == "needs compute capability 8.0 or higher (this GPU has 7.5)"
 
 
 def test_catalogue_imports_no_library_and_its_names_look_known() -> None:
@@ -148,6 +128,7 @@ def test_the_order_of_reasons(
         "version 2.2.0 is installed, this kernel is 1.x: pip install sageattention==1.0.6"
     )
     install("sageattention", version=("sageattention", "1.0.6"))
+    assert "version 1.0.6 is installed, this kernel is 2.x" in str(unavailable("sage2"))
     assert unavailable("sage1") == "sageattention 1.0.6 has no sageattn"
     install("sageattention", version=("sageattention", None), sageattn=len)
     assert unavailable("sage1") is None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch._inductor import config
 
 from replay.kernels.compiled_functions import CompiledPerSignature
 
@@ -20,8 +20,10 @@ def add_one(tensor: Tensor, *, twice: bool = False) -> Tensor:
 
 
 @pytest.fixture
-def graphs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, object]]]:
     """Options and threads of every compilation; graphs run as traced, which is cheap."""
+    from torch._inductor import config
+
     compiled: list[dict[str, object]] = []
     compile_ = torch.compile
 
@@ -34,7 +36,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
         return compile_(function, backend=backend, fullgraph=True, dynamic=False)  # type: ignore[call-overload]
 
     monkeypatch.setattr(torch, "compile", compile_without_codegen)
-    return compiled
+    with config.patch(compile_threads=7):
+        yield compiled
 
 
 @pytest.mark.parametrize(("mode", "threads"), [("default", 1), ("max-autotune", 7)])
@@ -45,10 +48,9 @@ def test_every_shape_is_compiled_once(
     while other kernels are timed."""
     assert torch._dynamo.config.recompile_limit < MORE_THAN_THE_LIMIT
     compiled = CompiledPerSignature(add_one, mode)
-    with config.patch(compile_threads=7):
-        for length in [*range(1, MORE_THAN_THE_LIMIT + 1), 3]:
-            assert torch.equal(compiled(torch.zeros(length)), torch.ones(length))
-        assert config.compile_threads == 7
+    for length in [*range(1, MORE_THAN_THE_LIMIT + 1), 3]:
+        assert torch.equal(compiled(torch.zeros(length)), torch.ones(length))
+    assert torch._inductor.config.compile_threads == 7
     expected = {"mode": mode, "fullgraph": True, "dynamic": False, "threads": threads}
     assert graphs == [expected] * MORE_THAN_THE_LIMIT
 

@@ -1,4 +1,4 @@
-"""Sentences of all constraints, and masks that count as padding."""
+"""Constraints on calls, and masks that count as padding."""
 
 from __future__ import annotations
 
@@ -24,20 +24,15 @@ from replay.kernels.constraints import (
 MakeCall = Callable[..., AttentionCall]
 ANY_MASK = torch.rand(9, 13) < 0.5
 
+# Tests of adapters check the other sentences.
 REFUSED: list[tuple[Constraint, dict[str, Any], str]] = [
-    (constraints.bool_mask_only, {"attn_mask": torch.zeros(9, 13)}, "bool attn_mask only, not"),
-    (constraints.mask_shared_by_heads, {"attn_mask": torch.rand(2, 9, 13) < 0.5}, "all heads"),
     (max_queries(8), {}, "decode only: at most 8 queries per sequence, not 9"),
-    (constraints.default_scale, {"scale": 0.125}, "takes no scale"),
     (constraints.no_negative_scale, {"scale": -0.5}, "scale -0.5: must not be negative"),
     (head_dims(64), {}, "head_dim 32: needs 64"),
-    (head_dims(64, 128), {}, "head_dim 32: needs 64 or 128"),
     (head_dims(64, 96, 128), {}, "head_dim 32: needs 64, 96 or 128"),
     (max_head_dim(32), {"v_head_dim": 40}, "head_dim 40: at most 32"),
     (constraints.multiple_of_8, {"v_head_dim": 20}, "head_dim 20: needs a multiple of 8"),
     (min_length(10), {"q_len": 20, "kv_len": 3}, "length 3: at least 10"),
-    (constraints.padding_mask_only, {"attn_mask": torch.zeros(9, 13)}, "bool padding mask only"),
-    (constraints.padding_mask_only, {"attn_mask": ANY_MASK}, "a padding mask only: the same"),
 ]
 ALLOWED: list[tuple[Constraint, dict[str, Any]]] = [
     (constraints.mask_or_causal, {"attn_mask": ANY_MASK}),
@@ -72,14 +67,6 @@ def test_one_dtype_for_all(make_call: MakeCall, name: str) -> None:
     assert reason.endswith("needs one dtype")
     assert "float16" in reason
     assert "float8_e4m3fn" in reason
-
-
-def test_elements_apart(make_call: MakeCall) -> None:
-    call = make_call()
-    call = call.with_tensors({"key": call.key.mT.contiguous().mT})
-    assert constraints.adjacent_elements(call) == (
-        "the elements of a head lie 13 apart in the key: must be adjacent"
-    )
 
 
 def test_all_of_returns_the_first_reason(make_call: MakeCall) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import AttentionVariant
-from replay.accuracy.verdict import Expected, judge
+from replay.accuracy.verdict import Expected
 from replay.kernels.adapters import fa3, torch_activated, torch_varlen
 from replay.kernels.registry import catalogue
 from tests.factories import random_call
@@ -34,6 +34,7 @@ from tests.replay.kernels.kinds import (
     VARIANTS,
     call_of,
     cases,
+    judge_call,
     verify,
     verify_variants,
 )
@@ -220,12 +221,15 @@ def test_a_kernel_is_exact_on_supported_calls_and_refuses_others(
     assert verify_variants(name) == beyond
 
 
-SINKS_CALL = LIBRARY_CALLS["sinks"]
-MLA_CALL = mla_call()
-
-
 def _wide(head_dim: int) -> AttentionCall:
     return random_call(head_dim=head_dim, v_head_dim=head_dim, dtype=torch.bfloat16)
+
+
+MLA_CALL = mla_call()
+APART = replace(MLA_CALL, value=MLA_CALL.value.clone())
+NARROW_MLA = replace(MLA_CALL, value=MLA_CALL.key[..., :256])
+FLOAT32_SINKS = replace(LIBRARY_CALLS["sinks"], sinks=torch.zeros(4))
+NOT_IN_KEY = "for absorbed MLA: the value is not part of this call's key"
 
 
 @pytest.mark.parametrize(
@@ -233,25 +237,13 @@ def _wide(head_dim: int) -> AttentionCall:
     [
         ("fa2-kvcache", LIBRARY_CALLS["pages"], "pages of 16 keys: needs a multiple of 256"),
         ("fa3-kvcache", LIBRARY_CALLS["packed"], "packed sequences without pages of keys"),
-        (
-            "fa4",
-            replace(SINKS_CALL, sinks=torch.zeros(SINKS_CALL.query.shape[1])),
-            "takes bfloat16 sinks only, not float32",
-        ),
+        ("fa4", FLOAT32_SINKS, "takes bfloat16 sinks only, not float32"),
         ("fa4", _wide(256), None),
         ("fa4", _wide(264), "head_dim 264: at most 256"),
         ("fa4", _wide(100), "head_dim 100: needs a multiple of 8"),
-        (
-            "flash-mla",
-            replace(MLA_CALL, value=MLA_CALL.value.clone()),
-            "for absorbed MLA: the value is not part of this call's key",
-        ),
+        ("flash-mla", APART, NOT_IN_KEY),
         ("flash-mla", mla_call(16), "pages of 16 keys: needs 64"),
-        (
-            "flash-mla",
-            replace(MLA_CALL, value=MLA_CALL.key[..., :256]),
-            "value head_dim 256: needs 512",
-        ),
+        ("flash-mla", NARROW_MLA, "value head_dim 256: needs 512"),
         ("flash-mla", mla_call(head_dim=520), "head_dim 520: needs 576 or 512"),
         ("flash-mla", random_call(**MLA), "for keys in pages: this call has no page table"),
     ],
@@ -260,6 +252,11 @@ def test_calls_are_refused_with_the_reason(
     name: str, call: AttentionCall, reason: str | None
 ) -> None:
     assert catalogue()[name].refuses(call) == reason
+
+
+def test_flash_mla_refuses_a_value_outside_the_key_when_called() -> None:
+    with pytest.raises(NotImplementedError, match=NOT_IN_KEY):
+        catalogue()["flash-mla"].attention(**APART.arguments())
 
 
 @pytest.fixture
@@ -305,19 +302,7 @@ def flash_mla(install: Install) -> None:
 def test_absorbed_mla(name: str, changes: dict[str, Any]) -> None:
     kernel, call = catalogue()[name], mla_call(**changes)
     assert kernel.refuses(call) is None
-    outputs = [kernel.attention(**call.to("cpu").arguments())]
-    if kernel.prepare is not None:
-        outputs.append(kernel.prepare(call.to("cpu"))())
-    for output in outputs:
-        verdict = judge(output, Expected.of(call), "exact")
-        assert verdict.passed, verdict.sentence
-
-
-@pytest.mark.usefixtures("flash_mla")
-def test_flash_mla_refuses_a_value_outside_the_key_when_called() -> None:
-    apart = replace(MLA_CALL, value=MLA_CALL.value.clone())
-    with pytest.raises(NotImplementedError, match="not part of this call's key"):
-        catalogue()["flash-mla"].attention(**apart.arguments())
+    judge_call(kernel, lambda: call.to("cpu"), Expected.of(call), "exact", "MLA")
 
 
 @pytest.mark.usefixtures("flash_mla")

@@ -72,17 +72,11 @@ def xformers(install: Install) -> None:
         causal: bool = False
         window_size: int | None = None
 
-        @classmethod
-        def from_seqlens(
-            cls,
-            q_seqlen: list[int],
-            kv_seqlen: list[int] | None = None,
-            *,
-            device: torch.device | None = None,
-        ) -> BlockDiagonalMask:
-            assert kv_seqlen is not None
-            assert device == torch.device("cpu"), "None is the first GPU"
-            return cls(q_seqlen, kv_seqlen)
+        @staticmethod
+        @parameters("q_seqlen, kv_seqlen=None, *, device=None")
+        def from_seqlens(given: SimpleNamespace) -> BlockDiagonalMask:
+            assert given.device == torch.device("cpu"), "None is the first GPU"
+            return BlockDiagonalMask(given.q_seqlen, given.kv_seqlen)
 
         def make_causal_from_bottomright(self) -> BlockDiagonalMask:
             for queries, keys in zip(self.q_seqlen, self.kv_seqlen, strict=True):
@@ -161,47 +155,47 @@ def test_xformers() -> None:
         ("padded right", "padded left", "padded decode", "padded, scale", "bool mask"),
         "attn_mask over 130 keys: needs a multiple of 8",
     )
-
-
-@pytest.mark.usefixtures("xformers")
-def test_xformers_beyond_sdpa() -> None:
     assert verify_variants("xformers") == DENSE | PACKED
-    sideways = replace(
-        LIBRARY_CALLS["packed"], variant=AttentionVariant(window=(3, 2), bottom_right=True)
-    )
-    reason = "a window over packed sequences that is not causal"
-    assert catalogue()["xformers"].refuses(sideways) == reason
-    with pytest.raises(NotImplementedError, match=reason):
-        catalogue()["xformers"].attention(**sideways.arguments())
 
 
-@pytest.mark.usefixtures("xformers")
+def _window(**changes: Any) -> AttentionCall:
+    variant = AttentionVariant(window=(3, None), bottom_right=True)
+    return random_call(**{"dtype": torch.float16, **changes}, is_causal=True, variant=variant)
+
+
+BOTTOM_RIGHT = AttentionVariant(bottom_right=True)
+BOTH_WAYS = AttentionVariant(window=(3, 2), bottom_right=True)
+PACKED_CALL = LIBRARY_CALLS["packed, bottom right"]
+LONGER_QUERIES = replace(PACKED_CALL, cu_seqlens_q=torch.tensor([0, 12, 16]).int())
+WIDE = random_call(dtype=torch.float16, head_dim=264, is_causal=True)
+QUERIES_BEFORE_KEYS = random_call(
+    dtype=torch.float16, head_dim=64, q_len=21, is_causal=True, variant=BOTTOM_RIGHT
+)
+NARROW_KEYS = "value head_dim 64 differs from query head_dim 32"
+
+
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("name", "call", "reason"),
     [
-        ({"dtype": torch.float32}, "dtype float32: needs float16 or bfloat16"),
-        ({"v_head_dim": 64}, "value head_dim 64 differs from query head_dim 32"),
-        ({"head_dim": 264}, "head_dim 264: at most 256"),
+        (
+            "xformers",
+            replace(LIBRARY_CALLS["packed"], variant=BOTH_WAYS),
+            "a window over packed sequences that is not causal",
+        ),
+        # Windows are FlashAttention's alone.
+        ("xformers", _window(dtype=torch.float32), f"a window with {REFUSED['float32']}"),
+        ("xformers", _window(v_head_dim=64), f"a window with {NARROW_KEYS}"),
+        ("xformers", _window(head_dim=264), "a window with head_dim 264: at most 256"),
+        ("xformers", WIDE, None),
+        ("xformers", LONGER_QUERIES, "causal packed sequences with fewer keys than queries"),
+        ("xformers", replace(LONGER_QUERIES, is_causal=False), None),
+        ("flashinfer-fa2", QUERIES_BEFORE_KEYS, "causal with more queries (21) than keys (13)"),
     ],
 )
-def test_windows_of_xformers_are_flash_attentions(changes: dict[str, Any], reason: str) -> None:
-    call = random_call(**{"dtype": torch.float16, **changes}, is_causal=True)
-    window = replace(call, variant=AttentionVariant(window=(3, None), bottom_right=True))
-    kernel = catalogue()["xformers"]
-    assert kernel.refuses(call) is None
-    assert kernel.refuses(window) == f"a window with {reason}"
-    with pytest.raises(AssertionError):
-        kernel.attention(**window.arguments())
-
-
-@pytest.mark.usefixtures("xformers")
-def test_xformers_has_no_causal_sequences_of_fewer_keys_than_queries() -> None:
-    call = LIBRARY_CALLS["packed, bottom right"]
-    kernel = catalogue()["xformers"]
-    assert kernel.refuses(call) is None
-    longer = replace(call, cu_seqlens_q=torch.tensor([0, 12, 16]).int())
-    assert kernel.refuses(longer) == "causal packed sequences with fewer keys than queries"
-    assert kernel.refuses(replace(longer, is_causal=False)) is None
+def test_calls_are_refused_with_the_reason(
+    name: str, call: AttentionCall, reason: str | None
+) -> None:
+    assert catalogue()[name].refuses(call) == reason
 
 
 @pytest.mark.usefixtures("xformers")
@@ -425,7 +419,7 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 assert each.dtype == torch.int32
             is_wide = given.num_qo_heads >= 4 * given.num_kv_heads
             assert given.self.tensor_cores == is_wide
-            log.append("plan")
+            log.append(f"plan of pages of {given.page_size}")
             given.self.planned = given
 
         @parameters("self, q, paged_kv_cache")
@@ -456,38 +450,35 @@ def planned(install: Install, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_flashinfer_prefill(planned: list[str], backend: str) -> None:
-    refused = {**REFUSED, **OTHER_HEAD_DIMS}
-    if backend == "fa2":
-        refused = {kind: reason for kind, reason in refused.items() if kind not in MASKED}
-        refused |= {
-            "mask by head": "takes one attn_mask for all heads",
-            "float mask": "takes a bool attn_mask only, not float16",
-        }
-    assert verify(f"flashinfer-{backend}") == refused
+WITHOUT_MASKS = {**REFUSED, **OTHER_HEAD_DIMS}
+WITH_MASKS = {
+    **{kind: reason for kind, reason in WITHOUT_MASKS.items() if kind not in MASKED},
+    "mask by head": "takes one attn_mask for all heads",
+    "float mask": "takes a bool attn_mask only, not float16",
+}
+PREFILL = DENSE - {"window, both ways"} | CAPPED | PACKED | {"packed, soft cap"}
 
 
 @pytest.mark.usefixtures("planned")
-def test_flashinfer_beyond_sdpa() -> None:
-    prefill = DENSE - {"window, both ways"} | CAPPED | PACKED | {"packed, soft cap"}
-    assert verify_variants("flashinfer-fa2") == prefill | {"soft cap, padded"}
-    assert verify_variants("flashinfer-fa3") == prefill
-    decode = {"bottom right, decode", "window, decode", "soft cap, decode", "key lengths, decode"}
-    assert verify_variants("flashinfer-decode") == decode
+@pytest.mark.parametrize(
+    ("name", "refused", "beyond"),
+    [
+        ("flashinfer-fa2", WITH_MASKS, PREFILL | {"soft cap, padded"}),
+        ("flashinfer-fa3", WITHOUT_MASKS, PREFILL),
+    ],
+)
+def test_flashinfer_prefill(name: str, refused: dict[str, str], beyond: set[str]) -> None:
+    assert verify(name) == refused
+    assert verify_variants(name) == beyond
 
 
-def test_flashinfer_refuses_queries_before_all_keys() -> None:
-    call = random_call(
-        q_len=21,
-        head_dim=64,
-        dtype=torch.float16,
-        is_causal=True,
-        variant=AttentionVariant(bottom_right=True),
-    )
-    assert catalogue()["flashinfer-fa2"].refuses(call) == (
-        "causal with more queries (21) than keys (13)"
-    )
+@pytest.mark.usefixtures("planned")
+def test_flashinfer_decode() -> None:
+    refused = verify("flashinfer-decode")
+    assert refused["padded decode"] == "takes no attn_mask"
+    assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
+    beyond = {"bottom right, decode", "window, decode", "soft cap, decode", "key lengths, decode"}
+    assert verify_variants("flashinfer-decode") == beyond
 
 
 def test_core_plans_once(make_call: Callable[..., AttentionCall], planned: list[str]) -> None:
@@ -513,26 +504,9 @@ def test_a_mask_does_not_outlive_its_call(
     assert torch.equal(kernel.attention(**call.arguments()), before)
 
 
-def test_flashinfer_decode(planned: list[str]) -> None:
-    refused = verify("flashinfer-decode")
-    assert refused["padded decode"] == "takes no attn_mask"
-    assert set(KINDS) - set(refused) == {"decode", "decode of one", "decode, scale"}
-
-
-def test_flashinfer_decodes_pages_of_the_wanted_size(
-    planned: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = []
-    real = flashinfer._paged
-
-    def paged(tensor: Tensor, page_size: int) -> Tensor:
-        pages = real(tensor, page_size)
-        sizes.append(pages.shape[1])
-        return pages
-
-    monkeypatch.setattr(flashinfer, "_paged", paged)
+def test_flashinfer_decodes_pages_of_the_wanted_size(planned: list[str]) -> None:
     check("flashinfer-decode[page_size=7]", "decode")
-    assert set(sizes) == {7}
+    assert set(planned) == {"plan of pages of 7", "run"}
 
 
 @pytest.fixture

@@ -53,18 +53,12 @@ def test_a_name_is_taken_once(kernels: Callable[..., Kernel]) -> None:
 
 def test_default_kernels(kernels: Callable[..., Kernel]) -> None:
     kernels("slow", same, default=False)
-    chosen, named = select(None)
-    names = [kernel.name for kernel in chosen]
-    assert "torch-math" in names
-    assert "flex" in names
-    assert "slow" not in names
-    assert "torch-math-compiled" not in names
-    assert named == []
-    everything, named = select("all")
+    names = {kernel.name for kernel in select(None)[0]}
+    assert names >= {"torch-math", "flex"}
+    assert not names & {"slow", "torch-math-compiled"}
     known = catalogue().values()
-    assert [kernel for kernel in known if not kernel.variant_of] == everything
+    assert select("all") == ([kernel for kernel in known if not kernel.variant_of], [])
     assert set(known) == set(select("all", variants=True)[0])
-    assert named == []
 
 
 PER_WARP = "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]"

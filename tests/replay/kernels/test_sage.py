@@ -274,11 +274,6 @@ def test_every_variant_passes_its_options(sage_2: Calls, base: str) -> None:
 
 
 def test_names_of_variants() -> None:
-    counts = {
-        base: len(_variants(base)) - 1
-        for base in ("sage1", "sage2", "sage2-varlen", "sage3", "sparge")
-    }
-    assert counts == {"sage1": 2, "sage2": 0, "sage2-varlen": 2, "sage3": 2, "sparge": 4}
     assert [kernel.name for kernel in _variants("sage2-fp8-sm90")] == [
         "sage2-fp8-sm90",
         "sage2-fp8-sm90[quant=per_warp,accum=fp32+fp32]",
@@ -315,16 +310,6 @@ def test_a_part_that_was_not_built(unavailable: Callable[..., str | None]) -> No
     assert unavailable("sage2", 7, 5) == (
         "needs compute capability 8.0, 8.6, 8.9, 9.0, 12.0 or 12.1 (this GPU has 7.5)"
     )
-
-
-@pytest.mark.usefixtures("sage_1")
-def test_sage_2_is_unavailable_with_sage_1(unavailable: Callable[..., str | None]) -> None:
-    assert unavailable("sage1") is None
-    for kernel in catalogue().values():
-        if kernel.name.startswith("sage2") and "sm90" not in kernel.name:
-            reason = unavailable(kernel.name)
-            assert reason is not None
-            assert reason.startswith("version 1.0.6 is installed, this kernel is 2.x")
 
 
 @pytest.fixture

@@ -88,13 +88,6 @@ def test_a_file_that_does_not_exist_ends_the_command(run_cli: RunCli, folder: Pa
     assert (code, err) == (2, "replay random: no kernel 'no.py:a': there is no file no.py\n")
 
 
-def test_an_error_of_the_file_is_reported_in_the_row(run: Run, folder: Path) -> None:
-    (folder / "taken.py").write_text(PICKY.replace('"picky"', '"torch-math"'))
-    row = run("taken.py:attention")["taken.py:attention"]
-    assert row["status"] == "error"
-    assert "'torch-math' is registered already" in row["reason"]
-
-
 NOT_AS_SDPA = (
     "^mine.py: attend must take SDPA's arguments by name, query, key and value first, "
     "and must not require others$"
@@ -119,6 +112,12 @@ NOT_AS_SDPA = (
         ),
         # The name occurs in the source, so only running the file reveals the error.
         (PICKY, "picky", KernelNameError, "'picky': it registers attention by that name"),
+        (
+            PICKY.replace('"picky"', '"torch-math"'),
+            "attention",
+            ValueError,
+            "'torch-math' is registered already",
+        ),
         ("def attend(q, k, v, **others): ...", "attend", KernelNameError, NOT_AS_SDPA),
         ("def attend(query, key, value, window): ...", "attend", KernelNameError, NOT_AS_SDPA),
     ],

@@ -16,9 +16,9 @@ from capture.call.attention_call import AttentionCall
 from capture.call.attention_variant import FEATURES as KNOWN
 from capture.call.attention_variant import VARIANT_TENSORS, AttentionVariant
 from capture.hooks.interceptor import Arguments, bind
-from replay.kernels.constraints import mask_or_causal, no_dropout, no_mask
+from replay.kernels.constraints import no_dropout, no_mask
 from replay.kernels.registry import Kernel, catalogue
-from replay.kernels.wrapping import at_once, drop_in
+from replay.kernels.wrapping import drop_in
 
 MakeCall = Callable[..., AttentionCall]
 
@@ -64,19 +64,6 @@ def test_a_causal_bias_is_what_it_says_and_no_mask(make_call: MakeCall) -> None:
     ]
     with pytest.raises(NotImplementedError, match="bottom right"):
         drop_in(seen, (no_mask,))(*tensors, causal_lower_right(5, 9))
-
-
-def test_at_once_prepares_each_call_anew(make_call: MakeCall) -> None:
-    prepared = []
-
-    def prepare(call: Arguments) -> Callable[[], Tensor]:
-        prepared.append(call)
-        return lambda: call.value
-
-    attention = drop_in(at_once(prepare), (mask_or_causal,))
-    call = make_call()
-    assert attention(**call.arguments()) is attention(**call.arguments()) is call.value
-    assert len(prepared) == 2
 
 
 PADDING = torch.arange(160) < torch.tensor([[90], [160]])
