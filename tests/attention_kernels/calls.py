@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from attention_kernels.decode import split_kv
 from capture.call.attention_call import AttentionCall
 from replay.accuracy.sparse import restricted
 from replay.accuracy.verdict import Expected, judge
@@ -90,3 +93,17 @@ def assert_right(
 def assert_near(output: Tensor, expected: Tensor) -> None:
     atol = 2e-2 if output.dtype == torch.bfloat16 else 3e-3
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def watched_rooms(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
+    """Fill the memory that decode calls get for their parts with NaN, and their counters with
+    zeros; record both."""
+    rooms: list[tuple[Tensor, Tensor]] = []
+
+    def workspace(numbers: int, count: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        room = torch.full((numbers,), math.nan, device=device)
+        rooms.append((room, torch.zeros(count, dtype=torch.int32, device=device)))
+        return rooms[-1]
+
+    monkeypatch.setattr(split_kv, "workspace", workspace)
+    return rooms

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-from replay.cli.main import main
+from tests.gpu.replayed_rows import replayed_rows
 
 
 def test_energy_is_power_times_time_and_the_block_is_judged(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
     shape = ["random", "-b", "1", "-hq", "24", "-sq", "4608", "-d", "128"]
     kernels = "torch-default,torch-flash"
-    with pytest.raises(SystemExit) as exit_:
-        main([*shape, "--kernels", kernels, "--metric", "energy", "--json", str(rows)])
-    assert exit_.value.code == 0
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    options = ["--kernels", kernels, "--metric", "energy"]
+    found = replayed_rows(tmp_path, *shape, *options)
     assert [row["status"] for row in found] == ["ok", "ok"]
     if any("no energy" in flag for row in found for flag in row["flags"]):
         pytest.skip(str(found[0]["flags"]))

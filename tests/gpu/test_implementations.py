@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ from torch import Tensor
 
 from capture import load, record
 from capture.cli.file_checks import check_files
-from replay.cli import main as replay_main
 from replay.kernels.registry import find
+from tests.gpu.replayed_rows import replayed_rows
 
 LENGTH = 640
 SIZES = {
@@ -56,14 +55,10 @@ def _tokens(batch: int = 1) -> Tensor:
 
 
 def _replayed(directory: Path, tmp_path: Path, more: str = "fa2") -> list[dict[str, Any]]:
-    rows = tmp_path / "rows.jsonl"
     able = [name for name in KERNELS if find(name).unavailable(torch.device("cuda")) is None]
     kernels = ",".join(dict.fromkeys([*able, more]))
     arguments = ["--dir", str(directory), "--kernels", kernels, "--rounds", "3"]
-    with pytest.raises(SystemExit) as ended:
-        replay_main.main([*arguments, "--json", str(rows)])
-    assert ended.value.code == 0
-    return [json.loads(line) for line in rows.read_text().splitlines()]
+    return replayed_rows(tmp_path, *arguments)
 
 
 def _right_by_several(rows: list[dict[str, Any]], names: set[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import attention_replay as ar
 import capture.cli.main
 from capture import load
-from replay.cli import main as replay_main
+from tests.gpu.replayed_rows import replayed_rows
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +19,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("captured")
     for model in ("cogvideo", "flux", "llama"):
         arguments = ["--model", model, "--size", "tiny", "--max", "2", "--out", str(out)]
-        _exits(0, capture.cli.main.main, arguments)
+        run_capture(arguments)
     return out
 
 
-def _exits(code: int, main: object, arguments: list[str]) -> None:
+def run_capture(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
-        main(arguments)  # type: ignore[operator]
-    assert exit_.value.code == code
+        capture.cli.main.main(arguments)
+    assert exit_.value.code == 0
 
 
 def test_bfloat16_is_recorded_on_the_gpu_and_reproduced(
@@ -37,18 +36,15 @@ def test_bfloat16_is_recorded_on_the_gpu_and_reproduced(
     assert len(dataset) == 6
     assert {entry.header.dtype for entry in dataset.entries} == {"bfloat16"}
     assert all(entry.origin.device.startswith("cuda (") for entry in dataset.entries)
-    _exits(0, capture.cli.main.main, ["check", str(recorded)])
+    run_capture(["check", str(recorded)])
     assert "6 of 6 files passed" in capsys.readouterr().out
 
 
 def test_every_eager_torch_kernel_is_replayed(recorded: Path, tmp_path: Path) -> None:
-    rows_file = tmp_path / "rows.jsonl"
     # Installed libraries are left out, because some compile for minutes.
     kernels = "torch-default,torch-math,torch-flash,torch-efficient,torch-cudnn,flex"
     arguments = ["--dir", str(recorded), "--rounds", "5", "--kernels", kernels]
-    arguments += ["--json", str(rows_file)]
-    _exits(0, replay_main.main, arguments)
-    rows = [json.loads(line) for line in rows_file.read_text().splitlines()]
+    rows = replayed_rows(tmp_path, *arguments)
     ran = {row["kernel"] for row in rows if row["status"] == "ok"}
     assert {"torch-math", "torch-flash", "torch-cudnn", "torch-default", "flex"} <= ran
     bad = [(row["kernel"], row["reason"]) for row in rows if row["status"] == "inaccurate"]

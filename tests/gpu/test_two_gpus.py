@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import replay.cli.main as cli
 from capture import load
 from capture.cli.file_checks import check_files
 from tests.distributed_model import launch
+from tests.gpu.replayed_rows import replayed_rows
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
 
@@ -71,12 +70,8 @@ def test_each_rank_names_its_heads_and_its_gpu(recordings: Path) -> None:
 
 
 def test_joined_calls_are_replayed(recordings: Path, tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
     source = ["--dir", str(recordings / "parts" / "medium"), "--join-ranks"]
-    with pytest.raises(SystemExit) as stopped:
-        cli.main([*source, "--kernels", "torch-flash,torch-cudnn", "--json", str(file)])
-    assert stopped.value.code == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = replayed_rows(tmp_path, *source, "--kernels", "torch-flash,torch-cudnn")
     assert {row["kernel"] for row in rows} >= {"torch-flash", "torch-cudnn"}
     for row in rows:
         assert row["status"] == "ok"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-import replay.cli.main as cli
+from tests.gpu.replayed_rows import replayed_rows
 
 BAD = """
 import torch
@@ -67,18 +66,14 @@ EXPECTED = {
 }
 
 
-def test_each_fault_costs_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_fault_costs_one_row(tmp_path: Path) -> None:
     file = tmp_path / "bad.py"
     file.write_text(BAD)
     kernels = ",".join([*(f"{file}:{name}" for name in EXPECTED), "torch-flash", "torch-math"])
     shape = ("random", "-hq", "4", "-sq", "512", "-d", "64")
-    with pytest.raises(SystemExit) as exit_:
-        cli.main([*shape, "--rounds", "60", "--timeout", "20", "--kernels", kernels, "--json", "-"])
-    assert exit_.value.code == 0
-    rows = {
-        row["kernel"].rpartition(":")[2]: row
-        for row in map(json.loads, capsys.readouterr().out.splitlines())
-    }
+    options = ("--rounds", "60", "--timeout", "20", "--kernels", kernels)
+    found_rows = replayed_rows(tmp_path, *shape, *options)
+    rows = {row["kernel"].rpartition(":")[2]: row for row in found_rows}
     found = {name: row["status"] for name, row in rows.items()}
     assert found == {
         **EXPECTED,
@@ -88,3 +83,16 @@ def test_each_fault_costs_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert rows[name]["speedup"] is not None
     for name in ("illegal", "illegal_when_timed"):
         assert "illegal memory access" in rows[name]["reason"]
+
+
+def test_resources_of_a_triton_kernel_are_noted(tmp_path: Path) -> None:
+    pytest.importorskip("sageattention")
+    shape = ["random", "-b", "1", "-hq", "8", "-sq", "512", "-d", "64", "--rounds", "5"]
+    options = ["--kernels", "sage1", "--metric", "time,resources"]
+    rows = replayed_rows(tmp_path, *shape, *options)
+    (sage,) = (row for row in rows if row["kernel"] == "sage1")
+    assert sage["status"] == "ok"
+    assert sage["changed_inputs"] == ["key"]
+    programs = sage["programs"]
+    assert programs
+    assert all(program["registers"] > 0 and program["warps"] > 0 for program in programs)

@@ -21,8 +21,7 @@ from attention_kernels.decode.split_kv_plan import Tiling, merging, plan
 from attention_kernels.launch import descriptors
 from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
-from tests.attention_kernels.calls import DEVICE, assert_near, half, lengths, verify
-from tests.attention_kernels.decode.page_pools import watched_rooms
+from tests.attention_kernels.calls import DEVICE, assert_near, half, lengths, verify, watched_rooms
 from tests.attention_kernels.eager import attend
 from tests.replay.kernels.pairwise import pairwise
 

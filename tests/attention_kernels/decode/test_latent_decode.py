@@ -20,8 +20,7 @@ from attention_kernels.options import AttentionOptions
 from capture.call.attention_call import AttentionCall
 from replay.kernels.registry import find
 from tests.attention_kernels import eager
-from tests.attention_kernels.calls import assert_near, half, lengths
-from tests.attention_kernels.decode.page_pools import watched_rooms
+from tests.attention_kernels.calls import assert_near, half, lengths, watched_rooms
 
 
 def inputs(

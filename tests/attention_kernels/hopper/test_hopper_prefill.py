@@ -15,7 +15,7 @@ from tests.attention_kernels.ptx import compiled_for_hopper, unfenced_arrivals
 pytest.importorskip("triton.experimental.gluon.language.nvidia.hopper")
 from attention_kernels.hopper import hopper_prefill
 from attention_kernels.hopper.operands import are_loadable, loadable_mask
-from attention_kernels.hopper.pipeline import LOADER_REGISTERS
+from attention_kernels.hopper.pipeline import CONSUMERS_NAMED, LOADER_REGISTERS
 from attention_kernels.hopper.schedule import (
     NARROW,
     SHARED_BYTES,
@@ -26,6 +26,7 @@ from attention_kernels.hopper.schedule import (
     schedule,
 )
 from attention_kernels.hopper.scores import ROWS
+from attention_kernels.quantised.quantised_hopper import tile_for
 
 PACKED = (
     "cu_seqlens_q=empty(4, dtype=torch.int32), cu_seqlens_k=empty(4, dtype=torch.int32), "
@@ -66,6 +67,24 @@ def test_it_compiles_for_hopper(
     assert "setmaxnreg.inc" in text
     shared = json.loads(program.with_suffix(".json").read_text())["shared"]
     assert shared <= SHARED_BYTES, "more than a multiprocessor gives a block"
+    assert unfenced_arrivals(text) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "group", "kv_len"), [(64, 4, 1024), (128, 1, 1024)])
+def test_8_bit_kernel_has_no_barriers_but_those_in_use(
+    head_dim: int, group: int, kv_len: int, tmp_path: Path
+) -> None:
+    """The memory of unused barriers is used for outputs too, and a GPU that is shared may overwrite
+    it."""
+    sizes = (1, group, 1, kv_len, kv_len, head_dim, head_dim)
+    program = compiled_for_hopper(tmp_path, "triton-fp8", sizes, "quantised_hopper_kernel")
+    tile = tile_for(head_dim, group, kv_len)
+    queries = 2 * tile.consumers  # full and empty
+    full = 2 * tile.stages  # of keys and of values
+    empty = 0 if tile.consumers == CONSUMERS_NAMED else full
+    text = program.read_text()
+    assert text.count("mbarrier.init") == queries + full + empty
     assert unfenced_arrivals(text) == []
 
 

@@ -104,9 +104,10 @@ def test_every_block_of_every_tile_is_in_one_piece(
 
 
 @pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
-def test_there_is_memory_for_every_piece_and_a_counter_for_every_tile(
+def test_memory_suffices_and_the_busiest_program_has_less_to_do(
     tiles: int, blocks: int, are_equal: bool
 ) -> None:
+    """There is memory for every piece and a counter for every shared tile."""
     cut, consumers, v_head_dim = cut_for(tiles, blocks, are_equal), 3, 64
     memory = stream_k.memory_for(cut, PROGRAMS, consumers, v_head_dim)
     assert cut is not None
@@ -114,20 +115,11 @@ def test_there_is_memory_for_every_piece_and_a_counter_for_every_tile(
     numbers, counters = memory
     of_a_piece = stream_k.ROWS.value * (v_head_dim + 2)
     whole = tiles // PROGRAMS * PROGRAMS
-    for tile, pieces in pieces_of([blocks] * tiles, cut).items():
-        if tile >= whole:
-            assert (tile - whole) * consumers + consumers <= counters
-            for program, piece, *_ in pieces:
-                slot = (program * stream_k.PIECES.value + piece) * consumers + consumers
-                assert slot * of_a_piece <= numbers
-
-
-@pytest.mark.parametrize(("tiles", "blocks", "are_equal"), CALLS)
-def test_the_busiest_program_has_less_to_do(tiles: int, blocks: int, are_equal: bool) -> None:
-    cut = cut_for(tiles, blocks, are_equal)
-    assert cut is not None
     work: Counter[int] = Counter()
-    for pieces in pieces_of([blocks] * tiles, cut).values():
-        for program, _, first, end in pieces:
+    for tile, pieces in pieces_of([blocks] * tiles, cut).items():
+        for program, piece, first, end in pieces:
             work[program] += end - first
+            slot = (program * stream_k.PIECES.value + piece) * consumers + consumers
+            assert tile < whole or slot * of_a_piece <= numbers
+        assert (tile - whole) * consumers + consumers <= counters
     assert max(work.values()) < -(-tiles // PROGRAMS) * blocks

@@ -12,6 +12,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from attention_kernels.launch import launcher as launch_module
+from attention_kernels.launch import workspace
 from attention_kernels.launch.descriptors import at, described, nowhere
 from attention_kernels.launch.launcher import MOST_KEPT, Launch, PlanCache, PlannedCall, layout
 
@@ -245,6 +246,13 @@ def test_plans_are_not_kept_for_ever() -> None:
         assert kept.keep(length, str(length)) == str(length)
     assert kept.get(0) is None
     assert kept.get(MOST_KEPT) == str(MOST_KEPT)
+
+
+def test_kept_memory_suffices_and_is_rarely_replaced() -> None:
+    """The parts of a growing cache need a little more memory with every few tokens."""
+    for size in (1, 1000, 1025, 5000, 70_000, 4_392_960, 2**23, 2**23 + 1):
+        assert size <= workspace._ample(size) <= max(size * 9 / 8, size + 1024)
+    assert len({workspace._ample(size) for size in range(100_000, 200_000)}) < 20
 
 
 def test_a_layout_is_all_but_the_address() -> None:
