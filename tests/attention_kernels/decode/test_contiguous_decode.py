@@ -161,7 +161,7 @@ def test_assignment_by_visible_keys(window: tuple[int | None, int | None], is_ca
     torch.testing.assert_close(assigned, whole, rtol=0, atol=2e-3)
 
 
-@given(st.data(), st.integers(1, 40), st.integers(1, 20))
+@given(st.data(), st.integers(1, 17), st.integers(1, 20))
 @settings(max_examples=6, deadline=None)
 def test_any_lengths_are_assigned_completely(data: st.DataObject, batch: int, shares: int) -> None:
     """Batches of any size, even one that is not a power of two, and few programs."""
