@@ -4,8 +4,8 @@
 
 Builds head dimensions 64, 128 and 256 (smaller ones use the next larger kernel), with windows, soft
 caps and split keys, without backward, dropout and ALiBi: 8 minutes on 16 cores. Puts the package
-and its library into DIRECTORY, to be named in PYTHONPATH. The archive is PyPI's; the machine needs
-a CUDA build of torch, the same `nvcc`, and ninja.
+and its library into DIRECTORY, to be named in PYTHONPATH. The archive comes from PyPI. The
+machine needs a CUDA build of torch, an `nvcc` of the same CUDA version, and ninja.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def make(directory: Path) -> None:
 
 
 def in_pages() -> AttentionCall:
-    """Return a call of two sequences that share a page, whose value is part of the key."""
+    """Return a call with two sequences that share a page; its value is a slice of its key."""
     pool = normal(3, 1, 4, 24)
     return AttentionCall(
         normal(2, 2, 1, 24),

@@ -44,7 +44,7 @@ def _once(patch_and_call: Any) -> Any:
 
 
 def _is_patched(function: Any) -> bool:
-    """Return whether the function already sees an interpreted language."""
+    """Return whether the function's `tl` is already patched for Triton's interpreter."""
     functions = [tl.tensor.__add__, *(language.load for language in _languages(function))]
     return not any(map(tl.core.is_builtin, functions))
 

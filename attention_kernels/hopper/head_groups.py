@@ -40,7 +40,7 @@ NEARLY = 1.01
 groups need less memory bandwidth: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in
 groups of 8 as in equally balanced groups of 2."""
 EACH_TRIED = 12
-"""Largest number of key heads up to which every size is tried. A try takes some 50 µs on a CPU,
+"""With at most this many key heads, every group size is tried. A try takes some 50 µs on a CPU,
 once for each shape of a call."""
 STEP = 1.15
 """Factor between the sizes that are tried above `EACH_TRIED`."""

@@ -105,7 +105,7 @@ def quantised_prefill_kernel(
     (`online_softmax.base_2`). Unused arguments are None: `sinks_ptr`, `cap`, `left` and `right`;
     `key_mean_ptr` if neither a sink nor a cap needs the mean; the mask and its `VisitedBlocks`;
     offsets, starts and lengths as in `Lengths`. In a packed batch, `q_len` is the length of the
-    longest sequence, and `q_rows` is the total number of queries, else None.
+    longest sequence, and `q_rows` is the total number of queries; otherwise `q_rows` is None.
     """
     q_blocks = tl.cdiv(q_len, BLOCK_M)
     head, q_block = tl.program_id(0) // q_blocks, tl.program_id(0) % q_blocks

@@ -7,9 +7,9 @@ two parts are columns of one product, and their results are added.
     INT8          x = 128 · high + low, an integer of 14 bits and a sign
     FP8 (e4m3)    x ≈ high + low, where low is the rounding error of high
 
-An e4m3 number has 4 significant bits, and two of them together have at least 8. The rounding error
-of x is therefore at most 2⁻⁸ of x, or 2⁻¹⁸ of the largest number if low is subnormal. The rounding
-error of the cache is up to 2⁻⁴.
+An e4m3 number has 4 significant bits, and two such numbers together have at least 8. The rounding
+error of x is therefore at most 2⁻⁸ of x, or 2⁻¹⁸ of the largest number if low is subnormal. The
+rounding error of the cache is up to 2⁻⁴.
 
 The rows of the tensor cores' product are the tokens of the cache (64 for a warp group of Hopper).
 The columns are the parts of a few queries (16 or more). If queries were the rows, most rows would

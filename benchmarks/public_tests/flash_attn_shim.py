@@ -181,7 +181,7 @@ def _call(
     max_seqlen_q: int | None = None,
     **given: Any,
 ) -> AttentionCall:
-    """Translate flash-attn's options into ours: its windows and causal masks end bottom right."""
+    """Translate flash-attn's options into ours; its masks are aligned to the bottom right."""
     _check(given)
     left, right = (None if int(side) < 0 else int(side) for side in window_size)
     return AttentionCall(

@@ -306,7 +306,7 @@ def call_of(
     page_table: Tensor | None = None,
     **given: Any,
 ) -> AttentionCall:
-    """Translate FlashInfer's options into ours: its windows and causal masks end bottom right."""
+    """Translate FlashInfer's options into ours; its masks are aligned to the bottom right."""
     if pos_encoding_mode != "NONE":
         pytest.skip("rotary embeddings or ALiBi")
     for name, what in NOT_DONE.items():

@@ -7,10 +7,10 @@ LARGEST = 1 << 16
 
 
 def parse_ranges(text: str) -> tuple[int, ...]:
-    """Return the numbers in a text such as `0,2,8-11`, sorted and without repetitions.
+    """Return the numbers in a string such as `0,2,8-11`, sorted and without repetitions.
 
     Raises:
-        ValueError: the text has another form, or a number is 65,536 or more.
+        ValueError: the string has another form, or a number is 65,536 or more.
     """
     numbers: set[int] = set()
     for part in text.split(","):

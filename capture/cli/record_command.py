@@ -178,7 +178,7 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out).absolute()  # a model may change the working directory
     begun: list[Recording] = []
     try:
-        # This also imports PyTorch's compiler, because recorded code must not be compiled.
+        # This also imports PyTorch's compiler, which can then be turned off for recorded code.
         import_large("torch", "capture.recording.record")
         from capture.storage.target import no_empty_directory
 

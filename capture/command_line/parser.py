@@ -120,7 +120,7 @@ LARGEST = 2**63 - 1
 
 
 def not_empty(given: str) -> str:
-    """Check that a text is not empty, and return it, for `add_argument(type=…)`."""
+    """Check that a string is not empty, and return it, for `add_argument(type=…)`."""
     if not given.strip():
         raise argparse.ArgumentTypeError("is empty: leave it out, or give a value")
     return given

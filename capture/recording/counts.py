@@ -14,13 +14,14 @@ class RecordingCounts:
     lost: int = 0
     """Number of calls that were chosen but could not be stored."""
     without_values: int = 0
-    """Number of calls without values to store: of meta, fake or nested tensors, or in a trace."""
+    """Number of calls with no values to store: their tensors were meta, fake or nested, or the call
+    was being traced."""
     without_heads: int = 0
     """Number of calls that cannot be reduced to the selected heads."""
     refused_for_bytes: int = 0
     """Number of calls that were not kept because of `max_bytes`."""
     waited_seconds: float = 0.0
-    """Time that the model waited because the `buffer_bytes` for unwritten calls were full."""
+    """Time that the model waited because the buffer of unwritten calls was full."""
     allocation_seconds: float = 0.0
     """Time that allocating and pinning host memory took, during the model's run."""
     flush_seconds: float = 0.0

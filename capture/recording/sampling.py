@@ -12,8 +12,8 @@ always spread evenly over the calls seen so far. Four rules in turn choose the d
 - Calls of one phase and shape form a stratum. Strata get equal shares of the sample. If a stratum
   has fewer calls than its share, the other strata share the remainder. Only the largest strata lose
   a call.
-- Among the calls of the largest strata, the modules and steps with the most kept calls in all
-  strata lose a call first.
+- The dropped call is in one of the largest strata. Within these, it is from the module and step
+  with the most kept calls over all strata.
 - Next, calls off the grid of steps are dropped first. A step s is on the grid if frac(s/φ), with φ
   the golden ratio, is below the share of steps so far that have a kept call. Steps on the grid are
   evenly spaced for any share (the three-gap theorem). A call on the grid is dropped only for a call

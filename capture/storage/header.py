@@ -20,7 +20,8 @@ SCORES_PER_BYTE = 1 << 14
 """Maximum number of attention scores per byte of a file. Calls of the longest videos have about
 100 scores per byte; a call of a million tokens has about 4,000."""
 HEADS_AT_LEAST = 1 << 16
-"""Number of heads, over all batches, that any file may have. Larger files may have one per byte."""
+"""Number of heads, over all batches, that any file may have. A file with more bytes may have
+one head per byte."""
 GAPS, GAPS_AT_LEAST = 64, 2 << 30
 """Maximum memory of a restored call: `GAPS` times its file's size, but at least `GAPS_AT_LEAST`
 bytes. The first tokens in a cache for 32,768 tokens have gaps of a gigabyte."""

@@ -14,7 +14,7 @@ _SHORTEST = 16
 """Minimum average bytes of text per list or object, because an empty list takes twenty times as
 much memory as its text. A manifest has about 80 bytes."""
 _FEW = 1 << 20
-"""Number of lists and objects that any text may contain."""
+"""Number of lists and objects that any JSON text may contain."""
 
 
 def parsed(text: str | bytes) -> Any:

@@ -45,7 +45,7 @@ _VERSIONS = {
 
 
 def is_address(where: str) -> bool:
-    """Return whether a text is an address rather than the path of a local file."""
+    """Return whether a string is a remote address rather than a local path."""
     return _ADDRESS.match(where) is not None
 
 

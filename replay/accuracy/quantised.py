@@ -38,8 +38,8 @@ SHARED_ERRORS = 2.0
 """Factors on the two parts of a relative L1's margin (see `_ratio`)."""
 SHARE_OF_OTHER_HEADS = 0.5
 SMALLEST_SHARE = 0.5
-"""Lowest limit of relative L1, in units of `FP8_ROUNDOFF`. Plain 8-bit attention has no error on
-values that happen to be FP8 numbers."""
+"""Floor for the limit on the relative L1 error, in units of `FP8_ROUNDOFF`. Plain 8-bit
+attention has no error on values that happen to be FP8 numbers."""
 ROW_ROUNDOFFS = 2.0
 """Error that any row may have in addition to that of plain 8-bit attention, in units of
 `FP8_ROUNDOFF`."""

@@ -183,7 +183,7 @@ def _made(directory: Path) -> Path:
 
 
 def joined_names(names: str | Sequence[Any] | None) -> str | None:
-    """Return names of kernels or calls as one comma-separated text."""
+    """Return names of kernels or calls as one comma-separated string."""
     if names is None or isinstance(names, str):
         return names
     return ",".join(str(getattr(name, "name", name)) for name in names)

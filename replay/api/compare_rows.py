@@ -98,7 +98,7 @@ def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
 
 
 def _spread(given: str | os.PathLike[str] | float | None) -> str | None:
-    """Return a spread as the text that the command line takes."""
+    """Return a spread as the string that the command line takes."""
     if given is None or isinstance(given, str):
         return given
     return os.fspath(given) if isinstance(given, os.PathLike) else f"{given * 100:g}%"

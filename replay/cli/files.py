@@ -68,7 +68,7 @@ def say_unwritten(unwritten: Sequence[str]) -> int:
 
 
 def write_and_show(path: str | None, text: Callable[[], str], show: Callable[[], object]) -> None:
-    """Write a text to a file, or to stdout for `-`; then show the results in any case.
+    """Write a string to a file, or to stdout for `-`; then show the results in any case.
 
     Raises:
         NotWritten: the file cannot be written.

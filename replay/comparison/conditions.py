@@ -85,7 +85,7 @@ def read_share(text: str, option: str) -> float:
     """Parse `1.5%` or `0.015` as a share below 1.
 
     Raises:
-        ComparisonError: the text is not such a share.
+        ComparisonError: the string is not such a share.
     """
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:

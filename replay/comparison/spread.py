@@ -16,7 +16,7 @@ def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> S
     The repetition is a second run of the kernels and calls of `before`.
 
     Raises:
-        ComparisonError: the text has neither form, or the repetition ran other kernels or calls.
+        ComparisonError: the string has neither form, or the repetition ran other kernels or calls.
         RowsError: the rows cannot be read.
     """
     if given is None:

@@ -214,7 +214,7 @@ class LocalJudge:
             finally:
                 perturbation.apply()
             found += [sample.changed, sample.others]
-        # One small computation serves all samples, on the CPU; limits are per sample.
+        # One small computation on the CPU judges all samples, each against its own limits.
         with _one_thread():
             right = Expected.of_heads(side_by_side(*made)) if made else []
         for rows, expected_rows in zip(found, right, strict=True):

@@ -93,7 +93,7 @@ def _why_not_the_operator(arguments: Arguments) -> str | None:
 
 
 def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
-    """Return the strides of a dense (B, H, S, last) whose dimensions are in the query's order.
+    """Return the strides of a dense (B, H, S, last) tensor in the query's order of dimensions.
 
     The strides equal those of `torch.empty_like(query)`, regardless of gaps in the query. The order
     of dimensions of size 1 is ignored.

@@ -116,8 +116,8 @@ class Uniform:
     reason: str
     """Reason at the first layer where the kernel failed, is wrong or falls back."""
     overwrites: int = 0
-    """Layers within the budget where later calls read inputs that the kernel changes; not in
-    `inside`."""
+    """Number of layers that fit the budget but are excluded from `inside`, because later calls read
+    inputs that the kernel changes."""
 
 
 def uniform(

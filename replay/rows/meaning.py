@@ -71,5 +71,5 @@ def nonzero(value: float) -> str:
 
 
 def few(value: float) -> str:
-    """Format a number of rounds, with a dash if there are enough rounds."""
+    """Format a small number of rounds; a sufficient number becomes a dash."""
     return str(value) if value < FEW_ROUNDS else "-"

@@ -19,7 +19,7 @@ def without_rejected_baseline(row: Row, rejected: Collection[str]) -> Row:
 
 
 def without_slowed_baseline(row: Row, beside: Sequence[Row], clean: Sequence[Row]) -> Row:
-    """Remove a speed-up over a baseline that the kernel slows down.
+    """Remove a speed-up if the kernel slowed down the baseline that it is compared with.
 
     Args:
         beside: rows from the kernel's worker.

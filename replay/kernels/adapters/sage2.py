@@ -50,7 +50,7 @@ _limits = (
 
 Options = dict[str, Any]
 Variants = dict[str, Options]
-"""Options by the text in the brackets of a variant's name."""
+"""Options by the string in the brackets of a variant's name."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ WIDTH = 256
 PICTURES = 3
 """Maximum number of pictures per kernel: the first, the middle and the last."""
 CHARACTERS = 4000
-"""Maximum number of characters of a text."""
+"""Maximum number of characters of a string."""
 
 
 def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:

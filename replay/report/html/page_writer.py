@@ -146,5 +146,5 @@ def _resource(name: str) -> str:
 
 
 def _packed(text: str) -> str:
-    """Compress a text into characters that need no escaping."""
+    """Compress a string into characters that need no escaping."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()

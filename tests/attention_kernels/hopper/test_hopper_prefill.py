@@ -191,7 +191,7 @@ def test_other_masks_become_float32_or_are_refused() -> None:
 
 @pytest.fixture
 def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make plans as on a Hopper GPU, of tensors without memory."""
+    """Build plans as if on a Hopper GPU, from meta tensors."""
     monkeypatch.setattr(hopper_prefill, "multiprocessors", lambda device: 132)
 
 

@@ -1,4 +1,4 @@
-"""The whole command on a small model with real processes: known costs, and kernels that crash."""
+"""`replay verify` on a small model in real processes: kernels of known cost, or that crash."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _generator = torch.Generator().manual_seed(0)
 
 
 def _some(*shape: int) -> Tensor:
-    """Return a mask that shows seven keys in ten."""
+    """Return a random mask that keeps about 70 % of the keys."""
     return torch.rand(shape, generator=_generator) < 0.7
 
 

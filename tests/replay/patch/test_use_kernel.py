@@ -146,7 +146,7 @@ def test_sizes_may_broadcast(eightfold: str) -> None:
 
 
 def test_a_model_is_the_same_afterwards_to_the_last_bit(doubling: str) -> None:
-    """Outputs are compared, and all attributes of modules: forward methods, hooks, buffers."""
+    """The outputs and all attributes of modules are compared: forward methods, hooks, buffers."""
     runnable = models.load("llama", size="tiny", weights="random", device="cpu", steps=2)
 
     def outputs() -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Calls in a row by the host's clock, with a simulated GPU and clock."""
+"""Back-to-back calls timed by the host's clock; the GPU and the clock are simulated."""
 
 from __future__ import annotations
 
