@@ -166,6 +166,7 @@ class CallHeader:
             if dtype not in _DTYPES.get(name, _NUMBERS):
                 return f"{name} of dtype {dtype[:40]!r}"
         sizes = {name: layout.size for name, layout in self.layouts.items()}
+        # A size of 0 must not hide the product of the others.
         if any(math.prod(max(each, 1) for each in size) >= 2**62 for size in sizes.values()):
             return "sizes that exceed any memory"
         if self.is_paged and (fault := self._pages_fault(sizes)):

@@ -134,6 +134,7 @@ def _replay_call(
     for name in (baseline, settings.compared_kernel):
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
+    # Copied before any kernel runs, because a kernel may change its inputs.
     inputs, seed = Inputs(*forms.all), secrets.randbits(63)
     compared = _compared_output(forms, inputs, process_state, everyone, settings, report)
     report(REFERENCE)
@@ -147,6 +148,7 @@ def _replay_call(
         if name == DEFAULT_BASELINE:
             found = replace(found, flags=(*found.flags, *_other_choice(call)))
         checked.append(found)
+    # Timed only after all were checked, so that the rounds contain no compilation.
     report(TIMING)
     reverified = {}
     observer = SampledOutputs(checked, inputs, process_state, seed)
@@ -265,6 +267,7 @@ def time_together(
         functions[TimedPart(name)] = member.run
         if member.kernel.prepare is not None:
             report(name)
+            # Prepared once, outside the timed interval: the core time excludes it.
             try:
                 functions[TimedPart(name, is_core=True)] = member.kernel.prepare(member.call)
             except BaseException as error:

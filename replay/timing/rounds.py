@@ -235,6 +235,7 @@ def run_rounds(
             for key, candidate in candidates.items()
             if candidate.error is None and done < candidate.rounds
         ]
+        # In a fixed order, each kernel would always run after the same neighbour.
         shuffle(order)
         for key, candidate in order:
             announce(key)
@@ -253,7 +254,7 @@ def run_rounds(
         is_look = enough is not None and done + 1 >= enough.next_look
         if is_look or done == total - 1:
             gpu_during = timer.state()
-        timer.collect()
+        timer.collect()  # once a round, because it waits for the GPU
         taken.note()
         if enough is not None and enough.after(
             done + 1, [candidate.ms for _, candidate in order if candidate.error is None]
