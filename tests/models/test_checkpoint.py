@@ -172,8 +172,3 @@ def test_gated_repository_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: None)
     with pytest.raises(models.ModelError, match=r"gated repo\): use --checkpoint DIR"):
         hub.read_checkpoint(gated, "org/name")
-
-
-def test_invalid_hub_id_is_refused() -> None:
-    with pytest.raises(models.ModelError, match="neither a directory nor a hub id"):
-        models.load("llama", checkpoint="/no/such/directory")

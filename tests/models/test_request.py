@@ -29,6 +29,8 @@ import models
         ("llama", {"device": "meta"}, "--device is 'meta': only cpu and cuda"),
         ("llama", {"device": "cpu:7"}, "--device is 'cpu:7': there is one, write --device cpu"),
         ("llama", {"size": "tiny", "prompt": ""}, "--prompt has no tokens"),
+        ("nowhere.py:make", {}, r"nowhere\.py does not exist"),
+        ("llama", {"checkpoint": "/no/such/directory"}, "neither a directory nor a hub id"),
         (
             "llama-3.1-8b",
             {"size": "tiny", "weights": "pretrained"},

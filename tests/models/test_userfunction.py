@@ -115,11 +115,6 @@ def test_options_the_function_does_not_take_are_refused(tmp_path: Path) -> None:
         models.load(model, size="full", checkpoint="org/name")
 
 
-def test_missing_file_is_reported() -> None:
-    with pytest.raises(models.ModelError, match=r"nowhere\.py does not exist"):
-        models.load("nowhere.py:make")
-
-
 BESIDE_ANOTHER_MODELS_PACKAGE = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 
 from capture import load, record
 from capture.errors import CaptureError, RecordingWarning
@@ -35,24 +37,34 @@ def test_glob_that_matches_no_caller_names_the_callers(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_calls_outside_the_watched_modules_are_reported(layers: nn.Module, tmp_path: Path) -> None:
+def attend_outside_modules(model: nn.Module) -> None:
     query = torch.randn(1, 2, 5, 8)
-    with (
-        pytest.warns(RecordingWarning, match=r"came from: \(outside all watched modules\)"),
-        record(layers, tmp_path),
-    ):
-        F.scaled_dot_product_attention(query, query, query)
+    F.scaled_dot_product_attention(query, query, query)
 
 
-def test_model_without_attention_calls_is_explained(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    with (
-        pytest.warns(
-            RecordingWarning, match="no attention call was seen: none of its modules is known"
+def attend_to_fake_tensors(model: nn.Module) -> None:
+    with FakeTensorMode():
+        query = torch.randn(1, 2, 5, 8)
+        model(attend(query, query, query))
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "reason"),
+    [
+        (Caller(), attend_outside_modules, r"came from: \(outside all watched modules\)"),
+        (Caller(), attend_to_fake_tensors, "can be stored"),
+        (
+            nn.Linear(2, 2),
+            lambda model: model(torch.ones(1, 2)),
+            "no attention call was seen: none of its modules is known",
         ),
-        record(model, tmp_path),
-    ):
-        model(torch.ones(1, 2))
+    ],
+)
+def test_reason_is_given(
+    tmp_path: Path, model: nn.Module, run: Callable[[nn.Module], object], reason: str
+) -> None:
+    with pytest.warns(RecordingWarning, match=reason), record(model, tmp_path):
+        run(model)
 
 
 def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
@@ -86,20 +98,3 @@ def test_tensors_without_values_are_counted_and_never_kept(tmp_path: Path) -> No
         model(*strange, attend(query, query, query))
     assert (recording.seen, recording.kept) == (4, 1)
     assert_good(load(tmp_path / "all"))
-
-
-def test_fake_tensors_are_counted_and_never_kept(tmp_path: Path) -> None:
-    from torch._subclasses import FakeTensorMode
-
-    model = Caller()
-
-    def run() -> None:
-        query = torch.randn(1, 2, 5, 8)
-        model(attend(query, query, query))
-
-    with (
-        pytest.warns(RecordingWarning, match="can be stored"),
-        record(model, tmp_path),
-        FakeTensorMode(),
-    ):
-        run()

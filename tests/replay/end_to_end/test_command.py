@@ -110,9 +110,7 @@ def test_unsuitable_recording_is_refused(refused: Refused) -> None:
 
 @pytest.mark.parametrize("arguments", [E2E, (*PLAN, "--budget", "rmse=1")])
 def test_recording_of_some_heads_is_refused(refused: Refused, arguments: tuple[str, ...]) -> None:
-    manifest = json.loads(Path("recorded/manifest.json").read_text())
-    manifest["captures"][0]["heads"] = "0-1"
-    Path("recorded/manifest.json").write_text(json.dumps(manifest))
+    edit(lambda data: data["captures"][0].update(heads="0-1"))
     assert "contains only heads 0-1 of each call of model.py:build" in refused(*arguments)
 
 

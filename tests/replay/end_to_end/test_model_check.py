@@ -117,11 +117,20 @@ def row(kernel: str, ms: float) -> Row:
     return factories.row(kernel, ms=ms, layer_host_ms=summarize([0.05] * 5))
 
 
-def checked(process: Pretended, *names: str, rounds: int | None = 3) -> list[ModelResult]:
-    record = CaptureRecord("model", "none", census=CENSUS)
-    rows = [row("torch-default", 50.0), *(row(name, 10.0) for name in names)]
-    variants = [Variant(name, name) for name in names]
-    return check(record, rows, variants, cast("ModelProcess", process), rounds=rounds)
+def checked(
+    process: Pretended,
+    *kernels: str | Variant,
+    rounds: int | None = 3,
+    rows: list[Row] | None = None,
+    missed_attention: Any = (),
+    **options: Any,
+) -> list[ModelResult]:
+    record = CaptureRecord("model", "none", census=CENSUS, missed_attention=missed_attention)
+    variants = [each if isinstance(each, Variant) else Variant(each, each) for each in kernels]
+    if rows is None:
+        rows = [row("torch-default", 50.0), *(row(each.name, 10.0) for each in variants)]
+    simulated = cast("ModelProcess", process)
+    return check(record, rows, variants, simulated, rounds=rounds, **options)
 
 
 def test_runs_are_warm_interleaved_and_inspected_last() -> None:
@@ -230,9 +239,7 @@ def test_baseline_is_retried_after_a_kernel_may_have_broken_it() -> None:
 
 def test_refused_variant_is_not_tried() -> None:
     process = Pretended()
-    record = CaptureRecord("model", "none", census=CENSUS)
-    refused = Variant("a", "a", refused="another Python")
-    found = check(record, [], [refused], cast("ModelProcess", process), rounds=3)
+    found = checked(process, Variant("a", "a", refused="another Python"), rows=[])
     assert [(each.status, each.reason) for each in found] == [
         ("ok", ""),
         ("unavailable", "another Python"),
@@ -274,29 +281,24 @@ def test_changed_model_is_reported_and_not_predicted() -> None:
 def test_missed_attention_is_reported() -> None:
     past = {"kind": "FlexAttention", "forwards": 8, "modules": 2, "example": "layers.1"}
     for gone_past, told in ([], ""), ([past], "in 8 runs of FlexAttention (such as layers.1): "):
-        record = CaptureRecord("model", "none", census=CENSUS, missed_attention=gone_past)
-        found = check(record, [], [], cast("ModelProcess", Pretended()), rounds=3)
-        assert told in found[0].short_census
-        assert bool(found[0].short_census) == bool(told)
+        (own,) = checked(Pretended(), rows=[], missed_attention=gone_past)
+        assert told in own.short_census
+        assert bool(own.short_census) == bool(told)
 
 
 def test_no_prediction_without_the_baseline() -> None:
-    process = Pretended()
-    record = CaptureRecord("model", "none", census=CENSUS)
-    found = check(record, [], [Variant("a", "a")], cast("ModelProcess", process), rounds=3)
-    assert found[1].prediction is None
-    assert "torch-default was timed on none" in found[1].unpredicted
-    assert found[1].measured[RUN].speedup is not None
+    _, a = checked(Pretended(), "a", rows=[])
+    assert a.prediction is None
+    assert "torch-default was timed on none" in a.unpredicted
+    assert a.measured[RUN].speedup is not None
 
 
 def test_inputs_changed_in_the_replay_are_listed() -> None:
-    record = CaptureRecord("model", "none", census=CENSUS)
     rows = [row("torch-default", 50.0), row("a", 10.0), row("b", 10.0)]
     rows[1] = replace(rows[1], changed_inputs=("key",))
-    variants = [Variant("a", "a"), Variant("b", "b"), Variant("plan", "", plan=Path("plan.json"))]
-    process = cast("ModelProcess", Pretended())
+    planned = Variant("plan", "", plan=Path("plan.json"))
     plan = {"plan": lambda module, phase: KernelId("a" if module == "layers.0" else "b")}
-    found = check(record, rows, variants, process, rounds=3, kernel_at=plan)
+    found = checked(Pretended(), "a", "b", planned, rows=rows, kernel_at=plan)
     assert [each.changed_inputs for each in found] == [[], ["key"], [], ["key"]]
 
 
