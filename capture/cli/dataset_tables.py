@@ -83,7 +83,7 @@ def _figure(value: float, form: str) -> str:
 
 def _calls(entries: list[FileEntry]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    table.add_column("call", justify="right")
+    table.add_column("call", no_wrap=True)
     table.add_column("step", justify="right")
     table.add_column("B×H×S×D", no_wrap=True)
     table.add_column("size", justify="right", no_wrap=True)
@@ -93,14 +93,14 @@ def _calls(entries: list[FileEntry]) -> Table:
     table.add_column("module", overflow="fold")
     for entry in entries:
         origin = entry.origin
-        cells = [str(origin.call_index), str(origin.step), str(entry.header.shape)]
+        cells = [str(origin.step), str(entry.header.shape)]
         cells.append(human_bytes(entry.nbytes))
         if by_difficulty:
             cells.append("-" if origin.difficulty is None else f"{origin.difficulty:.2%}")
         module = _text(origin.module)
         if origin.derived:
             module += _text(f" (derived: {origin.derived})", "yellow")
-        table.add_row(*cells, module)
+        table.add_row(_text(entry.path.stem), *cells, module)
     return table
 
 

@@ -99,7 +99,7 @@ class SeenCalls:
             if phase == RECOMPUTE:
                 others[f"{component} ({phase})".strip()] += count.calls
             elif self._places.get(count) is None:
-                others[component or "other modules"] += count.calls
+                others[component or "other modules or phases"] += count.calls
             else:
                 eligible[component] += count.calls
                 kept[component] += count.kept

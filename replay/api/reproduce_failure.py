@@ -47,7 +47,7 @@ def reproduce(
 
     Args:
         dataset: a directory that `capture` wrote, an archive of one, an address, or a dataset.
-        call: the call's name, such as `llama-000007`.
+        call: the call's name, such as `llama-000003`.
         kernel: the kernel's name, or `FILE.py:FUNCTION`.
         out: a new directory.
         device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
@@ -65,7 +65,7 @@ def reproduce(
         Error: an argument cannot be used, the failure is intermittent, or `out` cannot be written.
 
     Example:
-        >>> reproduce("captured_inputs", "llama-000007", "sage1", "bug")
+        >>> reproduce("captured_inputs", "llama-000003", "sage1", "bug")
     """
     from replay.bench.settings import Settings
     from replay.kernels.registry import find

@@ -25,7 +25,7 @@ WARM_UP = 3
 replayed."""
 
 EXAMPLES = """\
-  replay profile --dir captured_inputs --call llama-000007 --kernels triton-fa3
+  replay profile --dir captured_inputs --call llama-000003 --kernels triton-fa3
   replay profile random -hq 24 -sq 4608 -d 128 --kernels torch-flash
 """
 

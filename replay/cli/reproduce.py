@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from replay.reproduce.reproducer import Reproduced
 
 EXAMPLES = """\
-  replay reproduce --dir captured_inputs --call llama-000007 --kernel sage1 --out bug
+  replay reproduce --dir captured_inputs --call llama-000003 --kernel sage1 --out bug
 """
 
 

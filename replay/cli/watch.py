@@ -35,7 +35,7 @@ Signature = dict[Path, tuple[int, int]]
 """Time of the last change, in nanoseconds, and size of each existing file."""
 
 EXAMPLES = """\
-  replay watch --dir captured_inputs --call llama-000007 --kernels mine.py:attention
+  replay watch --dir captured_inputs --call llama-000003 --kernels mine.py:attention
   replay watch random -hq 8 -sq 1024 -d 64 --kernels mine.py:attention
 """
 

@@ -35,6 +35,7 @@ def test_masks_in_words(mask: Tensor, said: str, tmp_path: Path) -> None:
     file = io.StringIO()
     show(load(tmp_path), Console(file=file, width=200))
     assert said in file.getvalue()
+    assert "\nmodel-000000 " in file.getvalue()  # the name that `replay --call` takes
 
 
 def test_pages_and_a_value_in_the_key_in_words(tmp_path: Path) -> None:
