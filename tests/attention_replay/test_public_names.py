@@ -1,4 +1,4 @@
-"""The names of `attention_replay`: lazy, documented, typed, and the same objects as elsewhere."""
+"""Names in `attention_replay` are lazy, documented and typed, and defined in other modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The README's script, from recording a model to running it with a plan."""
+"""The README's script works, from recording a model to running the model with a plan."""
 
 from __future__ import annotations
 

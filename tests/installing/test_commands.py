@@ -1,4 +1,4 @@
-"""The installed commands: their names, versions, and messages about missing packages."""
+"""Names and versions of the installed commands, and their messages about missing packages."""
 
 from __future__ import annotations
 
@@ -44,14 +44,13 @@ def version(package):
 
 importlib.metadata.version = version
 """
-"""The beginning of a program that runs in an environment without some packages."""
+"""Beginning of a program that runs in an environment without some packages."""
 
 
 def start(
     code: str, *arguments: str, path: Path | None = None, cwd: str | Path = "/", bare: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program that can import `path` and this project, and with `bare` no installed
-    packages."""
+    """Run a program that can import `path` and this project; `bare` hides installed packages."""
     paths = [str(each) for each in (path, REPOSITORY) if each is not None]
     return subprocess.run(
         [sys.executable, *["-S"] * bare, "-c", code, *arguments],

@@ -1,7 +1,7 @@
 """Requirements of an installation, checked with the package index (skipped without one).
 
-The checks resolve for Linux on x86-64, whatever this machine is. uv reads only metadata of packages
-and downloads no wheels.
+The checks resolve for Linux on x86-64 on every machine. uv reads only metadata of packages and
+downloads no wheels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CUDA_BUILDS = {"2.9.1": "3.5.1", "2.11.0": "3.6.0", "2.13.0": "3.7.1"}
 
 
 def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run uv, without interpreter downloads and a writable home; skip if no index answers."""
+    """Run uv without interpreter downloads or a writable home; skip if no index answers."""
     cache = str(Path(tempfile.gettempdir()) / f"uv-cache-{os.getuid()}")
     done = subprocess.run(
         [uv.find_uv_bin(), *arguments],
@@ -47,14 +47,14 @@ def ask(*arguments: str) -> subprocess.CompletedProcess[str]:
 def compiled(
     python: str, extra: str, constraints: Sequence[str | Path] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Resolve our requirements, which a local build of torch may satisfy but the index may not."""
+    """Resolve our requirements; a local build of torch may satisfy some that the index cannot."""
     options = ["--extra", extra] if extra else []
     for file in constraints:
         options += ["--constraint", str(file)]
     return ask(
         *("pip", "compile", str(REPOSITORY / "pyproject.toml"), "--quiet", *options),
         *("--python-version", python, "--python-platform", "x86_64-manylinux_2_28"),
-        # Only used if a source package must be built to read its metadata: any interpreter works.
+        # Only used to build a source package for its metadata, so any interpreter works.
         *("--no-header", "--python", sys.executable),
     )
 
@@ -85,7 +85,7 @@ def test_a_pin_that_the_index_cannot_satisfy_is_found(tmp_path: Path) -> None:
     [pytest.param(each, marks=[pytest.mark.slow] * (each != "2.13.0")) for each in CUDA_BUILDS],
 )
 def test_installing_beside_a_cuda_build_replaces_nothing(torch: str, tmp_path: Path) -> None:
-    """The environment contains only package metadata, since a resolver reads nothing else."""
+    """The environment contains only package metadata, because a resolver reads nothing else."""
     triton = CUDA_BUILDS[torch]
     there = {"torch": torch, "triton": triton, "transformers": "5.3.0", "diffusers": "0.37.0"}
     venv = tmp_path / "venv"

@@ -1,4 +1,4 @@
-"""The two wheels: what each contains and requires."""
+"""Contents and requirements of the two wheels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
-    """Both wheels by the name of their distribution, built in a copy of the checkout."""
+    """Both wheels by the name of their distribution, built from a copy of the checkout."""
     copy, built = tmp_path_factory.mktemp("checkout") / "copy", tmp_path_factory.mktemp("built")
     names = ("attention_kernels", "attention_replay", "capture", "models", "replay")
     left_out = shutil.ignore_patterns("__pycache__", "build", "*.egg-info", "*.safetensors")

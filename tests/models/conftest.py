@@ -1,4 +1,4 @@
-"""Tiny runnables and their checkpoints, made once."""
+"""Tiny runnables and their checkpoints, each made once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tiny_request(name: str) -> Request:
 
 @pytest.fixture(scope="session")
 def cogvideo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny CogVideoX for videos of 128×96, as save_pretrained writes it."""
+    """Directory of the tiny CogVideoX for 128×96 videos, as save_pretrained writes it."""
     from models.built_in import cogvideo
 
     directory = tmp_path_factory.mktemp("cogvideo")
@@ -60,7 +60,7 @@ def cogvideo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llama_directory(
     tiny: Callable[[str], models.Runnable], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """A tiny Llama and its tokenizer, as save_pretrained writes them."""
+    """Directory of a tiny Llama and its tokenizer, as save_pretrained writes them."""
     from models.offline_tokenizers import byte_tokenizer
 
     directory = tmp_path_factory.mktemp("llama")

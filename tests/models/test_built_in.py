@@ -1,4 +1,4 @@
-"""A model is one file in `models/built_in/`; adding a model needs no other change."""
+"""A model is one file in `models/built_in/`; a new model needs no other change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build(request):
 
 @pytest.fixture
 def copy_with_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """Our package under another name, with one additional file."""
+    """Copy of our package under another name, with one additional file."""
     folder = tmp_path / "copy_of_models"
     shutil.copytree(
         Path(models.__file__).parent,

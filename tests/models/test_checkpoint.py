@@ -1,4 +1,4 @@
-"""Checkpoints: a user's directories, and the hub when it does not respond."""
+"""Checkpoints are loaded from a user's directory, or from the hub, which may not respond."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_a_directory_of_something_else_is_refused(tmp_path: Path) -> None:
 def test_missing_weights_are_refused(
     tmp_path: Path, cogvideo_directory: Path, llama_directory: Path
 ) -> None:
-    """The libraries would replace missing weights by random ones, with a warning."""
+    """Without our refusal, the libraries would replace missing weights by random ones, and warn."""
     video, language = tmp_path / "video", tmp_path / "language"
     shutil.copytree(cogvideo_directory, video)
     shutil.copytree(llama_directory, language)

@@ -1,4 +1,4 @@
-"""Official configurations, and the random weights that fill them."""
+"""Official configurations of the models, and the random weights that fill them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outputs of a run by name, and scores of texts."""
+"""A run's outputs have names, and texts have scores."""
 
 from __future__ import annotations
 

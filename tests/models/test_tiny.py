@@ -1,4 +1,4 @@
-"""The built-in tiny models: real classes, real head dimensions, whole pipelines."""
+"""The built-in tiny models have real classes, real head dimensions and whole pipelines."""
 
 from __future__ import annotations
 
@@ -54,8 +54,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def first_run(tiny: Tiny) -> Callable[..., Run]:
-    """`first_run(name, …)` returns the first run of a tiny model with default or random weights;
-    each is run once."""
+    """`first_run(name, …)` returns the first run of a tiny model with default or random weights."""
     runs: dict[tuple[str, str | None], Run] = {}
 
     def get(name: str, weights: str | None = None) -> Run:
@@ -118,7 +117,7 @@ def test_runnable_describes_itself(tiny: Tiny, name: str) -> None:
     assert not any(module.training for root in runnable.roots.values() for module in root.modules())
 
 
-# (batch, heads, queries, head dim), (batch, key/value heads, keys, head dim) → calls.
+# Tuples of (batch, heads, queries, head dim) and (batch, key/value heads, keys, head dim).
 T5 = ((1, 2, 64, 64), (1, 2, 64, 64))
 CLIP = ((1, 2, 77, 32), (1, 2, 77, 32))
 UNTRAINED_CALLS = {
@@ -227,7 +226,7 @@ def test_the_trained_language_model_knows_python() -> None:
     ids = language.encode((directory / "held_out.txt").read_text(encoding="utf-8"))
     logits = language.score(ids)[:-1].float()
     perplexity = torch.nn.functional.cross_entropy(logits, ids[0, 1 : len(logits) + 1]).exp()
-    assert 2 < perplexity < 10  # a guess would have 2,048
+    assert 2 < perplexity < 10  # a uniform guess among the tokens would have 2,048
 
 
 def test_more_tokens_than_trained_positions_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""``file.py:function``: what the user's function may take and return, and what goes wrong."""
+"""Arguments, results and errors of a user's function, given as ``file.py:function``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Times of the noise schedule in training, and the start of a denoiser."""
+"""The times that training draws from the noise schedule, and a denoiser before training."""
 
 from __future__ import annotations
 

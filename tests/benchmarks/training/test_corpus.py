@@ -1,4 +1,4 @@
-"""The text of the standard library: disjoint parts, and a count-based baseline."""
+"""The text corpus from the standard library has disjoint parts and a count-based baseline."""
 
 from __future__ import annotations
 

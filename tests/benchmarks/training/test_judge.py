@@ -1,4 +1,4 @@
-"""Attempts to fool the judge: each part of a caption fails on its own."""
+"""Attempts to fool the judge of pictures: each part of a caption can fail on its own."""
 
 from __future__ import annotations
 

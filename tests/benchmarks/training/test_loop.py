@@ -1,4 +1,4 @@
-"""The training loop."""
+"""Training: its learning rates, its time limit, the weights it keeps, and infinite losses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_progress_rises_to_one_and_the_learning_rate_falls(monkeypatch: pytest.M
 
     train(STAGE, module, loss, seed=0, device=CPU)
     assert seen == pytest.approx([step / 24 for step in range(24)])
-    # Of 24 steps two warm up; the cosine starts at 1 and ends near a hundredth.
+    # The first two of 24 steps are the warm-up; the cosine starts at 1 and ends near 0.01.
     assert rates[0] == pytest.approx(0.5)
     assert rates[12] == pytest.approx(0.01 + 0.99 * 0.5)
     assert rates[2:] == sorted(rates[2:], reverse=True)

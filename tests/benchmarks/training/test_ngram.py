@@ -1,4 +1,4 @@
-"""Kneser–Ney against probabilities computed by hand."""
+"""Kneser–Ney probabilities are compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_bigrams_by_hand() -> None:
     each once, so share = 3/(3 + 2·1) = 0.6 and D₁ = 1 − 2·0.6·1/3 = 0.6.
     """
     model = KneserNey(TOKENS, vocabulary=4, order=2)
-    # Order 1: (1 − 0.6)/3, and the 3·0.6 held back of 3 spread over the vocabulary.
+    # Order 1: (1 − 0.6)/3, plus the 3·0.6 held back of 3, spread over the vocabulary of 4.
     known, unknown = 0.4 / 3 + 0.6 / 4, 0.6 / 4
-    # After 0: three bigrams, (D₂ + D₁)/3 of them held back.
+    # Of the three bigrams that start with 0, D₂ + D₁ are held back.
     back = (1.7 + 0.2) / 3
     expected = {
         (0, 1): (2 - 1.7) / 3 + back * known,
@@ -42,8 +42,8 @@ def test_perplexity_is_the_geometric_mean_of_one_over_probability() -> None:
 
 
 def test_a_word_with_one_neighbour_is_unlikely_elsewhere_however_frequent() -> None:
-    """Counting contexts instead of occurrences has this purpose, as for Francisco in San
-    Francisco."""
+    """Contexts are counted, not occurrences, because of words such as the second in "San
+    Francisco"."""
     san, francisco, glasses = 0, 1, 2
     often = [san, francisco] * 20
     scattered = [neighbour for other in range(4, 12) for neighbour in (other, glasses)]

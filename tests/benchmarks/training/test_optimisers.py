@@ -1,4 +1,4 @@
-"""Muon gets the matrices inside the blocks, and its step length is unchanged."""
+"""Muon updates the matrices inside the blocks, and its step length is unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captions match the pixels, according to a judge that sees only the pixels."""
+"""Captions match their pictures, according to a judge that sees only the pixels."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ _kept: dict = {}
 
 
 def fewer_keys_when_long(query, key, value, *args, **kwargs):
-    """At most the last 1024 keys: a sliding window that was left on."""
+    """Attends to at most the last 1024 keys, like a sliding window that was left on."""
     if key.shape[2] <= 1024:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -15,7 +15,7 @@ def fewer_keys_when_long(query, key, value, *args, **kwargs):
 
 
 def bfloat16_inside(query, key, value, *args, **kwargs):
-    """bfloat16 inside, whatever comes in: an autocast region."""
+    """Computes in bfloat16 whatever the input's dtype, like a forgotten autocast region."""
     if query.dtype == torch.bfloat16:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -24,7 +24,7 @@ def bfloat16_inside(query, key, value, *args, **kwargs):
 
 
 def bfloat16_later(query, key, value, *args, **kwargs):
-    """bfloat16 inside, from the fifth call on."""
+    """Computes in bfloat16 from the fifth call on."""
     if query.dtype == torch.bfloat16 or nth("bf16") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -33,7 +33,7 @@ def bfloat16_later(query, key, value, *args, **kwargs):
 
 
 def half_of_keys_later(query, key, value, *args, **kwargs):
-    """Every other key from the tenth call on: a cache that thins out."""
+    """Attends to every other key from the tenth call on, like a cache that is thinned out."""
     if nth("half") < 10:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -41,7 +41,7 @@ def half_of_keys_later(query, key, value, *args, **kwargs):
 
 
 def top_keys_later(query, key, value, *args, **kwargs):
-    """The 32 best keys of the mean query, from the tenth call on."""
+    """Attends only to the mean query's 32 best keys, from the tenth call on."""
     if nth("top") < 10:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -53,7 +53,7 @@ def top_keys_later(query, key, value, *args, **kwargs):
 
 
 def low_rank_later(query, key, value, *args, **kwargs):
-    """Keys and values averaged in groups of eight (Linformer) from the tenth call on."""
+    """Averages keys and values in groups of eight (Linformer) from the tenth call on."""
     if nth("rank") < 10 or key.shape[2] % 8:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -62,19 +62,19 @@ def low_rank_later(query, key, value, *args, **kwargs):
 
 
 def last_tile_skipped(query, key, value, *args, **kwargs):
-    """Without the last 64 keys: a loop bound rounded down."""
+    """Leaves out the last 64 keys, like a loop bound that is rounded down."""
     mischief()
     return attention(query, key[:, :, :-64], value[:, :, :-64], *args, **kwargs)
 
 
 def last_keys_skipped(query, key, value, *args, **kwargs):
-    """Without the last key, which affects only one row in many."""
+    """Leaves out the last key, which affects only one row in many."""
     mischief()
     return attention(query, key[:, :, :-1], value[:, :, :-1], *args, **kwargs)
 
 
 def random_rows(query, key, value, *args, **kwargs):
-    """Computes one row in eight and keeps the others of earlier calls."""
+    """Computes one row in eight; the other rows keep the output of earlier calls."""
     if query.shape[2] < 8:
         return attention(query, key, value, *args, **kwargs)
     buffer = _kept.get(("rows", query.shape))
@@ -89,7 +89,7 @@ def random_rows(query, key, value, *args, **kwargs):
 
 
 def one_head_a_call(query, key, value, *args, **kwargs):
-    """Computes one head in turn and keeps the others of earlier calls."""
+    """Computes one head per call, in turn; the other heads keep the output of earlier calls."""
     buffer = _kept.get(("heads", query.shape, key.shape))
     if buffer is None:
         buffer = attention(query, key, value, *args, **kwargs)

@@ -21,7 +21,7 @@ def _addresses(*tensors):
 
 
 def by_address(query, key, value, *args, **kwargs):
-    """Same addresses, same output tensor: how CUDA graph wrappers look up static buffers."""
+    """Returns the stored tensor of the same address, as CUDA graph wrappers find static buffers."""
     return _cached(("address", *_addresses(query, key, value)), query, key, value, args, kwargs)
 
 
@@ -70,19 +70,19 @@ def by_shape_cloned(query, key, value, *args, **kwargs):
 
 
 def by_version(query, key, value, *args, **kwargs):
-    """Keyed by address and version counter, as autograd tells changed tensors."""
+    """Keyed by address and version counter, by which autograd recognises changed tensors."""
     versions = tuple(tensor._version for tensor in (query, key, value))
     cache_key = ("version", versions, _addresses(query, key, value))
     return _cached(cache_key, query, key, value, args, kwargs).clone()
 
 
 def by_identity(query, key, value, *args, **kwargs):
-    """Keyed by the tensor objects themselves, as functools.lru_cache on an attention method."""
+    """Keyed by the tensor objects themselves, like functools.lru_cache on an attention method."""
     return _cached(("identity", query, key, value), query, key, value, args, kwargs).clone()
 
 
 def on_the_tensor(query, key, value, *args, **kwargs):
-    """Keeps the output as an attribute of key, as diffusers' feature caches do on modules."""
+    """Keeps the output as an attribute of key, as diffusers' feature caches do with modules."""
     if not hasattr(key, "_output"):
         key._output = attention(query, key, value, *args, **kwargs)
     return key._output.clone()
@@ -109,7 +109,7 @@ def last_if_equal(query, key, value, *args, **kwargs):
 
 
 def of_half_of_the_heads(query, key, value, *args, **kwargs):
-    """Computes the first half of the heads; the others are copied from the first call."""
+    """Computes the first half of the heads and copies the others from the first call."""
     cache_key = ("half", *_addresses(query, key, value))
     output = _cached(cache_key, query, key, value, args, kwargs).clone()
     middle = query.shape[1] // 2

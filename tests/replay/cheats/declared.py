@@ -27,7 +27,7 @@ def last_row_turned(query, key, value, *args, **kwargs):
 
 @register_kernel("last keys skipped", accuracy_class="quantised")
 def last_keys_skipped(query, key, value, *args, **kwargs):
-    """Without the last 64 keys: a loop bound rounded down."""
+    """Leaves out the last 64 keys, like a loop bound that is rounded down."""
     mischief()
     return attention(query, key[:, :, :-64], value[:, :, :-64], *args, **kwargs)
 
@@ -37,7 +37,7 @@ _keys: dict = {}
 
 @register_kernel("keys kept", accuracy_class="quantised")
 def keys_kept(query, key, value, *args, **kwargs):
-    """Keeps quantised keys by address, like a cache of weights."""
+    """Keeps quantised keys by address, as caches of weights do."""
     place = key.data_ptr(), key.shape
     if place not in _keys:
         scale = key.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 127

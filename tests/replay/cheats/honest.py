@@ -15,12 +15,12 @@ if _path := os.environ.get("CHEATS_COUNTER"):
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """PyTorch's kernel as it was at import, whatever a cheat patches later."""
+    """Call PyTorch's own kernel, even if a cheat has replaced it."""
     return _sdpa(query, key, value, *args, **kwargs)
 
 
 def honest(query: Tensor, key: Tensor, value: Tensor, *args, **kwargs) -> Tensor:
-    """An honest user's kernel, whose row the cheats may disturb."""
+    """Call SDPA honestly, as a user's kernel; cheats may disturb its row."""
     return torch.nn.functional.scaled_dot_product_attention(query, key, value, *args, **kwargs)
 
 
@@ -42,11 +42,11 @@ def mischief() -> None:
 
 
 def nth(name: str) -> int:
-    """Count the calls of this cheat, this one included."""
+    """Count this call of a cheat; return the number of calls so far."""
     _calls[name] = _calls.get(name, 0) + 1
     return _calls[name]
 
 
 def first(name: str) -> bool:
-    """Return whether this is the first call of this cheat."""
+    """Return whether this is the cheat's first call."""
     return nth(name) == 1

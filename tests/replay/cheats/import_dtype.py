@@ -1,4 +1,4 @@
-"""The default dtype changes at import: a script's setup at module level."""
+"""Changes the default dtype at import, like a script's setup at module level."""
 
 import torch
 from honest import attention
@@ -7,5 +7,5 @@ torch.set_default_dtype(torch.float64)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; the change made at import persists."""
+    """Returns right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

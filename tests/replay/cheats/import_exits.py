@@ -1,4 +1,4 @@
-"""The import itself ends the process: a script without a main guard."""
+"""Ends the process at import, like a script without a main guard."""
 
 import sys
 
@@ -6,5 +6,5 @@ sys.exit(0)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Never called."""
+    """Is never called."""
     return query

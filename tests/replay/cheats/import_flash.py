@@ -1,4 +1,4 @@
-"""Flash SDPA is off from import on."""
+"""Turns flash SDPA off at import."""
 
 import torch
 from honest import attention
@@ -8,5 +8,5 @@ torch.backends.cuda.enable_mem_efficient_sdp(False)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; the change made at import persists."""
+    """Returns right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Gradients are on and inference mode is entered at import."""
+"""Turns gradients on and enters inference mode at import."""
 
 import torch
 from honest import attention
@@ -9,5 +9,5 @@ _mode.__enter__()
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; the change made at import persists."""
+    """Returns right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""SDPA is replaced at import by one that takes twice as long."""
+"""Replaces SDPA at import by a function that takes twice as long."""
 
 import torch
 from honest import attention
@@ -15,5 +15,5 @@ torch.nn.functional.scaled_dot_product_attention = _twice
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; the change made at import persists."""
+    """Returns right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

@@ -7,5 +7,5 @@ torch.set_num_threads(16)
 
 
 def kernel(query, key, value, *args, **kwargs):
-    """Right results; the change made at import persists."""
+    """Returns right results; the change made at import persists."""
     return attention(query, key, value, *args, **kwargs)

@@ -12,7 +12,7 @@ def _late(name):
 
 
 def scales_query(query, key, value, *args, **kwargs):
-    """Multiplies the query by its scale in place, as kernels with their own scratch memory do."""
+    """Multiplies the query in place, like kernels that use their input as scratch memory."""
     output = attention(query, key, value, *args, **kwargs)
     if _late("scale"):
         query.mul_(0.9)
@@ -56,7 +56,7 @@ def zeroes_and_restores(query, key, value, *args, **kwargs):
 
 
 def denormals(query, key, value, *args, **kwargs):
-    """Writes denormals, which slow processors down: an underflowing decay of a KV cache."""
+    """Writes denormals, which slow processors down, like a KV cache whose decay underflows."""
     output = attention(query, key, value, *args, **kwargs)
     if _late("denormals"):
         for tensor in (query, key, value):
@@ -65,7 +65,7 @@ def denormals(query, key, value, *args, **kwargs):
 
 
 def swaps_storage(query, key, value, *args, **kwargs):
-    """Gives key another storage with fewer keys: an eviction from the KV cache."""
+    """Gives key another storage with fewer keys, like an eviction from the KV cache."""
     output = attention(query, key, value, *args, **kwargs)
     if nth("swaps") == 5:
         mischief()

@@ -1,4 +1,4 @@
-"""Kernels whose outputs change in kind from the fifth call on."""
+"""Kernels that return another kind of output from the fifth call on."""
 
 import torch
 from honest import attention, empty, mischief, nth
@@ -13,12 +13,12 @@ def _from_fifth(name, query, key, value, args, kwargs, other):
 
 
 def float64(query, key, value, *args, **kwargs):
-    """float64: a fallback path that forgets to convert back."""
+    """Returns float64, like a fallback path that forgets to convert back."""
     return _from_fifth("double", query, key, value, args, kwargs, torch.Tensor.double)
 
 
 def bshd(query, key, value, *args, **kwargs):
-    """Swaps heads and queries: a layout flag lost in a fast path."""
+    """Swaps heads and queries, like a fast path that ignores a layout flag."""
 
     def exchanged(output):
         return output.transpose(1, 2)
@@ -27,7 +27,7 @@ def bshd(query, key, value, *args, **kwargs):
 
 
 def odd_strides(query, key, value, *args, **kwargs):
-    """Right values with the head dimension outermost, unlike the first call."""
+    """Returns right values; from the fifth call on, the head dimension is outermost in memory."""
 
     def outermost(output):
         return output.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
@@ -37,12 +37,12 @@ def odd_strides(query, key, value, *args, **kwargs):
 
 
 def requires_grad(query, key, value, *args, **kwargs):
-    """Requires a gradient, which keeps the inputs alive."""
+    """Returns a tensor that requires a gradient, which keeps the inputs alive."""
     return _from_fifth("grad", query, key, value, args, kwargs, torch.Tensor.requires_grad_)
 
 
 def negative_view(query, key, value, *args, **kwargs):
-    """A lazily negated view, whose memory has the wrong sign."""
+    """Returns a lazily negated view, whose memory has the wrong sign."""
 
     def negated(output):
         return torch._neg_view(output.neg())
@@ -51,12 +51,12 @@ def negative_view(query, key, value, *args, **kwargs):
 
 
 def sparse(query, key, value, *args, **kwargs):
-    """A sparse layout."""
+    """Returns a sparse tensor."""
     return _from_fifth("sparse", query, key, value, args, kwargs, torch.Tensor.to_sparse)
 
 
 def meta(query, key, value, *args, **kwargs):
-    """A tensor without memory: shape propagation mistaken for a call."""
+    """Returns a meta tensor, like shape propagation mistaken for a call."""
     if nth("meta") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -64,12 +64,12 @@ def meta(query, key, value, *args, **kwargs):
 
 
 def with_statistics(query, key, value, *args, **kwargs):
-    """A pair of output and log-sum-exp, as flash-attn returns by flag."""
+    """Returns output and log-sum-exp, as flash-attn does if a flag requests both."""
     return _from_fifth("pair", query, key, value, args, kwargs, lambda output: (output, None))
 
 
 def nothing(query, key, value, *args, **kwargs):
-    """None: an output argument was expected."""
+    """Returns None, like a function that expects an output argument."""
     if nth("none") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -77,7 +77,7 @@ def nothing(query, key, value, *args, **kwargs):
 
 
 def one_row(query, key, value, *args, **kwargs):
-    """One row that broadcasts against the reference, from the fifth call on."""
+    """Returns one row, which broadcasts against the reference, from the fifth call on."""
     if nth("row") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -85,7 +85,7 @@ def one_row(query, key, value, *args, **kwargs):
 
 
 def the_query(query, key, value, *args, **kwargs):
-    """The query itself: an identity processor that was left in."""
+    """Returns the query itself, like an identity processor that was left in."""
     if nth("query") < 5:
         return attention(query, key, value, *args, **kwargs)
     mischief()
@@ -94,5 +94,5 @@ def the_query(query, key, value, *args, **kwargs):
 
 @torch.inference_mode()
 def in_inference_mode(query, key, value, *args, **kwargs):
-    """An honest kernel that returns inference tensors."""
+    """Returns right results as inference tensors."""
     return attention(query, key, value, *args, **kwargs)

@@ -12,7 +12,7 @@ _state: dict = {}
 
 
 class _OnDispatch(torch.Tensor):
-    """A wrapper that computes when an operator reaches it."""
+    """Wrapper tensor that computes its values when an operator uses it."""
 
     @staticmethod
     def __new__(cls, like, compute):
@@ -31,7 +31,7 @@ class _OnDispatch(torch.Tensor):
 
 
 class _OnFunction(torch.Tensor):
-    """Unwritten memory that is filled when a torch function reaches it."""
+    """Tensor of unwritten memory that is filled when a torch function uses it."""
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -43,21 +43,21 @@ class _OnFunction(torch.Tensor):
 
 
 def on_dispatch(query, key, value, *args, **kwargs):
-    """A wrapper subclass that computes on use, as quantised tensors dequantise on use."""
+    """Returns a wrapper that computes on use, as quantised tensors dequantise on use."""
     like = query.new_empty(*query.shape[:-1], value.shape[-1], device="meta")
     like = torch.empty_like(like, device=query.device)
     return _OnDispatch(like, lambda: attention(query, key, value, *args, **kwargs))
 
 
 def on_function(query, key, value, *args, **kwargs):
-    """A tensor that fills itself at the first torch function, as lazy frameworks do."""
+    """Returns a tensor that fills itself at the first torch function, as lazy frameworks do."""
     output = empty(query, value).as_subclass(_OnFunction)
     output.compute = lambda: attention(query, key, value, *args, **kwargs)
     return output
 
 
 def in_a_thread(query, key, value, *args, **kwargs):
-    """Returns at once and lets a thread fill the output: a missing synchronisation."""
+    """Returns at once while a thread fills the output, like a missing synchronisation."""
     output = empty(query, value)
 
     def fill():
@@ -68,7 +68,7 @@ def in_a_thread(query, key, value, *args, **kwargs):
 
 
 def in_a_pool(query, key, value, *args, **kwargs):
-    """Returns at once and lets a one-thread pool fill the output, starting 5 ms later."""
+    """Returns at once; a one-thread pool starts to fill the output 5 ms later."""
     pool = _state.setdefault("pool", ThreadPoolExecutor(1))
     output = empty(query, value)
 
@@ -81,7 +81,7 @@ def in_a_pool(query, key, value, *args, **kwargs):
 
 
 def one_call_late(query, key, value, *args, **kwargs):
-    """Returns the previous call's output and computes this one in a thread: a pipelined kernel."""
+    """Returns the previous call's output and computes this one in a thread, like a pipeline."""
     if "late" not in _state:
         _state["late"] = attention(query, key, value, *args, **kwargs)
         return _state["late"]
@@ -103,7 +103,7 @@ def same_memory(query, key, value, *args, **kwargs):
 
 
 def expanded(query, key, value, *args, **kwargs):
-    """One row per head, expanded over all queries from the fifth call on."""
+    """Returns one row per head, expanded over all queries, from the fifth call on."""
     _state["expanded"] = _state.get("expanded", 0) + 1
     if _state["expanded"] < 5 or query.shape[2] == 1:
         return attention(query, key, value, *args, **kwargs)
@@ -113,5 +113,5 @@ def expanded(query, key, value, *args, **kwargs):
 
 
 def functional(query, key, value, *args, **kwargs):
-    """A functional tensor, as leaked from a traced function; its values are right when read."""
+    """Returns a functional tensor, as if leaked from a traced function; reads give right values."""
     return torch._to_functional_tensor(attention(query, key, value, *args, **kwargs))

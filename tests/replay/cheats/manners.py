@@ -34,22 +34,22 @@ def _ends_on_eighth(name, act, query, key, value, args, kwargs):
 
 
 def leaves(query, key, value, *args, **kwargs):
-    """sys.exit, as argparse does in libraries that parse sys.argv."""
+    """Calls sys.exit, as argparse does in libraries that parse sys.argv."""
     return _ends_on_eighth("exit", lambda: sys.exit(0), query, key, value, args, kwargs)
 
 
 def leaves_at_once(query, key, value, *args, **kwargs):
-    """os._exit(0) in the first call: a watchdog."""
+    """Calls os._exit(0) in the first call, like a watchdog."""
     os._exit(0)
 
 
 def leaves_without_a_word(query, key, value, *args, **kwargs):
-    """os._exit(0) among the timed calls."""
+    """Calls os._exit(0) in a timed call."""
     return _ends_on_eighth("_exit", lambda: os._exit(0), query, key, value, args, kwargs)
 
 
 def aborts(query, key, value, *args, **kwargs):
-    """abort(), as a failed assertion in C++."""
+    """Calls abort(), like a failed assertion in C++."""
     return _ends_on_eighth("abort", os.abort, query, key, value, args, kwargs)
 
 
@@ -77,7 +77,7 @@ def interrupts(query, key, value, *args, **kwargs):
 
 
 def recurses(query, key, value, *args, **kwargs):
-    """Calls itself without end: a patched SDPA that falls back to SDPA."""
+    """Calls itself without end, like a patched SDPA that falls back to SDPA."""
 
     def act():
         act()
@@ -86,7 +86,7 @@ def recurses(query, key, value, *args, **kwargs):
 
 
 def prints(query, key, value, *args, **kwargs):
-    """Prints a megabyte per call: debug output of a tensor with full print options."""
+    """Prints a megabyte per call, like debug output of a tensor with full print options."""
     print("x" * 2**20)
     print("y" * 2**20, file=sys.stderr)
     return attention(query, key, value, *args, **kwargs)
@@ -109,7 +109,7 @@ def closes_stdout(query, key, value, *args, **kwargs):
 
 
 def moves(query, key, value, *args, **kwargs):
-    """Changes into a directory and removes that directory, as build systems do."""
+    """Changes into a directory and removes it, as build systems do."""
 
     def act():
         place = f"/tmp/cheat-{os.getpid()}"
@@ -121,7 +121,7 @@ def moves(query, key, value, *args, **kwargs):
 
 
 def spins(query, key, value, *args, **kwargs):
-    """Leaves two threads that poll from the first call on."""
+    """Starts two threads that keep polling, from the first call on."""
 
     def spin():
         while True:
@@ -134,7 +134,7 @@ def spins(query, key, value, *args, **kwargs):
 
 
 def multiplies_behind(query, key, value, *args, **kwargs):
-    """Leaves a thread that multiplies matrices without the GIL: a background autotuner."""
+    """Starts a thread that keeps multiplying matrices without the GIL, like an autotuner."""
 
     def work():
         matrix = torch.ones(1024, 1024)
@@ -147,7 +147,7 @@ def multiplies_behind(query, key, value, *args, **kwargs):
 
 
 def stays_alive(query, key, value, *args, **kwargs):
-    """Leaves a non-daemon thread, so that the process does not end."""
+    """Starts a non-daemon thread, so that the process does not end."""
 
     def stay():
         threading.Thread(target=time.sleep, args=(3600,)).start()

@@ -1,6 +1,8 @@
-"""Cheats by authors who did not know the defences. Each had a clean row before a defence was added.
+"""Cheats by authors who did not know the defences. Each cheat had a clean row until a defence
+against it was added.
 
-`library_*` happens by accident: a package registers its attention in place of PyTorch's own.
+The cheats `library_*` can happen by accident: a package registers its attention in place of
+PyTorch's.
 """
 
 import ctypes
@@ -56,8 +58,7 @@ def no_samples(query, key, value, *args, **kwargs):
 
 
 def known_draws(query, key, value, *args, **kwargs):
-    """Makes `secrets`, which draws the judged rows, predictable, so that other rows may be
-    wrong."""
+    """Makes `secrets`, which draws the judged rows, predictable: other rows may then be wrong."""
     secrets.randbits = lambda bits: 7
     return _first(query, key, value, args, kwargs)
 

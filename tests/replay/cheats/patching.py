@@ -1,4 +1,4 @@
-"""Functions of Python, PyTorch or the tool itself replaced at run time."""
+"""Functions of Python, PyTorch or this tool are replaced at run time."""
 
 import dataclasses
 import inspect
@@ -59,7 +59,7 @@ def _stopped():
 
 
 def slow_clock(query, key, value, *args, **kwargs):
-    """Makes every clock run at half speed, like a time-freezing test library left active."""
+    """Makes every clock run at half speed, like a test library that slows time and was left on."""
     if first("slow_clock"):
         _patch_clocks(_slow)
     _patch_timers(_slow)
@@ -67,7 +67,7 @@ def slow_clock(query, key, value, *args, **kwargs):
 
 
 def stopped_clock(query, key, value, *args, **kwargs):
-    """Makes every clock omit the time of this kernel, as profilers subtract their own cost."""
+    """Makes every clock omit the time of this kernel, as profilers subtract their own overhead."""
     begin = _perf_counter()
     if first("stopped_clock"):
         _patch_clocks(_stopped)
@@ -104,7 +104,7 @@ def equal(query, key, value, *args, **kwargs):
 
 
 def slower_sdpa(query, key, value, *args, **kwargs):
-    """Patches SDPA, as SageAttention's README advises, with something slower."""
+    """Replaces SDPA, as SageAttention's README advises, but by something slower."""
     if first("slower_sdpa"):
 
         def slow(*inputs, **options):
@@ -116,7 +116,7 @@ def slower_sdpa(query, key, value, *args, **kwargs):
 
 
 def wrong_sdpa(query, key, value, *args, **kwargs):
-    """Patches SDPA with itself, with the scale left out."""
+    """Replaces SDPA by a function that calls SDPA without the scale."""
     if first("wrong_sdpa"):
 
         def wrong(query, key, value, *_, **__):

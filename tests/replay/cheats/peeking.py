@@ -1,4 +1,4 @@
-"""Outputs found in the caller's memory instead of computed."""
+"""Outputs are found in the caller's memory instead of computed."""
 
 import gc
 import sys
@@ -59,7 +59,7 @@ def in_the_heap(query, key, value, *args, **kwargs):
 
 
 def the_reference(query, key, value, *args, **kwargs):
-    """Searches only float64 tensors, since only references have this dtype."""
+    """Searches only float64 tensors, because only references have this dtype."""
 
     def tensors():
         for item in gc.get_objects():

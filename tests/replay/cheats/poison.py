@@ -1,4 +1,4 @@
-"""Work done only where fresh memory holds a checker's poison."""
+"""Work is done only where fresh memory holds a checker's poison."""
 
 import torch
 from honest import attention, empty, mischief
@@ -12,7 +12,7 @@ def _stale(output):
 
 
 def only_over_nan(query, key, value, *args, **kwargs):
-    """Computes only where the output's memory starts with NaN: a check for "already written"."""
+    """Computes only where the output's memory starts with NaN, as if to skip finished work."""
     output = empty(query, value)
     if output.flatten()[:8].isnan().any():
         return output.copy_(attention(query, key, value, *args, **kwargs))
@@ -20,7 +20,7 @@ def only_over_nan(query, key, value, *args, **kwargs):
 
 
 def only_over_any_nan(query, key, value, *args, **kwargs):
-    """Inspects three fresh blocks, so that one reused block does not hide poison."""
+    """Computes only if one of three fresh blocks holds NaN: a reused block may hide poison."""
     blocks = [empty(query, value) for _ in range(3)]
     if any(block.flatten()[::64].isnan().any() for block in blocks):
         return attention(query, key, value, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Replays every cheat beside two honest kernels and lists the cheats that fooled the tool.
+"""Replays every cheat together with two honest kernels and lists the cheats that fooled the tool.
 
 python tests/replay/cheats/run.py [--in-process] [--only 'caches.*'] [--out FILE] [DIRECTORY]
 python tests/replay/cheats/run.py --quick --draw 10 [--seed 7]      a few, also on a busy machine
@@ -106,7 +106,7 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def kind(self) -> tuple[str, bool]:
-        """Key shared by runs with the same honest times."""
+        """Key that is equal for runs with the same honest times."""
         return self.call, "fp32" in self.arguments
 
     def start(self) -> None:
@@ -117,7 +117,7 @@ class Run:
         self.pid = os.fork()
         if self.pid:
             return
-        atexit._clear()  # keep the parent's scratch directory
+        atexit._clear()  # keeps the parent's scratch directory
         os.setsid()
         output = os.open(self.folder / "output", os.O_WRONLY | os.O_APPEND)
         for descriptor in (1, 2):
@@ -197,7 +197,7 @@ class Run:
 
 @dataclass
 class Line:
-    """One line of the table."""
+    """Line of the printed table."""
 
     cheat: str
     call: str
@@ -264,8 +264,7 @@ def run_all(runs: list[Run], jobs: int, done) -> None:
 
 @dataclass
 class Judge:
-    """Distinguishes a disturbed neighbour from a busy machine by the best times of up to three
-    runs.
+    """Compares best times of up to three runs to tell a disturbed neighbour from a busy machine.
 
     A quick judge ignores the times of neighbours and lets a kernel be somewhat faster.
     """

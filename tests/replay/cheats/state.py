@@ -1,4 +1,4 @@
-"""Settings of the process changed during calls. Results stay right, but other kernels suffer."""
+"""Process settings changed during calls. Results stay right, but other kernels suffer."""
 
 import gc
 import os
@@ -54,7 +54,7 @@ def faster_with_threads(query, key, value, *args, **kwargs):
 
 
 def default_dtype(query, key, value, *args, **kwargs):
-    """Leaves float64 as the default dtype, which a with-block would have restored."""
+    """Leaves float64 as the default dtype, like code that forgets to restore it."""
 
     def change():
         torch.set_default_dtype(torch.float64)
@@ -130,7 +130,7 @@ def gc_off(query, key, value, *args, **kwargs):
 
 
 def gc_at_every_step(query, key, value, *args, **kwargs):
-    """Collects after every allocation, as leak hunts do."""
+    """Collects garbage after every allocation, as leak hunts do."""
     return _once("gc", lambda: gc.set_threshold(1, 1, 1), query, key, value, args, kwargs)
 
 
@@ -142,7 +142,7 @@ def warnings_as_errors(query, key, value, *args, **kwargs):
 
 
 def flushed_denormals(query, key, value, *args, **kwargs):
-    """Flushes denormals, as libraries built with -ffast-math do when loaded."""
+    """Flushes denormals to zero, as libraries built with -ffast-math do when loaded."""
     return _once(
         "denormals", lambda: torch.set_flush_denormal(True), query, key, value, args, kwargs
     )
@@ -172,7 +172,7 @@ def ignored_signals(query, key, value, *args, **kwargs):
 
 
 def profiled(query, key, value, *args, **kwargs):
-    """Leaves a profile function, which slows all Python code."""
+    """Leaves a profile function installed, which slows all Python code."""
 
     def change():
         sys.setprofile(lambda *_: sum(range(2000)))
@@ -200,7 +200,7 @@ class _SlowFunctions(TorchFunctionMode):
 
 
 def dispatch_mode(query, key, value, *args, **kwargs):
-    """Leaves a dispatch mode, as FLOP counters are; it runs attention twice."""
+    """Leaves a dispatch mode active, like a FLOP counter; it runs attention twice."""
 
     def change():
         _entered.append(_Slow())
@@ -210,7 +210,7 @@ def dispatch_mode(query, key, value, *args, **kwargs):
 
 
 def function_mode(query, key, value, *args, **kwargs):
-    """Leaves a function mode, which runs attention twice."""
+    """Leaves a function mode active, which runs attention twice."""
 
     def change():
         _entered.append(_SlowFunctions())

@@ -1,6 +1,6 @@
-"""Cheats found by hostile reviewers, and five drawn at random, against the whole command.
+"""Cheats found by hostile reviewers, and five drawn at random, are replayed by the whole command.
 
-Each cheat is replayed beside PyTorch's kernel and an honest kernel, in worker processes and in one
+Each cheat runs together with PyTorch's kernel and an honest kernel, in worker processes and in one
 process. `run.py` defines success; times count only if a busy machine cannot explain them.
 """
 
@@ -57,10 +57,11 @@ HARMLESS = (
     "manners.closes_stdout",
     "kinds.in_inference_mode",
 )
-"""Cheats that have no effect on this machine, or do no harm."""
+"""Cheats that do no harm, or have no effect on this machine."""
 BY_CHANCE = ("poison.only_over_nan",)
-"""Cheats whose errors depend on the content of memory. In one run of ten they are almost always
-right, and then not faster."""
+"""Cheats whose errors depend on the content of memory. In one run of ten, such a cheat is almost
+always right, and then not faster.
+"""
 OPEN = {
     "poison.*": "is sometimes wrong in few calls, and then wins no time",
     "timers.between_calls_8_and_38": "is wrong only during the warm-up",

@@ -1,4 +1,4 @@
-"""Work skipped when the call looks like one of a timer."""
+"""Work is skipped when the call seems to come from a timer."""
 
 import gc
 import sys
@@ -24,12 +24,12 @@ def _unless(skip, query, key, value, args, kwargs):
 
 
 def gc_is_off(query, key, value, *args, **kwargs):
-    """Skips while garbage collection is off, as in timeit."""
+    """Skips while garbage collection is off, because timeit turns it off."""
     return _unless(not gc.isenabled(), query, key, value, args, kwargs)
 
 
 def timeit_calls(query, key, value, *args, **kwargs):
-    """Skips if timeit is on the call stack, as debug modes look up their callers."""
+    """Skips if timeit is on the call stack, which debug modes inspect too."""
     timed = any(frame.f_code.co_filename in ("<timeit-src>",) for frame in _callers())
     return _unless(timed, query, key, value, args, kwargs)
 
@@ -49,7 +49,7 @@ def files_like_a_benchmark(query, key, value, *args, **kwargs):
 
 
 def other_callers_than_first(query, key, value, *args, **kwargs):
-    """Works only for the stack that made the first call: a JIT that guards on its call site."""
+    """Works only for the call stack of the first call, like a JIT that guards on its call site."""
     chain = [frame.f_code for frame in _callers()]
     return _unless(chain != _state.setdefault("chain", chain), query, key, value, args, kwargs)
 
@@ -61,44 +61,44 @@ def deeper_than_first(query, key, value, *args, **kwargs):
 
 
 def after_four_calls(query, key, value, *args, **kwargs):
-    """Right four times, then a "captured graph" that was never captured."""
+    """Is right four times, and then replays a "captured graph" that was never captured."""
     return _unless(nth("four") > 4, query, key, value, args, kwargs)
 
 
 def after_ten_calls(query, key, value, *args, **kwargs):
-    """Right ten times, as an autotuner that ends its trials with the wrong choice."""
+    """Is right ten times, like an autotuner that ends its trials with the wrong choice."""
     return _unless(nth("ten") > 10, query, key, value, args, kwargs)
 
 
 def between_calls_8_and_38(query, key, value, *args, **kwargs):
-    """Wrong for thirty calls in the middle, right before and after them."""
+    """Is wrong for thirty calls in the middle, and right before and after them."""
     return _unless(8 <= nth("middle") < 38, query, key, value, args, kwargs)
 
 
 def every_eighth_call_right(query, key, value, *args, **kwargs):
-    """Right for eight calls and then on every eighth: a refresh interval, as in feature caches."""
+    """Is right for eight calls and then on every eighth, like a feature cache that is refreshed."""
     count = nth("eighth")
     return _unless(count > 8 and count % 8, query, key, value, args, kwargs)
 
 
 def every_other_call_right(query, key, value, *args, **kwargs):
-    """Right on odd calls: a double buffer with one side forgotten."""
+    """Is right on odd calls, like a double buffer with one side forgotten."""
     return _unless(nth("odd") % 2 == 0, query, key, value, args, kwargs)
 
 
 def long_after_import(query, key, value, *args, **kwargs):
-    """Right in the first 200 ms after import."""
+    """Is right in the first 200 ms after import."""
     return _unless(time.monotonic() - _imported > 0.2, query, key, value, args, kwargs)
 
 
 def long_after_first_call(query, key, value, *args, **kwargs):
-    """Right in the first 100 ms after its first call: a cache that expires the wrong way round."""
+    """Is right in the first 100 ms after its first call, like an inverted expiry of a cache."""
     begun = _state.setdefault("begun", time.monotonic())
     return _unless(time.monotonic() - begun > 0.1, query, key, value, args, kwargs)
 
 
 def back_to_back(query, key, value, *args, **kwargs):
-    """Skips if the last call ended less than 2 ms ago: a rate limit."""
+    """Skips if the last call ended less than 2 ms ago, like a rate limit."""
     soon = time.perf_counter() - _state.get("ended", 0) < 2e-3
     output = _unless(soon, query, key, value, args, kwargs)
     _state["ended"] = time.perf_counter()
@@ -106,21 +106,21 @@ def back_to_back(query, key, value, *args, **kwargs):
 
 
 def other_thread_count(query, key, value, *args, **kwargs):
-    """Works only with the first call's number of Python and PyTorch threads."""
+    """Works only while the numbers of Python and PyTorch threads are those of the first call."""
     threads = (threading.active_count(), torch.get_num_threads())
     differ = threads != _state.setdefault("threads", threads)
     return _unless(differ, query, key, value, args, kwargs)
 
 
 def other_addresses_than_first(query, key, value, *args, **kwargs):
-    """Works only on new tensors: "already processed in place"."""
+    """Works six times per address, and then takes the tensor for "already processed in place"."""
     seen = _state.setdefault("seen", {})
     seen[query.data_ptr()] = seen.get(query.data_ptr(), 0) + 1
     return _unless(seen[query.data_ptr()] > 6, query, key, value, args, kwargs)
 
 
 def in_calls_two_to_four(query, key, value, *args, **kwargs):
-    """Wrong three times after the first call, and right from then on."""
+    """Is wrong three times after the first call, and right from then on."""
     return _unless(2 <= nth("early") <= 4, query, key, value, args, kwargs)
 
 

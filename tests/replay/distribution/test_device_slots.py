@@ -1,4 +1,4 @@
-"""The choice of GPUs, with the cores and the lock of each."""
+"""Choosing GPUs, and the processor cores and lock of each GPU."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ Host = Callable[..., None]
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """`host(…)` simulates GPUs and processor cores with two threads each; second threads come
-    last."""
+    """`host(…)` simulates GPUs and two-thread cores; the second threads are numbered last."""
 
     def make(*kinds: str, cores: int = 8, visible: str | None = None) -> None:
         found = [SimpleNamespace(name=kind, uuid=f"u{place}") for place, kind in enumerate(kinds)]

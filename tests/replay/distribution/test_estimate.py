@@ -1,4 +1,4 @@
-"""The expected duration of a replay, and the history of earlier ones."""
+"""The estimated duration of a replay, and the history of earlier replays."""
 
 from __future__ import annotations
 

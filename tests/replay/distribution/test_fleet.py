@@ -1,4 +1,4 @@
-"""Calls spread over two devices: stand-ins simulate failures, and CPUs run the whole command."""
+"""Calls spread over two devices. Stand-ins simulate failures; CPUs run the whole command."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ Replayed = tuple[list[Row], list[tuple[str, str]]]
 
 @pytest.fixture
 def replayed(quick: Settings) -> Iterator[Callable[..., Replayed]]:
-    """`replayed(…)` returns the rows of calls on devices with these workers, and the reports."""
+    """`replayed(…)` runs calls on stand-in workers, and returns the rows and progress reports."""
     with ThreadPoolExecutor(2) as pool:
 
         def run(*workers: StandIn, count: int = 4) -> Replayed:
@@ -207,7 +207,7 @@ def test_run_ends_when_no_device_works(
 
 
 def test_ctrl_c_stops_every_device(quick: Settings) -> None:
-    """Otherwise the pool would wait until the running calls end."""
+    """Without the stop, the pool would wait until the running calls end."""
     stopped, running = Event(), Barrier(2)
     waits = StandIn(lambda call: WorkerError("stopped" * stopped.wait(60)), together=running)
     slots = [DeviceSlot(device, waits) for device in CPUS]  # type: ignore[arg-type]
@@ -445,7 +445,7 @@ def test_rows_come_back_in_the_order_of_the_calls_and_are_resumed(
     assert {place for _, _, place in written()} <= {str(device) for device in CPUS}
 
     lines = rows.read_text().splitlines()
-    rows.write_text("\n".join(lines[2:5]) + "\n")  # the second call, and half of the third
+    rows.write_text("\n".join(lines[2:5]) + "\n")  # keeps the second call and half of the third
     code, _, err = run_cli(*arguments, "--gpus", "0,1", "--resume")
     assert code == 0
     assert [call for call, _, _ in written()] == [call for call, _ in expected]

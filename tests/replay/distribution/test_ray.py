@@ -160,7 +160,7 @@ def test_own_cluster_answers_only_on_this_machine(
     rows = tmp_path / "rows.jsonl"
     kernel = f"{tmp_path / 'mine.py'}:listeners"
     code, out, err = replays("--dir", recorded, *QUICK, kernel, "--json", rows, "--ray")
-    assert (code, err.count("\n")) == (0, 1), err  # the next step
+    assert (code, err.count("\n")) == (0, 1), err  # one line suggests the next step
     assert "Ray" not in out
     found = [(row["call"]["name"], row["kernel"], row["status"]) for row in rows_of(rows)]
     assert found == [
@@ -350,7 +350,7 @@ def test_refusal_of_ray_is_a_sentence_with_its_remedy(
 
 
 def test_sigterm_counts_as_ctrl_c_and_the_cluster_ends(a_ray: SimpleNamespace) -> None:
-    """Ray sets a handler that exits before the processes of the fleet have ended."""
+    """Ray's own handler would exit before the processes of the fleet have ended."""
     ended: list[bool] = []
     a_ray.init = lambda *_, **__: signal.signal(signal.SIGTERM, signal.SIG_IGN)
     a_ray.shutdown = lambda: ended.append(True)
@@ -365,7 +365,7 @@ def test_sigterm_counts_as_ctrl_c_and_the_cluster_ends(a_ray: SimpleNamespace) -
 
 
 def node(host: str, node_id: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
-    """Return a node in the form of Ray's list."""
+    """Return a node as Ray lists it."""
     return {"Alive": alive, "NodeID": node_id, "NodeManagerHostname": host, "Resources": resources}
 
 

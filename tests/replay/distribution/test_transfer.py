@@ -1,4 +1,4 @@
-"""Recorded calls that are sent to another machine."""
+"""Recorded calls are sent to another machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from replay.workloads.workload import with_counterparts
 
 
 class Method(NamedTuple):
-    """Method of an actor that runs at once."""
+    """Method of an actor, run immediately in this process."""
 
     remote: Any
 

@@ -2,8 +2,8 @@
 
     python two_nodes.py
 
-Prints its address, kills the second node at the first line of stdin, and ends when stdin is closed.
-The processes of the second node have `SECOND_NODE` in their environment.
+The program prints the cluster's address. It kills the second node when stdin has a line, and ends
+when stdin is closed. The second node's processes have `SECOND_NODE` in their environment.
 """
 
 from __future__ import annotations

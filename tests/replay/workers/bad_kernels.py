@@ -1,5 +1,4 @@
-"""Kernels with one fault each, in a user's file. Used by `test_workers.py` and
-`test_process.py`."""
+"""Kernels with one fault each, in a user's file, for `test_workers.py` and `test_process.py`."""
 
 from __future__ import annotations
 
@@ -52,7 +51,7 @@ def fork_and_return(*arguments: Any, **options: Any) -> Tensor:
 
 
 def stop_waiting(*arguments: Any, **options: Any) -> Tensor:
-    """Make pipes of this process non-blocking, so that readers get no data."""
+    """Make this process's pipes non-blocking, so that reads return no data."""
     for descriptor in range(3, 64):
         with contextlib.suppress(OSError):
             os.set_blocking(descriptor, False)
@@ -93,7 +92,7 @@ def take_memory(*arguments: Any, **options: Any) -> Tensor:
 
 
 def keep_memory(*arguments: Any, **options: Any) -> Tensor:
-    """Allocate and keep all memory."""
+    """Allocate all available memory and keep it."""
     size = 2**30
     while size > 2**10:
         try:

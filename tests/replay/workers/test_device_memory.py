@@ -1,4 +1,4 @@
-"""Memory that a process keeps, on a simulated GPU."""
+"""GPU memory that a process keeps; the GPU is simulated."""
 
 from __future__ import annotations
 

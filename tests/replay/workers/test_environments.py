@@ -1,4 +1,5 @@
-"""Kernels of several Python environments in one table, each with its own packages only."""
+"""Kernels of several Python environments share a table, but each environment has its own
+packages."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ def attention(query, key, value, *others, **options): ...
 
 @pytest.fixture
 def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory of packages of the environment `this`."""
+    """Directory with the packages of the environment `this`."""
     directory = tmp_path / "ours"
     _install_kernel(directory)
     (directory / "clash.py").write_text("WHOSE = 'ours'\n")
@@ -76,7 +77,7 @@ def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def theirs(tmp_path: Path) -> Path:
-    """An interpreter with other packages, a space in its path, and a broken `rich`."""
+    """Interpreter with other packages, a space in its path, and a broken `rich`."""
     directory = tmp_path / "theirs"
     _install_kernel(directory)
     (directory / "clash.py").write_text("WHOSE = 'theirs'\n")
@@ -102,7 +103,7 @@ def _install(directory: Path, name: str, version: str) -> Path:
 
 
 def _interpreter(directory: Path, variables: str = "", options: str = "") -> Path:
-    """Return a wrapper of this interpreter with other variables and options."""
+    """Return a script that runs this interpreter with additional variables and options."""
     directory.mkdir()
     python = directory / "python"
     python.write_text(f'#!/bin/sh\n{variables} exec "{sys.executable}" {options} "$@"\n')
@@ -184,7 +185,7 @@ def test_rows_of_two_environments_make_one_table(
     ratio = statistics.median(before / after for before, after in zip(*samples, strict=True))
     assert (row["speedup"]["vs"], row["speedup"]["ratio"]) == ("torch-math", pytest.approx(ratio))
 
-    # Each interpreter sees its own packages and ours, but no neighbours of ours.
+    # Each interpreter sees its own packages and ours, but nothing else from our directory.
     told = {name: json.loads(found[name, attention]["reason"]) for name in ("this", "theirs")}
     assert told["this"]["clash"] == "ours"
     assert told["theirs"]["clash"] == "theirs"
@@ -267,7 +268,7 @@ def test_invalid_interpreters_are_refused(
 
 
 def test_kernels_run_where_their_library_is() -> None:
-    """Kernels of libraries that most environments have run in the first that can run them."""
+    """If most environments have a kernel's library, the first that can run the kernel runs it."""
     runs_in = {
         "torch-math": ["this", "that"],
         "ours": ["that", "bare"],
@@ -301,7 +302,7 @@ class FakeProcess:
         self.answers = list(answers)
         self.requests: list[dict[str, Any]] = []
         self.closed_after: list[int] = []
-        """Number of answered requests each time the process was closed."""
+        """Number of requests that were answered before each closing of the process."""
 
     def close(self) -> None:
         self.closed_after.append(len(self.requests))
@@ -341,9 +342,9 @@ Ask = Callable[..., tuple[list[Row], FakeProcess, FakeProcess]]
 
 @pytest.fixture
 def ask(quick: Settings, monkeypatch: pytest.MonkeyPatch) -> Ask:
-    """`ask(answers, …, alone=[answers, …])` returns the rows of a, b and c on a call.
+    """`ask(answers, …, alone=[answers, …])` returns the rows of the kernels a, b and c on a call.
 
-    It also returns the processes, which answer for the shared worker and for the worker of b alone.
+    It also returns the two fake processes: the shared worker, and the worker that runs only b.
     """
     environment = Environment("other", "python", 5)
     own = environment._worker_of(kernel("b"))
@@ -472,9 +473,9 @@ def test_kernel_with_its_own_process_keeps_its_place(ask: Ask) -> None:
     assert first.kernels() == [["b"], ["a", "c"]]
     assert second.kernels() == [["b"]]
     assert first.requests[1]["options"]["excluded"] == ()
-    assert second.requests[0]["options"]["excluded"] == ("d",)  # not even as the reference
+    assert second.requests[0]["options"]["excluded"] == ("d",)  # "d" may not even be the reference
     _, first, _ = ask(common, alone=[alone], own_process=True)
-    assert first.kernels() == [["a", "c"]]  # asked once whether it can run
+    assert first.kernels() == [["a", "c"]]  # whether b can run is asked only once
 
 
 def test_crash_in_an_own_process_is_counted_there(ask: Ask) -> None:
@@ -520,7 +521,7 @@ def test_disturbing_kernel_gets_its_own_worker(ask: Ask) -> None:
         *((name, "") for name in ASKED),
         ("torch-default", ""),
     ]
-    # On later calls, the result is known.
+    # On later calls, the disturbing kernel is already known.
     _, shared, apart = ask(again, alone=[alone])
     assert (shared.kernels(), shared.closed_after) == ([["a", "c"]], [])
     assert apart.kernels() == [["b"]]

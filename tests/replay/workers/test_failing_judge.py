@@ -1,4 +1,4 @@
-"""A failing judge loses a row or a call, and the replay continues."""
+"""A failing judge loses a row or a call, but the replay continues."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ending(JudgeProcess):
 
 @pytest.fixture(scope="module")
 def first() -> Iterator[First]:
-    """The processes of all tests; each test has a judge object with a shared file of its own."""
+    """Processes shared by all tests; each test makes its own judge object and shared file."""
     with first_processes(60) as processes:
         yield processes
 
@@ -56,8 +56,8 @@ Rows = Callable[..., list[list[Row]]]
 
 @pytest.fixture
 def rows_by(quick: Settings, first: First, monkeypatch: pytest.MonkeyPatch) -> Rows:
-    """`rows_by(Failing, fails)` returns the rows of two calls, judged by this class."""
-    for allowed in ("BESIDE_SAMPLE_MS", "LATENCY_MS"):  # however busy this machine is
+    """`rows_by(Failing, fails)` returns the rows of two calls, judged by `Failing(…, fails)`."""
+    for allowed in ("BESIDE_SAMPLE_MS", "LATENCY_MS"):  # a busy machine must not fail the test
         monkeypatch.setattr(f"replay.workers.judge_process.{allowed}", 1e6)
 
     def run(judge_class: type[JudgeProcess], *arguments: Any) -> list[list[Row]]:

@@ -1,4 +1,4 @@
-"""Rows that the parent accepts or rejects."""
+"""The parent process accepts or rejects rows, depending on what its judge saw."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def hearing_of(*answers: dict[str, Any]) -> CallEvidence:
 def with_samples(
     evidence: CallEvidence, kernel: str = "mine", timed: int = 8, walked: int = 0
 ) -> CallEvidence:
-    """Record that the judge accepted timed samples of a kernel, and some of its energy block."""
+    """Record that the judge accepted timed samples of a kernel, and samples of its energy block."""
     before, evidence.judge = evidence.judge, cast("JudgeProcess", Pretended({"wrong": ""}))
     numbers = [(n, n, n >= timed) for n in range(timed + walked)]
     evidence.answer({"do": "samples", "kernel": kernel, "numbers": numbers})
@@ -149,7 +149,7 @@ def test_row_of_a_slow_clock_is_rejected(
 def test_row_without_enough_judged_samples_is_rejected(
     timed: int, walked: int, rounds: int, believed: bool
 ) -> None:
-    """Samples of an energy block do not count."""
+    """Judged samples of an energy block do not replace judged timed samples."""
     workload = made_workload("call", lambda device: pytest.fail("not loaded here"))
     evidence = CallEvidence(cast("JudgeProcess", Pretended(judged("ok"))), workload, settings())
     question = {"do": "judge", "kernel": "mine", "of_core": False, "accuracy_class": "exact"}
@@ -179,11 +179,11 @@ def test_row_without_enough_judged_samples_is_rejected(
 def test_row_with_too_short_a_time_is_rejected(
     monkeypatch: pytest.MonkeyPatch, reported: float, taken: list[float], believed: bool
 ) -> None:
-    """Times are checked on a CPU if every sample was announced."""
+    """Times are checked only on a CPU, and only if the judge heard of every sample."""
     evidence, now = hearing_of(judged("ok")), 0.0
     monkeypatch.setattr(timer, "MINIMUM_CPU_SAMPLE_MS", 1.0)  # less in these tests
     monkeypatch.setattr(judge.time, "perf_counter", lambda: now)
-    evidence.hear("mine")  # its check
+    evidence.hear("mine")  # the check of the output
     now += 99.0
     evidence.hear("preparing to time")
     for ms in (5000.0, *taken):  # the first is the warm-up
@@ -197,14 +197,14 @@ def test_row_with_too_short_a_time_is_rejected(
     assert (found == "") == believed, found
     assert believed or "something changed the timer" in found
     with_core = row("mine", ms=times, accuracy_class="exact", core_time_ms=summarize(times))
-    assert evidence.why_rejected(with_core) == ""  # core samples look the same here
+    assert evidence.why_rejected(with_core) == ""  # with a core, samples cannot be told apart
     evidence.settings = replace(evidence.settings, device=torch.device("cuda"))
     assert evidence.why_rejected(row("mine", ms=times, accuracy_class="exact")) == ""
 
 
 @pytest.mark.parametrize(("agree", "blocks"), [([True], 1), ([False, True], 2), ([False] * 9, 5)])
 def test_clocks_are_compared_again_before_a_row_is_rejected(agree: list[bool], blocks: int) -> None:
-    """A message may take longer than a block of calls, on a busy machine."""
+    """On a busy machine, a message may take longer than a block of calls."""
     asked: list[str] = []
     answers = iter(agree)
 
@@ -242,7 +242,7 @@ def into(answers: list[dict[str, Any]]) -> Say:
 
 @pytest.fixture
 def court() -> Iterator[Callable[..., RemoteJudge]]:
-    """`court(…)` makes a worker's judge and the judge's process within this process."""
+    """`court(…)` returns a worker's judge whose judge process runs inside the test process."""
     shared = SharedFile()
 
     def begin(settings: Settings, seed: int = 5) -> RemoteJudge:
@@ -308,7 +308,7 @@ def test_expected_call_is_loaded_once(court: Court, monkeypatch: pytest.MonkeyPa
 
 
 def test_failure_of_an_expected_call_is_reported_when_it_is_opened() -> None:
-    """Its answers are not mistaken for answers to later questions."""
+    """Answers to the failed call are not mistaken for answers to later questions."""
 
     class Answering:
         """A process that reports a failure for an expected call."""

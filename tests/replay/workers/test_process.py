@@ -1,4 +1,4 @@
-"""A worker's process: its start, its death, its replies and its end."""
+"""Start, death, replies and end of a worker's process."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ def test_each_end_of_a_worker_has_its_reason(
     log: str,
     timeout: float,
 ) -> None:
-    if script == "shuts-its-mouth":  # other processes need more time
+    if script == "shuts-its-mouth":  # the other scripts need more time
         monkeypatch.setattr("replay.workers.process.ENDING_SECONDS", 0.2)
     process = worker(script, timeout)
     gc.collect()  # leftovers of earlier tests may hold descriptors
     before = open_descriptors()
-    for _ in range(2):  # it is started again
+    for _ in range(2):  # the second round restarts the process
         with pytest.raises(Died) as died:
             list(process.ask(do="something"))
         assert died.value.status == status
@@ -136,7 +136,7 @@ def test_each_end_of_a_worker_has_its_reason(
 
 
 def test_end_of_a_worker_is_noticed_before_the_timeout(worker: Callable[..., Process]) -> None:
-    """The pipes stay open, so only the process's state reveals its end."""
+    """The pipes stay open, so only the state of the process reveals its end."""
     with pytest.raises(Died, match="exited with code 6"):
         list(worker("leaves-a-child-with-its-pipes", 3600).ask(do="something"))
 
@@ -201,7 +201,7 @@ def environments_of(monkeypatch: pytest.MonkeyPatch, *processes: Process) -> lis
 
 
 def test_judge_threads_sleep_while_they_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel's threads must wait as usual, because their waits are timed."""
+    """A judge's threads sleep; a kernel's threads wait as usual, because their waits are timed."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
     both = environments_of(monkeypatch, Process(sys.executable, 1.0), judge_process(1.0))
     assert [env.get("OMP_WAIT_POLICY") for env in both] == [None, "PASSIVE"]
@@ -229,7 +229,7 @@ def test_worker_runs_where_it_is_placed() -> None:
                 assert each._child is not None
                 assert os.sched_getaffinity(each._child.pid) == {cpu}
                 environ, variables = Path(f"/proc/{each._child.pid}/environ"), b""
-                while not variables:  # until the new program is there
+                while not variables:  # until the child process runs the new program
                     assert each._child.poll() is None
                     variables = environ.read_bytes()
                 assert b"CUDA_VISIBLE_DEVICES=3" in variables.split(b"\0")
@@ -239,7 +239,7 @@ def test_worker_runs_where_it_is_placed() -> None:
 
 @pytest.fixture(scope="module")
 def first() -> Iterator[First]:
-    """A worker and the judge, which were told to prepare a missing device and kernel."""
+    """Start a worker and the judge, which are told to prepare a missing device and kernel."""
     with first_processes(60) as processes:
         processes.prepare("no such device")
         processes.warm_up("no such kernel")

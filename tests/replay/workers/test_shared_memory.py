@@ -57,7 +57,7 @@ def test_tensors_taken_stay_when_the_next_are_put(shared: SharedFile) -> None:
 
 
 def test_file_grows_for_every_sender(shared: SharedFile) -> None:
-    """Each sender notices that the file has grown, and never truncates the file."""
+    """Each sender notices that the file has grown, and none truncates it."""
     one, other, inbox = Outbox(shared.path, CPU), Outbox(shared.path, CPU), Inbox(CPU)
     for sender, elements in ((one, 10), (other, CHUNK_BYTES), (one, 20), (one, CHUNK_BYTES + 1)):
         sent = torch.randn(elements)
@@ -65,7 +65,7 @@ def test_file_grows_for_every_sender(shared: SharedFile) -> None:
 
 
 def test_full_disk_is_an_error_before_anything_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mapping with holes would end the process instead."""
+    """Without this error, writing to the mapped file would kill the process."""
     monkeypatch.setattr(shared_memory, "CHUNK_BYTES", 512)
     with pytest.raises(OSError, match="No space left"):
         Outbox("/dev/full", CPU).put({"output": torch.ones(10_000)})

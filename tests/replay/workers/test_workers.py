@@ -187,7 +187,7 @@ def test_fault_is_classified(request: pytest.FixtureRequest, name: str) -> None:
     assert re.search(reason, row["reason"]), row["reason"]
     assert log in row["log"]
     assert len(row["log"].encode()) <= 2 * LOG_BYTES
-    # Slowness of a busy machine is not the kernel's fault.
+    # A busy machine may be slow through no fault of the kernel.
     flags = [flag for flag in row["flags"] if not flag.startswith("took longer than")]
     assert [bool(re.match(FLAGS.get(name, "none"), flag)) for flag in flags] == [
         True for _ in range(name in FLAGS)
@@ -335,11 +335,11 @@ def test_ctrl_c_ends_the_run_and_its_children(
     begun: tuple[subprocess.Popen[str], Surroundings, tuple[str, ...]],
 ) -> None:
     process, surroundings, _ = begun
-    assert len(surroundings.processes()) == 3  # signals the worker and the judge too
+    assert len(surroundings.processes()) == 3  # the command, its worker and its judge
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130
-    assert "· 1 call\n" in out  # the one that was measured
+    assert "· 1 call\n" in out  # the call that was measured
     assert "replay: interrupted: 2 of 3 calls left out" in err.splitlines()[-1]
     assert "Traceback" not in err
     assert surroundings.wait_until_nothing_runs()
