@@ -20,13 +20,13 @@ from replay.timing.energy import measure_energy
 from replay.timing.gpu_state import NoReading, gpu_is_lost
 
 JUDGED_SAMPLES = 4
-"""Number of outputs to judge in each block, drawn after the block."""
+"""Number of outputs to judge in each block of calls, drawn at random after the block ends."""
 
 
 def with_energy(
     timed: TimedKernel, inputs: Inputs, process_state: ProcessState, seed: int, device: torch.device
 ) -> TimedKernel:
-    """Run a timed kernel alone for a second, and add the energy of a call.
+    """Measure the energy of a call, by running a timed kernel alone for a second.
 
     The inputs change a little before each call (`replay.isolation.input_perturbation`), so that the
     kernel cannot reuse an earlier result. Rows of some outputs are kept to be judged.
@@ -71,7 +71,7 @@ class _SampledCalls:
         self._perturbation = perturbation
         self._samples: list[Sample] = []
         self.fault = ""
-        """Fault in the form of an output; empty if there is none."""
+        """Wrong type, shape, dtype or device of an output, in words; empty if all were right."""
 
     def add(self, result: object) -> None:
         if wrong := malformed(result, self._call):

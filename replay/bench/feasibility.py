@@ -1,4 +1,4 @@
-"""The check that this machine can replay some shapes, made before anything starts."""
+"""The check, before a replay starts, that this machine can replay the requested shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ tensors."""
 def check_size(specs: list[Spec], device: torch.device, kernels: int) -> None:
     """Refuse shapes that do not fit into this machine's memory or would take very long.
 
-    The memory counts query, key, value and output, the float64 reference with its temporaries, and
-    the copy of the inputs to compare with. The time is limited only on a CPU. It counts the
-    reference and about ten runs of every kernel, at the rate of float32 matrix products.
+    The memory includes query, key, value and output, the float64 reference with its temporaries,
+    and a copy of the inputs for comparison. The time is limited only on a CPU. The time includes
+    the reference and about ten runs of every kernel, at the rate of float32 matrix products.
 
     Raises:
         ShapeError: a shape is too large; the message names the `--max-seq` that fits.
@@ -61,5 +61,5 @@ def _bytes_needed(spec: Spec) -> int:
 
 
 def _flops(spec: Spec) -> int:
-    """Count the operations of all pairs, because most kernels compute masked pairs too."""
+    """Count the operations of all query-key pairs, because most kernels compute masked ones too."""
     return flops.flops(spec.without_values())

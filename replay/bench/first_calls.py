@@ -1,4 +1,4 @@
-"""First calls of kernels on a call, which compile the kernels before any of them is timed."""
+"""The first run of each kernel on a call, which compiles the kernel before any kernel is timed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def first_calls(
     process_state: ProcessState,
     report: Callable[[str], None],
 ) -> Iterator[tuple[str, float]]:
-    """Yield each kernel that ran, with the milliseconds of its first call, compilation included.
+    """Yield the name and the milliseconds of the first call, with compilation, of each kernel.
 
     Outputs are not judged. A kernel that refuses the call or fails is left out, because its check
     will report the reason. Kernels in Triton's interpreter are left out: they compile nothing.

@@ -1,7 +1,7 @@
 """The forms of a call: as recorded, and with equivalent options in place of its mask.
 
-A kernel that refuses the mask, or prefers options, gets the options. Outputs are judged by the
-recorded call in either case.
+A kernel that refuses the mask, or prefers options, gets the options. In either case, its output is
+judged against the reference for the recorded call.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ class Form(NamedTuple):
 
     call: AttentionCall
     restated_as: str = ""
-    """Mask in words, if options replace the mask; otherwise empty."""
+    """Description of the mask that options replace; empty if the call runs as recorded."""
     refused: Finding | None = None
     """Reason why the kernel cannot run the call; None if it can."""
 
 
 class Forms(NamedTuple):
-    """A recorded call, the structure of its mask, and its other form."""
+    """A recorded call, the structure of its mask, and its form with options."""
 
     call: AttentionCall
     structure: MaskStructure | None = None

@@ -1,4 +1,4 @@
-"""The check of a kernel's output, by untimed runs that are judged before and after timing."""
+"""The check of a kernel's output in untimed runs, before and after the kernel is timed."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from replay.timing.rounds import Samples
 from replay.timing.timer import first_call
 
 LONGEST_FILE_NAME = 200
-"""Maximum number of characters of a kernel's file name; file systems take 255 bytes."""
+"""Maximum number of characters of a kernel's file name; file systems allow 255 bytes."""
 
 BETWEEN_CALLS_MS = 0.005
 """Time that a GPU needs between two calls in a row, however short the calls are."""
 PATIENCE_S = 2.0
-"""Time for further tries while calls in a row seem slower than the samples. On a GPU that other
-processes use, most tries are interrupted."""
+"""Time for more tries if calls in a row seem slower than the samples. Other processes on the same
+GPU slow down most tries."""
 
 
 class OutputNotSaved(Error):
@@ -92,7 +92,7 @@ class Checker:
         call, restated_as, refused = self._forms.form(
             kernel, self._settings.device, for_model=self._settings.for_model
         )
-        self._process_state.restore(kernel.name)  # the library's import may have changed it
+        self._process_state.restore(kernel.name)  # importing its library may change it
         if refused is not None:
             return CheckedKernel(kernel, call, refused)
         checked = CheckedKernel(kernel.loaded(), call, Finding("ok"), restated_as=restated_as)
@@ -148,7 +148,7 @@ class Checker:
         )
 
     def _timed_finding(self, timed: TimedKernel) -> Finding:
-        """Judge outputs of timed calls; their inputs differed from call to call."""
+        """Judge outputs of timed calls, whose inputs differed from call to call."""
         checked = timed.checked
         if replaced := self._process_state.replaced(checked.kernel.name):
             return Finding("error", replaced)
@@ -207,7 +207,7 @@ class Checker:
     def _called_again(
         self, checked: CheckedKernel, output: Tensor, alive: Callable[[], None]
     ) -> CheckedKernel:
-        """Call the kernel twice more, to find outputs that differ, share memory or are unwritten.
+        """Call the kernel twice more, to find outputs that differ, share memory or have gaps.
 
         The calls also measure the memory that a call needs.
         """
@@ -250,7 +250,7 @@ class Checker:
         finding = classify(error)
         if gpu_is_lost(self._settings.device):
             raise ContextLost(finding.reason) from error
-        traceback.clear_frames(error.__traceback__)  # its frames hold the kernel's tensors
+        traceback.clear_frames(error.__traceback__)  # the frames hold the kernel's tensors
         starved = finding.status == "out-of-memory" and self._options.in_worker
         if starved and not self._is_enough_left():
             raise ContextLost(
@@ -279,7 +279,7 @@ class Checker:
         began = time.monotonic()
 
         def run() -> None:
-            last.clear()  # frees the output before the next one is made, as in a sample
+            last.clear()  # frees the previous output before the call, as in a sample
             last.append(checked.run())
 
         try:
@@ -308,7 +308,7 @@ class Checker:
     def _judged_again(
         self, checked: CheckedKernel, samples: Samples, last: list[Any]
     ) -> tuple[Finding, Accuracy | None]:
-        """Judge the output of one more call, timed by the judge's clock if it has one.
+        """Judge the output of one more call, which the judge times if it has a clock.
 
         Args:
             last: holds the output of an earlier call, if one was made after the samples.
@@ -378,7 +378,7 @@ class Checker:
 
 
 def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
-    """Return a kernel's output; None if the kernel fails, which its own row reports."""
+    """Return a kernel's output, or None if the kernel fails (its own row reports the failure)."""
     call, _, refused = forms.form(kernel, forms.call.device)
     if refused is not None:
         return None
@@ -392,9 +392,9 @@ def output_of(kernel: Kernel, forms: Forms, inputs: Inputs) -> Tensor | None:
 
 
 def stderr_apart(options: WorkerOptions) -> contextlib.AbstractContextManager[object]:
-    """Hide stderr, where compilers report their search.
+    """Hide stderr, because compilers report there which variants they try.
 
-    A worker's stderr stays, because the parent shows the end of it if the worker dies.
+    A worker's stderr stays visible, because the parent shows its last lines if the worker dies.
     """
     if options.in_worker:
         return contextlib.nullcontext()
@@ -411,7 +411,7 @@ def _save(output: Tensor, kernel: Kernel, directory: Path) -> None:
     try:
         save_file({"output": output.to("cpu").contiguous()}, path)
     except SafetensorError as error:
-        path.unlink(missing_ok=True)  # otherwise it would be read as an output
+        path.unlink(missing_ok=True)  # a partial file would be read as an output
         raise OutputNotSaved(f"cannot write {path} ({error}): make room") from error
 
 

@@ -35,7 +35,7 @@ def launched_programs(run: Callable[[], object]) -> list[Program]:
         run()
     finally:
         hooks.remove(launch)
-    # The hook gives a driver handle; Triton's cache holds the object with the figures.
+    # The hook gives only a driver handle; the compiled object of that handle holds the figures.
     loaded = {
         found.function: found
         for found in gc.get_objects()
@@ -55,10 +55,10 @@ def _program(kernel: Any) -> Program:
 
 
 def with_peak_bytes(function: Callable[[], T], device: torch.device | str) -> tuple[T, int | None]:
-    """Return the result of `function`, and the peak bytes that it needed on a CUDA device.
+    """Return the result of `function`, and the peak memory in bytes that its call needed.
 
-    The peak counts allocations by torch's allocator, the result included, but not memory that a
-    kernel takes from the driver. It is None on the CPU, where memory is not measured.
+    The peak counts allocations by torch's CUDA allocator, including the result, but not memory that
+    a kernel takes from the driver. On the CPU, memory is not measured and the peak is None.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -68,7 +68,7 @@ def with_peak_bytes(function: Callable[[], T], device: torch.device | str) -> tu
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     collecting = gc.isenabled()
-    gc.disable()  # a collection during the call would hide a part of its memory
+    gc.disable()  # a collection during the call would hide part of the call's memory
     try:
         result = function()
         torch.cuda.synchronize(device)

@@ -25,8 +25,8 @@ def finished_rows(
     """Return the rows of the complete calls in a file, and the incomplete calls.
 
     A call is complete when every kernel has a row in every environment where the kernel runs. An
-    incomplete call is replayed with all kernels, because a speed-up needs a baseline of the same
-    rounds.
+    incomplete call is replayed with all kernels, because a speed-up needs a baseline that was timed
+    in the same rounds.
 
     Args:
         assigned: the kernels to run, by environment.
@@ -100,13 +100,13 @@ def _read(path: Path) -> list[Row]:
 
 
 def _unlike(row: Row, machine: Machine, settings: Settings) -> str:
-    """Return the first difference between a row's measurement and this replay; empty if none.
+    """Return the first difference between a row's conditions and this replay's; empty if none.
 
     Versions in other environments may differ.
     """
     measured: dict[str, object] = asdict(row.machine)
     expected: dict[str, object] = asdict(machine)
-    if row.machine.cuda:  # a GPU needs only one CPU, and --gpus shares them out
+    if row.machine.cuda:  # one CPU is enough for a GPU; --gpus divides the CPUs
         measured = {name: value for name, value in measured.items() if name != "usable_cpus"}
     if row.environment != HERE:
         measured = {"device": row.machine.device}

@@ -78,7 +78,7 @@ def replay_here(
     Each output is checked against the reference before anything is timed. All kernels of a call are
     timed together, in shuffled rounds. Afterwards their outputs are checked again.
     """
-    with torch.no_grad():  # kernels run in this mode, so a change of it is noticed
+    with torch.no_grad():  # kernels run in this mode, so a change of mode is noticed
         process_state = process_state or ProcessState()
     judge_factory = judge_factory or local_judge
     report = on_progress or (lambda workload, stage: None)
@@ -100,7 +100,7 @@ def replay_here(
             if on_loaded is not None:
                 on_loaded(loaded)
             stage = functools.partial(report, workload)
-            with torch.no_grad():  # like models: inference mode would make launches cheaper
+            with torch.no_grad():  # as in models; inference mode would make launches cheaper
                 rows = _replay_call(
                     forms, loaded, kernels, settings, options, stage, judge_factory, process_state
                 )
@@ -134,7 +134,7 @@ def _replay_call(
     for name in (baseline, settings.compared_kernel):
         if name is not None and name not in options.excluded:
             everyone.setdefault(name, find(name))
-    # Copied before any kernel runs, because a kernel may change its inputs.
+    # Copy the inputs before any kernel runs, because a kernel may change them.
     inputs, seed = Inputs(*forms.all), secrets.randbits(63)
     compared = _compared_output(forms, inputs, process_state, everyone, settings, report)
     report(REFERENCE)
@@ -148,7 +148,7 @@ def _replay_call(
         if name == DEFAULT_BASELINE:
             found = replace(found, flags=(*found.flags, *_other_choice(call)))
         checked.append(found)
-    # Timed only after all were checked, so that the rounds contain no compilation.
+    # Time kernels only after all were checked, so that the rounds contain no compilation.
     report(TIMING)
     reverified = {}
     observer = SampledOutputs(checked, inputs, process_state, seed)
@@ -183,8 +183,8 @@ def _baseline(
 
     The baseline is usually plain SDPA, whatever backend PyTorch chose during the recording. If the
     model had switched backends off and PyTorch now chooses another one, the baseline is the
-    recorded backend, if it can run. For calls beyond SDPA the baseline is the recorded function, or
-    the first of `BEYOND_SDPA` that can run.
+    recorded backend, if it can run. For calls with features beyond SDPA, the baseline is the first
+    of the recorded function and `BEYOND_SDPA` that can run.
     """
     if settings.baseline is not None:
         return settings.baseline
@@ -204,9 +204,9 @@ def _baseline(
 
 
 def _other_choice(call: AttentionCall) -> tuple[str, ...]:
-    """Return a flag if plain SDPA chose another backend when the call was recorded.
+    """Return a flag if plain SDPA chooses another backend here than during the recording.
 
-    Recordings on another type of device are not compared.
+    Calls recorded on another type of device get no flag.
     """
     if call.features:
         return ()
@@ -267,7 +267,7 @@ def time_together(
         functions[TimedPart(name)] = member.run
         if member.kernel.prepare is not None:
             report(name)
-            # Prepared once, outside the timed interval: the core time excludes it.
+            # Prepare the core outside the timed interval: core time excludes the preparation.
             try:
                 functions[TimedPart(name, is_core=True)] = member.kernel.prepare(member.call)
             except BaseException as error:

@@ -19,8 +19,8 @@ from replay.isolation.output_form import malformed
 from replay.isolation.process_state import ProcessState
 
 COMPARED = 8
-"""One sample in this many, and each warm-up, has its inputs compared in full, after its first call
-and at its end. Changes by PyTorch itself always show, in a tensor's version."""
+"""Inputs are compared in full in one sample in this many: after its first call and at its end. They
+are also compared after each warm-up. Changes by PyTorch are always seen in a tensor's version."""
 
 FINGERPRINT_ROWS = 4096
 """Number of rows of an output that a fingerprint reads, in about a microsecond on a GPU."""
@@ -44,7 +44,7 @@ class OutputFingerprint:
         self._was = self._bytes(output)
 
     def differs_from(self, output: Tensor) -> Tensor:
-        """Return whether the output has changed, as a tensor on the device, without waiting."""
+        """Return a bool tensor on the device, without waiting: True if the output has changed."""
         return (self._was != self._bytes(output)).any()
 
     def _bytes(self, output: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ class SampledOutputs:
         self._process_state = process_state
         self._draw = secrets.SystemRandom()
         self._sequences: dict[int, PerturbationSequence] = {}
-        """Perturbations by the id of the query tensor, because forms of a call share tensors."""
+        """Perturbations, keyed by the query tensor's id because forms of a call share tensors."""
         self._versions: dict[int, int] = {}
-        """Version of each tensor when it was last compared."""
+        """PyTorch's version number of each input, keyed by the tensor's id, when last compared."""
         for member in checked:
             self._sequences.setdefault(
                 id(member.call.query), PerturbationSequence(member.call, seed)
@@ -82,14 +82,14 @@ class SampledOutputs:
         self._kept: Sample | None = None
         self._fingerprint: OutputFingerprint | None = None
         self._changed_after: dict[str, list[Tensor]] = {}
-        """Bool tensors by kernel: whether a kept output changed after its call."""
+        """Bool tensors, keyed by kernel: True if a kept output changed after its call."""
         self._calls = 0
         self._look_closer = False
         self._warm: set[TimedPart] = set()
         self._samples: dict[str, list[Sample]] = {}
         self._faults: dict[str, str] = {}
         self.changed: dict[str, set[str]] = {}
-        """Inputs that changed while a kernel was timed, by kernel."""
+        """Names of inputs that changed during the timing of a kernel, keyed by kernel."""
 
     def restore(self, kernel: str) -> None:
         """Restore the state of the process after an untimed run of a kernel."""
@@ -120,7 +120,7 @@ class SampledOutputs:
             self._fingerprint = OutputFingerprint(result, self._draw.getrandbits(64))
 
     def keep(self, part: TimedPart, result: object) -> None:
-        """Keep rows of an output, in place of an earlier output's in the same sample."""
+        """Keep rows of an output, replacing those of an earlier output in the same sample."""
         call, name = self._checked[part.kernel].call, part.kernel
         if part.is_core or name in self._faults:
             return
@@ -156,7 +156,7 @@ class SampledOutputs:
             sequence.undo()
 
     def fault(self, kernel: str) -> str:
-        """Return the fault of timed calls other than wrong values; empty if there is none."""
+        """Return a fault of timed outputs other than wrong values; empty if there is none."""
         if fault := self._faults.get(kernel):
             return fault
         changed = self._changed_after.get(kernel)

@@ -18,7 +18,7 @@ from replay.timing.timer import Cache
 
 
 class SettingsError(Error):
-    """Settings that a replay cannot run with; the message names valid ones."""
+    """Error for invalid settings of a replay; the message names valid ones."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Settings:
     max_seconds: float = SECONDS
     """Time limit for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
     max_noise: float | None = None
-    """Relative noise at which the rounds end, once every kernel's time has reached it."""
+    """Relative noise of times; the rounds end once no kernel's noise is above this limit."""
     calls_before: int = 0
-    """Untimed calls of the same kernel before each sample, like those of a model's other layers."""
+    """Number of untimed calls of the kernel before each sample, like a model's other layers."""
     seed: int = 0
     baseline: str | None = None
     """Baseline of speed-ups; None for the kernel that the model called (`runner._baseline`)."""
@@ -57,7 +57,7 @@ class Settings:
     resources: bool = False
     """Record the registers and shared memory of Triton programs."""
     tolerances: Thresholds = field(default_factory=Thresholds)
-    """Constants that outputs are judged by."""
+    """Thresholds that outputs are judged by."""
 
     def __post_init__(self) -> None:
         try:
@@ -115,7 +115,7 @@ def _is_number(value: object) -> bool:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Settings from the parent of a worker; the defaults are for a replay without workers."""
+    """Settings of a worker from its parent; the defaults are for a replay without workers."""
 
     in_worker: bool = False
     """True if this process only runs kernels, and its parent keeps their stdout and stderr."""

@@ -1,4 +1,4 @@
-"""The stages of a row: a kernel is checked on a call, timed and verified again.
+"""The stages that lead to a row: a kernel is checked on a call, timed and verified again.
 
 Each stage contains the previous one and is immutable.
 """
@@ -29,7 +29,7 @@ NO_ENERGY = "no energy: "
 """Beginning of the flag that explains why a row has no energy."""
 
 MOST_OF_ROOF = 1.05
-"""Largest share of the roof that noise explains."""
+"""Largest ratio of throughput to the measured roof that noise can explain."""
 ABOVE_ROOF = (
     "no share of the roof: the throughput exceeds the measured roof (fewer bits, data in a cache, "
     "or a machine that was busy while the roof was measured)"
@@ -45,7 +45,7 @@ class CheckedKernel:
     """Call that the kernel runs; a separate copy if the kernel changes its inputs."""
     finding: Finding
     restated_as: str = ""
-    """Mask in words, if the kernel runs the call without its mask (`replay.bench.forms`)."""
+    """Description of the mask, if options replace the mask (`replay.bench.forms`)."""
     chosen: Tensor | None = None
     """Keys that a sparse kernel attends to; None for other kernels."""
     accuracy: Accuracy | None = None
@@ -72,7 +72,7 @@ class CheckedKernel:
 
     @property
     def run(self) -> Callable[[], Tensor]:
-        """Function that a model would execute."""
+        """Function that calls the kernel as a model would."""
         return drop_in(self.kernel.attention, self.call)
 
 
@@ -90,7 +90,7 @@ class TimedKernel:
     drawn_samples: tuple[Sample, ...] = ()
     """Rows of the outputs of some timed calls."""
     fault: str = ""
-    """Fault in the form of a timed call's output (`replay.isolation.output_form`)."""
+    """Wrong shape, dtype or other form of a timed output (`replay.isolation.output_form`)."""
     changed_inputs: tuple[str, ...] = ()
     """Inputs that changed while the kernel was timed."""
     block: EnergyBlock | None = None
@@ -98,7 +98,7 @@ class TimedKernel:
     block_samples: tuple[Sample, ...] = ()
     """Rows of the outputs of some calls of the block."""
     block_fault: str = ""
-    """Fault in the form of an output of the block."""
+    """Wrong shape, dtype or other form of an output of the block."""
     no_energy: str = ""
     """Reason why energy could not be measured."""
 
@@ -117,7 +117,7 @@ class ReverifiedKernel:
 
     @property
     def ms(self) -> tuple[float, ...]:
-        """Milliseconds by round; empty unless the kernel may be compared with others."""
+        """Milliseconds of each round; empty unless the kernel may be compared with others."""
         samples = self.timed.samples
         return samples.ms if samples is not None and self.finding.status == "ok" else ()
 

@@ -3,7 +3,7 @@
 Before every timed call, a quarter of the values in every head change sign in place, and some keys
 and queries of one head change places. Pointers and shapes stay the same, so a kernel that reuses an
 earlier result, found by pointer or by checksum, is wrong. The sets of keys and queries stay the
-same, with the means and outlier channels that quantised kernels rely on.
+same, so their means and outlier channels, which quantised kernels rely on, do too.
 
 A perturbation is a function of a seed and a number, so another process can make the same inputs and
 judge a few rows of the output. These rows are drawn after the call, because a kernel can read
@@ -44,9 +44,9 @@ MOST_VALUES = 2**17
 flips any number of values in less time than the call takes to read them."""
 
 STEPPED_BLOCKS = 20
-"""Number of blocks in value, and in key, that a `SteppedPerturbation` changes in turn."""
+"""Number of blocks of value, and of key, that a `SteppedPerturbation` changes one at a time."""
 STEPPED_SHARE = 80
-"""A block holds one value in this many, so that all blocks together hold a quarter."""
+"""A block holds one value in this many; all blocks together hold a quarter of the values."""
 
 Places = tuple[Tensor, Tensor, Tensor]
 """Indices of batches, heads and queries, on the device of the output that they index."""
@@ -73,7 +73,7 @@ class OutputRows(NamedTuple):
 
 
 class InputPerturbation:
-    """Perturbation with one number.
+    """Perturbation of a call's inputs that a seed and a number determine.
 
     Args:
         values_only: keep query and key unchanged, for kernels that choose keys by their contents.
@@ -99,7 +99,7 @@ class InputPerturbation:
             )
             self._changes += [partial(_reverse, part) for part in parts]
         self._call, self._batch, self._heads, self._group = call, batch, heads, group
-        # There are few ways to choose the quarter, so one more row changes, to avoid repetition.
+        # A quarter can be chosen in few ways, so change one more row to avoid repeated inputs.
         self._changes += [partial(_negate, row) for row in _one_more(draw, call.value)]
 
     def rows(self, drawn: int) -> tuple[OutputRows, OutputRows]:
@@ -120,19 +120,19 @@ class InputPerturbation:
         """Change the inputs in place; a second call undoes the change."""
         for change in self._changes:
             change()
-        self._changes.reverse()  # changes may overlap in one tensor: undo the last one first
+        self._changes.reverse()  # changes may overlap in a tensor: undo the last change first
 
 
 class SteppedPerturbation:
     """Perturbation in small steps, for calls that follow each other without a gap.
 
     A step negates one block of value rows and swaps two key rows in every head, with two launches
-    on a GPU. The key stays unchanged where value is a part of it. A Gray code chooses the block, so
-    that no inputs repeat within 2²⁰ steps (fewer if there are fewer rows). The inputs of any step
-    can be made without the earlier steps.
+    on a GPU. The key stays unchanged where value is part of the key. A Gray code chooses the block,
+    so that no inputs repeat within 2²⁰ steps (fewer if there are fewer rows). The inputs of any
+    step can be made without the earlier steps.
 
     Args:
-        number: the step to begin after; `apply` makes its inputs from the recorded inputs.
+        number: the step to begin after; `apply` turns the recorded inputs into those of this step.
         values_only: see `InputPerturbation`.
     """
 
@@ -191,7 +191,7 @@ class PerturbationSequence:
         self._numbers = iter(range(2**62))
         self._perturbation: InputPerturbation | None = None
         self._ready: dict[bool, tuple[int, InputPerturbation]] = {}
-        """Next perturbation and its number, by `values_only`."""
+        """Number of the next perturbation and the perturbation, keyed by `values_only`."""
 
     def get_ready(self, *, values_only: bool = False) -> None:
         """Undo the last perturbation and prepare the next one while a GPU is busy."""
@@ -229,7 +229,7 @@ def _most_rows(tensor: Tensor) -> int:
 
 
 def _values(draw: random.Random, tensor: Tensor) -> list[Tensor]:
-    """Return the same rows of every head, without expanded copies, on a CPU in small blocks."""
+    """Return the same rows of every head, without expanded copies; on a CPU, in small blocks."""
     memory = narrow_expanded(tensor)
     batch, heads, length, width = memory.shape
     if not length:
@@ -263,7 +263,7 @@ def _negate(rows: Tensor) -> None:
 
 
 def _reverse(rows: Tensor) -> None:
-    """Reverse rows in place; negate a single row, which cannot change its place."""
+    """Reverse the order of rows in place; negate a single row, which has no order."""
     if rows.shape[-2] == 1:
         _negate(rows)
     else:
@@ -271,7 +271,7 @@ def _reverse(rows: Tensor) -> None:
 
 
 def _draw_heads(draw: random.Random, call: AttentionCall, heads: range) -> list[int]:
-    """Return the head of each row to judge; it is the same for all rows if heads have sinks."""
+    """Return the head of each row to judge; all rows are in one head if heads have sinks."""
     if call.sinks is not None:
         return [draw.choice(heads)] * JUDGED_ROWS
     return draw.choices(heads, k=JUDGED_ROWS)
@@ -340,7 +340,7 @@ def some_rows(call: AttentionCall, rows: OutputRows) -> AttentionCall:
 
 
 def side_by_side(*calls: AttentionCall) -> AttentionCall:
-    """Join calls made by `some_rows` into one call with a head for each."""
+    """Join calls made by `some_rows` into one call, in which each has its own head."""
     joined = {
         name: torch.cat([call.tensors()[name] for call in calls], 0 if name == "sinks" else 1)
         for name in calls[0].tensors()

@@ -17,7 +17,7 @@ from capture.call.strides import narrow_expanded
 
 POISON = float("nan")
 POISONED_BLOCKS = 4
-"""Number of memory blocks filled with NaN before a kernel runs: one for its output, and others for
+"""Number of memory blocks to fill with NaN before a kernel runs: one for its output, and others for
 contiguous or quantised copies of inputs, which the kernel may allocate first."""
 
 
@@ -25,7 +25,7 @@ class Inputs:
     """Inputs of a call as they were before any kernel ran.
 
     Args:
-        forms: the forms of the call, which share tensors of one name.
+        forms: the forms of the call; tensors of the same name are shared.
     """
 
     def __init__(self, *forms: AttentionCall) -> None:
@@ -71,7 +71,7 @@ def drop_in(attention: Callable[..., Tensor], call: AttentionCall) -> Callable[[
 
 
 def aliases(call: AttentionCall) -> dict[str, Any]:
-    """Return the call's arguments, so that a resize in place does not affect other kernels."""
+    """Return the call's arguments as new views, so that a resize affects no other kernel."""
     return {
         name: value.detach() if isinstance(value, Tensor) else value
         for name, value in call.arguments().items()

@@ -1,4 +1,4 @@
-"""The judge of kernels' outputs on one call; it runs no kernel and may live in another process."""
+"""The judge of kernels' outputs on one call, which runs no kernel and may be in another process."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from replay.rows.errors_of_output import Accuracy, AccuracyClass, Errors, Summar
 T = TypeVar("T")
 
 SLACK = 2.0
-"""Factor on the tolerance of sampled rows, because their inputs differ from the recorded inputs.
+"""Factor that widens the tolerance of sampled rows, whose inputs differ from the recorded inputs.
 Samples only have to reveal results that are stale, skipped or of lower precision."""
 
 OTHER_TIMER = 3.0
-"""Factor by which a call may take longer by another clock than in its row. The other clock times a
-series of calls on a GPU, and the interval between a sample's messages on a CPU."""
+"""Factor by which another clock may measure a longer time than a call's row. The other clock times
+a series of calls on a GPU, and the interval between a sample's messages on a CPU."""
 
 JUDGED_SAMPLES = 8
 """Number of timed samples of each kernel that are judged, drawn after all samples were taken."""
@@ -47,9 +47,9 @@ class Sample(NamedTuple):
     drawn: int
     """Random number, drawn after the call, that determines the rows."""
     changed: Tensor
-    """(n, Dv): rows at the first result of `InputPerturbation.rows`."""
+    """(n, Dv): rows at the positions in the first result of `InputPerturbation.rows`."""
     others: Tensor
-    """(n, Dv): rows at the second result of `InputPerturbation.rows`."""
+    """(n, Dv): rows at the positions in the second result of `InputPerturbation.rows`."""
     is_stepped: bool = False
     """True if step `number` of a `SteppedPerturbation` made the inputs and chose the rows."""
 
@@ -83,8 +83,8 @@ class OutputJudge(Protocol):
 
         Args:
             chosen: the keys that a sparse kernel chose; the output is judged on these keys.
-            of_core: whether the kernel's core returned the output; if it is wrong, the kernel loses
-                only its core time.
+            of_core: whether the kernel's core returned the output; a wrong output of the core
+                costs the kernel only its core time.
             with_accuracy: return the errors of right outputs too, not only of wrong outputs.
         """
 
@@ -115,7 +115,7 @@ MOST_CALLS = 1000
 
 
 def block_of_calls(run: Callable[[], T], device: torch.device, calls: int) -> T:
-    """Make calls one after another, wait until all are done, and return the last output."""
+    """Run this many calls in a row, wait until all are done, and return the last output."""
     for _ in range(calls - 1):
         run()
     result = run()
@@ -130,7 +130,7 @@ class LocalJudge:
     Args:
         seed: seed of the perturbations.
         compared: output of the kernel that `errors_against` names, if any.
-        thresholds: constants to judge by.
+        thresholds: thresholds that outputs are judged by.
     """
 
     def __init__(
@@ -291,9 +291,9 @@ def _wrong_rows(
 
 
 WRONG_DIRECTION = 0.5
-"""Largest error of a row as a share of its length; rounding to 16 bits causes a hundredth."""
+"""Largest error of a row as a share of the row's norm; rounding to 16 bits causes a hundredth."""
 RELIABLE_LENGTH = 4
-"""Minimum length of a row that is judged by its direction, in units of the row's noise."""
+"""Minimum norm of a row that is judged by its direction, in units of the row's noise."""
 
 QUANTISED_SLACK = 3.0
 """Largest mean relative L2 error of a sample's rows, in units of the largest allowed relative L1 of

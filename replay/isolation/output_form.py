@@ -10,7 +10,7 @@ from capture.storage.header import dtype_name
 
 
 def malformed(output: object, call: AttentionCall, *, any_dtype: bool = False) -> str:
-    """Return why an output is not a plain tensor of the right form; empty if its form is right.
+    """Return why an output is not a plain tensor of the right form; empty if the form is right.
 
     A subclass of `Tensor` is refused, because it may compute its values when it is read, after the
     timed interval.

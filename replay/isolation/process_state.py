@@ -20,7 +20,7 @@ class ProcessState:
     def restore(self, kernel: str) -> None:
         """Restore everything, and note the changes that this kernel made.
 
-        This must follow every run of a kernel; otherwise the next kernel would be blamed.
+        Call this after every run of a kernel; otherwise the next kernel would be blamed.
         """
         if changed := self._state.restore():
             self._changed.setdefault(kernel, {}).update(dict.fromkeys(changed))

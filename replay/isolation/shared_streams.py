@@ -1,4 +1,4 @@
-"""The streams that kernels share. A kernel that closed them would silence all others."""
+"""The output streams that kernels share: a kernel that closed one would silence all others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TextIO
 
 
 def keep_open(stream: TextIO) -> Callable[[], None]:
-    """Keep a stream from being closed until the returned function is called."""
+    """Prevent a stream from being closed until the returned function is called."""
     stream.close = lambda: None  # type: ignore[method-assign]
 
     def undo() -> None:

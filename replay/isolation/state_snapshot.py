@@ -1,4 +1,4 @@
-"""The snapshot of a process that measures kernels, to restore the process and to name changes.
+"""The snapshot of a process's settings, to restore them and to name the changed settings.
 
 A kernel's library may switch PyTorch's backends or threads when it is imported or called. That
 would change the measurements of every other kernel.
@@ -62,7 +62,7 @@ _RECURSION_LIMIT = sys.getrecursionlimit()
 
 
 def _recursion_limit() -> int:
-    """Return the recursion limit without increases; compilers raise it, which is harmless."""
+    """Return the recursion limit, but at most its first value: compilers may raise the limit."""
     return min(sys.getrecursionlimit(), _RECURSION_LIMIT)
 
 
@@ -110,7 +110,7 @@ def _stop_timers(ran: list[bool]) -> None:
 
 def _set_handlers(handlers: list[Any]) -> None:
     for number, handler in zip(_SIGNALS, handlers, strict=True):
-        if handler is not None:  # None: not set from Python
+        if handler is not None:  # None for a handler that was not set from Python
             signal.signal(number, handler)
 
 
@@ -182,7 +182,7 @@ class _Overrides:
         return self._found
 
     def write(self, wanted: frozenset[str]) -> None:
-        """Undo all registrations except the wanted ones."""
+        """Undo all registrations except those in `wanted`."""
         for found in gc.get_objects():
             if type(found) is torch.library.Library and any(
                 self._computes(name) and name not in wanted for name in found._op_impls
@@ -320,7 +320,7 @@ class SettingsSnapshot:
             changed.append(name)
             with contextlib.suppress(*REFUSALS):
                 setting.write(self._was[name])
-            if not self._holds(name, setting):  # permanent: do not blame the next kernel
+            if not self._holds(name, setting):  # a permanent change: do not blame the next kernel
                 with contextlib.suppress(*REFUSALS):
                     self._was[name] = setting.read()
         return changed
@@ -351,8 +351,8 @@ class RandomState:
     """States of the random generators of Python, PyTorch and NumPy.
 
     Kernels may draw random numbers, so a change is undone without a flag. This takes a few
-    microseconds, or about 30 with NumPy. The state of a new generator is saved when it is first
-    seen.
+    microseconds, or about 30 with NumPy. The state of a new generator is saved when the generator
+    is first seen.
     """
 
     def __init__(self) -> None:

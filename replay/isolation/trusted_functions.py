@@ -1,7 +1,7 @@
 """The functions that measurements rely on, as they were before any kernel was imported.
 
-A kernel's library may replace functions of PyTorch or Python for the whole process. The
-replacements would then measure every row.
+A kernel's library may replace functions of PyTorch or Python for the whole process. All rows would
+then be measured with the replacements.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.nn.functional
 OURS = ("replay", "capture", "attention_kernels")
 
 MEASURING = ("replay.bench", "replay.isolation", "replay.timing")
-"""Packages of ours in which functions must also keep their code and defaults."""
+"""Our packages whose functions must keep not only their identity but also code and defaults."""
 
 MADE_OF = ("__code__", "__defaults__", "__kwdefaults__")
 
@@ -40,7 +40,7 @@ OF_DYNAMO = ("__compiled_fn_", "__resume_at_")
 """Prefixes of functions that `torch.compile` adds to modules and removes again."""
 
 ABSENT = object()
-"""Value of a method that a class inherits and does not define."""
+"""Marker for a method that a class inherits instead of defining."""
 
 BORROWED: list[tuple[Any, tuple[str, ...]]] = [
     (time, ("perf_counter", "monotonic", "time", "sleep")),
@@ -90,14 +90,14 @@ BORROWED: list[tuple[Any, tuple[str, ...]]] = [
         ),
     ),
 ]
-"""Functions of other packages: pairs of an owner and the names of its functions."""
+"""Functions of other packages to protect: pairs of an owner and the names of its functions."""
 
 
 class _Standing(NamedTuple):
-    """Values of many attributes, one entry each.
+    """Original values of many attributes, as lists with one entry per attribute.
 
     The thousands of attributes are compared without Python loops. They are read from the owners'
-    dictionaries, because a method read from its class is a new object each time.
+    dictionaries, because reading a method from its class makes a new object each time.
     """
 
     get: Callable[[Any, str, object], object]

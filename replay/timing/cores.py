@@ -15,7 +15,7 @@ def physical_cores(topology: Path = TOPOLOGY) -> int | None:
     for listed in topology.glob("cpu[0-9]*/topology/thread_siblings_list"):
         try:
             siblings.add(listed.read_text())
-        except OSError:  # the core was switched off meanwhile
+        except OSError:  # the core was switched off while this loop ran
             continue
     return len(siblings) or None
 

@@ -1,4 +1,4 @@
-"""The default numbers and durations. Imports no torch, because `--help` shows them."""
+"""The default numbers and durations of timing. Imports no torch, because `--help` shows them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SECONDS = 20.0
 """Time limit for the samples of one kernel on one call; a slow kernel gets fewer rounds."""
 
 CPU_SECONDS = 1.0
-"""Time limit for these samples on a CPU, where calls are slow."""
+"""Time limit for the samples of one kernel on one call on a CPU, where calls are slow."""
 
 CALLS_BEFORE_IN_MODELS = 4
-"""Number of untimed calls before each sample if GPU times must predict a model's time."""
+"""Number of untimed calls before each sample, when GPU times are to predict a model's time."""

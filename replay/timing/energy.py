@@ -2,8 +2,8 @@
 
 NVML counts the energy of the whole GPU and updates the count every 20 to 100 ms. So calls follow
 each other for a second, and the energy between two updates is divided by the number of calls. The
-first calls run at the clock of a short burst, the last ones at the clock that the power limit
-sustains.
+first calls run at the clock frequency of a short burst, and the last calls at the frequency that
+the power limit allows.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ PAUSE_SECONDS = 0.1
 SETTLING_SECONDS = 0.25
 """Time from a block's start to the first reading: clocks take about 40 ms to adapt to the power."""
 BLOCK_SECONDS = 1.0
-"""Time between the first and last reading of the counter, for at least ten updates."""
+"""Time between the first and last reading of the counter, so that it is updated ten times."""
 CHUNK_MS = 5.0
-"""Duration of the calls between two readings. Further calls are queued, so the GPU never waits."""
+"""Duration of the calls between two readings. More calls are queued, so the GPU never waits."""
 BURST_MS = 20.0
 SUSTAINED_SHARE = 0.25
-"""Share of a block, at the end, that gives the sustained time."""
+"""Share of a block, at its end, that the sustained time is computed from."""
 STANDSTILL_SECONDS = 5.0
 """Time without an update, while the GPU is busy, after which the measurement fails."""
 
 DIFFERENT = 0.03
-"""Minimum relative difference between burst and sustained times for a report."""
+"""Minimum relative difference between burst and sustained times to report both times."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def measure_energy(
     call_ms: float,
     keep: Callable[[object], None] = lambda result: None,
 ) -> EnergyBlock:
-    """Run a block of calls of a function that takes about `call_ms`, and measure it.
+    """Run a block of calls, each of about `call_ms`, and measure energy and times.
 
     Args:
         keep: receives the output of one call per chunk on average, right after that call; `keep`
@@ -85,7 +85,7 @@ def block(
     read: Callable[[], int],
     clock: Callable[[], float] = time.perf_counter,
 ) -> EnergyBlock:
-    """Measure energy and times over chunks of calls.
+    """Measure energy and times while chunks of calls run.
 
     Args:
         chunks: endless iterator that yields the milliseconds of each chunk when the chunk is done.

@@ -27,7 +27,7 @@ def valid_pairs(call: AttentionCall) -> int:
     shape = call.shape
     heads = shape.batch * shape.q_heads
     if not heads * shape.q_len * shape.kv_len:
-        return 0  # without keys, a mask has at most one entry, which counts no pair
+        return 0  # without keys, a mask has at most one entry, and no pair
     restricts = call.is_causal or bool(call.features)
     if call.attn_mask is not None:
         if restricts:
@@ -70,19 +70,19 @@ def bytes_moved(call: AttentionCall) -> int:
 def arithmetic_intensity(call: AttentionCall) -> float:
     """Return the floating-point operations per byte moved; 0 for a call without operations.
 
-    A roofline compares this figure with the machine's balance.
+    A roofline compares this intensity with the machine's ratio of peak operations to peak bytes.
     """
     operations = flops(call)
     return operations / bytes_moved(call) if operations else 0.0
 
 
 def tflops(call: AttentionCall, milliseconds: float) -> float:
-    """Return the 10¹² floating-point operations per second of a call that took `milliseconds`."""
+    """Return a call's floating-point operations per second, in 10¹²."""
     return flops(call) / milliseconds / 1e9
 
 
 def gb_per_s(call: AttentionCall, milliseconds: float) -> float:
-    """Return the 10⁹ bytes per second of a call that took `milliseconds`."""
+    """Return the bytes per second that a call moved, in 10⁹."""
     return bytes_moved(call) / milliseconds / 1e6
 
 
@@ -93,7 +93,7 @@ def _causal_pairs(q_len: int, kv_len: int) -> int:
 
 def _pairs_in_mask(call: AttentionCall, attn_mask: Tensor) -> int:
     shape = call.shape
-    # Expanded dimensions are counted once and multiplied, like dimensions that only broadcast.
+    # Count expanded dimensions once and multiply, as for dimensions that broadcast.
     mask = narrow_expanded(attn_mask)
     mask = mask[(None,) * (4 - mask.ndim)]
     per_head = shape.batch * shape.q_heads // (mask.shape[0] * mask.shape[1])

@@ -26,11 +26,11 @@ THROTTLE_REASONS = {
     0x80: "hardware power brake",
     0x100: "display clocks setting",
 }
-"""Bits of NVML's clocks-event (formerly throttle) reasons, from NVIDIA's `nvml.h`."""
+"""Bits of NVML's reasons for reduced clocks (clocks-event reasons), from NVIDIA's `nvml.h`."""
 
 
 def read_gpu_state(device: torch.device | str) -> GpuState | None:
-    """Read the state of a CUDA device; None on other devices or without NVML."""
+    """Return the state of a CUDA device; None for other devices or without NVML."""
     device = torch.device(device)
     if device.type != "cuda":
         return None
@@ -57,7 +57,7 @@ def read_gpu_state(device: torch.device | str) -> GpuState | None:
 
 
 def energy_counter(device: torch.device | str) -> Callable[[], int]:
-    """Return a function that reads the millijoules that the GPU has used since its driver started.
+    """Return a function that reads the energy used since the driver started, in millijoules.
 
     Raises:
         NoReading: the counter cannot be read; the message states the reason.
@@ -89,11 +89,11 @@ def why_no_state(device: torch.device) -> str:
 
 
 class NoReading(Exception):
-    """Figure that NVML does not report."""
+    """Error for a figure that NVML does not report."""
 
 
 def _handle(device: torch.device) -> tuple[Any, Any]:
-    """Return the NVML module and its handle for a device."""
+    """Return the NVML module, and NVML's handle for a device."""
     nvml = _nvml()
     if isinstance(nvml, str):
         raise NoReading(nvml)
@@ -128,7 +128,7 @@ def throttle_reasons(bits: int) -> tuple[str, ...]:
 
 @functools.cache
 def _nvml() -> Any:
-    """Return the NVML module, or the reason why it cannot be used."""
+    """Return the NVML module, or the reason why NVML cannot be used."""
     try:
         nvml = importlib.import_module("pynvml")
     except Exception as error:  # wrong Python build, or another package of this name

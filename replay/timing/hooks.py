@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LeftBehind(Exception):
-    """Hook or mode that a call left in place."""
+    """Error for a hook or mode that a call left in place."""
 
 
 def python_hooks() -> tuple[Any, Any]:
-    """Return the trace and profile functions, which Python also calls for this function."""
+    """Return the profile and trace functions; Python calls them during this function too."""
     return sys.getprofile(), sys.gettrace()
 
 

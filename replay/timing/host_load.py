@@ -1,7 +1,7 @@
 """The host's work between two attention calls of a model, to time launches as in a model.
 
-About forty launches of other code evict the launcher from the processor's innermost caches: the
-host then takes 1.5 times as long for the same call (`docs/whole-model.md`).
+About forty launches of other code evict the launcher from the processor's innermost caches, so that
+the host takes 1.5 times as long for the same call (`docs/whole-model.md`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The time of calls in a row by the host's clock, which reveals work that samples do not show.
+"""The time of calls in a row, measured by the host's clock, to reveal work that samples miss.
 
-A sample's events exclude work on other streams, and a kernel could falsify them. Here the GPU waits
-until the host has enqueued several calls, between two marks: numbers that are copied to memory
-which the host watches. At the end the host waits for the whole device.
+A sample's events exclude work on other streams, and a kernel could falsify events. Here the GPU
+waits until the host has enqueued several calls between two marks. A mark is a number that the GPU
+copies to memory, where the host watches for it. At the end the host waits for the whole device.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 from replay.timing.timer import CYCLES_PER_MS, MAXIMUM_WAIT_MS, Function
 
 LONGEST_HEAD_START_MS = 100.0
-"""Longest head start of the host over the GPU."""
+"""Maximum head start of the host over the GPU."""
 TRIES = 3
 CALLS = 20
 """Maximum number of calls in a row; work that these calls leave adds up."""
 ENOUGH_MS = 5.0
-"""Minimum duration of calls in a row: a hundred times `UNNOTICED_MS`."""
+"""Minimum total duration of the calls in a row: a hundred times `UNNOTICED_MS`."""
 UNNOTICED_MS = 0.05
 UNNOTICED_SHARE = 0.1
 """Remaining work that is ignored, as a share of the calls' time; measurements vary as much."""
@@ -38,7 +38,7 @@ class InARow(NamedTuple):
 
 
 def look(function: Function, device: torch.device, call_ms: float, host_ms: float) -> InARow:
-    """Measure one call, and several calls in a row. On a CPU there is nothing to measure.
+    """Measure one call, and several calls in a row; on a CPU, measure nothing.
 
     The host waits for the calls' stream and then for the device. The second wait is long if work is
     left on other streams. Work that short calls leave adds up in a row. Work that long calls leave
@@ -66,8 +66,8 @@ def _look_at(number: int, function: Function, device: torch.device, host_ms: flo
         for _ in range(number):
             function()
 
-    # The host must enqueue all calls before the GPU begins; otherwise work on other streams could
-    # end before the calls' stream does.
+    # The host must enqueue all calls before the GPU begins: otherwise work on other streams could
+    # end before work on the calls' stream.
     ahead_ms = min(MAXIMUM_WAIT_MS + 2 * number * host_ms, LONGEST_HEAD_START_MS)
     tries = []
     for _ in range(TRIES):
@@ -94,7 +94,7 @@ class _Waits(NamedTuple):
     stream_ms: float
     """Upper limit of the time between the marks before and after the calls."""
     left_ms: float
-    """Further time until the device was done."""
+    """Time from the end of the calls' stream until the whole device was done."""
     host_was_ahead: bool
     """True if all calls were enqueued before the first mark was set."""
 

@@ -71,8 +71,8 @@ def available_bytes(device: torch.device) -> int:
 def cpu_flops_per_second() -> float:
     """Estimate the rate of float32 matrix products: one thread's rate times the number of threads.
 
-    Several threads would wait for each other. While another program uses one of two processors, a
-    product with two threads takes ten times as long as with one.
+    Only one thread is measured, because threads wait for each other: while another program uses one
+    of two processors, a product with two threads takes ten times as long as with one.
     """
     return torch.get_num_threads() * _flops_per_second_of_a_thread()
 

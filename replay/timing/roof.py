@@ -1,7 +1,7 @@
 """The measured peaks of a machine: the two limits of a roofline (Williams et al. 2009).
 
-They are the fastest of several large matrix products, and of several copies between buffers that no
-cache can hold. A kernel that computes in fewer bits, or out of a cache, may exceed them.
+The peaks are the rates of the fastest of several large matrix products, and of several copies
+between buffers larger than any cache. A kernel with fewer bits or cached data may exceed the peaks.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from replay.rows.row import Roof
 SECONDS = 0.1
 """Duration of each measurement, after a warm-up call."""
 SIDES = {"cuda": (8192,), "cpu": (256, 1024)}
-"""Sides of square matrices. A CPU without instructions for a dtype stops at the first."""
+"""Sides of square matrices. A CPU without instructions for a dtype gets only the first size."""
 SLOW = 0.025
-"""Duration of a call, in seconds, after which no larger matrix is tried."""
+"""Duration of one product, in seconds, above which no larger matrix is tried."""
 COPIED_BYTES = {"cuda": 2**29, "cpu": 2**27}
 
 

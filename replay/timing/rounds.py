@@ -25,8 +25,8 @@ MORE_ROUNDS = 1.5
 """Ratio of the numbers of rounds at consecutive checks of the noise."""
 MINIMUM_WARM_UP_MS = 20.0
 MAXIMUM_WARM_UP_MS = 2000.0
-"""Limits of the warm-up without the first call, which may compile for minutes. A GPU's clock takes
-some time to rise, however short the calls are."""
+"""Longest warm-up, apart from the first call, which may compile for minutes. The minimum above lets
+a GPU's clock rise, however short the calls are."""
 MAXIMUM_WARM_UP_CALLS = 1000
 STEADY_CALLS = 3
 STEADY_GAIN = 0.02
@@ -60,13 +60,13 @@ class Samples:
     host_ms: float | None
     """Median wall time in which the host enqueues one call; None on a CPU, which runs the call."""
     layer_host_ms: tuple[float, ...]
-    """Host time by round for one call and the other operations of a model's layer
-    (`replay.timing.host_load`); empty on a CPU."""
+    """Milliseconds of the host in each round, for one call and the other operations of a model's
+    layer (`replay.timing.host_load`); empty on a CPU."""
     warm_up_calls: int
     is_over_time: bool
     """True if even the minimum number of rounds took longer than `max_seconds`."""
     error: BaseException | None
-    """Error that dropped the candidate, if any; `ms` has the rounds before the error."""
+    """Error that the candidate was dropped for, if any; `ms` has the rounds before the error."""
     gpu_before: GpuState | None
     """GPU state before the first round, the same for all candidates."""
     gpu_during: GpuState | None
@@ -97,7 +97,7 @@ def measure(
         seed: seed of the order within rounds.
         max_seconds: time limit for the samples of a candidate; a slow candidate gets fewer rounds,
             but at least `MINIMUM_ROUNDS` if `rounds` allows.
-        max_noise: noise at which the rounds end, once every candidate has reached it (`Enough`).
+        max_noise: the rounds end once no candidate's noise is above this limit (`Enough`).
         on_sample: called with the candidate's key before every warm-up and sample.
         synchronous: end each sample before the next begins, so that after a crash the last key
             names its cause.
@@ -160,12 +160,12 @@ def warm_up(candidate: Candidate, timer: Timer, rounds: int, max_seconds: float)
 
 
 class Enough:
-    """Decision during the rounds whether the noise is low enough to stop.
+    """Decision, between rounds, whether the noise is low enough to stop.
 
     The noise of a candidate is half the relative width of its median time's interval. An interval
-    that is narrow by chance is likely to be wrong and must not end the rounds. So checks are rare,
-    each after 1.5 times as many rounds, and intervals must be narrow at two checks in a row. In
-    simulations the intervals of speed-ups keep their 95 % (`tests/replay/timing/test_coverage.py`).
+    that is narrow by chance is likely to be wrong and must not end the rounds. So checks are rare
+    (each after 1.5 times as many rounds), and intervals must be narrow at two checks in a row. In
+    simulations the intervals of speed-ups cover 95 % (`tests/replay/timing/test_coverage.py`).
     """
 
     def __init__(self, max_noise: float) -> None:
@@ -187,7 +187,7 @@ class Enough:
 
 
 class TakenTimes:
-    """Copy of the candidates' times, which kernels in this process could change."""
+    """Copy of the candidates' times, because kernels in this process could change the originals."""
 
     def __init__(self, candidates: Iterable[Candidate]) -> None:
         self._taken = {
@@ -195,7 +195,7 @@ class TakenTimes:
         }
 
     def note(self) -> None:
-        """Copy the current times, which are then taken as right."""
+        """Copy the current times, so that `restore` can undo later changes."""
         for candidate, taken in self._taken.items():
             taken[:] = (array("d", times).tobytes() for times in candidate.times())
 

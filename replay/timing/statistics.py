@@ -9,7 +9,7 @@ A disturbance of the whole machine makes a round's ratio larger or smaller with 
 because the order of the kernels is shuffled. A disturbance of one kernel for several rounds does
 not average out. So the range of ranks is multiplied by √((1 + r) / (1 - r)), the factor for a
 first-order autoregressive process (Bartlett 1946), with r estimated from the ratios.
-`tests/replay/timing/test_coverage.py` simulates both.
+`tests/replay/timing/test_coverage.py` simulates both kinds of disturbance.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from replay.timing.defaults import MINIMUM_ROUNDS
 
 ONE_IN = 80
 """The interval may lie above the median in one case of this many, and below the median in one case
-of this many, which makes 97.5 %."""
+of this many, so that it contains the median in 97.5 % of cases."""
 
 RELEVANT = 1.03
 """Smallest ratio of times that matters for the choice of a kernel."""
 
 MAXIMUM_AUTOCORRELATION = 0.75
-"""Largest correlation that is assumed; few rounds cannot distinguish more from noise."""
+"""Largest autocorrelation that is assumed; few rounds cannot tell a larger one from noise."""
 
 
 class MedianInterval(NamedTuple):
@@ -80,7 +80,7 @@ def summarize(samples: Sequence[float]) -> TimeSummary:
 def paired_ratios(baseline: Sequence[float], candidate: Sequence[float]) -> list[float]:
     """Return baseline time / candidate time for every round that both kernels have.
 
-    If the clock drifts from round to round, both times change but not their ratio.
+    If the GPU's clock drifts from round to round, both times change but their ratio does not.
     """
     return [before / after for before, after in zip(baseline, candidate, strict=False)]
 
@@ -167,12 +167,12 @@ def ratio_interval(
 
 
 def _rank(count: int) -> int:
-    """Return the largest k so that the k-th smallest to k-th largest samples have 97.5 %.
+    """Return the largest k for which the k-th smallest to k-th largest samples cover 97.5 %.
 
     The result is at least 1.
     """
     rank, ways = 0, 1
-    at_most = ways  # outcomes, of 2**count, with at most `rank` samples below the median
+    at_most = ways  # of 2**count outcomes: at most `rank` samples below the median
     while at_most * ONE_IN <= 2**count:
         rank += 1
         ways = ways * (count - rank + 1) // rank

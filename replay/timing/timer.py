@@ -3,7 +3,7 @@
 On CUDA, a sample is the GPU time between two events on the stream. A wait, and the reads for a cold
 cache, keep the GPU busy while the host enqueues the call, so launch cost is excluded. `host_ms` is
 the launch cost after other work, as in a model (`replay.timing.host_load`). `layer_host_ms` also
-includes the work after the call, which is slower after a launcher that fills processor caches.
+includes work after the call, which is slower if the kernel's launcher has filled processor caches.
 
 - `cold` reads a buffer of at least twice the L2 cache before each sample. Writes to the buffer
   would leave dirty lines, which go to memory while the kernel runs and take up to 9 µs (H100).
@@ -11,8 +11,8 @@ includes the work after the call, which is slower after a launcher that fills pr
 
 On a CPU, a sample is the mean wall time of enough calls to last a millisecond.
 
-In a model the previous layer ran the same kernel. `calls_before` puts calls of the same kernel
-before each sample, which matters for launches and for a GPU at its power limit.
+In a model, the previous layer runs the same kernel. `calls_before` therefore puts calls of the same
+kernel before each sample, which matters for launches and for a GPU at its power limit.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ TIMERS = {
     ("cuda", "warm"): "cuda-events",
     ("cpu", "warm"): "perf_counter",
 }
-"""Names of timers by type of device and cache. Earlier versions used `cuda-events` and made the
-cache cold by writes."""
+"""Names of timers by type of device and cache. `cuda-events` with a cold cache is from earlier
+versions, which made the cache cold by writes."""
 
 LEAST_UNRELATED_BYTES = 256 * 2**20
 CYCLES_PER_MS = 2_000_000
-"""GPU cycles in at least a millisecond at the usual 1–2 GHz."""
+"""Number of GPU cycles that take at least a millisecond at the usual 1–2 GHz."""
 MAXIMUM_WAIT_MS = 5.0
-"""Longest wait of the GPU for the host. A longer wait would not hide a kernel that synchronises."""
+"""Maximum wait of the GPU for the host. A longer wait would not help a kernel that synchronises."""
 
 MINIMUM_CPU_SAMPLE_MS = 1.0
 LONGEST_CPU_SAMPLE_MS = 20.0
@@ -66,8 +66,8 @@ class Candidate:
     fingerprint: Callable[[object], None] = lambda result: None
     """Function that receives the output of each timed call on a GPU, once the call is enqueued."""
     keep: Callable[[object], None] = lambda result: None
-    """Function that receives outputs of some timed calls of each sample. The last output counts. It
-    comes from any call with equal probability, so that no call can predict it."""
+    """Function that receives outputs of some timed calls of each sample. Only the last output that
+    it receives counts; any call may give that output with equal probability."""
     after: Function = lambda: None
     """Function that is called, untimed, after the warm-up and after each sample."""
     rounds: int = 0
@@ -79,7 +79,7 @@ class Candidate:
     error: BaseException | None = None
 
     def times(self) -> tuple[list[float], list[float], list[float]]:
-        """Return milliseconds by round for the call, the host, and the host with a layer."""
+        """Return milliseconds by round: of the call, of the host, and of the host with a layer."""
         return self.ms, self.host_ms, self.layer_host_ms
 
     def drop(self, error: BaseException) -> None:
@@ -163,7 +163,7 @@ class CudaTimer:
             end = torch.cuda.Event(enable_timing=True)
             for _ in range(self.calls_before):
                 candidate.function()
-            # Otherwise the host might wait for room in the queue of launches.
+            # Synchronize, because the host might wait for room in a full queue of launches.
             torch.cuda.synchronize(self.device)
             candidate.before()
             self.rest_of_layer()
@@ -200,7 +200,7 @@ class CudaTimer:
 
 
 def calls_of_cpu_sample(call_ms: float) -> int:
-    """Return the number of calls in a sample on a CPU, from the milliseconds of one call."""
+    """Return the number of calls in a sample on a CPU; one call takes `call_ms`."""
     return min(int(MINIMUM_CPU_SAMPLE_MS / call_ms) + 1, MAXIMUM_CPU_CALLS)
 
 
@@ -247,12 +247,12 @@ class CpuTimer:
         return None
 
     def is_lost(self) -> bool:
-        """Return False: a CPU survives every error."""
+        """Return False, because a CPU remains usable after every error."""
         return False
 
 
 def first_call(function: Callable[[], T], device: torch.device | str) -> tuple[T, float]:
-    """Return the result of `function`, and the milliseconds until the result existed."""
+    """Return the result of `function`, and the milliseconds until the result was complete."""
     _synchronize(device)
     start = time.perf_counter()
     result = function()
