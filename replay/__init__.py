@@ -1,4 +1,4 @@
-"""Replay recorded attention calls through every kernel: how fast, how accurate, which to run.
+"""Replay recorded attention calls through every kernel, to find the fastest accurate one.
 
 from replay import register_kernel, use_kernel
 
@@ -37,7 +37,7 @@ _HOMES = {
     "use_plan": "replay.patch.use_kernel",
     "verify": "replay.api.verify_model",
 }
-"""Module of each public name. Names of this package's own folders cannot be among them."""
+"""Module of each public name; no public name may equal that of one of this package's folders."""
 
 __all__ = [
     "Kernel",
@@ -56,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use, so that `replay --help` does not wait for torch.
+    # Import on first use, so that `replay --help` does not wait for torch.
     if name not in _HOMES:
         raise AttributeError(f"module 'replay' has no attribute {name!r}")
     import importlib

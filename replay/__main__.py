@@ -1,4 +1,4 @@
-"""`python -m replay`."""
+"""Entry point of `python -m replay`, the `replay` command."""
 
 from replay.cli.main import main
 

@@ -1,1 +1,1 @@
-"""Public functions, one procedure per file; the command line uses them too."""
+"""Public functions, one per module; the command line uses them too."""

@@ -1,4 +1,4 @@
-"""Choices of calls for a replay: recorded, in memory, random, or from a suite. Imports no torch."""
+"""Ways to choose a replay's calls: recorded, in memory, random, or a suite. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ class CallChoice:
     """Base class of every choice of calls."""
 
     def check(self) -> None:
-        """Raise Error for a mistake that can be found in a fraction of a second."""
+        """Raise Error for mistakes that can be found in a fraction of a second."""
 
     def opened(self, *, quiet: bool) -> Dataset | None:
         """Open the recording; None if the calls are not recorded."""
         return None
 
     def found(self, dataset: Dataset | None, *, quiet: bool) -> ChosenCalls:
-        """Return the calls, given the open recording."""
+        """Return the calls to replay; `dataset` is the open recording, if any."""
         raise NotImplementedError
 
 
@@ -55,9 +55,9 @@ class RecordedCalls(CallChoice):
     names: str | None = None
     """Comma-separated names and globs of the calls to use; None for all calls."""
     join_ranks: bool = False
-    """True to replay calls that ranks of a distributed model share, each as a whole."""
+    """True to join the parts of a call that several ranks recorded, and replay the whole call."""
     versus_random: bool = False
-    """True to replay each call with random and moment-matched values too."""
+    """True to replay each call also with random values and with moment-matched values."""
     dataset: Dataset | None = None
     """The recording, if it is already open."""
 
@@ -68,8 +68,7 @@ class RecordedCalls(CallChoice):
         if directory is None or self.names is None or self.join_ranks:
             return
         if files := listed_files(directory):
-            # A damaged entry is matched by its whole file name, which only its header could
-            # shorten.
+            # A damaged file has no readable header, so its call is chosen by the whole file name.
             chosen_names([Path(file).stem for file in files], self.names, files)
 
     def opened(self, *, quiet: bool) -> Dataset | None:
@@ -98,14 +97,14 @@ class CallsInMemory(CallChoice):
 
     calls: tuple[AttentionCall, ...]
     directory: Path
-    """Empty directory that must exist until the replay has ended."""
+    """Directory for the calls, empty at first; it must exist until the replay ends."""
 
     def check(self) -> None:
         if not self.calls:
             raise ChoiceError("there is no call to replay: give at least one")
 
     def opened(self, *, quiet: bool) -> Dataset | None:
-        # Worker processes read the calls from files.
+        # Write the calls to files, because worker processes cannot read them from memory.
         from capture.storage.call_file import PackedCall
         from capture.storage.dataset import Dataset
 
@@ -122,7 +121,7 @@ class CallsInMemory(CallChoice):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomValues(CallChoice):
-    """Values of random calls; subclasses choose the shapes."""
+    """Choice of random calls' values; subclasses choose the shapes."""
 
     mask: str = "none"
     """One of `replay.workloads.random_masks.MASKS`, or `causal`."""
@@ -131,7 +130,7 @@ class RandomValues(CallChoice):
     seed: int = 0
 
     def _calls(self, name: str, shapes: Sequence[Spec]) -> ChosenCalls:
-        """Return calls of these shapes."""
+        """Return random calls of these shapes."""
         from replay.workloads.workload import random_workloads
 
         is_causal = self.mask == "causal"

@@ -1,6 +1,6 @@
 """Choices that make up a replay: calls, kernels, settings and place. Imports no torch.
 
-The choices are made before PyTorch is imported, because worker processes start earlier.
+Worker processes start before this process imports PyTorch, so the choices must not need it.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class MeasureChoice:
     """State of the cache; None for cold on a GPU, warm on a CPU."""
     rounds: int = ROUNDS
     calls_before: int | None = None
-    """Untimed calls before each sample; None for 0, or for `CALLS_BEFORE_IN_MODELS` in models on a
-    GPU."""
+    """Untimed calls before each sample; by default 0, or `CALLS_BEFORE_IN_MODELS` if `for_model` is
+    set on a GPU."""
     max_seconds: float | None = None
-    """Time limit per kernel and call; None for `SECONDS`, or for `CPU_SECONDS` on a CPU."""
+    """Time limit per kernel and call; by default `SECONDS` on a GPU, `CPU_SECONDS` on a CPU."""
     max_noise: float | None = None
     baseline: str | None = None
     errors_against: str = "reference"
@@ -50,7 +50,7 @@ class MeasureChoice:
 
     @property
     def special_kernels(self) -> list[str]:
-        """Return the kernels that serve as baseline or as the output to compare with."""
+        """Return the kernels that serve as baseline, or whose outputs others are compared with."""
         names = (self.baseline, self.errors_against)
         return [name for name in names if name not in (None, "reference", "captured")]
 
@@ -99,13 +99,13 @@ class RunPlace:
     device: str | None = None
     """Name of the device; None for a GPU if present."""
     gpus: str | None = None
-    """GPUs that share the calls: `all`, or comma-separated indices."""
+    """GPUs to spread the calls over: `all`, or comma-separated indices."""
     ray: str | None = None
-    """Address of a Ray cluster whose devices share the calls."""
+    """Address of a Ray cluster to spread the calls over."""
     env: tuple[str, ...] = ()
     """Other Python environments: `NAME=PYTHON`, or a TOML file with a table `[environments]`."""
     timeout: float = 300.0
-    """Seconds without a sign of life after which a worker is killed."""
+    """Seconds after which a worker that gives no sign of life is killed."""
     in_process: bool = False
     """True to run kernels in this process, without workers."""
 
@@ -125,17 +125,17 @@ class RunPlace:
 
 @dataclass(frozen=True)
 class ReplayRequest:
-    """Calls to replay, and all choices about the replay."""
+    """Calls to replay, and all choices that make up the replay."""
 
     calls: CallChoice
     kernels: str | None = None
-    """Comma-separated names and globs; None for the default kernels, `all` for every kernel."""
+    """Comma-separated kernel names and globs; None for the default kernels, `all` for every one."""
     measure: MeasureChoice = MeasureChoice()
     place: RunPlace = RunPlace()
     max_time: float | None = None
     """Seconds after which the replay ends."""
     resume: Path | None = None
-    """File of rows to continue."""
+    """File with the rows of an earlier replay to continue."""
 
     def __post_init__(self) -> None:
         if self.max_time is not None and self.place.in_process:
@@ -144,9 +144,9 @@ class ReplayRequest:
             raise ChoiceError("--save-output requires kernels on this machine: leave out --ray")
 
     def check(self) -> None:
-        """Raise the errors of a replay that can be found in a fraction of a second.
+        """Raise Error for mistakes that can be found in a fraction of a second.
 
-        PyTorch is imported only if the name of a device or kernel looks wrong.
+        PyTorch is imported only if the name of a device or kernel seems wrong.
 
         Raises:
             Error: a choice cannot be used.
@@ -158,7 +158,7 @@ class ReplayRequest:
 
 
 def thresholds(given: str | os.PathLike[str] | Thresholds | None) -> Thresholds:
-    """Return the constants for judging accuracy; without a file, the project's own constants.
+    """Return the constants for judging accuracy, from a file or else the project's own.
 
     Raises:
         Error: the file cannot be read.
@@ -171,7 +171,7 @@ def thresholds(given: str | os.PathLike[str] | Thresholds | None) -> Thresholds:
 
 
 def _made(directory: Path) -> Path:
-    """Create a directory and return its absolute path: kernels may change the current directory."""
+    """Create a directory; return its absolute path, as kernels may change the current directory."""
     directory = directory.absolute()
     try:
         directory.mkdir(parents=True, exist_ok=True)

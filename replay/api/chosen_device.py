@@ -1,4 +1,4 @@
-"""Choice of the device: the one that a user names, or the one that is present."""
+"""Choice of the device: the one that the user names, or else the one that is present."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class ChoiceError(Error):
 
 
 def check_name(name: str | None) -> None:
-    """Raise ChoiceError if a name is not a device's; import torch only if the name looks wrong."""
+    """Raise ChoiceError for an invalid device name; import torch only if the name seems wrong."""
     if name and not re.fullmatch("cpu|cuda(:[0-9]+)?", name):
         device_of(name)
 
 
 def device_of(name: str | None) -> torch.device:
-    """Return the device of that name; without a name, the GPU if there is one.
+    """Return the named device; without a name, return the GPU if there is one, else the CPU.
 
     Raises:
         ChoiceError: there is no such device, or no kernel runs on it.

@@ -1,4 +1,4 @@
-"""Choice of the kernels: names are checked before PyTorch is imported, kernels selected after."""
+"""Choice of the kernels: names are checked before PyTorch is imported, and selected afterwards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 def check_kernels(names: str | None, special: Sequence[str], *, parse_files: bool = True) -> None:
-    """Raise Error if a kernel is unknown, or its file cannot be parsed.
+    """Raise Error if a kernel is unknown or its file cannot be parsed.
 
-    PyTorch is imported only if a name looks unknown.
+    PyTorch is imported only if a name seems to be unknown.
 
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
-        parse_files: True if this Python runs the kernels; another Python may be newer.
+        parse_files: True to parse kernels' files, if this Python runs them; another may be newer.
     """
     patterns = ",".join(filter(None, (names, *special)))
     for name in parts(patterns) if parse_files else []:
@@ -60,7 +60,7 @@ def chosen_kernels(
     Args:
         names: comma-separated names and globs; None for the default kernels.
         special: kernels that serve as baseline or as the output to compare with.
-        where: place of execution, which determines the kernels that can run.
+        where: the workers or this process, where the kernels will run.
 
     Raises:
         ChoiceError: a kernel given by name cannot run in any environment.
@@ -68,7 +68,7 @@ def chosen_kernels(
     from replay.kernels.registry import find, select
 
     kernels, named = select(names)
-    # A failure of a user's own kernel is reported in its row instead.
+    # Do not probe a user's own kernel: its row reports a failure instead.
     asked = [kernel for kernel in map(find, [*named, *special]) if kernel.load is None]
     found = where.probe(asked, device) if asked else {}
     for kernel in asked:
@@ -79,7 +79,7 @@ def chosen_kernels(
 
 
 def able_kernels(kernels: Sequence[Kernel], device: torch.device) -> list[Kernel]:
-    """Return the kernels that can run on a CPU; on a GPU, all, to avoid importing libraries."""
+    """Return the kernels that can run on a CPU; on a GPU, return all, to avoid library imports."""
     return [
         kernel
         for kernel in kernels

@@ -1,4 +1,4 @@
-"""Function `compare`: changes in speed and correctness between two runs."""
+"""Function `compare`, which finds changes in speed and correctness between two runs."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def compare(
     Args:
         before: rows of the earlier run, or their file.
         after: rows of the later run, or their file.
-        of: `speed-up` or `time`. The default is speed-ups over the baseline, which do not change
-            when the whole machine drifts; it is times if the baseline's own version changed.
+        of: `speed-up` or `time`. By default speed-ups over the baseline, which do not change when
+            the whole machine drifts, but times if the baseline's own version changed.
         spread: difference between two equal runs: a share such as 0.015 or `1.5%`, or a file with
             the rows of a repetition of `before`.
 
@@ -81,7 +81,7 @@ def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
 
     Args:
         given: rows, or the path of their file.
-        name: name of a run whose rows do not come from a file.
+        name: name of the run, if its rows do not come from a file.
 
     Raises:
         ComparisonError: there are no rows.
@@ -98,7 +98,7 @@ def run_of(given: Rowlike | Run, name: str = "rows") -> Run:
 
 
 def _spread(given: str | os.PathLike[str] | float | None) -> str | None:
-    """Return a spread as the string that the command line takes."""
+    """Format a spread as the string that the command line takes."""
     if given is None or isinstance(given, str):
         return given
     return os.fspath(given) if isinstance(given, os.PathLike) else f"{given * 100:g}%"

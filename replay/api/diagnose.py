@@ -1,4 +1,4 @@
-"""Function `doctor`: why kernels are wrong on recorded calls, where, and which to use instead."""
+"""Function `doctor`, which finds out why kernels are wrong, where, and which to use instead."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 
 class Pipeline(Protocol):
-    """Interface of a diffusers pipeline."""
+    """The interface of a diffusers pipeline that `doctor` requires."""
 
     components: Any
 
 
 class ExaminationInterrupted(KeyboardInterrupt):
-    """Interruption of an examination by Ctrl-C; `found` has the results up to that moment."""
+    """Raised when Ctrl-C interrupts an examination; `found` has the results up to then."""
 
     def __init__(self, found: Diagnoses, total: int) -> None:
         super().__init__()
         self.found = found
         self.total = total
-        """Number of pairs of kernel and call that were to be examined."""
+        """Number of (kernel, call) pairs that the whole examination would have covered."""
 
 
 @overload
@@ -68,7 +68,7 @@ def doctor(subject: Any, kernels: Any = None, **options: Any) -> Any:
         kernels: names and globs, as a list or comma-separated; `captured` for the recorded outputs.
             By default the kernels of a plain replay, or the kernels that the model itself called.
             With a model, functions with SDPA's arguments are also accepted.
-        **options: `timeout`, seconds without a sign of life after which a kernel's process is
+        **options: `timeout`, seconds after which a kernel's process without a sign of life is
             killed. For a recording also `calls`, names and globs of the calls to examine; `device`;
             `workers`, False to run kernels in this process; `tolerances`, constants to judge
             accuracy by, or a TOML file of constants; and `progress`, False to hide progress on
@@ -163,7 +163,7 @@ def able_kernels(
     if own:
         names = ",".join(part for part in parts if part != captured.NAME)
     kernels, named = select(names)
-    # A user's kernel is not probed, because its failure would be a finding.
+    # Do not probe a user's kernel, because its failure would be a finding.
     ours = [kernel for kernel in map(find, [each.name for each in kernels]) if not kernel.load]
     probed = _probed(ours, device, timeout, workers=workers) if ours else {}
     absent = {name: found.reason for name, found in probed.items() if found.reason is not None}
@@ -179,7 +179,7 @@ def able_kernels(
 def _probed(
     kernels: list[Kernel], device: torch.device, timeout: float, *, workers: bool
 ) -> dict[str, ProbeResult]:
-    """Return the probe result of each kernel here, by name."""
+    """Return the probe result of each kernel in this environment, by name."""
     from replay.rows.row import HERE
     from replay.workers.environments import Environment
     from replay.workers.execution import InProcess
@@ -194,7 +194,7 @@ def _probed(
 
 
 def _one_by_one(report: Progress, tasks: Sequence[str]) -> Progress:
-    """Return a progress function for kernels on calls; a task ends where the next begins."""
+    """Return a progress function for tasks (a kernel on a call), which run one at a time."""
     from replay.bench.runner import DONE
 
     at_work: list[Workload] = []

@@ -1,4 +1,4 @@
-"""Function `kernels`: all kernels, and where they can run."""
+"""Function `kernels`, which lists the kernels and where they can run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ if TYPE_CHECKING:
 
 
 def kernels(pattern: str | Sequence[str] | None = None) -> list[Kernel]:
-    """Return kernels by name.
-
+    """Return the kernels that match names or globs.
     Args:
         pattern: names and globs, as a list or comma-separated. `FILE.py:FUNCTION` is a kernel of
             your own. By default all kernels except variants of others.
@@ -37,11 +36,11 @@ def kernels(pattern: str | Sequence[str] | None = None) -> list[Kernel]:
 
 
 def listing(pattern: str | None, place: RunPlace) -> tuple[list[Kernel], Findings]:
-    """Return kernels, and findings on where each can run, by environment and kernel.
+    """Return kernels, and a finding on whether each can run, by environment and kernel.
 
     Args:
         pattern: comma-separated names and globs, as for `kernels`.
-        place: the device and the environments where they would run.
+        place: the device and the environments where the kernels would run.
 
     Raises:
         ChoiceError: the device does not exist.

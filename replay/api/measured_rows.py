@@ -1,4 +1,4 @@
-"""Rows of a replay: a list with methods for common questions, shown as a table in notebooks."""
+"""Rows of a replay, as a list with methods for common questions and a table for notebooks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MOST_PRINTED = 20
 
 
 class Rows(list[Row]):
-    """Rows of a replay, one for each kernel and call; printed, and in a notebook, they are a table.
+    """Rows of a replay, one for each kernel and call; `print` and notebooks show a table.
 
     Example:
         >>> import attention_replay as ar
@@ -46,19 +46,19 @@ class Rows(list[Row]):
     def best(self, accuracy_class: AccuracyClass = "exact") -> Rows:
         """Return one row per call: the row of the kernel to use.
 
-        Calls of equal cost get a joint decision, as in the tables of `replay`, from their paired
-        rounds. The kernel to use is the fastest one that is correct on all of these calls, does not
-        change inputs that later calls read, and is faster than the baseline by more than the 95 %
-        interval of its speed-up. If no kernel qualifies, the baseline is used if it is correct;
+        Calls of equal cost get a joint decision from their paired rounds, as in `replay`'s tables.
+        The kernel to use is the fastest one that is correct on all of these calls, does not change
+        inputs that later calls read, and is faster than the baseline by more than the 95 % interval
+        of its speed-up. If no kernel qualifies, the baseline is used if it is correct;
         otherwise the call has no row. Calls that were measured without a baseline get the fastest
         correct kernel.
 
         Args:
-            accuracy_class: `exact`, or `quantised` for the fastest of the 8-bit kernels. For
-                `sparse` kernels, speed does not show whether they keep enough keys.
+            accuracy_class: `exact`, or `quantised` for the fastest 8-bit kernel. For `sparse`
+                kernels, speed does not show whether they keep enough keys.
 
         Returns:
-            Rows in the order of the calls; with several devices, one device after another.
+            Rows in the order of the calls; rows of several devices follow one device after another.
 
         Raises:
             RowsError: the accuracy class is not `exact` or `quantised`.
@@ -83,7 +83,7 @@ class Rows(list[Row]):
         return found
 
     def to_dataframe(self) -> Any:
-        """Return a `pandas.DataFrame` with a line per row and a column per field (docs/fields.md).
+        """Return a `pandas.DataFrame` with these rows and a column per field (docs/fields.md).
 
         A field without values gives an empty column.
 
@@ -103,7 +103,7 @@ class Rows(list[Row]):
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows to a file, one JSON object a line, as `replay --json` does.
+        """Write the rows to a file, one JSON object per line, as `replay --json` does.
 
         Args:
             path: the file, which is replaced in one step.
@@ -130,7 +130,7 @@ class Rows(list[Row]):
             RowsError: the file does not exist, or holds something other than rows of this version.
 
         Warns:
-            UserWarning: the file ends within a row, because its replay was interrupted.
+            UserWarning: the last row is incomplete, because its replay was interrupted.
 
         Example:
             >>> rows = ar.Rows.read("rows.jsonl")
@@ -180,7 +180,7 @@ def _is_faster(found: Fastest) -> bool:
 
 
 def rows_of(given: Rowlike) -> Sequence[Row]:
-    """Return rows, or the rows of a file if its path is given.
+    """Return the given rows, or the rows of the file whose path is given.
 
     Raises:
         RowsError: the file cannot be read, or the argument is not rows.

@@ -1,4 +1,4 @@
-"""Sentences for the user on stderr, preceded by the command's name."""
+"""Sentences for the user, printed on stderr after the command's name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _command = "replay"
 
 
 def say(sentence: str) -> None:
-    """Print a sentence on stderr, preceded by the name of the command that runs."""
+    """Print a sentence on stderr after the name of the running command."""
     print(f"{_command}: {printable(sentence)}", file=sys.stderr)
 
 
@@ -29,7 +29,7 @@ def speaking_as(command: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def shown_steps(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal; yield the function that sets it."""
+    """Show the current step on a terminal; yield the function that sets this step."""
     from rich.console import Console
     from rich.text import Text
 

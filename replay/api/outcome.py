@@ -1,4 +1,4 @@
-"""Outcome of a replay: its rows in order, and the work left undone. Imports no torch."""
+"""Outcome of a replay: its rows in order, and the unfinished work. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Outcome:
     """Result of a session."""
 
     rows: list[Row]
-    """Rows in the order of the calls, including those of a resumed file; after an early end, only
-    the rows of complete calls."""
+    """Rows in the order of the calls, including rows of a resumed file. After an early end, rows of
+    incomplete calls are excluded."""
     all_rows: list[Row]
-    """The same rows, with the rows of incomplete calls."""
+    """All rows in the order of the calls, including those of incomplete calls."""
     is_in_order: bool
-    """True if the rows were measured in this order."""
+    """True if the rows were measured in the order of `all_rows`."""
     left_out: str
-    """Sentence about work that the time did not suffice for; empty if nothing is missing."""
+    """Description of the work that there was no time for; empty if nothing is missing."""
 
 
 def of_complete_calls(
@@ -54,7 +54,7 @@ def left_out(
     machines: Sequence[Machine],
     assigned: Mapping[str, Sequence[Kernel]],
 ) -> str:
-    """Describe the work that the time did not suffice for; empty if nothing is missing."""
+    """Describe the work that there was no time for; return an empty string without any."""
     from replay.bench.resume import label_of
 
     measured: dict[tuple[str, str], set[str]] = {}

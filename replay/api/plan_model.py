@@ -1,4 +1,4 @@
-"""Function `plan`: the fastest kernel for each layer of a recorded model, within a budget."""
+"""Function `plan`, which chooses the fastest kernel within a budget for each layer of a model."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 BUDGET = "cosine=0.998"
-"""Budget of a plan if none is specified."""
+"""Default budget of a plan."""
 
 
 class Choice(NamedTuple):
-    """Plan, with the candidates behind it."""
+    """Plan, with the results of the kernels considered."""
 
     plan: Plan
     uniform: list[Uniform]
     """Results of each kernel used at every layer, the baseline first."""
     shortfall: str
-    """Attention that the recording could not see; empty if it saw all attention."""
+    """Sentence about attention that the recording missed; empty if it missed none."""
 
 
 def plan(
@@ -45,7 +45,7 @@ def plan(
 
     Args:
         dataset: all recorded calls of one model: a directory, an archive, an address or a dataset.
-        rows: rows of these calls; None to measure them.
+        rows: rows of these calls; None to measure the calls.
         budget: the largest error at any layer, such as "cosine=0.998".
         **options: options of `replay`, for measuring.
 
@@ -86,7 +86,7 @@ def choose_plan(
         try:
             if find(name).own_process:
                 exclusive.add(name)
-        except KernelNameError:  # rows of another machine may name a kernel that exists only there
+        except KernelNameError:  # rows from another machine may name a kernel only it has
             continue
     chosen = choose(rows, capture.census, limit, OWN, exclusive)
     return Choice(chosen, uniform(rows, capture.census, limit, OWN), shortfall(capture))

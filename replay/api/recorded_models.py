@@ -1,4 +1,4 @@
-"""Recorded models to plan or check, and the data that they need. Imports no torch."""
+"""Recorded models to plan or check, and data for building these models. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class ModelRequest:
     """Options for running a recorded model."""
 
     plan: str | None = None
-    """File of a plan to run the model with as well."""
+    """Path of a plan, which is run in addition to the kernels."""
     text: str | None = None
-    """File of a text on which a language model's perplexity is measured."""
+    """Path of a text file on which a language model's perplexity is measured."""
     model_rounds: int | None = None
-    """Timed runs per kernel; None for as many as fit into a few seconds."""
+    """Number of timed runs per kernel; None for as many as fit into a few seconds."""
     trust_code: bool = False
-    """True to run code files named by the recording or the plan."""
+    """True to run code files that the recording or the plan names."""
     any_device: bool = False
     """True to use a plan that was made on another type of GPU."""
     timeout: float = 300.0
-    """Seconds without a sign of life after which the model's process is killed."""
+    """Seconds after which a model process that gives no sign of life is killed."""
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class RecordedModels:
     request: ModelRequest
     captures: list[CaptureRecord]
     builds: list[dict[str, Any]]
-    """Arguments that build the model of each capture."""
+    """Arguments for building the model of each capture."""
     text: str | None
     plan: Plan | None
 
     @property
     def plan_kernels(self) -> str | None:
-        """Return the names of the plan's kernels, which are measured if no kernels are named."""
+        """Return the names of the plan's kernels, the default kernels to measure."""
         return None if self.plan is None else ",".join([self.plan.baseline, *self.plan.kernels])
 
 
 def recorded_models(
     request: ModelRequest, dataset: Dataset | None, where: str, device: torch.device
 ) -> RecordedModels:
-    """Read the data needed to build a recording's models, before anything is measured.
+    """Read, before anything is measured, the data for building a recording's models.
 
     Args:
         dataset: the recording; None if an older version wrote it.
@@ -87,7 +87,7 @@ def recorded_models(
 
 
 def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
-    """Return the captures of whole calls, from which a model is planned or checked.
+    """Return the captures, after checking that they contain whole calls.
 
     Raises:
         RecordingError: the recording is incomplete; the message gives the remedy.
@@ -117,7 +117,7 @@ def whole_captures(dataset: Dataset | None, where: str) -> list[CaptureRecord]:
 
 
 def one_capture(dataset: Dataset | None, where: str) -> CaptureRecord:
-    """Return the capture that a plan is made for.
+    """Return the only capture of a recording, for which a plan is made.
 
     Raises:
         RecordingError: the recording contains several models, or is incomplete.
@@ -139,7 +139,7 @@ def _check_plan(
     where: str,
     device: torch.device,
 ) -> None:
-    """Raise RecordingError if a plan does not suit this recording, device or user."""
+    """Raise RecordingError if a plan does not suit the recording, the device or the request."""
     from replay.plan.plan_device import mismatch, type_of
 
     if plan.model not in [capture.model for capture in captures]:

@@ -1,4 +1,4 @@
-"""Function `replay`: run every kernel on every call, as the command does."""
+"""Function `replay`, which runs kernels on calls, as the command does."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ def replay(
         kernels: names and globs, as a list or comma-separated; None for the default kernels, "all"
             for every kernel. `FILE.py:FUNCTION` is a kernel of your own.
         calls: names and globs of the calls to replay; None for all calls.
-        join_ranks: replay calls that ranks of a distributed model share, each as a whole.
-        versus_random: replay each call with random and moment-matched values too.
+        join_ranks: join the parts of a call that several ranks recorded, and replay the whole call.
+        versus_random: replay each call also with random values and with moment-matched values.
         device: "cpu", "cuda" or "cuda:1"; None for a GPU if present.
         cache: "cold" or "warm"; None for cold on a GPU.
         rounds: samples per kernel and call.
         calls_before: untimed calls of the same kernel before each sample.
         max_seconds: time limit per kernel and call, which may reduce the rounds.
-        max_noise: end the rounds once every median is known to within this share.
+        max_noise: end the rounds once the uncertainty of every median is below this share.
         max_time: seconds after which the replay ends; the most representative calls run first.
         baseline: kernel that speed-ups are relative to; None for the kernel that the model called.
-        errors_against: "reference", "captured" or a kernel.
+        errors_against: output that errors are relative to: "reference", "captured" or a kernel.
         metrics: figures measured only on request: "energy", "roofline", "resources".
         tolerances: constants for judging accuracy, or a TOML file of constants.
         save_output: directory for every kernel's outputs.
@@ -120,7 +120,7 @@ def replay(
 
 
 def measured(request: ReplayRequest, progress: bool | None = None) -> Rows:
-    """Return the rows of a request.
+    """Replay a request and return its rows.
 
     Raises:
         Error: a choice cannot be used, or there is nothing to replay.
@@ -145,7 +145,7 @@ def call_choice(
     join_ranks: bool = False,
     versus_random: bool = False,
 ) -> Iterator[CallChoice]:
-    """Yield the choice of a dataset's calls; calls in memory are on disk in the meantime.
+    """Yield the choice of a dataset's calls. Calls in memory are saved to disk during the block.
 
     Raises:
         ChoiceError: the argument is neither a dataset nor calls.
@@ -168,7 +168,7 @@ def call_choice(
 
 
 def environments(env: Mapping[str, str] | Sequence[str] | None) -> tuple[str, ...]:
-    """Return environments as `NAME=PYTHON`, or as the TOML files that name them."""
+    """Return the environments as `NAME=PYTHON` strings or paths of TOML files."""
     if env is None:
         return ()
     if isinstance(env, Mapping):

@@ -1,4 +1,4 @@
-"""Function `reproduce`: the smallest dataset, and a script, that show a kernel's failure."""
+"""Function `reproduce`, which writes a minimal dataset and a script to show a kernel's failure."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 SECONDS = 120.0
-"""Time limit of the search for the smallest part, in seconds."""
+"""Default time limit, in seconds, of the search for the smallest failing part of a call."""
 
 
 def reproduce(
@@ -52,7 +52,7 @@ def reproduce(
         out: a new directory.
         device: "cpu", "cuda" or "cuda:1"; by default a GPU if there is one.
         python: interpreter of the environment that the kernel runs in.
-        max_seconds: time limit of the search for the smallest part.
+        max_seconds: time limit of the search for the smallest failing part.
         timeout: seconds after which a hanging kernel is killed.
         tolerances: constants for judging accuracy, or a TOML file of constants.
         progress: False to hide progress on stderr.
@@ -88,7 +88,7 @@ def reproduce(
 
 
 def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bool) -> Workload:
-    """Return the call of that name.
+    """Return the recorded call that has this name.
 
     Raises:
         ChoiceError: several calls match the name.
@@ -107,7 +107,7 @@ def _one_call(dataset: str | os.PathLike[str] | Dataset, name: str, *, quiet: bo
 
 @contextmanager
 def _shown(seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current step on a terminal; yield the function that sets it."""
+    """Show the current step on a terminal; yield the function that sets this step."""
     began, steps = time.monotonic(), itertools.count(1)
     with shown_steps(quiet=quiet) as show:
 

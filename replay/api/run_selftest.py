@@ -1,4 +1,4 @@
-"""Function `selftest`: check that this machine measures correctly."""
+"""Function `selftest`, which checks that this machine measures correctly."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Session of a replay, from a request to its rows: places, order of work, and work left undone.
+"""Session of a replay, which turns a request into rows.
 
-The module does not import torch until the session begins: the worker processes start earlier, and
-import torch in the meantime.
+The worker processes start first and import torch while this process prepares, so this module does
+not import torch until a session begins.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 30.0
-"""Minimum length of a replay that is announced; shorter ones end before a user decides to wait."""
+"""Minimum expected duration, in seconds, of a replay that is announced to the user."""
 
 NOT_COMPARED = ("--rounds", "--max-seconds", "--seed", "--metric resources")
-"""Options that rows do not contain, so that `--resume` cannot detect their change."""
+"""Options that rows do not record, so `--resume` cannot detect that they changed."""
 
 
 class Session:
@@ -54,15 +54,15 @@ class Session:
     dataset: Dataset | None
     """The open recording; None if the calls are not recorded."""
     device: torch.device
-    """Device that kernels run on; with several devices, their type."""
+    """Device that kernels run on; if there are several devices, only their type."""
     machines: list[Machine]
     """One machine for each type of device."""
     settings: Settings
     kernels: list[Kernel]
     assigned: Assignment
-    """The kernels by environment."""
+    """The kernels to run, by environment."""
     pythons: dict[str, str]
-    """The interpreters of the other environments."""
+    """The interpreters of other Python environments, by name."""
     workloads: list[Workload]
     """The calls to replay."""
 
@@ -155,17 +155,17 @@ class Session:
             yield where
 
     def _no_readings(self) -> str:
-        """Return a sentence about machine readings that the rows will lack, with the reason."""
+        """Return a sentence on why rows will lack some GPU readings; empty if they will not."""
         from replay.timing.gpu_state import why_no_state
 
         if self.request.place.ray is not None:
-            return ""  # this machine's readings do not describe the nodes
+            return ""  # readings of this machine do not describe the nodes
         if self.device.type == "cpu" and "energy" in self.request.measure.metrics:
             return "energy needs an NVIDIA GPU"
         return why_no_state(self.device)
 
     def rows(self) -> Generator[Row, None, None]:
-        """Yield rows as calls are finished, excluding the rows of a resumed file."""
+        """Yield the rows of each finished call, but not the rows of a resumed file."""
         from replay.distribution.estimate import Rates, expected_seconds, together
 
         calls = self._calls
@@ -192,8 +192,7 @@ class Session:
         """Return the results that the session has measured so far.
 
         Args:
-            is_early_end: True if an error or Ctrl-C ended the session, so that a call may lack some
-                rows.
+            is_early_end: True if an error or Ctrl-C ended the session, so a call may lack rows.
         """
         from replay.bench.resume import label_of, latest
 
@@ -209,7 +208,7 @@ class Session:
 
     @property
     def _calls(self) -> list[Workload]:
-        """Return the calls, once for each type of device."""
+        """Return the calls to replay, repeated for each type of device."""
         if len(self.machines) == 1:
             return self.workloads
         return [
@@ -217,7 +216,7 @@ class Session:
         ]
 
     def _resumed(self, path: Path) -> tuple[list[Row], list[Workload]]:
-        """Return the rows of the complete calls of a file, and the remaining calls."""
+        """Return a file's rows of completed calls, and the calls that remain to be replayed."""
         from replay.bench.resume import finished_rows
         from replay.rows.row_files import save_jsonl
 
@@ -233,7 +232,7 @@ class Session:
         return kept, left
 
     def _measured(self, calls: list[Workload], pace: Pace) -> Generator[Row, None, None]:
-        """Yield the rows of calls until the time is over."""
+        """Yield the rows of calls until the time limit."""
         from replay.report.progress import shown_progress
         from replay.workers.process import Stopped
         from replay.workloads.representative import tiers
@@ -243,7 +242,7 @@ class Session:
             scale = pace.scale if pace.is_reliable else None
             return self.limit.allows(pace.expected[call.label] * (scale or 1.0))
 
-        order = None  # without a limit every call runs, so their order does not matter
+        order = None  # without a limit every call runs, in any order
         if self.limit.seconds is not None:
             names = (call.name for call in self.workloads)
             tier_of = dict(zip(names, tiers(self.workloads), strict=True))
@@ -258,7 +257,7 @@ class Session:
             yield from self._where.replay(schedule, self.assigned, self.settings, report)
 
     def _announced(self, calls: Sequence[Workload], kernels: int, seconds: float) -> str:
-        """Return the announcement: the work, its place, and the expected duration."""
+        """Describe the amount of work, the devices, and the expected duration."""
         devices = self._where.at_a_time
         number = len({call.name for call in calls})
         what = f"{counted(number, 'call')} × {counted(kernels, 'kernel')}"
@@ -273,7 +272,7 @@ class Session:
 
 @contextlib.contextmanager
 def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[First]:
-    """Start the processes of the device; they import PyTorch in the meantime."""
+    """Start the worker processes early, so that they import PyTorch during the preparation."""
     from replay.workers.process import Placement, first_processes
 
     place = request.place
@@ -283,6 +282,6 @@ def _first_processes(request: ReplayRequest, limit: TimeLimit) -> Iterator[First
 
 
 def prepared(first: First, place: RunPlace, kernels: str | None) -> None:
-    """Let processes start their device and import compilers, without waiting for completion."""
+    """Let processes initialise their device and import compilers; do not wait for them."""
     first.prepare(place.device)
     first.warm_up(kernels)

@@ -1,4 +1,4 @@
-"""Function `verify`: run the recorded model with each kernel and compare with the prediction."""
+"""Function `verify`, which runs the recorded model with each kernel and checks the prediction."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 class ModelChecks(NamedTuple):
-    """Checks of one model; the first check is that of its own attention."""
+    """Checks of one model; the first one checks the model's own attention."""
 
     model: str
     checks: list[ModelResult]
     trouble: str = ""
-    """Reason why there are no checks; empty if there are some."""
+    """Reason why there are no checks; empty if there are any."""
 
 
 def verify(
@@ -54,27 +54,27 @@ def verify(
     progress: bool | None = None,
     **options: Any,
 ) -> list[ModelResult]:
-    """Run the recorded model with each kernel: predicted and measured speed-up, and drift.
+    """Run the recorded model with each kernel, and return its speed-ups and output drift.
 
     Args:
         dataset: the recording: a directory, an archive, an address or a dataset.
-        rows: rows of its calls, used for predictions; None to measure them.
+        rows: rows of the recorded calls, used for predictions; None to measure the calls.
         kernels: names and globs of kernels to run; None for the kernels of the rows or the plan, or
             the default kernels.
-        plan: file of a plan to run the model with as well.
-        text: file of a text on which a language model's perplexity is measured.
+        plan: path of a plan, which is run in addition to the kernels.
+        text: path of a text file on which a language model's perplexity is measured.
         model_rounds: timed runs of the model per kernel; None for as many runs as fit into 6 s.
         trust_code: run code files named by the recording or the plan.
         any_device: use a plan that was made on another type of GPU.
         device: device to build the model on; None for a GPU if present.
         env: interpreters of other Python environments, by name.
-        timeout: seconds without a sign of life after which a process is killed.
-        save_output: directory for the outputs of kernels and model.
+        timeout: seconds after which a process that gives no sign of life is killed.
+        save_output: directory for the outputs of the kernels and the model.
         progress: False to hide progress and hints on stderr.
         **options: options of `replay`, for measuring.
 
     Returns:
-        A check per kernel and model; a model's first check is that of its own attention.
+        A check per kernel and model; the first check of a model is of the model's own attention.
 
     Raises:
         Error: an argument cannot be used, or no model can run.
@@ -140,7 +140,7 @@ def check_models(
     Args:
         assigned: the kernels to run, by environment.
         pythons: the interpreters of the other environments.
-        report: called with each stage.
+        report: function that is called with a description of each stage.
     """
     for capture, build in zip(models.captures, models.builds, strict=True):
         model_rows = [row for row in rows if row.call.model == capture.model]
@@ -155,7 +155,7 @@ def check_models(
 
 
 def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
-    """Return the kernels of rows, by environment.
+    """Return the kernels that ran the rows, by environment.
 
     Args:
         names: names and globs of the kernels to keep; None for all.
@@ -175,7 +175,7 @@ def assignment_of(rows: Sequence[Row], names: str | None = None) -> Assignment:
 
 
 def as_json(checked: ModelResult) -> dict[str, Any]:
-    """Return a check as plain JSON, with null for figures that are not finite."""
+    """Return a check as plain JSON, in which non-finite figures are null."""
     from replay.rows.row_files import plain
 
     errors = {span: checked.prediction_error(span) for span in checked.measured}
@@ -193,7 +193,7 @@ def _checks(
     save_output: Path | None,
     report: Callable[[str], None],
 ) -> list[ModelResult]:
-    """Check a recorded model; the first result is its own attention.
+    """Check a recorded model; the first result is for the model's own attention.
 
     Raises:
         ModelRefused: the model cannot be built.
@@ -226,7 +226,7 @@ def _checks(
             kernel_at=kernel_at,
             save_output=save_output,
         )
-        # Each process has its own baseline run; only the first baseline is shown.
+        # Each process runs the baseline too; keep only the first baseline's result.
         found += checks[1:] if found else checks
     return [*found, *failed]
 
@@ -243,7 +243,7 @@ def _variants(
     pythons: Mapping[str, str],
     capture: CaptureRecord,
 ) -> tuple[list[list[Variant]], list[ModelResult]]:
-    """Group the kernels to run in a model by process, and list the kernels that already failed.
+    """Group the kernels to run in a model by process; also return results of kernels that failed.
 
     Different environments never share a process, nor do kernels that require their own. A kernel
     that supports no call of the model is left out; the replay reports the reason.

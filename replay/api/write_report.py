@@ -1,4 +1,4 @@
-"""Function `report`: an HTML page, and charts for papers, from the rows of a replay."""
+"""Function `report`, which makes an HTML page and charts for papers from the rows of a replay."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def report(
         rows: rows of one type of device, or their file.
         out: the page to write.
         charts: a directory for charts, as SVG, PNG and Vega-Lite.
-        checks: checks from `verify`, which the page also shows, or their file.
-        outputs: directory of the outputs that these checks saved.
-        budget: limit of errors to draw on the page, such as `cosine=0.998`.
+        checks: checks from `verify` to show on the page too, or their file.
+        outputs: directory where `verify` saved the outputs of these checks.
+        budget: error limit to draw on the page, such as `cosine=0.998`.
 
     Returns:
-        The files that were written; without charts if the rows have no figures to draw.
+        The files that were written. There are no charts if the rows have no figures to draw.
 
     Raises:
         ReportError: there is nothing to report, or the page cannot be written.
@@ -78,7 +78,7 @@ def report(
 
 
 def read_checks(checks: Checks) -> Sequence[dict[str, Any]]:
-    """Return checks of models, or the checks of a file if its path is given.
+    """Return the given checks, or the checks of the file whose path is given.
 
     Raises:
         RowsError: the file cannot be read, or does not contain checks.

@@ -1,1 +1,1 @@
-"""The `replay` command: from arguments to an exit code."""
+"""The `replay` command, which turns arguments into actions and an exit code."""

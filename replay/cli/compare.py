@@ -1,4 +1,4 @@
-"""`replay compare`: what changed between runs, read from files."""
+"""`replay compare`: reports the changes between runs, whose rows it reads from files."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare runs, print and write the changes; return 1 if a condition of `--fail-on` is met.
+    """Compare runs, print and write the changes; return 1 if a `--fail-on` condition is met.
 
     Raises:
         UsageError: the arguments cannot be used.
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(
     compared: Sequence[ComparedRuns], arguments: argparse.Namespace, unwritten: list[str]
 ) -> None:
-    """Write comparisons, and print them below each other."""
+    """Write comparisons to files, and print them one below the other."""
     found = [sections(comparison) for comparison in compared]
     formats: dict[str, Callable[[], str]] = {
         "markdown": partial(to_markdown, found),
@@ -95,7 +95,7 @@ def _show(
     }
     places = {name: getattr(arguments, name) for name in formats}
     try:
-        # Files are written before stdout, whose reader may be gone.
+        # Write files before stdout: the reader of stdout may be gone, and the print would fail.
         for name in sorted(formats, key=lambda name: places[name] == "-"):
             with noted(unwritten), opened(places[name]) as file:
                 if file is not None:

@@ -54,5 +54,5 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, print and write; return 1 if a call cannot be read or `--check` fails."""
+    """Replay, print and write rows; return 1 if a call cannot be read or `--check` fails."""
     return show(arguments, recorded_calls(arguments))

@@ -35,7 +35,7 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Merge runs, and print and write the tables."""
+    """Merge runs, then print and write their tables."""
     check_files(arguments)
     merged = across_devices([run_of(name) for name in arguments.rows])
     console = Console(highlight=False, stderr=arguments.markdown == "-")

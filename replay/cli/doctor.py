@@ -1,4 +1,4 @@
-"""`replay doctor`: why a kernel is wrong on recorded calls, where, and which to use instead."""
+"""`replay doctor`: finds out why and where a kernel is wrong, and which kernel to use instead."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from replay.diagnosis.examinations import Diagnoses
 
 CALLS = 20
-"""Number of calls to record from a model."""
+"""Default number of calls to record from a model."""
 
 EXAMPLES = """\
   replay doctor --dir captured_inputs                         the kernels of a plain replay
@@ -79,12 +79,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _record_and_examine(arguments: argparse.Namespace) -> int:
     device = device_of(arguments.device)
-    # A kernel that cannot run is reported before the long run of the model.
+    # Report a kernel that cannot run now, before the model's long run.
     able_kernels(arguments.kernels, device, arguments.timeout, workers=not arguments.in_process)
     with tempfile.TemporaryDirectory() as directory:
         arguments.dir = str(Path(directory) / "captured_inputs")
-        # The default device is not passed on, because a user's function may have no device
-        # parameter.
+        # Omit the default device, because a user's function may have no device parameter.
         _record(arguments, None if device == device_of(None) else str(device))
         return _examine(arguments)
 
@@ -98,7 +97,7 @@ def _record(arguments: argparse.Namespace, device: str | None) -> None:
 
     runnable = import_models().load(arguments.model, device=device)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RecordingWarning)  # problems are printed below
+        warnings.simplefilter("ignore", RecordingWarning)  # the problems are printed below
         with record(
             runnable.roots,
             arguments.dir,
@@ -146,7 +145,7 @@ def _examine(arguments: argparse.Namespace) -> int:
 
 
 def _interruption(interrupted: ExaminationInterrupted, file: str | None) -> str:
-    """Print the findings so far, and return a sentence about the missing ones."""
+    """Print the findings so far, and return a sentence on how many runs were examined."""
     found = interrupted.found
     if not found.examined:
         return "nothing was examined"

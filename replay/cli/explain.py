@@ -1,6 +1,6 @@
-"""`replay explain`: why a kernel that is fast on its own is slow in a model.
+"""`replay explain`: explains why a kernel that is fast on its own is slow in a model.
 
-The module imports torch only after reading the file.
+The module imports torch only after it has read the file of checks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print a paragraph for each kernel.
+    """Print a paragraph that explains each kernel's time.
 
     Raises:
         UsageError: the file does not contain the named kernel, or contains no kernel.

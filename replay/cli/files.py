@@ -1,4 +1,4 @@
-"""Files named by arguments. Imports no torch."""
+"""Files that arguments name. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from replay.rows.row import Row
 
 STDOUT = ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
-"""Names of stdout; while kernels run, these files lead to stderr (`replay.cli.stdout`)."""
+"""Files that stand for stdout; while kernels run, they lead to stderr (`replay.cli.stdout`)."""
 
 
 class UsageError(Error):
@@ -41,18 +41,18 @@ class NotWritten(Error):
 
 
 def output_file(given: str) -> str:
-    """Return a file to write, for `add_argument(type=…)`; `-` for any name of stdout."""
+    """Parse the name of a file to write; return `-` for any name of stdout."""
     return "-" if os.path.abspath(given) in STDOUT else not_empty(given)
 
 
 def stdout_is_taken(arguments: argparse.Namespace) -> bool:
-    """Return True if an option writes to stdout, so that tables go to stderr or are not printed."""
+    """Return True if an option writes to stdout, so tables must go to stderr or be omitted."""
     return any(vars(arguments).get(name) == "-" for name in WRITTEN_FILES)
 
 
 @contextlib.contextmanager
 def noted(unwritten: list[str], errors: type[Error] = Error) -> Iterator[None]:
-    """Collect the reason why a file cannot be written, without duplicates, and continue."""
+    """Add the reason why a file cannot be written to a list without duplicates, and continue."""
     try:
         yield
     except errors as error:
@@ -68,7 +68,7 @@ def say_unwritten(unwritten: Sequence[str]) -> int:
 
 
 def write_and_show(path: str | None, text: Callable[[], str], show: Callable[[], object]) -> None:
-    """Write a string to a file, or to stdout for `-`; then show the results in any case.
+    """Write a string to a file, or to stdout for `-`; show the results even if writing fails.
 
     Raises:
         NotWritten: the file cannot be written.
@@ -85,11 +85,10 @@ def write_and_show(path: str | None, text: Callable[[], str], show: Callable[[],
 def opened(
     path: str | None, stdout: TextIO | None = None, *, append: bool = False
 ) -> Iterator[Writable | None]:
-    """Yield a file to write, or None without a path; `-` means stdout.
+    """Yield a file to write; None if `path` is None. A path of `-` means stdout.
 
-    The file keeps its content until the first text is written, or until the `with` block ends
-    without any text. A reader may therefore follow the file, and a block that raises before it
-    writes leaves the file as it was.
+    The file is emptied at the first write, or at the end of a `with` block that wrote nothing. A
+    block that raises before its first write leaves the file unchanged.
 
     Raises:
         NotWritten: the file cannot be written.
@@ -105,7 +104,7 @@ def opened(
                 output.begin()  # a pipe has no content to keep, and its reader may be waiting
             yield output
         except BaseException:
-            with contextlib.suppress(NotWritten):  # the error of the block is reported instead
+            with contextlib.suppress(NotWritten):  # the block's own error is raised instead
                 output.close()
             raise
         if not output.has_failed:
@@ -116,7 +115,7 @@ def opened(
 class _Output:
     """File that is opened at the first write.
 
-    The path is as the user wrote it; a kernel may change the current directory in the meantime.
+    Its path is made absolute at once, because a kernel may change the current directory later.
     """
 
     def __init__(self, path: str, *, append: bool) -> None:
@@ -149,7 +148,7 @@ class _Output:
         return self._file
 
     def close(self) -> None:
-        """Close the file; an error that was already raised is not raised again."""
+        """Close the file; raise nothing if an earlier write has already failed."""
         if self._file is None:
             return
         if self.has_failed:
@@ -169,7 +168,7 @@ class _Output:
 
 
 def check_place(path: str | os.PathLike[str] | None) -> None:
-    """Check before any work that a file can be written; None and `-` are always accepted.
+    """Check early that a file can be written; always accept None and `-`.
 
     Raises:
         UsageError: the file cannot be written.
@@ -187,7 +186,7 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
         raise UsageError(f"cannot write {path}: it is write-protected, name another file")
     if os.path.lexists(path):
         return
-    try:  # the directory may be read-only in other ways, or the name too long
+    try:  # other causes: a read-only file system, a name that is too long
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
         os.unlink(path)
     except OSError as error:
@@ -195,7 +194,7 @@ def check_place(path: str | os.PathLike[str] | None) -> None:
 
 
 def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES) -> None:
-    """Check before any work that the files of a verb can be written, each to a place of its own.
+    """Check early that a verb can write its files, and that each has its own path.
 
     Args:
         read: arguments that name files to read.
@@ -228,7 +227,7 @@ def check_files(arguments: argparse.Namespace, read: Sequence[str] = READ_FILES)
 
 
 def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
-    """Return the rows of the file in `--rows`; None without this option.
+    """Return the rows of the file that `--rows` names; None without this option.
 
     Raises:
         UsageError: the file does not exist, or `--json` requests measured rows too.
@@ -242,10 +241,10 @@ def rows_of(arguments: argparse.Namespace) -> list[Row] | None:
 
 
 def rows_of_file(path: str, command: str = "replay") -> list[Row]:
-    """Return the rows of a file, and warn if the file ends within a row.
+    """Return the rows of a file; warn if its last row is incomplete.
 
     Args:
-        command: command that writes such rows.
+        command: command that writes such a file, for the error message.
 
     Raises:
         UsageError: the file does not exist.

@@ -1,4 +1,4 @@
-"""`replay kernels`: lists all kernels, and where each can run."""
+"""`replay kernels`: lists all kernels and the environments in which each can run."""
 
 from __future__ import annotations
 

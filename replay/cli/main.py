@@ -32,17 +32,17 @@ NAMES = (
     *("report", "reproduce", "selftest", "suite", "verify", "watch"),
 )
 VERBS = {name: f"replay.cli.{name}" for name in NAMES}
-"""Module of each verb: `parser()` returns its options, and `run(arguments)` the exit code."""
+"""Module of each verb: `parser()` returns the verb's parser, `run(arguments)` the exit code."""
 
 DEFAULT = "replay.cli.compare_kernels"
-"""Module of the default verb, which has no name."""
+"""Module of the default verb, which runs if the arguments name no verb."""
 
 WITH_SHAPE = ("profile", "watch")
 """Verbs with a second form for one random call, such as `replay watch random`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command; exit with 0 on success, 1 if a check failed, 2 on wrong usage."""
+    """Run the command; exit with 0 on success, 1 if a check failed, 2 for wrong usage."""
     make_usable()
     given = list(sys.argv[1:] if argv is None else argv)
     command = " ".join(["replay", *(name for name in given[:1] if name in VERBS)])
@@ -109,5 +109,5 @@ def _explain(error: BaseException, command: str) -> int:
 
 
 def _is_stdouts_own(error: OSError) -> bool:
-    # A full disk is reported without the name of the file being written.
+    # The error of a full disk does not name its file, so check stdout itself.
     return isinstance(error, BrokenPipeError) or is_full_stdout()

@@ -1,4 +1,4 @@
-"""Former flags of `replay`, and the verb or option that replaces each. Imports no torch."""
+"""Former flags of `replay`, each with the verb or option that replaced it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REPLACEMENTS = {
 
 
 def where_it_moved(arguments: Iterable[str]) -> str:
-    """Return a sentence about the first former flag; empty if there is none."""
+    """Return a sentence about the first former flag among the arguments; empty without one."""
     for argument in arguments:
         flag = argument.partition("=")[0]
         if flag in REPLACEMENTS:

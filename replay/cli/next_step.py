@@ -21,7 +21,7 @@ OF_RECORDING = ("--dir", "--kernels", "--device", "--env", "--timeout", "--toler
 """Options that `plan` and `verify` share with the default verb."""
 
 CARRIED = ("--dir", "--join-ranks", *SHAPE, "--max-seq", *VALUES, *OF_RECORDING[1:])
-"""Options passed on to the next command, unless they have their default values."""
+"""Options that the suggested command repeats, unless they have their default values."""
 
 
 def next_step(
@@ -30,21 +30,21 @@ def next_step(
     plan: Plan | None,
     dataset: Dataset | None,
 ) -> str:
-    """Return the suggested next step after a verb in one line; empty if there is none.
+    """Return one line that suggests the next step; empty if there is nothing to suggest.
 
     Args:
         plan: plan written by `replay plan`.
         dataset: replayed recording; None if the calls were not recorded.
     """
     given, verb = vars(arguments), arguments.verb
-    rows = [row for row in rows if row.kernel]  # rows of unreadable calls are left out
+    rows = [row for row in rows if row.kernel]  # omit rows of unreadable calls
     if not rows:
         return ""
     ran = {row.id for row in rows if row.accuracy}
     if len(ran) < 2 and any(row.status == "unavailable" for row in rows):
         return "see what the other kernels need: replay kernels"
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    baselines.add(given.get("baseline") or DEFAULT_BASELINE)  # if no row has a speed-up
+    baselines.add(given.get("baseline") or DEFAULT_BASELINE)  # in case no row has a speed-up
     compared = [row for row in rows if row.kernel not in baselines] or rows
     is_none_correct = not any(row.is_correct for row in compared)
     wrong = dict.fromkeys(row.kernel for row in rows if row.status in ("inaccurate", "crash"))
@@ -124,7 +124,7 @@ def _can_be_rebuilt(arguments: argparse.Namespace, captures: Sequence[CaptureRec
 
 
 def _whole_captures(dataset: Dataset | None) -> list[CaptureRecord]:
-    """Return the captures; empty if some calls contain only heads or parts of the model's calls."""
+    """Return the captures; an empty list if any recorded call is only a part of a model's call."""
     if dataset is None or any(is_part(entry.origin) for entry in dataset.entries):
         return []
     return [] if any(capture.heads for capture in dataset.captures) else dataset.captures

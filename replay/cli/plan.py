@@ -58,7 +58,7 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, choose and write; return 1 if a call cannot be read or `--check` fails.
+    """Measure kernels and write a plan; return 1 if a call cannot be read or `--check` fails.
 
     Raises:
         Error: an argument cannot be used.
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _chosen(
     capture: CaptureRecord, rows: Sequence[Row], budget: Budget, arguments: argparse.Namespace
 ) -> Plan:
-    """Choose a plan, print it and write it."""
+    """Make a plan from the rows, print the plan and write it."""
     from replay.report.plan_tables import print_plan
 
     choice = choose_plan(capture, rows, budget)

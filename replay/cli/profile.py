@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from replay.workloads.workload import Workload
 
 WARM_UP = 3
-"""Calls before the profiled one: the first compiles, and from the third on a CUDA graph may be
-replayed."""
+"""Number of calls before the profiled one. The first call compiles; the third and later calls may
+replay a CUDA graph."""
 
 EXAMPLES = """\
   replay profile --dir captured_inputs --call llama-000003 --kernels triton-fa3
@@ -58,7 +58,7 @@ def _parser(name: str, *calls: str) -> VerbParser:
 
 
 def run_once(kernel: Kernel, workload: Workload, device: torch.device) -> None:
-    """Warm up, and run the kernel once between cudaProfilerStart and Stop, in an NVTX range.
+    """Warm up the kernel, then run it once between cudaProfilerStart and Stop, in an NVTX range.
 
     Nothing is judged or timed, and nothing else runs in this process.
 
@@ -87,7 +87,7 @@ def run_once(kernel: Kernel, workload: Workload, device: torch.device) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the profiler's command or, with `--once`, run the call to be profiled.
+    """Print the command of the profiler; with `--once`, run the call to be profiled instead.
 
     Raises:
         Error: an argument cannot be used, or there is more than one kernel or call.
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.once:
         run_once(kernels[0], workloads[0], device)
         return 0
-    # The profiler sees only the kernels between cudaProfilerStart and cudaProfilerStop.
+    # The profiler records only kernels between cudaProfilerStart and cudaProfilerStop.
     profiler = ["ncu", "--profile-from-start", "off", "--set", "full"]
     print(shlex.join([*profiler, sys.executable, "-m", "replay", *arguments.command, "--once"]))
     return 0

@@ -1,6 +1,6 @@
-"""Replay as the verbs show it: rows are written as they come, then tables and the exit code follow.
+"""Replay as the verbs run it: write each row when it is measured, then print the tables.
 
-The module imports torch late.
+The module imports torch only when it is needed.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 OF_ALL_CALLS = ("report", "out", "checks")
-"""Options for outputs that need a complete replay, not an interrupted one."""
+"""Options for outputs that require a complete replay."""
 
 HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
 """Statuses of a row that `--check` accepts."""
@@ -57,7 +57,7 @@ HARMLESS = ("ok", "not-timed", "unsupported", "unavailable")
 
 @dataclass(frozen=True)
 class Replayed:
-    """Result of a replay that has been shown."""
+    """Result of a replay whose tables have been printed."""
 
     rows: list[Row]
     dataset: Dataset | None
@@ -69,7 +69,7 @@ class Replayed:
 
 
 def show(arguments: argparse.Namespace, calls: CallChoice) -> int:
-    """Replay calls, show and write everything that the arguments request; return the exit code.
+    """Replay calls, print and write all requested results, and return the exit code.
 
     Raises:
         Error: an argument cannot be used.
@@ -91,12 +91,12 @@ def show(arguments: argparse.Namespace, calls: CallChoice) -> int:
 def print_next_step(
     arguments: argparse.Namespace, replay: Replayed, plan: Plan | None = None
 ) -> None:
-    """Print the next step, unless the user wants no hints or a file is missing."""
+    """Print the next step, unless hints are off, a file is missing, or stdout carries a file."""
     if not (arguments.quiet or replay.unwritten or stdout_is_taken(arguments)):
         from replay.cli.next_step import next_step
 
         if step := next_step(arguments, replay.rows, plan, replay.dataset):
-            # The line is not wrapped, because a command with line breaks cannot be pasted.
+            # Do not wrap the line, because a command with line breaks cannot be pasted.
             print(f"next: {printable(step)}", file=sys.stderr)
     logger.info("all is printed")
 
@@ -110,11 +110,11 @@ def replayed(
 ) -> Replayed:
     """Replay, write the rows call by call, and print the tables.
 
-    Measured rows survive Ctrl-C and files that cannot be written.
+    Rows measured before Ctrl-C, or despite a file that cannot be written, are kept.
 
     Args:
         early: worker processes that are already started.
-        one_type: purpose of the rows, if it requires a single type of device.
+        one_type: option that requires a single type of device; empty if there is none.
 
     Raises:
         Error: an argument cannot be used, or the replay ended early.
@@ -148,7 +148,7 @@ def replayed(
 
 
 def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bool = False) -> int:
-    """Print unreadable calls and, for `--check`, failures to stderr; return the exit code."""
+    """Print unreadable calls and, if `check`, failures to stderr; return the exit code."""
     rows = replay.rows
     unreadable = [row for row in rows if not row.kernel]
     was_any = len(unreadable) < len(rows)
@@ -168,7 +168,7 @@ def exit_code(replay: Replayed, checks: Sequence[ModelResult] = (), *, check: bo
 
 
 def console_of(arguments: argparse.Namespace) -> Console:
-    """Return the console for tables: stdout, or stderr if stdout carries a file."""
+    """Return the console for tables, which is on stderr if stdout carries a file."""
     from rich.console import Console
 
     return Console(highlight=False, stderr=stdout_is_taken(arguments))
@@ -177,9 +177,9 @@ def console_of(arguments: argparse.Namespace) -> Console:
 def _written(
     session: Session, arguments: argparse.Namespace
 ) -> tuple[Outcome, list[str], BaseException | None]:
-    """Measure and write rows; also return the unwritten files and the error that ended it early."""
+    """Measure and write rows; return them, sentences on unwritten files, and any early error."""
     json_file = arguments.json
-    # Kernels may change the current directory.
+    # Resolve the path now, because kernels may change the current directory.
     kept_in = None if json_file in (None, "-") else Path(json_file).absolute()
     unwritten: list[str] = []
     ended_by: BaseException | None = None
@@ -212,7 +212,7 @@ def _follow(
     append: bool,
     not_followed: list[str],
 ) -> None:
-    """Measure all rows and write each immediately; a failing file does not end the replay."""
+    """Measure all rows and write each at once; continue the replay if writing fails."""
     with contextlib.closing(session.rows()) as produced:
         with noted(not_followed, NotWritten), opened(json_file, stdout, append=append) as file:
             if file is not None:
@@ -224,16 +224,16 @@ def _follow(
 
 
 def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[str]) -> list[str]:
-    """Write rows again if their order was wrong or writing failed; return the reasons for failure.
+    """Write all rows again, in order; return the reasons why a file could not be written.
 
     Args:
-        path: path of the JSON file; None without a file.
+        path: path of the JSON file; None if no file was requested.
         not_followed: reasons why rows could not be written immediately.
     """
     if path is None or not rows:
         return not_followed
     if path.exists() and not path.is_file():
-        return not_followed  # what a pipe or a device received cannot be changed
+        return not_followed  # a pipe or a device cannot be rewritten
     again: list[str] = []
     with noted(again):
         save_jsonl(rows, path)
@@ -241,7 +241,7 @@ def _written_again(rows: Sequence[Row], path: Path | None, not_followed: list[st
 
 
 def _interruption(left_out: str, rows: Sequence[Row], arguments: argparse.Namespace) -> str:
-    """Describe the missing part of an interrupted replay, and how to complete it."""
+    """Describe the results that are missing after an interrupted replay."""
     given = vars(arguments)
     if not rows:
         path = given.get("json")

@@ -97,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise UsageError if a file cannot be written, or if arguments contradict each other."""
+    """Raise UsageError if a file cannot be written or two arguments contradict each other."""
     if {arguments.out, arguments.plot, arguments.csv} == {None}:
         raise UsageError("nothing to write: give -o FILE for a report, --plot DIR for charts")
     check_files(arguments, read=(*READ_FILES, "checks"))
@@ -111,7 +111,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def check_report() -> None:
-    """Check that a report can be drawn, before anything is measured.
+    """Check, before anything is measured, that a report can be drawn.
 
     Raises:
         MissingPackage: the chart library is not installed.
@@ -124,7 +124,7 @@ def check_report() -> None:
 def write(
     rows: Sequence[Row], out: str, checks: Sequence[Mapping[str, Any]] = (), **others: Any
 ) -> None:
-    """Write a report and print its place.
+    """Write a report and print its path.
 
     Raises:
         Error: there is nothing to report, or the file cannot be written.

@@ -1,4 +1,4 @@
-"""`replay reproduce`: the smallest dataset, and a script, that show a kernel's failure."""
+"""`replay reproduce`: writes a minimal dataset and a script that show a kernel's failure."""
 
 from __future__ import annotations
 

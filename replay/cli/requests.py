@@ -1,4 +1,4 @@
-"""Conversion of parsed arguments to requests of the library. Imports no torch."""
+"""Conversion of parsed arguments to the library's request objects. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def chosen(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
-    """Return an object of a dataclass, whose fields are the arguments of the same names.
+    """Make a dataclass object from the arguments that have the same names as its fields.
 
     Args:
-        others: fields that no argument has.
+        others: values of fields that have no argument, or that replace an argument.
     """
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     given = {name: value for name, value in vars(arguments).items() if name in names}
@@ -36,7 +36,7 @@ def request_of(
     for_model: bool = False,
     kernels: str | None = None,
 ) -> ReplayRequest:
-    """Return the replay requested by the arguments, after cheap checks.
+    """Check the arguments and return the replay that they request.
 
     Args:
         for_model: True if the rows predict a model's gain.
@@ -49,7 +49,7 @@ def request_of(
     if vars(arguments).get("resume"):
         if arguments.json in (None, "-"):
             raise UsageError("--resume requires a file to continue: give --json FILE")
-        resume = Path(arguments.json).absolute()  # kernels may change the current directory
+        resume = Path(arguments.json).absolute()  # a kernel may change the current directory
     request = ReplayRequest(
         calls,
         kernels if arguments.kernels is None else arguments.kernels,
@@ -63,7 +63,7 @@ def request_of(
 
 
 def measure_of(arguments: argparse.Namespace, *, for_model: bool = False) -> MeasureChoice:
-    """Return the settings of timing and judging that the arguments request."""
+    """Return the requested settings of timing and judging."""
     wanted = metrics_of(arguments)
     metrics = [name for name in ("energy", "roofline") if {name, "all"} & {*wanted}]
     if vars(arguments).get("report"):
@@ -73,16 +73,16 @@ def measure_of(arguments: argparse.Namespace, *, for_model: bool = False) -> Mea
 
 
 def recorded_calls(arguments: argparse.Namespace) -> RecordedCalls:
-    """Return the recorded calls that the arguments choose."""
+    """Return the choice of recorded calls that the arguments make."""
     names = vars(arguments).get("call")
     return chosen(RecordedCalls, arguments, where=arguments.dir, names=names)
 
 
 def metrics_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the names in `--metric`.
+    """Return the names that `--metric` lists.
 
     Raises:
-        UsageError: there is no name, or an unknown name.
+        UsageError: `--metric` lists no name, or an unknown one.
     """
     text: str = vars(arguments).get("metric", DEFAULT_METRICS)
     metrics = [*dict.fromkeys(part.strip() for part in text.split(",") if part.strip())]

@@ -1,4 +1,4 @@
-"""Options that several verbs of `replay` share, each declared once. Imports no torch."""
+"""Options that several verbs of `replay` share. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DISTRIBUTIONS = (
     "underflow",
     "model-like",
 )
-"""Names of `replay.workloads.distributions`, which imports torch."""
+"""Names of the distributions, copied from `replay.workloads.distributions`, which imports torch."""
 MASKS = ("none", "causal", "padding", "window", "random")
-"""`causal`, and names of `replay.workloads.random_masks`."""
+"""Names of the masks: `causal`, and those of `replay.workloads.random_masks`."""
 SUITES = ("flux", "sage", "aiter", "cogvideo", "llama")
 
 REQUESTED_METRICS = ("stats", "resources")
-"""Figures that `--metric` shows only if named, because they take time or space."""
+"""Figures shown only if `--metric` names them, because they take time or space."""
 ALL_METRICS = (*METRICS, *REQUESTED_METRICS)
 DEFAULT_METRICS = "time,throughput,accuracy"
 
@@ -44,7 +44,7 @@ _UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 def duration(given: str) -> float:
-    """Parse `10m`, `90s`, `1h30m` or a number of seconds, for `add_argument(type=…)`."""
+    """Parse a duration such as `10m`, `90s`, `1h30m` or a number of seconds."""
     not_empty(given)
     parts = re.fullmatch(r"(?=.)(?:([0-9]{1,6})h)?(?:([0-9]{1,6})m)?(?:([0-9]{1,9})s?)?", given)
     if parts is None:
@@ -182,20 +182,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--check": _flag("exit with 1 if a kernel fails or is inaccurate"),
     "--debug": _flag("show tracebacks"),
 }
-"""Arguments of `add_argument` for each option."""
+"""Options by flag, each with its arguments for `add_argument`."""
 
 SHAPE = ("-b", "-hq", "-hk", "-sq", "-sk", "-d", "-dv")
 VALUES = ("--mask", "--distribution", "--dtype", "--seed")
 RECORDING = ("--dir", "--call", "--join-ranks")
 TIMING = ("--cache", "--rounds", "--calls-before", "--max-seconds")
 WAITING = ("--timeout", "--in-process")
-"""Options that exclude each other."""
+"""Mutually exclusive options for hanging kernels."""
 DEVICES = ("--device", "--gpus", "--ray")
-"""Options that exclude each other."""
+"""Mutually exclusive options for devices."""
 
 
 class WideHelp(argparse.RawDescriptionHelpFormatter):
-    """Help of at most 100 columns, with one line per option if it fits."""
+    """Help text of at most 100 columns, with one line per option where the option fits."""
 
     def __init__(self, prog: str) -> None:
         width = min(shutil.get_terminal_size((100, 24)).columns, 100)
@@ -203,7 +203,7 @@ class WideHelp(argparse.RawDescriptionHelpFormatter):
 
 
 class VerbParser(OneSentenceParser):
-    """Parser of a verb, which knows the shared options.
+    """Parser of a verb, with methods to add shared options.
 
     Args:
         verb: name of the verb; empty for the default verb.
@@ -227,11 +227,11 @@ class VerbParser(OneSentenceParser):
         to: argparse._ActionsContainer | None = None,
         **changes: Any,
     ) -> None:
-        """Add shared options; the options of a tuple exclude each other.
+        """Add shared options; options in one tuple are mutually exclusive.
 
         Args:
-            to: group of options; None for the parser itself.
-            changes: arguments of `add_argument` that differ from the usual ones.
+            to: group to add the options to; None for the parser itself.
+            changes: arguments of `add_argument` that replace those in `OPTIONS`.
         """
         place = self if to is None else to
         for flag in flags:

@@ -1,4 +1,4 @@
-"""Keeps stdout for rows: output of kernels in this process goes to stderr."""
+"""Reserves stdout for rows, and sends the output of kernels in this process to stderr."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STDOUT, STDERR = 1, 2
 
 @contextlib.contextmanager
 def reserved_stdout() -> Iterator[TextIO]:
-    """Yield a stdout for this package alone, while all other output goes to stderr.
+    """Yield a stdout that only this package uses, while all other output goes to stderr.
 
-    Compiled code bypasses Python's stdout, so the file descriptors are exchanged too. A stdout that
-    is not a file, as in a notebook, has no descriptor.
+    Compiled code bypasses Python's stdout, so the file descriptors are exchanged too, unless stdout
+    has no file descriptor, as in a notebook.
     """
     ours = sys.stdout
     with contextlib.ExitStack() as stack:
@@ -28,7 +28,7 @@ def reserved_stdout() -> Iterator[TextIO]:
         try:
             ours.flush()
             kept = os.dup(ours.fileno())
-        except (OSError, ValueError):  # a stream without a descriptor raises both at once
+        except (OSError, ValueError):  # the stream has no descriptor
             yield ours
             return
         ours = stack.enter_context(

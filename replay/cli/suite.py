@@ -37,5 +37,5 @@ def parser() -> VerbParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Replay, print and write; return 1 if `--check` fails."""
+    """Replay, print and write rows; return 1 if `--check` fails."""
     return show(arguments, chosen(SuiteCalls, arguments))

@@ -1,4 +1,4 @@
-"""`replay verify`: runs the recorded model with each kernel: prediction, measurement and drift."""
+"""`replay verify`: runs the recorded model with each kernel, to measure speed-up and drift."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen(ModelRequest, arguments), dataset, arguments.dir, device_of(arguments.device)
     )
     request = request_of(arguments, calls, for_model=True, kernels=models.plan_kernels)
-    # The workers exit before a model is built, because a full-size model needs their memory.
+    # End the workers before a model is built, because a full-size model needs their memory.
     if rows is None:
         replay = replayed(request, arguments)
     else:
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 plain = [as_json(check) for check in checks]
                 outputs = save_output if checks else None
                 write(replay.rows, arguments.report, plain, outputs=outputs)
-        if missing and not checks:  # an earlier --checks file is kept in this case
+        if missing and not checks:  # keep an earlier --checks file
             raise Error("; ".join(missing))
     replay.unwritten.extend(missing)
     code = exit_code(replay, checks, check=arguments.check)
@@ -124,7 +124,7 @@ def _checked(
     save_output: Path | None,
     file: Writable | None,
 ) -> tuple[list[ModelResult], list[str]]:
-    """Run the models and print each; return the checks, and a sentence for each missing one."""
+    """Run the models, print and return the checks, and return a sentence for each missing check."""
     from rich.console import Console
     from rich.text import Text
 
@@ -153,7 +153,7 @@ def _checked(
                 missing.append(f"{result.model}: {result.trouble}")
                 continue
             found += result.checks
-            status.stop()  # the spinner would be drawn into the tables
+            status.stop()  # or the spinner is drawn into the tables
             console.print()
             print_checks(result.checks, console)
             status.start()

@@ -1,4 +1,4 @@
-"""`replay watch`: repeats the replay whenever a kernel's file changes. Imports torch late."""
+"""`replay watch`: repeats the replay whenever a kernel's file changes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from replay.workers.process import First
 
 LOOK_SECONDS = 0.2
-"""Seconds between two inspections of the files; a change is complete when two inspections agree."""
+"""Seconds between inspections of the files; a change is complete when two inspections agree."""
 
 Signature = dict[Path, tuple[int, int]]
-"""Time of the last change, in nanoseconds, and size of each existing file."""
+"""Modification time in nanoseconds, and size in bytes, of each existing file."""
 
 EXAMPLES = """\
   replay watch --dir captured_inputs --call llama-000003 --kernels mine.py:attention
@@ -87,7 +87,7 @@ def _kernel_files(kernels: str | None) -> list[Path]:
 
 
 class Files:
-    """Files of some kernels, watched for changes.
+    """Files to watch for changes: those of some kernels, and the files that these import.
 
     Args:
         kernels: the files that define the kernels.
@@ -113,7 +113,7 @@ class Files:
                 sleep(LOOK_SECONDS)
 
     def _look(self) -> Signature:
-        """Inspect the files; the imports of a file that cannot be parsed are assumed unchanged."""
+        """Inspect the files. If one cannot be parsed, assume that its imports are unchanged."""
         paths = {*self._seen, *self._kernels}
         for kernel in self._kernels:
             paths.update(path for _, path in own_files(kernel, kernel.parent))
@@ -129,7 +129,7 @@ def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoRet
     """Replay now and after every change, until Ctrl-C.
 
     Args:
-        replay: function that replays in these processes, prints the rows and returns them.
+        replay: function that replays in the given processes, prints the rows and returns them.
 
     Raises:
         Error: the first replay failed. Errors of later replays are printed, because the next change
@@ -137,7 +137,7 @@ def watch(request: ReplayRequest, replay: Callable[[First], list[Row]]) -> NoRet
     """
     from replay.workers.process import first_processes
 
-    # If a file changes twice within a second, Python would use the outdated compiled file.
+    # A .pyc file would be outdated, but still used, if its source changed twice in a second.
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     files, is_first = Files(_kernel_files(request.kernels)), True
     rows: list[Row] = []
