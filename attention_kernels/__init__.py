@@ -110,7 +110,7 @@ def __dir__() -> list[str]:
 
 
 def _refusal(name: str, error: Exception) -> str:
-    """Return one sentence: why a kernel cannot be imported and what to do about it."""
+    """Return a sentence that explains why a kernel cannot be imported and what to do about it."""
     try:
         installed = importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:

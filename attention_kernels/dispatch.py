@@ -22,12 +22,11 @@ LARGEST_LATENT, LARGEST_TAIL = 512, 128
 key."""
 MOST_DECODED_QUERIES = 16
 MOST_DECODED_ROWS = 64
-"""Maximum number of queries of the heads that share a key head, for decode to read the keys only
-once."""
+"""Maximum number of query rows per key head for which decode reads the keys only once."""
 WORTH_LOOKING = 2**20
-"""Minimum number of scores per head for which scanning a mask for hidden blocks pays off. The scan
-takes some 20 µs. A call whose mask hides no whole block takes 10 to 50 % longer with it (H100,
-docs/attention-kernels.md)."""
+"""Minimum number of scores per head for which scanning a mask for fully masked blocks pays off. The
+scan takes some 20 µs. A call without fully masked blocks takes 10 to 50 % longer with the scan
+(H100, docs/attention-kernels.md)."""
 
 
 def attention(
@@ -40,11 +39,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return `scaled_dot_product_attention` of the arguments by the fastest exact kernel for them.
+    """Return `scaled_dot_product_attention` of the arguments, using the fastest exact kernel.
 
     Calls with a few queries are decoded, with the keys split among programs. Long masks are scanned
-    first, so that hidden blocks are skipped. Other 16-bit calls run the Hopper kernel on a Hopper
-    GPU, and the portable kernel elsewhere.
+    first, so that fully masked blocks are skipped. Other 16-bit calls run the Hopper kernel on a
+    Hopper GPU, and the portable kernel elsewhere.
 
     Args:
         query: (B, Hq, Sq, D) in float16, bfloat16 or float32, any strides.
@@ -154,7 +153,7 @@ def _check_head_dims(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 @functools.cache
 def _wrong_device(device: torch.device) -> str | None:
-    """Return one sentence: why no kernel runs on a device."""
+    """Return a sentence that explains why no kernel runs on a device."""
     if INTERPRETED.value:
         return None
     if device.type != "cuda":

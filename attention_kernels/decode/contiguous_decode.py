@@ -22,10 +22,10 @@ def contiguous_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ + mask) · V for a short query, (B, Hq, Sq, Dv), contiguous.
+    """Return softmax(scale · QKᵀ + mask) · V for a short query, as a contiguous (B, Hq, Sq, Dv).
 
-    Any Sq gives correct results. The keys are read once for every 64 rows (G · Sq) of a key head,
-    so a prefill kernel is faster for more rows.
+    Any Sq gives correct results. The keys of a head are read once for every 64 of its rows (Hq /
+    Hkv · Sq), so a prefill kernel is faster if there are more rows.
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides; Hq a multiple of Hkv.

@@ -17,11 +17,11 @@ from attention_kernels.options import is_leading_part
 WORTH_DESCRIBING = 2**26
 """Minimum number of elements in keys and values for which descriptors pay off.
 
-A call of this size keeps the GPU busy for as long as the host. Descriptors cost the host some
-microseconds and save half a microsecond on an H200.
+With this many elements, a call takes the GPU as long as it takes the host. Descriptors cost the
+host some microseconds and save half a microsecond on an H200.
 """
 BUSY_ROWS = range(17, 33)
-"""Numbers of queries of a key head for which arithmetic, not memory, limits a multiprocessor.
+"""Numbers of query rows per key head for which arithmetic, not memory, limits a multiprocessor.
 
 With descriptors, these calls take 40 % fewer instructions. With more queries, descriptors cause
 register spills.
@@ -92,13 +92,13 @@ class Cache(NamedTuple):
 
     @property
     def scales(self) -> tuple[None, None, None]:
-        """Return None for each scale: keys and values are in 16 bits."""
+        """Return None for each scale, because keys and values are in 16 bits."""
         return None, None, None
 
     @property
     def tail(self) -> int:
-        """Return the number of elements of a key after its value; 0 if the value is not the key's
-        first part.
+        """Return the number of elements that follow the value in a key; 0 if the value is not the
+        key's first part.
 
         In absorbed MLA, the value is the first part of the key.
         """
@@ -113,14 +113,14 @@ class Cache(NamedTuple):
     def access(self, is_cut: bool, begins_late: bool = False, rows: int = 1) -> Access:
         """Return how the kernel reads the cache.
 
-        Descriptors load whole blocks, and a block may not cross from one page to the next. Hidden
-        tokens could be NaN, so descriptors are not used if a window hides a sequence's first
+        Descriptors load whole blocks, and a block may not cross from one page to the next. Masked
+        tokens could be NaN, so descriptors are not used if a window masks a sequence's first
         tokens.
 
         Args:
-            is_cut: whether a diagonal hides some tokens.
-            begins_late: whether a window hides the first tokens.
-            rows: number of queries of a key head.
+            is_cut: whether a diagonal masks some tokens.
+            begins_late: whether a window masks the first tokens.
+            rows: number of query rows per key head.
         """
         in_pages = self.block_table is not None
         pointers: Access = "indirect" if in_pages or self.indices is not None else "direct"
@@ -154,7 +154,7 @@ class Cache(NamedTuple):
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Return descriptors of key and value without memory; with a tail, both describe the
+        """Return descriptors of key and value that hold no memory; with a tail, both describe the
         key."""
         key, value = self._by_head(self.key), self._by_head(self.value)
         second = described(key, block_n, block_tail) if block_tail else None
@@ -184,8 +184,8 @@ def find_tokens(
     stride_table,
     PAGE_SIZE: tl.constexpr,
 ):
-    """Return tokens at `positions` (N,), whether each exists, and its indices on the cache's token
-    axis and first axis.
+    """Return the tokens at `positions` (N,), whether each token exists, and its indices on the
+    cache's token axis and first axis.
 
     The first axis is that of batch elements or pages. `indices_ptr` is None if all tokens are read.
     """

@@ -21,7 +21,7 @@ def paged_decode(
     sinks: Tensor | None = None,
     options: AttentionOptions = PLAIN,
 ) -> Tensor:
-    """Return attention of each query to the tokens of its sequence, (B, Hq, Sq, Dv), contiguous.
+    """Return attention of each query to its sequence's tokens, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.

@@ -36,8 +36,8 @@ def page(
     """Copy keys and values (B, Hkv, S, D) into pages that lie in a random order.
 
     If the pages were in order, neighbouring tokens would be neighbours in memory, and the
-    indirection would cost nothing. This is not so in a server that has run for a while. A value
-    that is the first part of the key remains a part of it in the pages.
+    indirection would cost nothing. The pages of a server that has run for a while are not in order.
+    If the value is the first part of the key, it is so in the pages too.
 
     Args:
         lengths: (B,), number of tokens of each sequence; None for S.
@@ -87,7 +87,7 @@ def _from(starts: Tensor, tensor_BHSD: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def shuffled(count: int, device: torch.device, seed: int) -> Tensor:
-    """Return a permutation of the first `count` integers. It is cached, because a server does not
-    draw one at each call either."""
+    """Return a permutation of the first `count` integers. The permutation is cached, because a
+    server does not draw one at each call either."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     return order.to(device)

@@ -1,4 +1,4 @@
-"""A key/value cache in 8 bits, as in serving engines, and its parts of `split_kv_kernel.py`.
+"""A key/value cache in 8 bits, as in serving engines, and how `split_kv_kernel.py` reads it.
 
 Every token of a key head has one scale for its key and one for its value, as in vLLM's
 `kv_cache_dtype=int8_per_token_head` and `fp8_per_token_head`. LMDeploy also stores an offset. A new
@@ -21,7 +21,7 @@ instruction transposes bytes. Within every 16 tokens the two groups of eight alt
 and so on. A thread holds the scores of such pairs (PTX, the accumulator of `wgmma` and
 `mma.m16n8`), and stores both weights at once.
 
-In a paged cache, each page is one such block.
+In a paged cache, each page holds one block of `CACHE_BLOCK` tokens.
 
 A NaN or an infinity makes the scale of its token NaN. The output of every row that sees the token
 is then NaN.
@@ -59,7 +59,7 @@ from attention_kernels.tiles.round_to_eight_bits import (
 
 CACHE_BLOCK = tl.constexpr(128)
 """Number of tokens whose values are transposed together; lengths are rounded up to a multiple of
-it."""
+this number."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class QuantisedCache:
     def access(
         self, is_cut: bool, begins_late: bool = False, rows: int = 1
     ) -> Literal["quantised"]:
-        """Return "quantised": all blocks are whole, and invalid tokens are finite."""
+        """Return "quantised", because all blocks are whole and invalid tokens are finite."""
         return "quantised"
 
     def strides(self, tensor: Tensor) -> tuple[int, ...]:
@@ -138,7 +138,7 @@ class QuantisedCache:
     def descriptors(
         self, block_n: int, block_d: int, block_dv: int, block_tail: int
     ) -> tuple[Any, Any]:
-        """Return descriptors of key and value without memory. There is no tail."""
+        """Return descriptors of key and value that hold no memory. There is no tail."""
         return (
             nowhere(described(self.key, block_n, block_d)),
             nowhere(described(self.value, block_dv, block_n)),
@@ -182,8 +182,8 @@ def log2(scales):
 
 @triton.jit
 def _quantise_rows(rows, has_row, IS_INT8: tl.constexpr):
-    """Return (N, D) float32 rows in 8 bits, and scales (N,), which are NaN for rows that are not
-    finite."""
+    """Return float32 rows (N, D) quantised to 8 bits, and their scales (N,), which are NaN for rows
+    that are not finite."""
     rows = tl.where(has_row[:, None], rows, 0.0)
     not_finite = tl.sum(rows * 0.0, axis=1)
     rows = tl.where(tl.abs(rows) < float("inf"), rows, 0.0)
@@ -240,7 +240,7 @@ def _quantise_values(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Quantise and transpose one block of values; pointers as for `_quantise_keys`."""
+    """Quantise and transpose one block of values. The pointers are those of `_quantise_keys`."""
     inside, dims = tl.arange(0, CACHE_BLOCK), tl.arange(0, BLOCK_D)
     tokens, has_dim = block * CACHE_BLOCK + inside, dims < HEAD_DIM
     is_token = tokens < length
@@ -329,12 +329,12 @@ def quantise_cache(
     lengths: Tensor | None = None,
     block_table: Tensor | None = None,
 ) -> QuantisedCache:
-    """Return keys and values in `dtype` (int8 or float8_e4m3fn).
+    """Return a cache of keys and values quantised to `dtype` (int8 or float8_e4m3fn).
 
     Args:
         key: (B, Hkv, Sk, D), float16 or bfloat16, any strides, Sk at least 1.
         value: (B, Hkv, Sk, Dv), like the key.
-        lengths: (B,) int32, number of valid tokens of each sequence; others are not read.
+        lengths: (B,) int32, number of valid tokens of each sequence; invalid tokens are not read.
         block_table: (B, ⌈Sk / `CACHE_BLOCK`⌉) int32, contiguous: the page of each block, a
             permutation of all page numbers; None for a cache without pages.
 

@@ -34,7 +34,7 @@ def attend_to_cache(
     options: AttentionOptions = PLAIN,
     tiles: Tiling | None = None,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ + mask) · V over a cache, (B, Hq, Sq, Dv), contiguous.
+    """Return softmax(scale · QKᵀ + mask) · V over a cache, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, any strides.
@@ -61,7 +61,7 @@ def attend_to_cache(
         layout(sinks),
         is_causal,
         scale,
-        None if options is PLAIN else options,  # its hash takes longer than all others
+        None if options is PLAIN else options,  # hashing options takes longer than all other hashes
         tiles,
         aligned,
         cache.tail,
@@ -141,7 +141,7 @@ def _plan_call(
     tiles: Tiling | None,
     sinks: Sizes | None,
 ) -> _PlannedDecode:
-    """Plan a call: everything except the addresses of its tensors.
+    """Plan everything about a call except the addresses of its tensors.
 
     The arguments are those of `attend_to_cache`, except that `sinks` is a shape.
     """
@@ -246,7 +246,7 @@ def _sides(
     is_causal: bool, options: AttentionOptions, q_len: int, kv_len: int
 ) -> tuple[bool, int | None, int | None]:
     """Return whether there is a diagonal, and the numbers of keys that a window keeps visible
-    before and after it."""
+    before and after the diagonal."""
     is_causal, left, right = window_sides(is_causal, options, q_len, kv_len)
     if options.bottom_right and q_len == 1:
         # The diagonal of a single query is the last token, which that query always sees.

@@ -1,4 +1,4 @@
-"""Assignment of keys to programs for sequences of different lengths that only the GPU knows.
+"""Assignment of keys to programs for sequences whose different lengths only the GPU knows.
 
 The host launches the same number of programs for any lengths. Each program reads all lengths,
 computes the same maximum size of a part, and finds its own part by counting the parts before it. A
@@ -31,7 +31,7 @@ class KeyAssignment(NamedTuple):
     """Minimum number of key blocks in a part, so that the start of a program is short in
     comparison. Parts are smaller only if there would be fewer than `resident` parts."""
     worth: float
-    """Limit of (number of parts)² per block of a head's keys; beyond it, merging takes longer than
+    """Limit on (number of parts)² per block of a head's keys; beyond it, merging takes longer than
     splitting saves."""
 
     def programs(self, heads: int) -> int:

@@ -227,8 +227,8 @@ def split_kv_kernel(
     place = batch
     next_place = batch
     if BY_PAGE:
-        # Pages are looked up a block ahead: Triton does not prefetch a load whose address is loaded
-        # in the same iteration.
+        # Pages are looked up a block ahead, as Triton does not prefetch a load whose address is
+        # loaded in the same iteration.
         table_ptr += batch.to(tl.int64) * stride_table
         next_place = tl.load(table_ptr + begin // PAGE_SIZE, mask=begin < end, other=0)
 
@@ -294,7 +294,7 @@ def split_kv_kernel(
                 )
             scores = matmul(query_tail, tl.trans(key_tail), scores)
         if IS_8_BIT:
-            # The block's pointers come first: the offsets of keys are then the same for all blocks.
+            # The block's pointers come first, so that offsets of keys are the same in all blocks.
             key_scales = tl.load(key_scale_ptr + scale_row + tl.arange(0, BLOCK_N))
             value_scales = value_scale_ptr + scale_row + tl.arange(0, BLOCK_N)
             value_logs = log2(tl.load(value_scales, mask=is_valid, other=1.0))
@@ -370,8 +370,8 @@ def split_kv_kernel(
             _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim)
             return
     if parts_ptr is not None:
-        # The parts are (programs, M, Dv), with the parts of a head in order. Maxima and sums
-        # follow.
+        # The parts are (programs, M, Dv), with the parts of a head in order. Their maxima and sums
+        # follow in memory.
         programs, first_part = tl.num_programs(0), tl.program_id(0) - split
         if BLOCK_SEQUENCES == 0:
             programs, first_part = programs * splits, head * splits
@@ -411,7 +411,7 @@ def split_kv_kernel(
 
 @triton.jit
 def _store(output, total, output_ptr, rows, has_row, columns, has_column, v_dim):
-    """Store the output of rows after the last key."""
+    """Store the output of rows when all keys have been processed."""
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
         output_ptr + rows[:, None] * v_dim + columns[None, :],

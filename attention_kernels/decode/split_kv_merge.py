@@ -19,10 +19,10 @@ import triton.language as tl
 COUNTERS_TOGETHER = tl.constexpr(3)
 """Number of counters per head and block of rows: programs that have arrived, rows taken, and
 programs that have left. All are zero before and after the launch. If one program merges, only the
-first is used."""
+first counter is used."""
 PATIENCE = tl.constexpr(64)
-"""Maximum number of times that a program checks whether all have arrived; 64 atomic operations take
-about 50 µs."""
+"""Maximum number of times that a program checks whether all programs have arrived; 64 atomic
+operations take about 50 µs."""
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from attention_kernels.decode.kv_cache import Access
 from attention_kernels.decode.split_kv_assignment import KeyAssignment
 
 SHORTEST = 128
-"""Minimum number of keys of a program, for its start to be worthwhile."""
+"""Minimum number of keys for which starting a program is worthwhile."""
 LONG = 4096
 """Minimum number of keys per program for which two programs on a multiprocessor look up tokens
 faster than one."""
@@ -123,7 +123,7 @@ class Plan(NamedTuple):
 
 
 class Merging(NamedTuple):
-    """Way in which the parts of an output are merged."""
+    """Sizes with which the parts of an output are merged."""
 
     block_rows: int
     """Number of rows that are merged at once, without padding. A program has `row_chunks` times as
@@ -136,7 +136,7 @@ class Merging(NamedTuple):
 
 
 def merging(cut: Plan, tiling: Tiling, heads: int, rows: int, processors: int) -> Merging:
-    """Return the way to merge for the sizes of a `plan`; `tiling` may differ from the plan's own.
+    """Return how to merge for the sizes of a `plan`; `tiling` may differ from the plan's own.
 
     Programs wait for each other only if all of them run at once. Otherwise waiting programs would
     keep others from starting.

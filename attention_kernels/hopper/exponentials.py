@@ -21,7 +21,7 @@ from attention_kernels.hopper.scores import first_of_own, for_all_of_own
 
 @gluon.jit
 def exponentials(scores, scale, reference, dtype: gl.constexpr, LOG2_LIMIT: gl.constexpr):
-    """Return 2^(scores · scale - reference) for scores that are not hidden.
+    """Return 2^(scores · scale - reference) for scores that are not masked.
 
     Args:
         scores: (ROWS, N) float32, in the layout of a product.

@@ -25,9 +25,9 @@ UNCACHED_BYTES = 64 * 2**20
 """Minimum size of a group's keys and values, in bytes, for which none stay in the L2 cache: each
 program, or each set of programs that read together, loads them from memory."""
 ALONE = 0.25
-"""Relative slowdown of a call with `UNCACHED_BYTES` or more, if no two programs read the same keys;
-divided by n if n programs do. A fit to slowdowns of 40 and 23 % with one program, 5 to 10 % with 2
-to 3, and 0 to 9 % with 4 (H100)."""
+"""Relative slowdown of a call with `UNCACHED_BYTES` or more, if no two programs read the same keys.
+If n programs read the same keys, it is divided by n. Fitted to slowdowns of 40 and 23 % with one
+program, 5 to 10 % with 2 to 3, and 0 to 9 % with 4 (H100)."""
 TILE_BLOCKS = 2
 """Time of a tile's start and end, in blocks of keys; measured: 1.6 in 16 bits, 2.4 in FP8
 (H100)."""
@@ -36,12 +36,12 @@ LEAST = 2
 of 512 and 1,024 keys below a diagonal took 1.5 and 1.3 times as long at head_dim 64 (H100, reason
 unknown)."""
 NEARLY = 1.01
-"""Maximum time of a smaller group, relative to the best, for the smaller group to be chosen. Small
-groups need less memory bandwidth: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in
-groups of 8 as in equally balanced groups of 2."""
+"""A smaller group is chosen if it takes at most this many times as long as the best. Small groups
+need less memory bandwidth: 256 heads of 2,048 keys, head_dim 128, took 1.3 times as long in groups
+of 8 as in equally balanced groups of 2."""
 EACH_TRIED = 12
-"""With at most this many key heads, every group size is tried. A try takes some 50 µs on a CPU,
-once for each shape of a call."""
+"""With at most this many key heads, every group size is tried. Each size takes some 50 µs of CPU
+time, once for each shape of a call."""
 STEP = 1.15
 """Factor between the sizes that are tried above `EACH_TRIED`."""
 
@@ -126,8 +126,8 @@ def busiest_of(times: Tensor, bundles: int, head_group: int, programs: int) -> f
 
 
 def blocks_seen(visible: VisibleKeys) -> Tensor:
-    """Return the number of key blocks that each block of queries sees, at least in part, (blocks,)
-    int64."""
+    """Return the number of key blocks that each block of queries sees at least in part, as
+    (blocks,) int64."""
     q_len, kv_len, diagonal, left, right, queries, keys = visible
     # The device is named, because another device may be the default.
     first_query = torch.arange(0, q_len, queries, device="cpu")
@@ -141,8 +141,8 @@ def blocks_seen(visible: VisibleKeys) -> Tensor:
 
 
 def most_cut(visible: VisibleKeys, *, has_lengths: bool) -> int | None:
-    """Return the maximum number of a tile's key blocks that the right side cuts; None if it cuts
-    only the last.
+    """Return the maximum number of a tile's key blocks that the right side cuts; None if only the
+    last block is cut.
 
     Args:
         has_lengths: whether batch elements differ in length; `visible` then belongs to the longest.

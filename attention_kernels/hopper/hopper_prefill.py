@@ -83,7 +83,7 @@ def hopper_prefill(
             raise ValueError(f"head_dim {dim}: needs a multiple of 8, at most {LARGEST_HEAD_DIM}")
     if scale is not None and scale < 0:
         raise ValueError(f"scale {scale}: must not be negative")
-    if scale == 0:  # a hidden score of -inf times 0 would be NaN
+    if scale == 0:  # a masked score of -inf times 0 would be NaN
         query, scale = query * 0.0, 1.0
     output, lse = forward_hopper(
         query,
@@ -114,7 +114,7 @@ def forward_hopper(
     attn_mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the output and the log-sum-exp or None, also for padded and packed batches.
+    """Return the output and, if `has_lse`, the log-sum-exp; batches may be padded or packed.
 
     Args:
         query, key, value: BHSD; packed batches have one batch element.
@@ -343,7 +343,7 @@ def _kind(tensor: Tensor | None) -> tuple[torch.dtype, torch.device] | None:
 def _descriptor(
     shape: Sizes, strides: Sizes, rows: int, columns: int, *, dtype: torch.dtype
 ) -> TensorDescriptor:
-    """Return a descriptor without memory of tiles that TMA loads and stores, for `at`.
+    """Return a descriptor of tiles for TMA; it holds no memory and is moved by `at`.
 
     Elements outside the tensor are read as 0 and not written.
     """

@@ -76,7 +76,7 @@ class PrefillRings(NamedTuple):
     query: Any
     """One buffer for each consumer, (1, 1, ROWS, D)."""
     key: Any
-    """STAGES of (1, 1, KEYS, D)."""
+    """STAGES buffers of (1, 1, KEYS, D)."""
     value: Any
     query_rest: Any
     """Buffers for the second piece of the head dimension, as many as for the first piece; or
@@ -254,7 +254,7 @@ def prefill_kernel(
 
 @gluon.jit
 def _load(arguments, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """Load all blocks of all tiles, each as soon as a buffer is free, as the loading warp."""
+    """Run the loading warp: load all blocks of all tiles, each as soon as a buffer is free."""
     descriptors, rings, work, bounds, of_group, mask_steps = arguments
     q_desc, k_desc, v_desc, q_rest_desc, k_rest_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
@@ -319,7 +319,7 @@ def _attend(
     BY_LENGTH: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Compute 64 queries of every tile, as consumer number WHO."""
+    """Run consumer number WHO: compute 64 queries of every tile."""
     rings, outputs, work, bounds, extras = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -441,7 +441,7 @@ def _attend_tile(
             masks += 1
     release(rings.query, WHO)
 
-    # PV of the last visited block, and the output.
+    # Compute PV of the last visited block, then divide and store the output.
     packed, output, reference, sums = state
     total = gl.sum(sums, 1)
     stage = (count - 1) % STAGES
@@ -546,7 +546,7 @@ def _skip(rings, count, WHO: gl.constexpr):
 def _release_keys(rings, stage, CONSUMERS: gl.constexpr):
     """Release keys after their scores are computed."""
     release_shared(rings.key, stage, KEY, CONSUMERS)
-    if rings.mask is None and rings.bias is None:  # else the warps meet at the mask's release
+    if rings.mask is None and rings.bias is None:  # with a mask, its release makes the warps meet
         meet()
 
 

@@ -1,8 +1,8 @@
 """Queries and keys of a batch element, and the blocks of keys that its queries see.
 
-Query i sees keys from `i + lowest` to `i + highest`. A causal mask sets only `highest`, a window
-both. Blocks begin at multiples of their length from the element's first key. Blocks that are cut by
-the diagonal, a side of the window or the last key need a mask, and are numbered before the others:
+Query i sees keys from `i + lowest` to `i + highest`. A causal mask sets only `highest`; a window
+sets both. Blocks begin at multiples of their length from the element's first key. Blocks that the
+diagonal, a side of the window or the last key cuts need a mask and come first:
 
     first        whole_first          whole_end        end
       ├─ masked ─────┼──── no mask ───────┼── masked ────┤
@@ -32,7 +32,7 @@ class CallBounds(NamedTuple):
     right: Any
     """Number of keys after the diagonal that a query sees; 0 if a call is causal."""
     most_cut: Any = None
-    """Maximum number of a tile's blocks that the right side cuts; None if it cuts only the last."""
+    """Maximum number of a tile's blocks that the right side cuts; None if only the last is."""
     q_offsets: Any = None
     """(B + 1,) for a packed call: the first query of each element, then the end of all queries."""
     k_starts: Any = None
@@ -230,8 +230,8 @@ def _behind_begin(scores, first_query, first_key, element):
 
 @gluon.jit
 def _places_of(scores):
-    """Return positions of scores as (rows, eights, threads, pairs): of keys without the thread's
-    part, of queries, and of threads.
+    """Return the positions of keys without the thread's part, of queries, and of threads, for
+    scores as (rows, eights, threads, pairs).
 
     Four threads share a row, and each has two of every eight scores. Positions within a thread are
     separate numbers, which are known at compile time.

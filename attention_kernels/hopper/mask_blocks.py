@@ -14,8 +14,8 @@ from attention_kernels.hopper.scores import ROWS, matrix
 def fill_mask(
     ring, mask_desc, place, mask_head, count, CONSUMERS: gl.constexpr, HEADS: gl.constexpr
 ):
-    """Load every consumer's part of the mask's block number `count`; `place` is that of the first
-    part."""
+    """Load every consumer's part of the mask's block number `count`; `place` is the place of the
+    first consumer's part."""
     batch, head, row, key = place
     if mask_desc.dtype == gl.uint16:  # two bytes of a bool mask
         key = key // 2
@@ -42,7 +42,7 @@ def mask_of(ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr, LAYOUT: gl.
 
 @gluon.jit
 def hide(scores, ring, count, CONSUMERS: gl.constexpr, WHO: gl.constexpr):
-    """Replace scores that a bool mask hides by -inf.
+    """Replace scores by -inf where a bool mask is False.
 
     A thread's scores are pairs of neighbours, so a thread loads the two bytes of a pair at once.
     """

@@ -15,9 +15,9 @@ start, is in buffer `count % STAGES`, in phase `count // STAGES` of that buffer.
 the first counts as ended: all buffers are free at the start.
 
 Only TMA needs a barrier in shared memory. Before an arrival at such a barrier, Gluon makes all
-warps of a group wait for each other. Each warp arrives independently, in one instruction, at one of
-the 16 named barriers (PTX `bar`). Turns use named barriers, and so does `empty` if there are
-enough.
+warps of a group wait for each other. At one of the 16 named barriers (PTX `bar`), each warp arrives
+independently, in one instruction. Turns use named barriers, and so do `empty` barriers if there are
+enough named ones.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def fill(ring, desc, place, index, phase, rest=None):
-    """Load the block at `place` of a descriptor's tensor when the buffer is free, as the producer.
+    """As the producer, load the block at `place` of a descriptor's tensor once the buffer is free.
 
     `rest` has the descriptor and the buffers for a second piece of the head dimension, which is
     loaded with the first.
@@ -136,14 +136,14 @@ def _copy(ring, desc, place, index, rest):
 
 @gluon.jit
 def wait_for(ring, index, phase):
-    """Wait until the buffer is full, as a consumer."""
+    """Wait, as a consumer, until the buffer is full."""
     mbarrier.wait(ring.full.index(index), phase & 1)
 
 
 @gluon.jit
 def release(ring, index):
-    """Release a buffer, as a consumer that has read it. Products must have been waited for, and
-    loads must precede a `fence_async_shared`."""
+    """Release a buffer that this consumer has read. Products must have been waited for, and loads
+    must be followed by a `fence_async_shared`."""
     mbarrier.arrive(ring.empty.index(index), count=1)
 
 
@@ -190,7 +190,7 @@ def wait_for_turn(WHO: gl.constexpr):
 
 @gluon.jit
 def wait_for_turn_after(sums, WHO: gl.constexpr):
-    """Call `wait_for_turn` after `sums` are computed, two float32 numbers per thread."""
+    """Call `wait_for_turn` after `sums`, two float32 numbers per thread, are computed."""
     _wait_after(sums, WHO, 2 * WARP_GROUP)
 
 

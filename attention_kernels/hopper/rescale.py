@@ -11,8 +11,8 @@ from attention_kernels.hopper.scores import for_all_of_own
 
 @gluon.jit
 def rescale(output, factor):
-    """Return `output` (ROWS, DV), a product, times `factor` (ROWS, 4), which is the same for a
-    row's four threads.
+    """Multiply `output` (ROWS, DV), the result of a product, by `factor` (ROWS, 4), which is equal
+    in a row's four threads.
 
     A warp multiplies only if one of its factors is not 1.
     """

@@ -95,7 +95,7 @@ class SharedRoom(NamedTuple):
 
 
 def room_for(dims: Dims, plan: Schedule, mask_size: int = 0) -> SharedRoom:
-    """Return the buffers of the output and the mask that fit.
+    """Return the buffers of the output and the mask that fit in shared memory.
 
     Args:
         mask_size: size of an element of the mask, in bytes.

@@ -15,7 +15,7 @@ from attention_kernels.hopper.special_functions import TANH, approximately
 from attention_kernels.tiles.online_softmax import LN_2, LOG2_E
 
 SLACK = gl.constexpr(15.0)
-"""Maximum of a score minus its reference, in base 2: float16 goes up to 2^16."""
+"""Maximum of a score minus its reference, in base 2, because float16 goes up to 2^16."""
 
 
 class SoftmaxExtras(NamedTuple):
@@ -62,7 +62,7 @@ def weigh(
         # A soft cap needs three special functions per score; `tanh.approx` reduces them to two.
         scores = approximately(TANH, scores * extras.scale)
         scale = extras.cap
-    # If the mask has been scanned, only the blocks that it cuts read it.
+    # If the mask has been scanned, only blocks that the mask cuts read it.
     READS_MASK: gl.constexpr = IS_MASKED or bounds.visited is None
     if rings.mask is not None and READS_MASK:
         scores = hide(scores, rings.mask, masks, CONSUMERS, WHO)

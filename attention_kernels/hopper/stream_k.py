@@ -172,7 +172,7 @@ def blocks_of_piece(piece, tiles, share, begin, end, program):
     """
     if piece >= 0:
         shared = _shared_of(piece, share, program)
-        own = program * share.each - shared * share.row  # may be negative: earlier tile
+        own = program * share.each - shared * share.row  # negative if an earlier tile comes first
         piece_end = gl.minimum(end, begin + own + share.each)
         begin += gl.maximum(own, 0)
         end = gl.where(shared < tiles, piece_end, begin)

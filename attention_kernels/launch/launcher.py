@@ -79,8 +79,8 @@ class Launch:
         """Launch the kernel with tensors, tensor descriptors or None. Each argument must have the
         same kind in every call.
 
-        Shapes, strides and types must be those of the first call; addresses may differ. After the
-        kernel `is_compiled`, tensors may be passed in place of descriptors.
+        Shapes, strides and types must be those of the first call; addresses may differ. Once
+        `is_compiled` is true, tensors may be passed in place of descriptors.
         """
         if self._may_be_elsewhere and self._index != torch.cuda.current_device():
             with torch.cuda.device(self._index):
@@ -179,7 +179,7 @@ class _Kinds(NamedTuple):
 
     tensors: tuple[int, ...]
     descriptors: tuple[tuple[int, Any], ...]
-    """Positions of descriptors, and the descriptors without memory."""
+    """Positions of descriptors, and copies of the descriptors that hold no memory."""
 
     @classmethod
     def of(cls, tensors: tuple[Any, ...]) -> _Kinds:
@@ -264,5 +264,5 @@ def alignments(*tensors: Tensor) -> Hashable:
 
 
 def named(prefix: str, axes: Iterable[str], strides: Iterable[int | None]) -> dict[str, int | None]:
-    """Return strides by a kernel's names for them; the values are None if there is no tensor."""
+    """Return strides by a kernel's names for them; all are None if there is no tensor."""
     return {f"{prefix}{axis}": stride for axis, stride in zip(axes, strides, strict=True)}

@@ -1,5 +1,5 @@
-"""Checks that a call's tensors fit together. A call is checked when it is planned; kernels check
-nothing."""
+"""Checks that a call's tensors fit together. A call is checked when it is planned; kernels
+themselves check nothing."""
 
 from __future__ import annotations
 

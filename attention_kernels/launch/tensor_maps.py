@@ -43,7 +43,7 @@ class TensorMaps:
 
     def replace(self, addresses: list[Any]) -> None:
         """Replace the address of each described tensor by the arguments of the compiled kernel."""
-        # The last comes first, because a replacement shifts later positions.
+        # The last descriptor is replaced first, because a replacement shifts later positions.
         for place, descriptor, metadata, kept in self._of_each:
             address = addresses[place]
             arguments = kept.get(address)

@@ -77,8 +77,8 @@ def _reserved(count: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _kept(device: torch.device, stream: int) -> _Workspace:
-    """Return the memory that is kept for a stream, at first empty. The stream must be the current
-    one."""
+    """Return the memory that is kept for a stream, which is empty at first. The stream must be the
+    current one."""
     if device not in _reserves:
         zeros = torch.zeros(RESERVED_COUNTERS, dtype=torch.int32, device=device)
         torch.cuda.current_stream(device).synchronize()  # a graph may run on another stream

@@ -143,7 +143,7 @@ def _plan(
     visited: VisitedBlocks | None,
     sinks: Sizes | None,
 ) -> _PlannedForward:
-    """Plan a call: everything except the addresses of its tensors.
+    """Plan everything about a call except the addresses of its tensors.
 
     The arguments are those of `forward`, except that the scale is positive and `sinks` is a shape.
     """
@@ -269,6 +269,6 @@ def _unit(*tensors: Tensor) -> int:
 
 
 def _strides(tensor: Tensor, unit: int) -> list[int]:
-    """Return the strides, in units except for the last."""
+    """Return the strides of a tensor, all except the last in multiples of `unit`."""
     *others, last = tensor.stride()
     return [*(stride // unit for stride in others), last]

@@ -7,8 +7,8 @@ each range of keys, and stores the output.
 - Blocks that are cut by the diagonal, a side of a window or the end of the keys are masked. Blocks
   between them are not masked, and blocks beyond them are not visited. There are up to three ranges
   of blocks, each with its own loop.
-- If a mask has been scanned (`visited_blocks.py`), the program visits the blocks that are not
-  hidden: first blocks in which the mask changes nothing, then the other blocks.
+- If a mask has been scanned (`visited_blocks.py`), the program visits the blocks that are not fully
+  masked: first blocks in which the mask changes nothing, then the other blocks.
 - A head dimension that is not a power of two is split into two pieces: 96 is 64 + 32, 72 is 64 +
   16.
 - Query heads that share a key head read that head in place.
@@ -32,7 +32,7 @@ from attention_kernels.tiles.visited_blocks import first_key
 
 
 # Numbers that change from call to call must not cause a recompilation if they are 1 or multiples of
-# 16. Strides within a head do, because the way of loading depends on them.
+# 16. Strides within a head may cause one, because the way of loading depends on them.
 @triton.jit(
     do_not_specialize=[
         "q_len", "k_len", "tiles", "heads", "group", "batches", "head_group", "left", "right",
@@ -117,7 +117,7 @@ def forward_kernel(
     the mask count in MASK_UNITs, and its number of keys is a multiple of MASK_UNIT. Strides of the
     output count in OUTPUT_UNITs.
     """
-    # A row of 72 numbers is a multiple of 16 bytes. Triton recognises this only from the product.
+    # A row of 72 numbers is a multiple of 16 bytes. Triton infers this from the product.
     stride_qb = tl.cast(stride_qb, tl.int64) * UNIT
     stride_qh = tl.cast(stride_qh, tl.int64) * UNIT
     stride_qm = tl.cast(stride_qm, tl.int64) * UNIT
@@ -416,7 +416,7 @@ def _load_block(
     IS_BOUNDED: tl.constexpr,
     HAS_DESCRIPTOR: tl.constexpr,
 ):
-    """Load (ROWS, COLUMNS) of a head from (`row`, FIRST) on, zeros past HEAD_DIM.
+    """Load (ROWS, COLUMNS) of a head from (`row`, FIRST) on, with zeros past HEAD_DIM.
 
     If IS_BOUNDED, some rows may be past `end`. Pointers load these rows as zeros. A descriptor
     loads the tensor's actual contents, or zeros past the tensor's end.

@@ -90,7 +90,7 @@ def blocks_of_mask(
 
     Args:
         mask: (B, Hq, Sq, Sk).
-        skips: whether hidden blocks are skipped. Tiles of few rows skip more.
+        skips: whether fully masked blocks are skipped. Tiles of few rows skip more.
     """
     head_dim = max(query.shape[-1], value.shape[-1])
     if query.dtype == torch.float32:

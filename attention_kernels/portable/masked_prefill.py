@@ -1,4 +1,4 @@
-"""FlashAttention-2-style attention that skips the blocks of keys that a mask hides."""
+"""FlashAttention-2-style attention that skips fully masked blocks of keys."""
 
 from __future__ import annotations
 
@@ -50,11 +50,10 @@ def masked_prefill(
     scale: float | None = None,
     visited: VisitedBlocks | None = None,
 ) -> Tensor:
-    """Return softmax(scale · QKᵀ + mask) · V, computing only the blocks that the mask does not
-    hide.
+    """Return softmax(scale · QKᵀ + mask) · V, skipping fully masked blocks.
 
-    A block of keys that a mask hides is not read, so a NaN in it has no effect. A mask hides a key
-    with False, with -inf, or with at most -1e30 in a row that has larger values.
+    A fully masked block of keys is not read, so a NaN in it has no effect. A key is masked by
+    False, by -inf, or by at most -1e30 in a row that has larger values.
 
     Args:
         query, key, value, scale: as for `prefill`.

@@ -57,7 +57,7 @@ GROUP = 128
 """Number of keys that share a scale."""
 
 KEY_ORDER = tuple(8 * pair + 2 * lane + i for lane in range(4) for pair in (0, 1) for i in (0, 1))
-"""Key whose value is stored at each position of 16.
+"""Order of values: the key whose value is stored at each of 16 positions.
 
 Of 16 neighbouring scores in a row, lane l of four holds columns 2l, 2l+1, 8+2l and 9+2l (PTX, the
 accumulator of `wgmma` and `mma.m16n8`). In an 8-bit left operand, that lane holds columns 4l …
@@ -86,8 +86,8 @@ class QuantisedKeyValue:
     is_smooth: bool
     """True if a mean was subtracted from the key."""
     key_mean: Tensor | None = None
-    """(B, Hkv, D') float32, the subtracted mean, if it is stored; B is the number of sequences of a
-    packed batch."""
+    """(B, Hkv, D') float32, the subtracted mean, if it is stored; in a packed batch, B is the
+    number of sequences."""
     lengths: Lengths | None = None
     """Valid keys of each batch element; None if all are valid."""
 
@@ -165,8 +165,8 @@ def _quantise_value(
     BLOCK_D: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Quantise one group of values, transposed and in `KEY_ORDER`. The pointers point to its
-    head."""
+    """Quantise one group of values, transposed and in `KEY_ORDER`. The pointers point to the
+    group's head."""
     # KEY_ORDER: bit 1 of a position is the pair, bits 2 and 3 are the lane.
     position = tl.arange(0, GROUP)
     order = (position & ~15) + (position & 1) + (position & 2) * 4 + (position & 12) // 2
@@ -193,7 +193,7 @@ def first_group(k_start, sequence, GROUP: tl.constexpr):
 @triton.jit
 def _sequence_of(group, k_starts_ptr, sequences, GROUP: tl.constexpr):
     """Return the sequence of a packed batch to which a group belongs: the last one that begins at
-    or before it."""
+    or before the group."""
     before = 0
     for some in range(0, sequences, 128):
         each = some + tl.arange(0, 128)
@@ -363,7 +363,7 @@ def launch_of(
     keep_mean: bool,
     lengths: Lengths | None = None,
 ) -> Launch:
-    """Return the launch of `quantise_key_value`, given the same arguments."""
+    """Return the launch that `quantise_key_value` makes for these arguments."""
     return _planned(
         (key.shape, value.shape),
         (key.stride(), value.stride()),

@@ -35,12 +35,12 @@ class HopperTile(NamedTuple):
     keys: int
     stages: int
     registers: int
-    """Registers per thread of a consumer; with 24 per thread of the producer they must fill
+    """Registers per thread of a consumer; with the producer's 24 per thread, they must fill
     65536."""
     in_turn: bool
     """True if consumers use the tensor cores in turns."""
     tile_times: TileTimes
-    """Times in FP8."""
+    """Times with FP8 operands."""
 
 
 def tile_for(head_dim: int, group: int, seen: int) -> HopperTile:
@@ -61,8 +61,7 @@ def tile_of_visited_blocks(head_dim: int) -> HopperTile:
 
 
 def visited_tiles(head_dim: int) -> tuple[int, int]:
-    """Return the number of queries in such a tile and of keys in a block, for
-    `find_visited_blocks`."""
+    """Return the numbers of queries in a `tile_of_visited_blocks` and of keys in a block."""
     tile = tile_of_visited_blocks(head_dim)
     return tile.consumers * ROWS.value, tile.keys
 
@@ -85,7 +84,7 @@ def plan(
     visited: VisitedBlocks | None = None,
     tile: HopperTile | None = None,
 ) -> PlannedCall:
-    """Plan a call: everything except the addresses of its tensors.
+    """Plan everything about a call except the addresses of its tensors.
 
     `query`, `value` and `output` must suit a tensor descriptor, and `numbers` comes from
     `numbers_of`. Queries see `left` keys before the diagonal and `right` keys after it; None for

@@ -84,7 +84,7 @@ class QuantisedRings(NamedTuple):
     query: Any
     """One buffer for each consumer, (1, 1, ROWS, D) in 16 bits."""
     key: Any
-    """STAGES of (KEYS, D)."""
+    """STAGES buffers of (KEYS, D)."""
     value: Any
     """STAGES buffers of (1, 1, KEYS, Dv), or in FP8 of (Dv, KEYS), transposed."""
     mask: Any
@@ -266,7 +266,7 @@ def quantised_hopper_kernel(
 
 @gluon.jit
 def _load(arguments, CONSUMERS: gl.constexpr, HEADS: gl.constexpr, BY_LENGTH: gl.constexpr):
-    """Load all blocks of all tiles, each as soon as a buffer is free, as the loading warp."""
+    """Run the loading warp: load all blocks of all tiles, each as soon as a buffer is free."""
     descriptors, rings, work, bounds, of_group, groups, mask_steps = arguments
     query_desc, key_desc, value_desc, mask_desc = descriptors
     mask_batch, mask_head = mask_steps
@@ -329,7 +329,7 @@ def _attend(
     IN_TENSOR_CORES: gl.constexpr,
     V_HEAD_DIM: gl.constexpr,
 ):
-    """Compute 64 queries of every tile, as consumer number WHO."""
+    """Run consumer number WHO: compute 64 queries of every tile."""
     _, rings, _, _, work, bounds, _ = arguments
     CONSUMERS: gl.constexpr = rings.query.buffers.shape[0]
     QUERIES: gl.constexpr = ROWS * CONSUMERS // HEADS
@@ -426,7 +426,7 @@ def _attend_tile(
     total = own_sums(gl.zeros([ROWS, KEYS], gl.float32, SCORES))
     state = (scores, output, maximum, total, of_keys, of_values)
     rows = QueryRows(query, of_queries, shift, first)
-    # Blocks without a mask, blocks with a mask, and the last block.
+    # Visit blocks without a mask, then blocks with a mask; the last block is handled separately.
     if bounds.visited is None:
         whole_first, whole_end = blocks[1], blocks[2]
         for i in range(whole_first, whole_end):

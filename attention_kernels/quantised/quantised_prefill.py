@@ -81,7 +81,7 @@ def attend_to_quantised(
         sinks: (Hq,), one extra logit per head, which takes softmax weight but has no value.
         in_tensor_cores: sum FP8 products in the tensor cores from the first key to the last, which
             is faster and less exact.
-        attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Hidden blocks are not read.
+        attn_mask: bool (True = attend), broadcasts to (B, Hq, Sq, Sk). Masked blocks are not read.
         visited: result of `visited_blocks_of` for the mask; None to find the blocks now.
 
     Raises:
@@ -140,7 +140,7 @@ def attend_to_quantised(
 def visited_blocks_of(
     query: Tensor, quantised: QuantisedKeyValue, attn_mask: Tensor
 ) -> VisitedBlocks:
-    """Return the blocks that a bool mask does not hide. Calls with the same mask can share the
+    """Return the blocks that a bool mask keeps visible. Calls with the same mask can share the
     result.
 
     The tensors are those of `attend_to_quantised`.
@@ -198,8 +198,8 @@ def _planned(
     mask: Tensor | None = None,
     visited: VisitedBlocks | None = None,
 ) -> PlannedCall:
-    """Plan a call: everything except the addresses of its tensors. Calls of one shape share the
-    plan.
+    """Plan everything about a call except the addresses of its tensors. Calls of one shape share
+    the plan.
 
     `value`, and `query` on Hopper, must suit a tensor descriptor. `mask` comes from `_mask_of`.
     """

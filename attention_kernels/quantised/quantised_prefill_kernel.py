@@ -2,12 +2,12 @@
 
 The algorithm is that of FlashAttention (Dao 2023): a loop over blocks of keys, with a running
 maximum and sum for every row. `quantise.py` describes the quantisation of the operands. The scales
-are part of a multiplication that is needed anyway, of scores by softmax's scale · log2 e.
+cost no extra multiplication, because scores are multiplied by softmax's scale · log2 e anyway.
 
 FP8 probabilities use the whole range of e4m3: exp2(score - maximum) · 448. A block's value scale
 multiplies its probabilities instead of its output, as an addend to the exponent. The running
-maximum includes the scale's logarithm, so the probabilities still end at 448. The sum by which the
-output is divided excludes the scale, with one multiplication per row.
+maximum includes the scale's logarithm, so the largest probability is still 448. The sum by which
+the output is divided excludes the scale, which costs one multiplication per row.
 
 The tensor cores add FP8 products with some 14 bits, and lose more precision as the accumulator
 grows (DeepSeek-V3 report, 2024). Each block's product therefore starts at zero and is added in
@@ -349,8 +349,8 @@ def _attend_blocks(
 
 @triton.jit
 def _quantise_query(query, IS_INT8: tl.constexpr):
-    """Return (M, D) float32 numbers in 8 bits, and scales (M,), which are NaN for rows that are not
-    finite."""
+    """Return float32 rows (M, D) quantised to 8 bits, and their scales (M,), which are NaN for rows
+    that are not finite."""
     is_finite = tl.abs(query) < float("inf")
     not_finite = tl.sum(query * 0.0, axis=1)
     query = tl.where(is_finite, query, 0.0)

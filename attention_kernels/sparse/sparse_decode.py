@@ -11,7 +11,7 @@ from attention_kernels.decode.split_kv import attend_to_cache
 def sparse_decode(
     query: Tensor, key: Tensor, value: Tensor, indices: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Return attention to the tokens in `indices`, (B, Hq, Sq, Dv), contiguous.
+    """Return attention to the tokens in `indices`, as a contiguous (B, Hq, Sq, Dv).
 
     Args:
         query: (B, Hq, Sq, D), float16 or bfloat16, D ≤ 256, any strides.

@@ -2,9 +2,9 @@
 
 A key head keeps the tokens whose score, the largest scale · q·k over its query heads and queries,
 is among the highest (top-k attention: Gupta et al. 2021, "Memory-efficient Transformers via Top-k
-Attention"). The scores are exact, so this choice is an upper bound for cheaper estimates (Quest's
-page bounds, SparQ's channels). It is also the most expensive choice, because every key is read. A
-model that estimates scores computes its own `indices`.
+Attention"). The scores are exact, so this choice is an upper bound on the accuracy of cheaper
+estimates (Quest's page bounds, SparQ's channels). It is also the most expensive choice, because
+every key is read. A model that estimates scores computes its own `indices`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def choose_tokens(
         key: (B, Hkv, Sk, D), any strides.
         keep: share of the tokens to keep, more than 0 and at most 1.
         allowed: (B, Sk) bool, tokens that may be chosen; None for all.
-        scale: factor of the scores; only its sign matters; None for 1/√D.
+        scale: factor of the scores; only the sign of this factor matters; None for 1/√D.
     """
     scores = _scores(query, Cache(key, key), allowed, scale)
     count = None if allowed is None else allowed.sum(dim=1)

@@ -121,8 +121,8 @@ def in_base_2(values):
 def window_sides(
     is_causal: bool, options: AttentionOptions, q_len: int, k_len: int
 ) -> tuple[bool, int | None, int | None]:
-    """Return whether a call is causal, and the two sides of its window; None for a side that hides
-    nothing."""
+    """Return whether a call is causal, and the two sides of its window; None for a side without a
+    limit."""
     left, right = (
         None if side is None or side >= q_len + k_len else side for side in options.window
     )

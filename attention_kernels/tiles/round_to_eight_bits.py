@@ -8,8 +8,8 @@ import triton.language as tl
 from attention_kernels.tiles.matmul import INTERPRETED
 
 SMALLEST_MAXIMUM = tl.constexpr(1e-12)
-"""Threshold for the largest magnitude in a group: a smaller group becomes zeros, so that its scale
-does not underflow."""
+"""Threshold for the largest magnitude in a group: a group below the threshold becomes zeros, so
+that its scale does not underflow."""
 
 INT8_MAX = tl.constexpr(127.0)
 FP8_MAX = tl.constexpr(448.0)

@@ -1,8 +1,7 @@
-"""Blocks of keys that a mask keeps visible in each tile of queries, so that hidden blocks are not
-read.
+"""Blocks of keys that a mask keeps visible in each tile of queries; other blocks are not read.
 
 A block is visited without the mask if the mask changes none of its scores. A block is visited with
-the mask if the mask changes some scores, and not at all if the mask hides all. One program per
+the mask if the mask changes some scores, and skipped if all its scores are masked. One program per
 block reads the mask, once for a bool mask and twice for a float mask. A second kernel lists the
 blocks. The lists depend only on the mask, so the layers and steps of a model can share them.
 """
@@ -21,13 +20,13 @@ from attention_kernels.launch.launcher import Launch, named
 from attention_kernels.tiles.masking import mask_unit
 
 HIDDEN = tl.constexpr(-1e30)
-"""Largest mask value that hides a key, if the key's row has larger mask values.
+"""Largest float that masks a key, if the key's row has larger mask values.
 
 Such a key has no weight: some models add -finfo.max instead of -inf. In a row that contains only
-such keys, no key is hidden.
+such keys, no key counts as masked.
 """
 CUT, WHOLE = tl.constexpr(1), tl.constexpr(2)
-"""Kinds of blocks: CUT blocks need the mask, WHOLE blocks do not. Hidden blocks have kind 0."""
+"""Kinds of blocks: CUT blocks need the mask, WHOLE blocks do not. Masked blocks have kind 0."""
 
 
 class VisitedBlocks(NamedTuple):
