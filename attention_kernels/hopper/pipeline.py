@@ -99,7 +99,7 @@ def make_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def fill(ring, desc, place, index, phase, rest=None):
-    """As the producer, load the block at `place` of a descriptor's tensor once the buffer is free.
+    """Load, as the producer, the block at `place` of a descriptor's tensor once the buffer is free.
 
     `rest` has the descriptor and the buffers for a second piece of the head dimension, which is
     loaded with the first.
