@@ -1,4 +1,4 @@
-"""A small model, random calls, and the command line in this or another process."""
+"""A small model, random calls, and the command line in this process or another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEADS, HEAD_DIM, WIDTH, LENGTH = 2, 8, 16, 5
 
 
 class Attention(nn.Module):
-    """Self-attention over (B, S, 16); queries, keys and values are views of one projection."""
+    """Self-attention over (B, S, 16); query, key and value are views of one projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Attention(nn.Module):
 
 
 class Layers(nn.Module):
-    """Model of layers `layers.0`, `layers.1` …, with one attention call each."""
+    """Model of layers `layers.0`, `layers.1`, …; each layer makes one attention call."""
 
     def __init__(self, count: int = 2) -> None:
         super().__init__()
@@ -69,14 +69,13 @@ def layers(make_layers: Callable[..., nn.Module]) -> nn.Module:
 
 @pytest.fixture
 def states() -> Tensor:
-    """An input of `layers`, (1, 5, 16)."""
+    """Input of `layers`, a tensor (1, 5, 16)."""
     return torch.randn(1, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.fixture
 def make_call() -> Callable[..., AttentionCall]:
-    """`make_call(call_index=3, …)` returns a call with random tensors; keywords replace its
-    fields."""
+    """`make_call(call_index=3, …)` returns a random call; keywords replace its fields."""
 
     def make(*, model: str = "model", call_index: int = 0, **fields: Any) -> AttentionCall:
         query, key, value, output = torch.randn(4, 1, HEADS, LENGTH, HEAD_DIM)
@@ -108,7 +107,8 @@ def start_python() -> Callable[..., subprocess.Popen[str]]:
 
 @pytest.fixture
 def run_cli(capsys: pytest.CaptureFixture[str]) -> RunCli:
-    """`run_cli("show", "x")` runs the command here; it returns exit code, stdout and stderr."""
+    """`run_cli("show", "x")` runs the command in this process; returns exit code, stdout,
+    stderr."""
     from capture.cli.main import main
 
     return runner(main, capsys)

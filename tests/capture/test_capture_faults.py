@@ -1,4 +1,4 @@
-"""Faults of a recording do not reach the model, and no complete call is lost."""
+"""Faults in a recording do not reach the model, and no complete call is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.capture_faults import FAULTS, WAYS, Fault, kept_in, kill, orphans, tr
 
 
 class Model(nn.Module):
-    """Model that runs a given function, then attention."""
+    """Model that runs a given function before attention."""
 
     def forward(self, states: Tensor, before: Callable[[], object] = int) -> Tensor:
         before()
@@ -44,7 +44,7 @@ STATES = torch.randn(1, 2, 5, 8)
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Iterator[Path]:
-    """Scratch directory, in memory if possible, because disks take most of the time."""
+    """Scratch directory, in memory if possible, because disks are slow."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK):
         yield tmp_path
@@ -55,7 +55,7 @@ def scratch(tmp_path: Path) -> Iterator[Path]:
 
 QUICK = dict.fromkeys(("open", "close", "flock"), "first")
 QUICK |= dict.fromkeys(("fsync", "fstat", "_allocate", "start"), "durable")
-"""Way in which each function's faults are tried quickly (default: "spread")."""
+"""Way in which the quick tests try each function's faults (default: "spread")."""
 
 
 @pytest.mark.parametrize(
@@ -89,8 +89,7 @@ def test_failing_system_call_does_not_reach_the_model(
 def test_failing_system_call_does_not_reach_the_model_in_any_way(
     fault: Fault, way: str, overwrite: bool, scratch: Path
 ) -> None:
-    """Every other case overwrites an earlier recording; `python -m tests.capture_faults` tries
-    both."""
+    """Every second case overwrites an earlier recording; `tests.capture_faults` tries both ways."""
     try_fault(fault, way, scratch, overwrite=overwrite)
 
 
@@ -231,7 +230,7 @@ def test_tensors_that_cannot_be_stored(tmp_path: Path) -> None:
 
 
 def in_child(work: Callable[[], object]) -> int:
-    """Fork, do something in the child, and return how it ended."""
+    """Fork, run a function in the child, and return how the child ended."""
     process = os.fork()
     if not process:
         try:
@@ -243,7 +242,7 @@ def in_child(work: Callable[[], object]) -> int:
 
 @pytest.fixture
 def sent(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
-    """A signal with its default action, because a parent such as nohup may have ignored it."""
+    """Signal with its default action, which a parent such as nohup may have changed."""
     before = signal.signal(request.param, signal.SIG_DFL)
     yield request.param
     signal.signal(request.param, before)
@@ -309,7 +308,7 @@ def test_signal_writes_what_is_in_memory_wherever_it_interrupts(
         with record(model, tmp_path, name="model", max=5) as recording:
             for _ in range(5):
                 model(STATES)
-            with operator.attrgetter(held)(recording):  # needed by the writer
+            with operator.attrgetter(held)(recording):  # the writer needs this lock
                 os.kill(os.getpid(), sent)
             time.sleep(60)
 
@@ -383,7 +382,7 @@ def test_ctrl_c_while_it_is_written_gives_up_the_rest(
         run()
     may_go_on.set()
     assert recordings[0]._writer is not None
-    # Not `join`: after an interrupted `join`, Python < 3.13 considers a running thread ended.
+    # After an interrupted `join`, Python < 3.13 wrongly considers a running thread ended.
     while recordings[0]._writer._writing is not None:
         time.sleep(0.01)
     assert recordings[0].kept == kept_in(tmp_path) == 0

@@ -1,4 +1,4 @@
-"""Errors have one sentence, also when they come from another process."""
+"""Errors are one sentence, even if they come from another process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing PyTorch without garbage collection does not affect later code."""
+"""PyTorch is imported without garbage collection, which does not affect later code."""
 
 from __future__ import annotations
 

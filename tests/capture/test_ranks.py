@@ -1,6 +1,6 @@
 """Ranks of a distributed model record into one directory; their joined calls are the model's.
 
-The expected calls are recorded by one process that runs the same model unsplit.
+A single process records the expected calls: it runs the same model unsplit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SPLIT = ("tensor_parallel", "one_key_head", "exact", "ulysses", "queries")
 
 @pytest.fixture(scope="module")
 def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`parts/SCENARIO` of two ranks and `whole/SCENARIO` of one process."""
+    """Directory of two ranks' recordings `parts/SCENARIO` and one process's `whole/SCENARIO`."""
     directory = tmp_path_factory.mktemp("ranks")
     launch(2, directory / "parts", *SPLIT, "differing_calls")
     for name in SPLIT:
@@ -31,7 +31,7 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assert_same(joined: AttentionCall, whole: AttentionCall, *, tolerance: float) -> None:
-    """Compare values with a tolerance for rounded sums, and everything else with `==`."""
+    """Compare values with a tolerance for rounded sums, and everything else exactly."""
     ours, theirs = joined.tensors(), whole.tensors()
     assert {name: (each.shape, each.stride(), each.dtype) for name, each in ours.items()} == {
         name: (each.shape, each.stride(), each.dtype) for name, each in theirs.items()
@@ -39,7 +39,7 @@ def assert_same(joined: AttentionCall, whole: AttentionCall, *, tolerance: float
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=tolerance)
     plain = dict.fromkeys(ours)
-    # The libraries imported in this process depend on earlier tests.
+    # Which libraries this process has imported depends on earlier tests.
     origin = replace(joined.origin, split_ranks=[], versions=whole.origin.versions)
     assert replace(joined, **plain, origin=origin) == replace(whole, **plain)
 
@@ -84,7 +84,7 @@ def test_key_head_that_every_rank_holds_is_joined_once(recordings: Path) -> None
 
 
 def test_ranks_with_different_calls_are_joined_by_module(recordings: Path) -> None:
-    """An additional call does not shift other calls, and calls of a single rank are reported."""
+    """An additional call on one rank does not shift others; calls of a single rank are reported."""
     parts = load(recordings / "parts" / "differing_calls")
     assert parts.note == ""
     joined = parts.joined()
@@ -101,7 +101,7 @@ def test_calls_that_a_killed_rank_stored_are_joined(tmp_path: Path) -> None:
     launch(2, tmp_path, "killed", fails=True)
     dataset = load(tmp_path / "killed")
     assert sum(entry.origin.rank == 1 for entry in dataset.entries) == 1
-    # This problem is reported until the other rank's capture ends and updates the manifest.
+    # The problem is reported until the other rank's capture ends and updates the manifest.
     said = f"finish it with `capture repair {tmp_path / 'killed'}`"
     killed = f"the capture of model.rank1 was killed: 1 complete call; {said}"
     assert dataset.note in (killed, "")

@@ -1,4 +1,4 @@
-"""The built-in tiny models, recorded by the command."""
+"""The command records the built-in tiny models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def weights(name: str) -> str:
 
 
 class Recorded(NamedTuple):
-    """A recorded model."""
+    """Dataset of a model, with the command's output."""
 
     name: str
     directory: Path

@@ -19,12 +19,12 @@ from tests.factories import bits, normal, random_call
 
 
 def heads_of(call: AttentionCall, *parts: tuple[Sequence[int], Sequence[int]]) -> list[Any]:
-    """Return parts of a call, given by their query heads and key/value heads."""
+    """Return parts of a call; each part has the given query heads and key/value heads."""
     return [pick(call, heads, kv_heads) for heads, kv_heads in parts]
 
 
 def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
-    """Return parts of a call's queries that end at these positions."""
+    """Return a call in parts that end at these query positions."""
     assert call.output is not None
     parts = []
     for first, end in zip((0, *ends), ends, strict=False):
@@ -42,7 +42,7 @@ def queries_of(call: AttentionCall, *ends: int) -> list[AttentionCall]:
 
 
 def is_same(joined: AttentionCall, call: AttentionCall) -> bool:
-    """Return whether two calls are the same, bit for bit."""
+    """Return whether two calls are equal, bit for bit."""
     ours, theirs = joined.tensors(), call.tensors()
     return (
         ours.keys() == theirs.keys()
@@ -150,7 +150,7 @@ def test_options_relative_to_a_part_are_refused(asked: dict[str, Any]) -> None:
 
 
 def strided(size: Sequence[int], order: Sequence[int], expanded: Sequence[int] = ()) -> Tensor:
-    """Return a tensor with this order of dimensions in memory."""
+    """Return a tensor whose dimensions have this order in memory."""
     memory = normal(*(1 if dim in expanded else size[dim] for dim in order))
     return memory.permute([order.index(dim) for dim in range(4)]).expand(*size)
 
@@ -161,7 +161,7 @@ def strided(size: Sequence[int], order: Sequence[int], expanded: Sequence[int] =
 def test_strides_are_those_of_the_whole(
     order: tuple[int, ...], cut: int, expanded: tuple[int, ...]
 ) -> None:
-    """Parts are dense, because each rank has its own memory."""
+    """Parts are dense, as each rank has its own memory; joining restores the original strides."""
     whole = strided((3, 4, 5, 8), order, expanded)
     parts = []
     for part in (whole[:, :cut], whole[:, cut:]):

@@ -1,4 +1,4 @@
-"""Structures of dense masks are found in every form, but not in slightly different masks."""
+"""Structures are found in dense masks of every form, but not in slightly different masks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.variant_calls import visible
 
 ALL = torch.ones(8, 8, dtype=torch.bool)
 PADDED = torch.arange(8) < torch.tensor([5, 8])[:, None, None, None]
-"""Padding mask (2, 1, 1, 8) bool."""
+"""Padding mask, a bool tensor of shape (2, 1, 1, 8)."""
 BLOCKS = torch.block_diag(*(torch.ones(length, length) for length in (3, 1, 4))).bool()
 
 WORDS: dict[str, tuple[Tensor, str]] = {
@@ -82,7 +82,7 @@ def test_words(name: str, form: str) -> None:
     has_empty_rows = bool((~mask.any(dim=-1)).any())
     found = structure_of(masked(FORMS[form](mask)))
     if has_empty_rows and form.startswith("lowest"):
-        assert found is None  # a fully masked row is the mean of all values
+        assert found is None  # a row without visible keys gives the mean of all values
     else:
         assert str(found) == words
 
@@ -122,7 +122,7 @@ def test_call_s_own_causality_counts() -> None:
     assert str(structure_of(masked(PADDED, is_causal=True))) == "causal, padding"
     within = masked(PADDED, variant=AttentionVariant(window=(2, 1)))
     assert str(structure_of(within)) == "window 2/1, padding"
-    # With is_causal, the lowest value hides every key that the first query could see.
+    # With is_causal, the lowest value masks every key that the first query could see.
     lowest = as_numbers(ALL.triu(1), torch.finfo(torch.float32).min)
     assert structure_of(masked(lowest, is_causal=True)) is None
 
@@ -187,7 +187,7 @@ def calls(draw: st.DrawFn) -> AttentionCall:
 
 
 def with_mask(call: AttentionCall, mask: Tensor) -> AttentionCall:
-    """Return the same call with only a mask."""
+    """Return the call with this mask, and without options that state a structure."""
     return replace(
         call,
         attn_mask=mask,
@@ -200,7 +200,7 @@ def with_mask(call: AttentionCall, mask: Tensor) -> AttentionCall:
 
 
 def seen_by(structure: MaskStructure, call: AttentionCall) -> Tensor:
-    """Return the visible pairs (B, Sq, Sk) bool, by the definitions."""
+    """Return the visible pairs (B, Sq, Sk) as bool, computed from the definitions."""
     unpadded = replace(structure, starts_k=None).restated(call)
     assert unpadded is not None
     seen = visible(unpadded)
@@ -255,7 +255,7 @@ def test_mask_with_a_changed_element_has_no_structure(name: str) -> None:
 
 
 class Work(TorchDispatchMode):
-    """Counts the elements that operators return."""
+    """Counts the elements of all tensors that operators return."""
 
     def __init__(self) -> None:
         super().__init__()

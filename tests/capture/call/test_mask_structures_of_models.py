@@ -25,7 +25,7 @@ LOWEST = torch.zeros(2, 1, 10, 10).masked_fill_(
 
 
 def tiny(name: str, **config: Any) -> Any:
-    """Return a model of a transformers family with random weights."""
+    """Return a model of a transformers family, with random weights."""
     import transformers
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Figures of a call's attention, compared with known cases and a plain computation."""
+"""Figures of a call's attention are compared with known cases and a plain computation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ CALL = random_call(q_heads=4, kv_heads=2, q_len=40, kv_len=200, head_dim=16, v_h
 
 
 def dense(call: AttentionCall) -> tuple[float, float, float]:
-    """Return entropy, largest weight and top mass, computed from all weights (bool mask or
-    none)."""
+    """Return entropy, largest weight and top mass, computed from all weights."""
     groups = call.query.shape[1] // call.key.shape[1]
     scores = call.query @ call.key.repeat_interleave(groups, 1).mT * call.softmax_scale
     seen = torch.ones_like(scores, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Tensors come back with their values, sizes, dtypes and strides."""
+"""Tensors are read back with their values, sizes, dtypes and strides."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DTYPES = [
 
 @st.composite
 def views(draw: st.DrawFn) -> Tensor:
-    """A 4-D view like those of models: permuted, sliced with gaps, offset, expanded."""
+    """Draw 4-D views like those of models: permuted, sliced with gaps, offset or expanded."""
     size = draw(st.tuples(*[st.integers(1, 4)] * 4))
     order = draw(st.permutations(range(4)))
     margins = draw(st.tuples(*[st.integers(0, 2)] * 4))
@@ -61,7 +61,7 @@ def test_copy_has_the_strides_and_memory_of_its_own(tensor: Tensor) -> None:
 
 
 def test_values_are_held_as_they_are_in_memory() -> None:
-    """Neither writing nor reading rearranges the values."""
+    """Neither writing nor reading changes the order of the values in memory."""
     bshd = torch.randn(2, 7, 3, 4)
     values, layout = pack(bshd.transpose(1, 2))
     assert torch.equal(values, bshd)

@@ -1,4 +1,4 @@
-"""The command: exit codes, messages, and interrupted processes."""
+"""Exit codes and messages of the command, and processes that are interrupted."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_sizes(text: str, nbytes: int) -> None:
 
 
 def sentence_of(result: tuple[int, str, str], code: int) -> str:
-    """Check the exit code and that stderr has one line; return the line."""
+    """Check the exit code, and that stderr has one line; return this line."""
     got, out, err = result
     lines = [line for line in err.splitlines() if line.startswith("capture: ")]
     assert (got, out) == (code, "")
@@ -426,7 +426,7 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
     missing.unlink()
     code, printed, _ = run_cli("check", str(out))
     assert code == 1
-    # In a pipe, each call has one line of any length.
+    # In a pipe, each call takes one line, however long.
     assert printed.splitlines()[:2] == [
         f"FAIL {altered.name}  altered since it was recorded (checksum differs)",
         f"FAIL {missing.name}  missing",
@@ -441,7 +441,7 @@ def test_check_names_what_is_wrong(run_cli: Run, tmp_path: Path, model_file: Pat
 def test_control_c_leaves_a_readable_dataset(
     start_python: Start, model_file: Path, tmp_path: Path
 ) -> None:
-    """The model has changed the current directory."""
+    """The dataset stays readable even though the model has changed the current directory."""
     model = f"{model_file}:slow"
     process = start_python("-m", "capture", "--model", model, "--out", "out", cwd=tmp_path)
     assert process.stdout is not None

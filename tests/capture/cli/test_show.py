@@ -1,4 +1,4 @@
-"""Descriptions of masks, pages and shared memory by `capture show`."""
+"""`capture show` describes masks, pages and shared memory."""
 
 from __future__ import annotations
 

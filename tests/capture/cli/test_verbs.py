@@ -1,4 +1,4 @@
-"""The help of each verb; no verb ignores an option."""
+"""Each verb has help, and no verb ignores an option."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Wrong values of every option of both commands: one sentence, exit code 2.
+"""Wrong values of any option of both commands give one sentence and exit code 2.
 
-The cases are made from the parsers, so they include options that are added later.
+The cases are generated from the parsers, so they include options that are added later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def cases() -> Iterator[tuple[argparse.ArgumentParser, str, str]]:
     for command in (capture_parser(), parser()):
         for action in command._actions:
             option = action.option_strings[-1]
-            if action.nargs == 0 or option == "--prompt":  # may be empty
+            if action.nargs == 0 or option == "--prompt":  # a prompt may be empty
                 continue
             is_text = action.type in (None, output_file) or action.choices is not None
             for value in EMPTY if is_text else NO_NUMBERS:
@@ -62,7 +62,7 @@ def test_wrong_value_is_one_sentence(
     assert printed.count("\n") == 1
     if not value.strip() and option != "--dtype":  # the message lists the choices
         assert "is empty: leave it out, or give a value" in printed or "choose from" in printed
-    # Not argparse's own words, which name a function of ours.
+    # The message must not be argparse's own, which names one of our functions.
     assert not re.search(r"invalid \w+ value", printed)
 
 
@@ -88,7 +88,7 @@ def test_empty_prompt_is_a_prompt() -> None:
 def test_misspelt_option_is_one_sentence(
     given: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command prints neither help nor argparse's message about another option's value."""
+    """The command prints neither its help nor argparse's message about another option's value."""
     with pytest.raises(SystemExit) as stopped:
         parser().parse_args(given)
     assert stopped.value.code == 2
@@ -106,7 +106,7 @@ def test_list_that_is_given_twice_has_the_values_of_both() -> None:
 
 
 def test_values_may_begin_with_a_dash() -> None:
-    """These are values of one-letter options, numbers, and words of a prompt."""
+    """Values of one-letter options, numbers, and words of a prompt may begin with a dash."""
     found = parser().parse_args(["-b2", "-d=32", "-hq=8", "--kernels", "a", "-q"])
     assert (found.batch, found.head_dim, found.q_heads, found.kernels, found.quiet) == (
         2,

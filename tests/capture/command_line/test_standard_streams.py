@@ -1,4 +1,4 @@
-"""Commands whose streams take ASCII only, or take nothing more."""
+"""Commands run with streams that accept only ASCII, or are closed or full."""
 
 from __future__ import annotations
 

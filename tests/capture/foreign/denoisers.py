@@ -22,7 +22,7 @@ def noise(*sizes: int) -> Tensor:
 
 
 def mask(*lengths: int, of: int) -> Tensor:
-    """Return a mask (B, of) that is True for real tokens of each text, not padding."""
+    """Return a mask (B, `of`) that is True for each text's real tokens and False for padding."""
     return torch.stack([torch.arange(of) < length for length in lengths])
 
 
@@ -42,8 +42,8 @@ def denoiser(
     """Return a function that builds a denoiser and runs it for each of `TIMES`.
 
     Args:
-        inputs: the other arguments of its forward pass.
-        time: the name of the time step, (B,).
+        inputs: returns the other arguments of the forward pass.
+        time: name of the argument for the time step, (B,).
         change: function applied to the model.
     """
 
@@ -200,8 +200,8 @@ MODELS = [
         denoiser("WanTransformer3DModel", WAN, lambda: video(channels=16, text=32)),
         denoised(4),
     ),
-    # With classifier-free guidance each step is two forward passes, here the first two of one
-    # transformer and the first two of the other.
+    # With classifier-free guidance, each step is two forward passes: here the first two passes
+    # belong to one transformer, and the other two to the second.
     Foreign("Wan 2.2", wan_2_2, Counter({("denoise", 0): 8, ("denoise", 1): 8})),
     Foreign(
         "HunyuanVideo 1.5",
@@ -254,7 +254,7 @@ MODELS = [
         ),
         denoised(2),
     ),
-    # Each block: video and sound attend to themselves, their texts and one another.
+    # In each block, video and sound attend to themselves, their texts and one another.
     Foreign(
         "LTX-2",
         denoiser(
@@ -288,7 +288,7 @@ MODELS = [
         ),
         denoised(12),
     ),
-    # One layer for the picture, one for the text, then one for both.
+    # The first layer is for the picture, the second for the text, and the third for both.
     Foreign(
         "Z-Image",
         denoiser(
@@ -355,7 +355,7 @@ MODELS = [
         denoised(2),
         unseen={"Attention": 4},
     ),
-    # A block makes one call per text, without padding; one more attention pools the texts.
+    # A block makes one call per text, without padding; one more attention call pools the texts.
     Foreign(
         "Mochi",
         denoiser(
@@ -378,7 +378,7 @@ MODELS = [
         ),
         denoised(2 * 2 + 1),
     ),
-    # One layer down, one in the middle, two up, each attending to itself and to the text.
+    # One layer down, one in the middle and two up attend to themselves and to the text.
     Foreign(
         "Stable Diffusion 1.5",
         denoiser(
@@ -397,7 +397,7 @@ MODELS = [
         ),
         denoised(8),
     ),
-    # Two levels, each with one attention down and one up.
+    # Each of two levels has one attention call down and one up.
     Foreign(
         "Stable Cascade",
         denoiser(

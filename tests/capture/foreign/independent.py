@@ -1,10 +1,10 @@
 """Runs the foreign models without `capture`, and records their attention calls independently.
 
 `python -m tests.capture.foreign.independent DIRECTORY [NAME ...]` writes a file for each model,
-with inputs and output of every call, and the operator's count from PyTorch's profiler.
+with the inputs and output of every call, and the operator's count from PyTorch's profiler.
 
 `F.scaled_dot_product_attention` and FlexAttention are replaced before other modules import them.
-The eager attention of transformers' models is a function of each model's module.
+The eager attention of transformers' models is a function in each model's module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ notes: list[Note] = []
 
 
 def noting(function: Callable[..., Any], road: str, names: tuple[str, ...]) -> Callable[..., Any]:
-    """Wrap `function` to record its arguments, called `names`, and its output."""
+    """Wrap `function` to record its arguments, named by `names`, and its output."""
 
     @functools.wraps(function)
     def note(*args: Any, **kwargs: Any) -> Any:

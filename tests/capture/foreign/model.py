@@ -1,4 +1,4 @@
-"""One line of the table of foreign models: how to build and run a model, and its expected calls."""
+"""Entry in the table of foreign models: how to build and run a model, and its expected calls."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 Calls = Counter[tuple[str, int]]
-"""Number of attention calls of a run, by phase and step."""
+"""Number of a run's attention calls, by phase and step."""
 
 Run = Callable[[], Any]
-"""Runs the model; returns tensors, in any nesting."""
+"""Function that runs the model and returns tensors in any nesting."""
 
 
 class Foreign(NamedTuple):
-    """A model of another project, built from a tiny configuration with random weights."""
+    """Model of another project, built from a tiny configuration with random weights."""
 
     name: str
     build: Callable[[], tuple[Any, Run]]
-    """Function that returns the model to record and its run; both are reproducible bit for bit."""
+    """Function that returns the model to record and a function that runs it, both deterministic."""
     calls: Calls
     """Expected calls, derived by hand from the configuration."""
     roads: frozenset[str] = frozenset({"sdpa"})
     unseen: dict[str, int] = {}  # noqa: RUF012
-    """Expected forward passes of attention modules without a call at any entry point, by class."""
+    """Expected number of forward passes, by class, of attention modules that call no entry
+    point."""
 
 
 def generated(prefill: int, decode: int | None = None, *, steps: int = 3) -> Calls:
@@ -38,7 +39,7 @@ def encoded(calls: int) -> Calls:
 
 
 def denoised(calls: int, *, steps: int = 2) -> Calls:
-    """Return the calls of a denoiser with the same number in each forward pass."""
+    """Return the calls of a denoiser whose forward passes all make the same number of calls."""
     return Counter({("denoise", step): calls for step in range(steps)})
 
 

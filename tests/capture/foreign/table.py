@@ -1,4 +1,4 @@
-"""Every foreign model. `python -m tests.capture.foreign.table` prints them for the docs."""
+"""Table of every foreign model; `python -m tests.capture.foreign.table` prints it for the docs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MODELS: dict[str, Foreign] = {
 
 
 def markdown() -> str:
-    """Return a table of all models by entry point, with the calls of their runs."""
+    """Return a table of all models by entry point, with the number of calls in their runs."""
     lines = ["| attention of the model | calls | models |", "|---|---:|---|"]
     known = {roads(model): list[Foreign]() for model in MODELS.values()}
     for model in MODELS.values():
@@ -30,7 +30,7 @@ ROADS = {
 
 
 def roads(model: Foreign) -> str:
-    """Name the entry points that a model calls."""
+    """Return the names of the entry points that a model calls."""
     taken = [name for road, name in ROADS.items() if road in model.roads and model.calls]
     unseen = [f"the model's own code ({'counted' if model.calls else 'counted, nothing recorded'})"]
     return ", ".join(taken + (unseen if model.unseen else [])) or "none"

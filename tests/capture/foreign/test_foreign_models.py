@@ -1,4 +1,4 @@
-"""Models of other projects, recorded here and observed by a process without our code."""
+"""Other projects' models, recorded here and observed by a process that does not use our code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Recorded(NamedTuple):
     recording: Recording
     calls: list[AttentionCall]
     outputs: list[list[Tensor]]
-    """Outputs of the run before the recording, of the recorded run and of the run after it."""
+    """Outputs of three runs: before, during and after the recording."""
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,7 @@ def test_tensors_equal_another_processs_notes(
 def test_reference_agrees_with_the_models_output(
     name: str, recorded: Callable[[str], Recorded]
 ) -> None:
-    """Agreement within the dtype's precision shows that the call contains all of the model's
-    options."""
+    """The call contains all of the model's options, because the outputs agree up to rounding."""
     for call in recorded(name).calls:
         assert call.output is not None
         reference = attention(call)
@@ -167,7 +166,8 @@ def test_reference_agrees_with_the_models_output(
 
 
 def without_keys(call: AttentionCall) -> Tensor:
-    """Return the rows (B, Hq, Sq) that may see no key, for which kernels have different rules."""
+    """Return the rows (B, Hq, Sq) that may see no key; kernels have different rules for such
+    rows."""
     assert call.output is not None
     rows = torch.zeros(call.output.shape[:3], dtype=torch.bool)
     if call.attn_mask is None:

@@ -22,7 +22,7 @@ SIZES = {
     "intermediate_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "initializer_range": 0.2,  # so that scores differ
+    "initializer_range": 0.2,  # makes scores differ
 }
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 8}
 EXPERTS = {
@@ -62,7 +62,7 @@ def decoder(
     dtype: torch.dtype = torch.float32,
     **changes: Any,
 ) -> Callable[[], tuple[Any, Run]]:
-    """Return a causal language model that continues two texts."""
+    """Return a function that builds a causal language model and its run on two texts."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -78,7 +78,7 @@ def decoder(
 def encoder(
     kind: str, config: dict[str, Any] = SIZES, **changes: Any
 ) -> Callable[[], tuple[Any, Run]]:
-    """Return an encoder that reads two texts of different lengths."""
+    """Return a function that builds an encoder and its run on two texts of different lengths."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -90,7 +90,7 @@ def encoder(
 
 
 def translator(kind: str, **config: Any) -> Callable[[], tuple[Any, Run]]:
-    """Return an encoder-decoder model."""
+    """Return a function that builds an encoder-decoder model and its run."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -137,7 +137,7 @@ MODELS = [
     Foreign("Llama (eager)", decoder("llama", attn_implementation="eager"), generated(2), REGISTRY),
     Foreign("Qwen 3", decoder("qwen3"), generated(2)),
     Foreign(
-        "Qwen 3 Next",  # one of two layers has linear attention
+        "Qwen 3 Next",  # one of its two layers has linear attention
         decoder(
             "qwen3_next",
             **EXPERTS,
@@ -167,7 +167,7 @@ MODELS = [
         generated(2),
         REGISTRY,
     ),
-    # Full attention, then a window with sinks and a different number of heads.
+    # The first layer has full attention; the second has a window, sinks and other heads.
     Foreign(
         "MiMo V2 Flash",
         decoder(

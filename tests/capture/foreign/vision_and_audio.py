@@ -24,7 +24,7 @@ def picture(*sizes: int) -> torch.Tensor:
 def seeing(
     kind: str, config: dict[str, Any] = VISION, size: int = 16, auto: str = "AutoModel"
 ) -> Callable[[], tuple[Any, Run]]:
-    """Return an encoder that reads two pictures."""
+    """Return a function that builds an encoder and its run on two pictures."""
 
     def build() -> tuple[Any, Run]:
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def qwen2_vl() -> tuple[Any, Run]:
         vision_end_token_id=62,
     )
     model = transformers.Qwen2VLForConditionalGeneration(config).eval()
-    # Two pictures of 4 × 4 patches; four patches make a token.
+    # Each of two pictures has 4 × 4 patches; four patches make a token.
     ids = torch.tensor([[1, *([61] + [IMAGE_TOKEN] * 4 + [62]) * 2, 5, 6, 7]])
     return model, generating(
         model,
@@ -141,11 +141,11 @@ def whisper() -> tuple[Any, Run]:
 
 MODELS = [
     Foreign("ViT", seeing("vit"), encoded(2)),
-    # Its pooling head is nn.MultiheadAttention, which multiplies matrices where it returns weights.
+    # SigLIP's pooling head is nn.MultiheadAttention, which calls no SDPA if it returns weights.
     Foreign("SigLIP", seeing("siglip_vision_model"), encoded(2), unseen={"MultiheadAttention": 1}),
     Foreign("CLIP", clip, encoded(2 + 2)),
     Foreign("Swin V2", seeing("swinv2", WINDOWS), NONE, unseen={"Swinv2SelfAttention": 2}),
-    # Two encoder layers; then two self-, four cross- and one final cross-attention of the decoder.
+    # Two encoder layers; the decoder has two self-attentions and five cross-attentions.
     Foreign("SAM", sam, encoded(2 + 2 * 3 + 1)),
     Foreign("LLaVA", llava, encoded(2) + generated(2)),
     # Without flash-attn, each picture has a separate call.

@@ -1,4 +1,4 @@
-"""Modules that compute attention are recognised by their classes."""
+"""Modules that compute attention are recognised by their class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from capture.hooks.attention_modules import is_attention
         ("AttentionBlock", True),
         ("AttnProcessor", False),
         ("AttentionNorm", False),
-        # A UNet's blocks run without attention in some configurations.
+        # In some configurations, a UNet's blocks have no attention.
         ("ControlNetXSCrossAttnDownBlock2D", False),
         ("UNetMidBlock2DCrossAttn", False),
         ("AttnUpBlock2D", False),

@@ -1,4 +1,4 @@
-"""Every SDPA call is intercepted with the right arguments, and PyTorch is restored afterwards."""
+"""Every SDPA call is intercepted with its arguments, and PyTorch is restored afterwards."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_scale_of_any_number_type_is_a_plain_float(seen: Seen, scale: Any) -> No
 def test_wrong_call_fails_as_without_a_recording(
     tmp_path: Any, layers: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """A recording must not fail on arguments that SDPA refuses."""
+    """Arguments that SDPA refuses raise SDPA's error, not one of the recording."""
     from capture import record
     from capture.errors import RecordingWarning
 
@@ -218,7 +218,7 @@ def test_transformer_encoder_leaves_its_fast_path_and_returns_to_it(seen: Seen) 
     states = torch.randn(2, 5, 16)
     padding = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
     with torch.no_grad():
-        # With padding, the fast path would run on nested tensors without an SDPA call.
+        # With padding, PyTorch's fast path would use nested tensors and never call SDPA.
         expected = encoder(states, src_key_padding_mask=padding)
         with intercept(seen):
             output = encoder(states, src_key_padding_mask=padding)
@@ -292,10 +292,10 @@ def test_replacement_made_inside_stays(seen: Seen, monkeypatch: pytest.MonkeyPat
             F.scaled_dot_product_attention(Q, K, V)
             assert len(seen.calls) == 1
         assert F.scaled_dot_product_attention is theirs
-        # Our function, which the other patch holds, must stop recording.
+        # The other patch still holds our function, which must no longer record.
         assert torch.equal(theirs(Q, K, V), TORCH_SDPA(Q, K, V) + 1)
         assert len(seen.calls) == 1
-    # The patch restored our function, which is harmless; set the builtin again.
+    # The other patch restored our function, which is harmless; set the builtin again.
     F.scaled_dot_product_attention = TORCH_SDPA
 
 
@@ -344,7 +344,7 @@ def test_observer_is_called_after_a_call_returns() -> None:
 def test_observer_is_called_once_for_nested_calls(
     imported_by_name: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Calls with arguments that SDPA does not have are not reported."""
+    """Calls with arguments that SDPA does not accept are not reported."""
     told = Told()
 
     def theirs(*tensors: Tensor, window: int = 0) -> Tensor:

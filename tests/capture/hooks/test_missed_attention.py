@@ -1,4 +1,4 @@
-"""Attention outside every entry point is found by modules that ran without a call."""
+"""Attention that misses every entry point is found by modules that ran without a call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HELD = {"sdpa": F.scaled_dot_product_attention}
 
 
 class HoldingAttention(Attention):
-    """Attention that calls a function obtained before the recording began."""
+    """Attention that calls a function it obtained before the recording began."""
 
     def forward(self, states: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
         heads = states.unflatten(-1, (2, 8)).transpose(1, 2)
@@ -30,7 +30,7 @@ class HoldingAttention(Attention):
 
 
 def told(model: nn.Module, out: Path, run: Callable[[], Any]) -> tuple[int, list[str]]:
-    """Return the number of calls and the missed attention."""
+    """Return the number of recorded calls, and the missed attention."""
     with record(model, out) as recording:
         run()
     return recording.seen, [str(each) for each in recording.missed_attention]

@@ -1,4 +1,4 @@
-"""Module paths, steps and phases of the running forward."""
+"""A call's site names the module path, step and phase of the running forward pass."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.factories import tiny_llama
 
 
 def sites_of(roots: dict[str, nn.Module], run: Callable[[], Any]) -> list[CallSite]:
-    """Return the site of every SDPA call of `run`."""
+    """Return the site of every SDPA call made by `run`."""
     tracker = ModuleTracker(roots)
     sites: list[CallSite] = []
 
@@ -140,7 +140,7 @@ def test_forward_that_raises_leaves_no_trace(layers: Any, states: Tensor) -> Non
 def test_module_that_was_entered_before_it_was_hooked_goes_on(layers: Any, states: Tensor) -> None:
     expected = layers(states)
     tracker, first = ModuleTracker({"": layers}), layers.layers[0]
-    first.register_forward_hook(lambda *_: None)  # PyTorch then looks for hooks
+    first.register_forward_hook(lambda *_: None)  # with a hook, PyTorch looks for hooks
     forward = first.forward
     with contextlib.ExitStack() as stack:
 
@@ -177,7 +177,7 @@ def test_compiled_modules_keep_their_names(layers: Any, states: Tensor, which: s
 
 def test_data_parallel_replica_is_named_like_its_original(layers: Any, states: Tensor) -> None:
     def run() -> None:
-        # DataParallel runs shallow copies, made while the hooks are on.
+        # DataParallel runs shallow copies, which are made while the hooks are active.
         replica = layers.layers[1]._replicate_for_data_parallel()
         replica._modules = dict(layers.layers[1]._modules)
         replica(states)
@@ -189,7 +189,7 @@ def test_threads_do_not_mix_up_their_modules(make_layers: Any, states: Tensor) -
     models = {"left": make_layers(3), "right": make_layers(3)}
     tracker = ModuleTracker(models)
     named: dict[str, list[str]] = {"left": [], "right": []}
-    # Both threads wait inside attention for each other, so that every call overlaps another.
+    # Both threads wait for each other inside attention, so that their calls always overlap.
     together = threading.Barrier(2, timeout=30)
 
     def handler(arguments: Any, proceed: Callable[[], Tensor], sdpa: Any) -> Tensor:

@@ -193,7 +193,7 @@ def test_later_chunk_of_a_prompt_is_prefill(chunks: list[int], phases: list[str]
 
 
 class HybridCache:
-    """Cache whose first layer has linear attention and keeps no tokens."""
+    """Cache whose first layer has linear attention and stores no tokens."""
 
     tokens = 0
 

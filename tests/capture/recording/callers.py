@@ -1,4 +1,4 @@
-"""Models that make given attention calls, and checks that every dataset must pass."""
+"""Models that make given attention calls, and checks that hold for every dataset."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def recorded(out: Path, *calls: Callable[[], Tensor], **options: Any) -> Dataset
 
 
 def assert_good(data: Dataset) -> None:
-    """Check that checksums match, SDPA repeats every output, and the census agrees with the
+    """Check that checksums match, SDPA repeats all outputs, and the census agrees with the
     files."""
     texts = {finding.text for finding in check_files(data)}
     assert texts <= {"intact; output bit-identical", "intact; no output recorded"}

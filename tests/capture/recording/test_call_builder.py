@@ -1,4 +1,4 @@
-"""Arguments that SDPA accepts become a call of four dimensions, in the kernel's dtype."""
+"""Arguments that SDPA accepts become a call with four dimensions in the kernel's dtype."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_two_dimensions_become_four(tmp_path: Path) -> None:
     flat = torch.randn(5, 8)
     data = recorded(tmp_path, attend(flat, flat, flat))
     assert data[0].query.shape == (1, 1, 5, 8)
-    # Bits may differ: PyTorch multiplies matrices and batches of one differently.
+    # Bits may differ, because PyTorch multiplies matrices and batches of one matrix differently.
     assert [finding.good for finding in check_files(data)] == [True]
 
 
@@ -70,7 +70,7 @@ def test_masks_of_every_kind(tmp_path: Path) -> None:
     query, key, value = torch.randn(3, 2, 4, 5, 8)
     masks = [
         torch.ones(5, 5, dtype=torch.bool).tril(),
-        torch.zeros(1, 1, 5, 5, dtype=torch.bool),  # no keys
+        torch.zeros(1, 1, 5, 5, dtype=torch.bool),  # has no keys
         torch.randn(2, 1, 1, 5),
         torch.randn(5, 5).masked_fill(torch.ones(5, 5).triu(1) > 0, -torch.inf),
         torch.randn(1, 1, 5, 5).expand(2, 4, 5, 5),

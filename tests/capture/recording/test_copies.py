@@ -1,4 +1,4 @@
-"""A call is stored with its original values, even if the model changes its tensors afterwards."""
+"""A call is stored with its original values, even if the model overwrites its tensors later."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.capture.recording.callers import assert_good, recorded
 
 
 def test_buffer_updated_in_place_is_recorded_as_it_was(tmp_path: Path) -> None:
-    """A StaticCache reuses the same memory at every step with other values."""
+    """A StaticCache uses the same memory at every step, with different values."""
     cache = torch.zeros(1, 2, 16, 8)
     queries = torch.randn(4, 1, 2, 1, 8)
 

@@ -1,4 +1,4 @@
-"""The difficulty of a call, and recordings of the most difficult ones."""
+"""The difficulty of a call, and recordings that keep the most difficult calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def hardness(call: AttentionCall) -> float:
 
 
 def with_outliers(call: AttentionCall, by: float = 30.0) -> AttentionCall:
-    """Return the call with one much larger channel of K, with both signs."""
+    """Return the call with one much larger channel in K, with values of both signs."""
     key = call.key.clone()
     key[..., 3] *= by
     return call.with_tensors({"key": key})
@@ -54,7 +54,7 @@ def test_outliers_raise_the_difficulty_and_means_do_not() -> None:
     late = call.query.clone()
     late[:, :, -1] *= 50  # the peak of a block is far above its other scores
     assert hardness(call.with_tensors({"query": late})) > 1.5 * usual
-    # A mean of keys, removed by smoothing, and a mean of values add no difficulty.
+    # A mean of the keys, which smoothing removes, and a mean of the values add no difficulty.
     smoothed = hardness(call.with_tensors({"key": call.key + 40}))
     assert smoothed == pytest.approx(usual, rel=1e-2)
     assert hardness(call.with_tensors({"value": call.value + 3})) < 0.5 * usual
@@ -71,13 +71,13 @@ def test_keys_that_no_query_sees_do_not_count() -> None:
     assert hardness(replace(call, key=key, attn_mask=seen)) > 3 * hidden
     as_floats = torch.zeros(64, 128).masked_fill(seen, -math.inf)
     assert hardness(replace(call, key=key, attn_mask=as_floats)) == pytest.approx(hidden)
-    # Query i is aligned with key 64 + i, and sees this key and later keys.
+    # Query i is aligned with key 64 + i, and sees only this key and later keys.
     window = AttentionVariant(window=(0, None), bottom_right=True)
     assert hardness(AttentionCall(query, key, value, variant=window)) < 2 * hidden
 
 
 def test_mean_of_k_counts_beside_a_sink() -> None:
-    """K's mean shifts all scores of a query equally, but not the sink's score."""
+    """The mean of K shifts all scores of a query equally, except the sink's score."""
     call = random_call(q_len=64, kv_len=64, sinks=torch.zeros(2))
     assert hardness(call.with_tensors({"key": call.key + 1})) < 2 * hardness(call)
 
@@ -115,7 +115,7 @@ def test_difficulty_leaves_random_state_and_ignores_autocast() -> None:
 
 
 class Planted(nn.Module):
-    """Model that makes given calls in order."""
+    """Model that makes the given calls in order."""
 
     def forward(self, calls: list[AttentionCall]) -> list[Tensor]:
         return [torch.nn.functional.scaled_dot_product_attention(**c.arguments()) for c in calls]

@@ -1,4 +1,4 @@
-"""Recordings of some heads of each call."""
+"""Recordings that keep only some heads of each call."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_invalid_range_is_refused(text: str) -> None:
         ((0, 3), 4, 1, [0]),
         ((0, 1, 4, 5), 8, 2, [0, 1]),
         ((2, 3), 8, 2, [0]),
-        ((0, 1, 4), 8, 2, None),  # two heads of one group, one of the other
-        ((0, 4), 4, 4, None),  # there is no head 4
+        ((0, 1, 4), 8, 2, None),  # two heads from one group, one from the other
+        ((0, 4), 4, 4, None),  # head 4 does not exist
     ],
 )
 def test_key_value_heads(
@@ -89,7 +89,7 @@ def test_value_that_is_part_of_the_key_stays_part_of_it() -> None:
 
 
 class Grouped(nn.Module):
-    """Four query heads, two key/value heads; the second call has two and two."""
+    """Model with four query heads and two key/value heads; its second call has two of each."""
 
     def can_generate(self) -> bool:
         return True

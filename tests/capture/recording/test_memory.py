@@ -1,4 +1,4 @@
-"""The buffers in which recorded calls wait, and their memory."""
+"""Buffers in which recorded calls wait, and the memory that the buffers take."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LARGE = 1 << 20
 
 
 def test_closed_pool_holds_nothing() -> None:
-    """A closed pool holds neither free buffers nor unreturned buffers."""
+    """A closed pool keeps neither its free buffers nor buffers that come back later."""
     pool = BufferPool()
     free, _taken, _small = (
         pool.take(nbytes, pinned=False, limit=4 * LARGE) for nbytes in (LARGE, 2 * LARGE, 7)

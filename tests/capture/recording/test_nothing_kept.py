@@ -1,4 +1,4 @@
-"""A recording that kept no calls explains why, with the remedy."""
+"""A recording that kept no calls states why, and suggests a remedy."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_model_that_did_not_run(layers: nn.Module, tmp_path: Path) -> None:
         record(layers, tmp_path),
     ):
         pass
-    assert [each.filename for each in warned] == [__file__]  # the caller is named
+    assert [each.filename for each in warned] == [__file__]  # the warning points to the caller
 
 
 def test_tensors_without_values_are_counted_and_never_kept(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Several captures in one directory."""
+"""Several captures are recorded into one directory."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_two_captures_of_a_model_do_not_write_to_one_directory_at_once(
 def test_captures_of_two_models_into_one_directory_at_once(
     layers: nn.Module, states: Tensor, tmp_path: Path, make_call: Callable[..., AttentionCall]
 ) -> None:
-    """Neither capture reads a manifest that the other is about to replace."""
+    """Neither of two captures reads a manifest that the other is about to replace."""
     with record(layers, tmp_path, name="zebra"):
         layers(states)
         other = CaptureTarget.check(tmp_path, "antelope", overwrite=False)

@@ -1,4 +1,4 @@
-"""A rank's part of a call, with a simulated group of ranks."""
+"""Each rank records its part of a call; the group of ranks is simulated."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from tests.factories import normal
 
 @pytest.fixture
 def four_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Make this process a rank of 4, by default rank 1; collectives do nothing."""
+    """Make this process one rank of four (by default rank 1), with collectives that do nothing."""
     rank = getattr(request, "param", 1)
     group.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
-    # For other backends, PyTorch tries every way to split tensors, which takes seconds.
+    # Other backends make PyTorch try every way to split tensors, which takes seconds.
     with sdpa_kernel(SDPBackend.MATH):
         yield
     group.destroy_process_group()
@@ -59,9 +59,9 @@ def query_and_key(heads: int, kv_heads: int) -> tuple[Tensor, Tensor]:
         (Attention(), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),
         (Attention(), 4, 1, RankPart("heads", (0, 1, 2, 3), "4-7")),
         (Attention(fused=True), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),
-        (Attention(rows=256), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),  # with a gate
-        (Attention(rows=112), 4, 4, WHOLE),  # 28 rows are not 4 heads
-        (Attention(), 16, 16, WHOLE),  # gathered before attention
+        (Attention(rows=256), 4, 4, RankPart("heads", (0, 1, 2, 3), "4-7")),  # has a gate
+        (Attention(rows=112), 4, 4, WHOLE),  # 28 rows are not four heads
+        (Attention(), 16, 16, WHOLE),  # heads are gathered before attention
     ],
 )
 def test_weights_sharded_by_rows_give_the_rank_its_heads(
@@ -74,7 +74,7 @@ def test_weights_sharded_by_rows_give_the_rank_its_heads(
 
 @pytest.mark.usefixtures("four_ranks")
 def test_ranks_are_those_of_the_mesh() -> None:
-    """The mesh has two groups of two ranks."""
+    """The ranks are numbered by a mesh of two groups of two ranks."""
     attention = Attention()
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "heads"))
     parallelize_module(attention, mesh["heads"], {"q_proj": ColwiseParallel()})
@@ -84,7 +84,7 @@ def test_ranks_are_those_of_the_mesh() -> None:
 @pytest.mark.parametrize(("four_ranks", "heads"), [(1, 2), (3, 1)], indirect=["four_ranks"])
 @pytest.mark.usefixtures("four_ranks")
 def test_uneven_heads_have_no_known_range(heads: int) -> None:
-    """With seven heads, three ranks have two heads and the last rank has one."""
+    """If four ranks share seven heads, three ranks have two heads and the last rank has one."""
     attention = Attention(rows=7 * 2)
     parallelize_module(attention, init_device_mesh("cpu", (4,)), {"q_proj": ColwiseParallel()})
     query = normal(1, heads, 3, 2)
@@ -135,7 +135,7 @@ def test_distributed_tensors_are_stored_as_this_rank_has_them(
 def test_gathered_output_is_stored_with_the_ranks_own_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's flash attention gathers the output of two batches."""
+    """PyTorch's flash attention gathers the output of a call with two batches."""
     mesh = init_device_mesh("cpu", (4,))
     whole = normal(2, 8, 5, 8)
     gathered = DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
@@ -158,7 +158,7 @@ def test_gathered_output_is_stored_with_the_ranks_own_heads(
 def test_distributed_tensors_that_are_split_otherwise_are_reported(
     tmp_path: Path, of_query: Any, of_key: Any
 ) -> None:
-    """They are split by tokens, or the key/value heads are on another rank."""
+    """The tensors are split by tokens, or their key/value heads are on other ranks."""
     mesh = init_device_mesh("cpu", (4,))
     query, key = (
         DTensor.from_local(normal(1, heads, 8, 8), mesh, [placement], run_check=False)
@@ -208,7 +208,7 @@ def test_invalid_split_is_refused(
 
 
 def test_calls_of_a_step_are_counted_for_ranks(tmp_path: Path) -> None:
-    """Calls are counted by module, so that parts match even if ranks differ in other calls."""
+    """Calls are counted by module: parts match even if the ranks' other calls differ."""
     attention = Sdpa()
 
     class Twice(nn.Module):

@@ -1,4 +1,4 @@
-"""`record` used as a library, around models of every kind."""
+"""`record` is used as a library, with models of every kind."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_model_s_calls_come_back(layers: nn.Module, states: Tensor, tmp_path: Pa
         ("layers.1", 1, 3),
     ]
     first = data[0]
-    # The strides show views of one projection of 3 × 16.
+    # The strides reveal views of one projection of 3 × 16.
     assert first.query.stride() == first.key.stride() == (5 * 48, 8, 48, 1)
     assert (first.origin.model, first.origin.weights, first.origin.seed) == ("mine", "random", 3)
     assert first.origin.backend == "torch-flash"
@@ -206,7 +206,7 @@ def test_causal_bias_is_stored_as_causality(
 
 @pytest.mark.parametrize("sample", ["first", "hard"])
 def test_gradients_under_selective_checkpointing_stay_the_same(sample: str, tmp_path: Path) -> None:
-    """Checkpointing identifies operators by their order, so we must not add any."""
+    """Checkpointing identifies operators by their order, so a recording must not add any."""
     from torch.utils import checkpoint
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +349,7 @@ def test_recomputed_calls_are_counted_and_never_kept(
 
         def forward(self, states: Any) -> Any:
             for layer in self.layers:
-                # The other variant stops once it has all tensors, here at the square.
+                # Non-reentrant checkpointing stops once it has all tensors, here at the square.
                 states = checkpoint(
                     lambda x, layer=layer: layer(x).square(), states, use_reentrant=reentrant
                 )

@@ -1,4 +1,4 @@
-"""A recording counts seen, kept and lost calls, and always ends."""
+"""A recording counts the calls it saw, kept and lost, and always ends."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_calls_with_a_nan_or_infinite_scale_are_not_stored(tmp_path: Path, scale
     with warnings.catch_warnings(record=True), record(model, tmp_path) as recording:
         for _ in range(5):
             model["normal"](attend(*inputs))
-            model["odd"](attend(*inputs, scale=float(scale)))  # a different NaN each time
+            model["odd"](attend(*inputs, scale=float(scale)))  # each NaN is a new object
     assert recording.kept == 5
     assert recording.problems == [f"a call cannot be stored: scale {scale}"]
     census = load(tmp_path).captures[0].census
@@ -107,7 +107,7 @@ def test_two_threads_with_two_models(
     for call in data:
         side, _, path = call.origin.module.partition(".")
         layer = models[side].get_submodule(path)
-        # The tensors belong to the named module: they are its projection of this input.
+        # The tensors come from the named module: they are its projection of this input.
         if path == "layers.0":
             with torch.no_grad():
                 expected = layer.qkv(states).view(1, 5, 3, 2, 8)[:, :, 0].transpose(1, 2)
@@ -147,7 +147,7 @@ def test_threads_that_go_on_after_the_recording_are_left_alone(
 
 
 def test_call_that_fails_is_not_counted(tmp_path: Path) -> None:
-    """A model may retry with smaller pieces, so a failed call takes no place among kept calls."""
+    """A failed call is not kept, because a model may retry it with smaller pieces."""
     query = torch.randn(1, 2, 5, 8)
 
     def fails() -> Tensor:
@@ -208,7 +208,7 @@ def test_recording_that_is_over_does_not_hold_the_model(
 def test_error_of_a_signal_handler_reaches_the_program(
     interrupted: str, layers: nn.Module, states: Tensor, tmp_path: Path
 ) -> None:
-    """A time limit that ends while the recorder works still ends the program's run."""
+    """A signal handler's time limit ends the program even while the recorder is working."""
 
     def expire(*_: object) -> None:
         raise TimeoutError("the program's own limit")

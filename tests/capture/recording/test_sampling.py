@@ -30,7 +30,7 @@ class Offered:
 
 
 def offer(sampler: Sampler, index: int, call: Offered) -> list[int] | None:
-    """Return the indices of the calls that are dropped; None if the new call is not kept."""
+    """Return the indices of the calls to drop, or None if the new call is not kept."""
     place = sampler.place(call.stratum, call.module)
     if not sampler.wants(place, call.step):
         return None
@@ -40,7 +40,7 @@ def offer(sampler: Sampler, index: int, call: Offered) -> list[int] | None:
 def sample(
     calls: Iterable[Offered], max_calls: int, max_bytes: int | None = None, name: str = "spread"
 ) -> list[int]:
-    """Return the kept indices, after checking the bookkeeping at every call."""
+    """Return the indices of the kept calls; the bookkeeping is checked at every call."""
     sampler = make_sampler(name, max_calls, max_bytes)
     sizes: dict[int, int] = {}
     for index, call in enumerate(calls):
@@ -91,7 +91,7 @@ def test_byte_limit_holds_at_every_moment(
     calls: list[Offered], max_calls: int, max_bytes: int, name: str
 ) -> None:
     kept = sample(calls, max_calls, max_bytes, name)
-    # A call is kept if any call fits.
+    # Some call is kept if any call fits.
     assert bool(kept) == any(call.nbytes <= max_bytes for call in calls)
 
 
@@ -120,7 +120,7 @@ def test_harder_call_that_does_not_fit_drops_nothing() -> None:
         for step, (nbytes, difficulty) in enumerate([(40, 0.3), (40, 0.1), (90, 0.2), (60, 0.4)])
     ]
     assert sample(calls[:3], 3, max_bytes=100, name="hard") == [0, 1]
-    # The last call needs only the space of the easiest.
+    # The last call needs only the space of the least difficult call.
     assert sample(calls, 3, max_bytes=100, name="hard") == [0, 3]
 
 
@@ -140,7 +140,7 @@ def test_strata_share_evenly(calls: list[Offered], max_calls: int) -> None:
     kept = Counter(calls[index].stratum for index in sample(calls, max_calls))
     most = max(kept.values())
     for stratum, available in there.items():
-        # A stratum has two fewer than others only if it has no more calls.
+        # A stratum may keep two calls fewer than another only if all its calls are kept.
         assert kept[stratum] >= most - 1 or kept[stratum] == available
 
 
@@ -154,7 +154,7 @@ def test_layers_and_steps_of_a_regular_run_are_covered_evenly(
     assert len(kept) == min(max_calls, layers * steps)
     per_layer = Counter(call.module for call in kept)
     per_step = Counter(call.step for call in kept)
-    # An even choice would be ±1; deciding call by call adds at most one.
+    # An even choice would differ by 1; deciding call by call adds at most 1.
     for counts, places in ((per_layer, layers), (per_step, steps)):
         fair = len(kept) / places
         assert max(counts.values()) <= fair + 2
@@ -212,7 +212,7 @@ def test_limits_are_checked(name: str, max_calls: int, max_bytes: int | None, me
         make_sampler(name, max_calls, max_bytes)
 
 
-# Many shapes.
+# Runs with many shapes.
 
 
 def unet(steps: int) -> list[Offered]:
@@ -244,7 +244,7 @@ def test_many_shapes_are_spread_over_the_steps(steps: int, max_calls: int) -> No
 
 
 def test_shapes_without_kept_calls_cost_nothing() -> None:
-    """A run may have thousands of strata, but at most `max` strata have kept calls."""
+    """A run may have thousands of strata, but only `max` strata can have kept calls."""
     sampler = SpreadSampler(2)
     for index in range(5):
         offer(sampler, index, Offered(f"shape.{index}", "layer", index))

@@ -1,4 +1,4 @@
-"""Calls wait in memory while they may be dropped, and are listed once complete."""
+"""Calls wait in memory while they may still be dropped, and are listed once they are complete."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeCall = Callable[..., AttentionCall]
 
 
 class Wanted:
-    """A writer, its failures, and calls to write."""
+    """Writer with its failures, and methods that give it calls to write."""
 
     def __init__(self, directory: Path, make_call: MakeCall, **options: Any) -> None:
         self.failures: dict[int, Exception] = {}

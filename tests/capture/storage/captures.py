@@ -15,7 +15,7 @@ from tests.factories import random_call
 
 
 def write_dataset(directory: Path, *calls: AttentionCall) -> Dataset:
-    """Write calls without a recording, as files `MODEL-INDEX.safetensors`, and open them."""
+    """Write calls as files `MODEL-INDEX.safetensors`, without a recording, and open them."""
     directory.mkdir(parents=True, exist_ok=True)
     entries = [
         PackedCall.of(call).write(
@@ -32,7 +32,7 @@ def write_dataset(directory: Path, *calls: AttentionCall) -> Dataset:
 def started(
     directory: Path, model: str, indices: range, *, overwrite: bool = False, began: str = ""
 ) -> tuple[CaptureTarget, Journal]:
-    """Start a capture with these calls."""
+    """Start a capture that contains these calls."""
     target = CaptureTarget.check(directory, model, overwrite=overwrite)
     journal = target.begin(CaptureRecord(model, "random", started=began))
     for index in indices:

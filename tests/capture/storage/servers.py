@@ -1,4 +1,4 @@
-"""Local servers for the parts of HTTP, S3 and the Hub that datasets need."""
+"""Local servers that implement the parts of HTTP, S3 and the Hub that datasets need."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Server:
     asked: list[str] = field(default_factory=list)
     """Method and path of each request, in order."""
     status: int = 0
-    """HTTP status of every response; 0 for normal responses."""
+    """HTTP status of every response, or 0 for normal responses."""
     dated: bool = True
-    """True if the server sends the version of a file."""
+    """True if responses include the version of a file."""
 
     def got(self) -> list[str]:
         """Return the names of the call files that were sent."""
@@ -34,7 +34,7 @@ class Server:
 
 
 class _Plain(BaseHTTPRequestHandler):
-    """A web server that lists no directories."""
+    """Web server that cannot list directories."""
 
     state: Server
 
@@ -72,7 +72,7 @@ class _Plain(BaseHTTPRequestHandler):
 
 
 class _S3(_Plain):
-    """S3 server that lists and reads; buckets are the directories of the root."""
+    """S3 server that lists and reads; its buckets are the directories in the root."""
 
     def route(self, path: str) -> None:
         query = parse_qs(urlsplit(self.path).query)
@@ -101,7 +101,7 @@ class _S3(_Plain):
 
 
 class _Hub(_Plain):
-    """Hub server with repositories `org/name` in the root."""
+    """Hub server whose repositories are the directories `org/name` in the root."""
 
     def route(self, path: str) -> None:
         parts = path.split("/")

@@ -1,4 +1,4 @@
-"""Datasets in archives, both normal and malicious."""
+"""Datasets are read from archives, both normal and malicious."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ Members = Iterable[tuple[str, bytes]]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache, empty."""
+    """Directory of the user's cache, which is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def recorded(tmp_path: Path, make_call: MakeCall) -> Path:
-    """A directory of two calls."""
+    """Directory with two recorded calls."""
     calls = (make_call(call_index=index) for index in range(2))
     return write_dataset(tmp_path / "calls", *calls).directory
 
@@ -54,7 +54,7 @@ def tarred(path: Path, members: Members) -> Path:
 
 
 def packed(path: Path, members: Members) -> Path:
-    """Return an archive whose kind follows from its name."""
+    """Return an archive; the suffix of its path determines its kind."""
     return (zipped if path.suffix.lower() == ".zip" else tarred)(path, members)
 
 
@@ -203,7 +203,7 @@ def test_bombs(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("name", ["calls.zip", "calls.tar", "calls.tar.gz"])
 def test_damage_is_one_sentence(recorded: Path, tmp_path: Path, name: str) -> None:
     whole = packed(tmp_path / name, files(recorded)).read_bytes()
-    # Half of a tar may be the zeros at its end.
+    # The zeros at the end of a tar may be half of the file.
     half = whole.rindex(b"model-1") + 600 if name == "calls.tar" else len(whole) // 2
     info = tarfile.TarInfo("x")
     info.type, info.size = tarfile.XHDTYPE, 1 << 62

@@ -1,4 +1,4 @@
-"""All ways to compute a file's checksum agree."""
+"""All ways to compute a file's checksum give the same result."""
 
 from __future__ import annotations
 

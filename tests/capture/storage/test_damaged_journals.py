@@ -1,4 +1,4 @@
-"""Journals that are damaged, truncated, exchanged or deleted, and files of killed captures."""
+"""Journals are damaged, truncated, exchanged or deleted, and captures are killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MakeCall = Callable[..., AttentionCall]
 
 
 def test_file_without_a_line_is_deleted(tmp_path: Path, make_call: MakeCall) -> None:
-    """It may be incomplete: its values may not have reached the disk."""
+    """A file that no line lists may be incomplete: its values may not have reached the disk."""
     _, journal = started(tmp_path, "model", range(1))
     unlisted = tmp_path / "model-000001.safetensors"
     PackedCall.of(make_call(model="model", call_index=1)).write(unlisted)
@@ -92,7 +92,7 @@ def test_line_that_was_altered_is_not_believed(tmp_path: Path, at: bytes, is_kil
     journal.append(dropped=[1])
     content = journal.path.read_bytes()
     place = content.index(at) + len(at) - 1
-    altered = bytes([content[place] ^ 1])  # often still a valid line: 2 becomes 3
+    altered = bytes([content[place] ^ 1])  # often still valid: 2 becomes 3
     journal.path.write_bytes(content[:place] + altered + content[place + 1 :])
     if is_killed:
         journal.close()

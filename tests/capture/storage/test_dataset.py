@@ -39,7 +39,7 @@ def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
 
 
 def same(left: AttentionCall, right: AttentionCall) -> bool:
-    """Return whether two calls are equal bit for bit, including strides and options."""
+    """Return whether two calls, with their strides and options, are equal bit for bit."""
     tensors = left.tensors()
     return (
         tensors.keys() == right.tensors().keys()
@@ -166,7 +166,7 @@ def test_tensors_that_share_memory_are_stored(tmp_path: Path, make_call: MakeCal
 
 
 def findings_of(dataset: Dataset) -> dict[str, str]:
-    """Return the faults by file."""
+    """Return the faults that a check finds, by file."""
     return {item.path.name: item.text for item in check_files(dataset) if not item.good}
 
 
@@ -174,7 +174,7 @@ def test_outputs_are_recomputed(
     tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    # Additive masks of -inf may hide every key of a row, for which some backends return NaN.
+    # Additive masks of -inf may mask every key of a row; some backends then return NaN.
     calls = [make_call(), make_call(value=torch.full((1, 2, 5, 8), torch.nan))]
     calls = [replace(call, output=attention(**call.arguments())) for call in calls]
     paged = paged_call([9, 6], 4, variant=AttentionVariant(softcap=2.0))
@@ -214,7 +214,7 @@ def test_wrong_outputs_are_found(tmp_path: Path, make_call: MakeCall) -> None:
     assert "\n" not in dtype
 
 
-# Damage: one file of three; the others stay readable.
+# One of three files is damaged; the others stay readable.
 
 
 def truncate(path: Path) -> None:
@@ -432,7 +432,7 @@ def test_checksums_are_compared_unless_reported_otherwise(dataset: Dataset) -> N
 def test_checksum_is_that_of_the_values_that_are_loaded(
     dataset: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file is read once, so that it cannot change between its check and its use."""
+    """A file is read only once, so it cannot change between its check and its use."""
     read = []
     preadv = os.preadv
 

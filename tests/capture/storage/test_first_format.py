@@ -1,4 +1,4 @@
-"""The format on disk is the same as in the first version.
+"""The format on disk is that of the first version.
 
 `first_format/` was recorded by that version; `python -m tests.capture.storage.test_first_format`
 records the same calls again.
@@ -24,11 +24,11 @@ from tests import flash_attn_stand_in
 RECORDED = Path(__file__).with_name("first_format")
 LIBRARY = "flash_attn.flash_attn_interface"
 VOLATILE = ("versions", "started", "checksum", "bytes", "file", "backend")
-"""Keys whose values differ from run to run."""
+"""Keys whose values differ between runs."""
 
 
 class HeldAttention(nn.Module):
-    """Attention that holds its own function, which recordings miss."""
+    """Attention that holds a reference to its function, which recordings therefore miss."""
 
     def forward(self, states: Tensor, attend: Any = F.scaled_dot_product_attention) -> Tensor:
         heads = states.unflatten(-1, (2, 4)).transpose(1, 2)
@@ -37,8 +37,7 @@ class HeldAttention(nn.Module):
 
 
 class Model(nn.Module):
-    """Model with a masked call, a causal call with other strides, a library call and a missed
-    call."""
+    """Model with a masked call, a causal call, a library call, and a call that recordings miss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +74,7 @@ def manifest(directory: Path) -> dict[str, Any]:
 
 
 def stable(value: Any) -> Any:
-    """Return JSON without volatile values, but with every key."""
+    """Return JSON with every key, but without the values that differ between runs."""
     if isinstance(value, dict):
         return {key: None if key in VOLATILE else stable(part) for key, part in value.items()}
     return [stable(part) for part in value] if isinstance(value, list) else value
@@ -94,7 +93,7 @@ def test_recording_of_the_first_version_is_read_as_it_was_written() -> None:
 def test_new_recording_writes_the_same_keys_and_values(tmp_path: Path) -> None:
     record_calls(tmp_path)
     first, now = manifest(RECORDED), manifest(tmp_path)
-    assert json.dumps(stable(now)) == json.dumps(stable(first))  # in the same order
+    assert json.dumps(stable(now)) == json.dumps(stable(first))  # the keys have the same order
     for path in sorted(RECORDED.glob("*.safetensors")):
         with TensorFile.opened(path) as old, TensorFile.opened(tmp_path / path.name) as new:
             assert new.metadata.keys() == old.metadata.keys()

@@ -1,4 +1,4 @@
-"""A part of `python -m tests.fuzz_datasets`: fixed datasets and some new ones."""
+"""A part of `python -m tests.fuzz_datasets`, with fixed datasets and some new ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""A directory from a stranger: its files are not trusted, links not followed, pipes not waited
-for."""
+"""A stranger's directory is not trusted: links are not followed, and pipes are not waited for."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ RunCli = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def dataset(tmp_path: Path, make_call: MakeCall) -> Dataset:
-    """Two calls; the tests corrupt the second."""
+    """Dataset of two calls; the tests corrupt the second call."""
     return write_dataset(tmp_path / "data", *(make_call(call_index=index) for index in range(2)))
 
 
 def refused(dataset: Dataset, match: str) -> None:
-    """Check that only the second file is refused, in one sentence with its name."""
+    """Check that only the second file is refused, and that one sentence names it."""
     path = dataset.entries[1].path
     again = load(dataset.directory)
     assert again[0].origin.call_index == 0
@@ -187,7 +186,7 @@ def test_header_says_what_an_attention_call_can_be(
 
 
 def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change the safetensors header; update its length and keep the data."""
+    """Change the safetensors header of a file, adjust its stated length, and keep the data."""
     content = entry.path.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
@@ -200,7 +199,7 @@ def with_tensor_header(entry: FileEntry, change: Callable[[dict[str, Any]], Any]
     "change",
     [
         lambda h: h["query"].update(data_offsets=[0, 2**40]),
-        lambda h: h["query"].update(data_offsets=h["key"]["data_offsets"]),  # overlap
+        lambda h: h["query"].update(data_offsets=h["key"]["data_offsets"]),  # query and key overlap
         lambda h: h["query"].update(data_offsets=[-320, 0]),
         lambda h: h["query"].update(data_offsets=[0]),
         lambda h: h["query"].update(shape=[2**20, 2**20]),

@@ -1,4 +1,4 @@
-"""Files that are parts of one call are joined, and incomplete calls are reported."""
+"""Files with parts of one call are joined, and incomplete calls are reported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_calls_from_elsewhere_are_not_parts(tmp_path: Path, other: dict[str, Any
 
 
 def test_ranks_that_work_in_groups(tmp_path: Path) -> None:
-    """Two tensor-parallel groups are data parallel."""
+    """The two tensor-parallel groups are data parallel to each other."""
     other = random_call(q_heads=4, seed=1, origin={"module": "layers.0", "phase": "encode"})
     for rank in (0, 1):
         store_part(tmp_path, CALL, rank, [0, 1])

@@ -1,4 +1,4 @@
-"""The names of calls, listed without loading the dataset."""
+"""Names of calls are listed without loading the dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets and calls as shown by a notebook and by `print`."""
+"""Datasets and calls are displayed by a notebook and by `print`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets at an address: local web, S3 and Hub servers, and fsspec's memory."""
+"""Datasets are read from addresses: local web, S3 and Hub servers, and fsspec's memory."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ CALLS = [f"model-{index}.safetensors" for index in range(3)]
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache, empty."""
+    """Directory of the user's cache, which is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Path:
-    """Directory `served`, whose `org/name/calls` each server serves under that path."""
+    """Directory `served`; each server serves its folder `org/name/calls` under that path."""
     return tmp_path / "served"
 
 
 @pytest.fixture
 def recorded(served: Path, make_call: MakeCall) -> Path:
-    """A directory of three calls."""
+    """Directory with three recorded calls."""
     calls = (make_call(call_index=index) for index in range(3))
     return write_dataset(served / "org" / "name" / "calls", *calls).directory
 
@@ -56,13 +56,13 @@ def recorded(served: Path, make_call: MakeCall) -> Path:
 def place(
     request: pytest.FixtureRequest, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Server, str]]:
-    """A server, and the part of its addresses before `/calls`."""
+    """Server, and the part of its addresses before `/calls`."""
     with serving(request.param, served) as server:
         yield server, address(request.param, server, tmp_path, monkeypatch)
 
 
 def address(kind: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Point the libraries to this server, and return the address of `org/name`."""
+    """Make the libraries use this server, and return the address of `org/name`."""
     if kind == "http":
         return f"{server.url}/org/name"
     if kind == "s3":
@@ -82,8 +82,7 @@ def address(kind: str, server: Server, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def answers_at(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Point the Hub's library to this server, as HF_ENDPOINT does before the library is
-    imported."""
+    """Make the Hub's library use this server, as setting HF_ENDPOINT before its import would."""
     from huggingface_hub import constants
 
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
@@ -212,7 +211,7 @@ def test_unreachable_address_is_reported(
 
 
 def test_call_without_a_network_ends_the_copying(recorded: Path, served: Path) -> None:
-    """Copying ends at the first error instead of printing one for each of a thousand files."""
+    """Copying ends at the first error instead of printing an error for each of a thousand files."""
     with serving("http", served) as server:
         dataset = load(f"{server.url}/org/name/calls")
         server.status = 500
@@ -240,7 +239,7 @@ def test_without_a_manifest(recorded: Path, place: Place) -> None:
 
 @pytest.mark.parametrize("place", ["http"], indirect=True)
 def test_link_with_a_signature(recorded: Path, place: Place, cache: Path) -> None:
-    """The signature is sent to the server, but not printed or put into file names."""
+    """The signature in a link is sent to the server, but not printed or used in file names."""
     server, base = place
     dataset = load(f"{base}/calls?signature=secret")
     dataset[0]

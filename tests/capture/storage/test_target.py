@@ -1,4 +1,4 @@
-"""A capture finds earlier ones in its directory, and leaves a readable dataset."""
+"""A capture finds earlier captures in its directory, and leaves a readable dataset."""
 
 from __future__ import annotations
 
@@ -162,8 +162,7 @@ def test_journal_of_another_capture_costs_no_call(tmp_path: Path) -> None:
 
 
 def test_repair_deletes_nothing_that_the_manifest_lists(tmp_path: Path) -> None:
-    """This holds even if another model's journal claims the file, or the file's entry is
-    damaged."""
+    """Listed files stay, even if another journal claims the file or the file's entry is damaged."""
     started(tmp_path, "model", range(3))[0].end(ended("model"))
     manifest = tmp_path / MANIFEST
     data = json.loads(manifest.read_text())
@@ -192,7 +191,8 @@ def test_models_whose_names_begin_alike_keep_their_files(tmp_path: Path) -> None
 def test_capture_that_ends_leaves_those_in_progress_alone(
     tmp_path: Path, make_call: MakeCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even if another process writes a call whenever the directory is read."""
+    """Captures in progress lose nothing, even if one writes a call whenever the directory is
+    read."""
     slow, journal = started(tmp_path, "model.rank1", range(1))
     quick, _ = started(tmp_path, "model.rank0", range(2))
     written = [0]

@@ -16,7 +16,7 @@ from capture.storage.tensor_file import TensorFile, write_safetensors
 def test_file_that_is_cut_while_it_is_written_has_no_header(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several threads write chunks, so a full length does not prove a complete file."""
+    """Several threads write chunks, so the full length does not prove that a file is complete."""
     path = tmp_path / "file.safetensors"
     tensors = {"query": torch.ones(3 * CHUNK // 4)}
     original = tensor_file._write_at
@@ -37,7 +37,7 @@ def test_file_that_is_cut_while_it_is_written_has_no_header(
 def test_file_is_written_and_read_where_no_thread_can_be_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Threads cannot be started at the end of the program."""
+    """At the end of a program, Python cannot start threads."""
 
     def refused(*args: object) -> None:
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")

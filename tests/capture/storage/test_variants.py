@@ -33,7 +33,7 @@ def test_call_comes_back(call: AttentionCall, tmp_path: Path) -> None:
 
 
 def nonsense(**options: Any) -> AttentionVariant:
-    """Return an invalid variant, which only a file can contain."""
+    """Return an invalid variant, which can come only from a file."""
     made = AttentionVariant()
     vars(made).update(options)
     return made
@@ -41,7 +41,7 @@ def nonsense(**options: Any) -> AttentionVariant:
 
 @pytest.mark.parametrize("softcap", [0, 0.0, -30.0, math.nan, math.inf])
 def test_soft_cap_is_positive_or_none(softcap: float) -> None:
-    """FlashAttention's 0, which means no cap, would be divided by."""
+    """FlashAttention's soft cap 0 means "no cap"; as a real cap, it would be divided by."""
     with pytest.raises(ValueError, match=r"^soft cap \S+: must be .* None for no cap, which in Fl"):
         AttentionVariant(softcap=softcap)
 
@@ -74,7 +74,7 @@ def test_nonsense_is_refused(fields: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stated", [None, 0, 5, 6, 9])
 def test_longest_sequence_is_not_longer_than_stated(stated: int | None, tmp_path: Path) -> None:
-    """With 3 and 6 queries, kernels would leave the last rows unwritten, and be judged wrong."""
+    """For sequences of 3 and 6 queries, a maximum of 5 would leave the last output unwritten."""
     starts = {"cu_seqlens_q": torch.tensor([0, 3, 9]), "cu_seqlens_k": torch.tensor([0, 4, 13])}
     path = write(random_call(**starts, variant=AttentionVariant(max_seqlen_q=stated)), tmp_path)
     if stated is None or stated >= 6:
@@ -130,7 +130,7 @@ def test_page_table_that_is_invalid_is_refused(
 
 
 def test_pages_that_stand_for_too_much_memory_are_refused(tmp_path: Path) -> None:
-    """One page is named many times."""
+    """A page table may name one page many times."""
     table = torch.zeros(2000, 30, dtype=torch.int32)
     lengths = torch.full((2000,), 30 * 64, dtype=torch.int32)
     pool = normal(1, 8, 64, 64)
@@ -194,7 +194,7 @@ def stored(call: AttentionCall) -> dict[str, torch.Tensor]:
 
 
 def test_huge_output_of_no_keys_is_refused(tmp_path: Path) -> None:
-    """An expanded value without keys has no memory, and its output would take 8 TB."""
+    """A value without keys can be expanded without memory, but its output would take 8 TB."""
     empty = normal(1, 1, 0, 1)
     call = AttentionCall(
         normal(1, 1, 1, 1).expand(1, 1, 2**20, 1), empty, empty.expand(1, 1, 0, 2**21)

@@ -1,4 +1,4 @@
-"""Numbers with their nouns."""
+"""Numbers are printed with their nouns, in singular or plural."""
 
 from __future__ import annotations
 

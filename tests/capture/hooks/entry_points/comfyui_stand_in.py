@@ -1,4 +1,4 @@
-"""A stand-in for `comfy.ldm.modules.attention` with the same names, arguments and conventions."""
+"""Stand-in for `comfy.ldm.modules.attention` with the same names, arguments and conventions."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def attention_split(
     skip_output_reshape: bool = False,
     **kwargs: Any,
 ) -> Tensor:
-    """Compute attention with a scale, as in later versions."""
+    """Compute attention with a scale, which later versions of ComfyUI accept."""
     scale = kwargs.get("scale")
     return attend(q, k, v, heads, mask, skip_reshape, skip_output_reshape, scale)
 

@@ -1,4 +1,4 @@
-"""ComfyUI's attention: a stand-in, and ComfyUI itself if COMFYUI_PATH names its checkout."""
+"""ComfyUI's attention, with a stand-in, and with ComfyUI itself if COMFYUI_PATH is its checkout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FUNCTIONS = ("attention_basic", "attention_sub_quad", "attention_split")
 
 @pytest.fixture(scope="module")
 def _source() -> Iterator[None]:
-    """ComfyUI itself, importable, on the CPU."""
+    """Make ComfyUI itself importable, on the CPU."""
     path = os.environ.get("COMFYUI_PATH")
     if not path:
         pytest.skip("COMFYUI_PATH names no checkout of ComfyUI")
@@ -40,7 +40,7 @@ def _source() -> Iterator[None]:
 
 @pytest.fixture(params=["stand-in", "source"])
 def comfyui(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of attention functions."""
+    """Module of ComfyUI's attention functions, or of the stand-in."""
     if request.param == "source":
         request.getfixturevalue("_source")
         return importlib.import_module(ATTENTION)
@@ -49,7 +49,7 @@ def comfyui(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class Layer(nn.Module):
-    """Layer that holds the function itself, not a module's attribute."""
+    """Layer that holds a reference to the function instead of looking it up in its module."""
 
     def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ def refusal(layer: Layer, out: Path, *args: Any, **kwargs: Any) -> str:
 
 
 def merged(seed: int, length: int) -> Tensor:
-    """Return (2, S, 3 · 8), with heads and channels merged."""
+    """Return a random tensor (2, S, 3 · 8), whose heads and channels are merged."""
     return normal(2, length, 24, seed=seed)
 
 
 def separate(seed: int, length: int) -> Tensor:
-    """Return BHSD with the same sizes."""
+    """Return a random tensor (B, H, S, D) with the same sizes."""
     return normal(2, 3, length, 8, seed=seed)
 
 

@@ -1,4 +1,4 @@
-"""diffusers' dispatcher: every backend is recorded, and no backend is replaced."""
+"""Every backend of diffusers' dispatcher is recorded, and none is replaced by another."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def mine(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, 
 
 @pytest.fixture
 def _own_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace `sage`, which needs a GPU, by plain PyTorch."""
+    """Replace the backend `sage`, which needs a GPU, by plain PyTorch."""
     backend = attention_dispatch.AttentionBackendName.SAGE
     monkeypatch.setitem(attention_dispatch._AttentionBackendRegistry._backends, backend, mine)
 

@@ -1,4 +1,4 @@
-"""FlexAttention, called directly."""
+"""FlexAttention is recorded when models call it directly."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def window(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def by_value(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """A mask that reads tensors by position, as masks of documents do."""
+    """Return the mask's value, read from tensors by position, as document masks do."""
     return DOCUMENTS[q] == DOCUMENTS[k]
 
 

@@ -1,4 +1,4 @@
-"""Library functions that are called directly: each argument is translated or refused by name."""
+"""Library functions that models call directly: each argument is translated or refused by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.flash_attn_stand_in import (
 
 @pytest.fixture
 def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """A stand-in package whose functions compute the same as flash-attn's."""
+    """Stand-in package whose functions compute what flash-attn's compute."""
     package, interface = (
         types.ModuleType(name) for name in ("flash_attn", "flash_attn.flash_attn_interface")
     )
@@ -42,7 +42,7 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 
 class Layer(nn.Module):
-    """Layer that holds the function itself, not a module's attribute."""
+    """Layer that holds a reference to the function instead of looking it up in its module."""
 
     def __init__(self, function: Any, **options: Any) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def recorded(layer: Layer, out: Path, *tensors: Tensor) -> AttentionCall:
 
 
 def refusal(layer: Layer, out: Path, *tensors: Tensor) -> str:
-    """Return why the layer's only call is not recorded."""
+    """Return the reason why the layer's only call is not recorded."""
     with record(layer, out) as recording:
         layer(*tensors)
     assert (recording.seen, recording.kept) == (1, 0)
@@ -153,7 +153,7 @@ def test_function_that_two_modules_hold_is_counted_once(
 def test_one_query_needs_no_causal_mask(
     options: dict[str, Any], left: int | None, tmp_path: Path
 ) -> None:
-    """Plain SDPA can run the call, unless the call also has a window."""
+    """Plain SDPA can run a call with one query, unless the call also has a window."""
     tensors = normal(2, 1, 4, 8), normal(2, 9, 2, 8, seed=1), normal(2, 9, 2, 8, seed=2)
     call = recorded(Layer(flash_attn_func, **options), tmp_path / "calls", *tensors)
     assert not call.is_causal
@@ -183,11 +183,11 @@ def test_new_keys_are_written_to_the_cache_once(tmp_path: Path) -> None:
 
 POOL = 40
 TABLE = torch.tensor([[31, 7, 38, -1, 99], [2, 7, 99, -1, -1]]).int()
-"""Page table in which both sequences share page 7; entries after the last pages are invalid."""
+"""Page table in which two sequences share page 7; entries after a sequence's pages are invalid."""
 
 
 def pools(page_size: int = 4) -> tuple[Tensor, Tensor]:
-    """Return pages of keys and values that alternate in memory, as in a cache."""
+    """Return pools of key pages and value pages that alternate in memory, as in a cache."""
     both = normal(POOL, 2, page_size, 2, 8)
     return both[:, 0], both[:, 1]
 
@@ -211,7 +211,7 @@ def test_pages_that_a_call_reads_are_recorded(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("flash_attn")
 def test_packed_queries_over_pages(tmp_path: Path) -> None:
-    """flash-attn 2 specifies lengths by offsets."""
+    """flash-attn 2 specifies sequence lengths by offsets."""
     starts_q, starts_k = torch.tensor([0, 2, 5]).int(), torch.tensor([0, 10, 17]).int()
     layer = Layer(flash_attn_varlen_func, causal=True, window_size=(3, 0), block_table=TABLE)
     tensors = (normal(5, 4, 8, seed=1), *pools(), starts_q, starts_k, 3, 10)

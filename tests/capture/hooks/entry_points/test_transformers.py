@@ -1,4 +1,4 @@
-"""Models that reach attention through transformers' registry are recorded as they ran."""
+"""Models that call attention through transformers' registry are recorded as they ran."""
 
 from __future__ import annotations
 
@@ -51,8 +51,7 @@ def generated(model: Any, tokens: int) -> Tensor:
 def recorded(
     model: Any, run: Callable[[], Tensor], out: Path, **options: Any
 ) -> tuple[list[AttentionCall], Recording]:
-    """Return the calls, after checking that recording changed no bit and that calls can be
-    repeated."""
+    """Return the calls; check that recording changed no bit and that the calls are repeatable."""
     with torch.no_grad():
         expected = run()
         with record(model, out, max=50, **options) as recording:
@@ -177,7 +176,7 @@ def test_flash_attention_2_with_a_window(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("_flash")
 def test_soft_cap_of_0_is_invalid(tmp_path: Path) -> None:
-    """flash-attn takes 0 as no cap; recorded as a cap, it would be divided by."""
+    """flash-attn takes 0 as "no cap"; if 0 were recorded as a cap, scores would be divided by 0."""
     model = with_flash(language_model("Gemma2", "eager", attn_logit_softcapping=0.0))
     calls, _ = recorded(model, lambda: model(TOKENS).logits, tmp_path / "calls")
     assert {call.variant.softcap for call in calls} == {None}
@@ -201,7 +200,7 @@ def test_packed_sequences(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _flash_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers' own code path to flash-attn, with a stand-in for the library."""
+    """Make transformers' own code path to flash-attn use a stand-in for the library."""
     utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
     functions = (flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache)
     helpers = (utils._pad_input, utils._unpad_input)
