@@ -14,7 +14,7 @@ class MissingPackage(Error):
 
     @classmethod
     def behind(cls, error: BaseException) -> BaseException:
-        """Convert the error of a missing package; return any other error unchanged.
+        """Convert the import error of a missing package; return any other error unchanged.
 
         A missing submodule of an installed package is a bug that pip cannot fix.
         """
@@ -62,14 +62,14 @@ def described(error: BaseException) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text in one line: the system's text of an OSError, else with its class."""
+    """Return one line about an error: the system's message of an OSError, else class and text."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return described(error).partition("\n")[0]
 
 
 def reraise_from_signal_handler(error: Exception) -> None:
-    """Raise an error that a signal handler raised, such as the program's own time limit.
+    """Raise an error again if a signal handler raised it, such as the program's own time limit.
 
     Python may run a handler while our code runs, but its error is meant for the program.
     """

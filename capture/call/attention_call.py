@@ -202,8 +202,8 @@ class AttentionCall:
     def without_pages(self) -> AttentionCall:
         """Return the same call with contiguous keys and values, gathered from the pages.
 
-        Every sequence is padded with zeros to the length of the longest sequence, in whole pages.
-        Waits for the GPU.
+        Every sequence is padded with zeros to the length of the longest sequence, rounded up to
+        whole pages. Waits for the GPU.
         """
         if self.page_table is None or self.seqused_k is None:
             return self
@@ -213,7 +213,7 @@ class AttentionCall:
         table = table.where(pages.read_entries(table, self.seqused_k, page_size), 0)
         key, value = (pages.gathered(each, table) for each in (self.key, self.value))
         is_key = torch.arange(most * page_size, device=self.device) < self.seqused_k[:, None]
-        for tensor in (key, value):  # as bytes, because float8 has no masked_fill_
+        for tensor in (key, value):  # viewed as bytes, because float8 has no masked_fill_
             tensor.view(torch.uint8).masked_fill_(~is_key[:, None, :, None], 0)
         starts_k = None
         if self.cu_seqlens_q is not None:
@@ -232,7 +232,7 @@ class AttentionCall:
 
 
 def _even_starts(sequences: int, total: int, device: torch.device) -> Tensor:
-    """Return `cu_seqlens_k` for sequences of equal size, which divide the `total` of keys."""
+    """Return `cu_seqlens_k` for sequences of equal length, which together have `total` keys."""
     room = total // sequences
     return torch.arange(sequences + 1, dtype=torch.int32, device=device) * room
 

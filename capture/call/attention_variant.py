@@ -3,9 +3,9 @@
 The score of query i and key j is `scale · q·k`, capped to `softcap · tanh(score / softcap)`, plus
 `attn_mask`. Causality and window are relative to the diagonal, key i + δ for query i. As in SDPA, δ
 is 0. With `bottom_right`, δ is Sk - Sq as in FlashAttention, which aligns the last query with the
-last key. A causal query sees the keys up to the diagonal. A window (left, right) shows the keys
-from `left` before the diagonal to `right` after it. A sink is an additional score of its head
-without a value, so it only takes weight. In a packed call the sequences are concatenated, and
+last key. A causal query sees the keys up to the diagonal. A window (left, right) limits a query to
+the keys from `left` before the diagonal to `right` after it. A sink is an additional score of its
+head without a value, so it only takes weight. In a packed call the sequences are concatenated, and
 queries see only keys of their own sequence. Keys may lie in pages (`capture.call.pages`).
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
-"""Numbers of keys that a query sees before and after the diagonal; None for all keys on a side."""
+"""Numbers of keys that a query sees before and after the diagonal; None means all."""
 
 FEATURES = {
     "bottom-right": "causal mask aligned bottom right",
@@ -46,7 +46,7 @@ class AttentionVariant:
     """Options of a call that SDPA does not have and that are not tensors (default: none).
 
     Raises:
-        ValueError: `softcap` is not positive, so that kernels cannot divide by it.
+        ValueError: `softcap`, by which kernels divide, is not positive.
     """
 
     bottom_right: bool = False
@@ -182,7 +182,7 @@ def beyond_arguments(call: CallOptions) -> dict[str, Any]:
 
 
 class KeyRanges(NamedTuple):
-    """Keys from `first` up to `end`, which causality, window and sequences make visible."""
+    """Keys that causality, window and sequences make visible, from `first` up to `end`."""
 
     first: Tensor
     """(1, Sq) or (B, Sq) int64."""

@@ -143,7 +143,7 @@ def _the_same(parts: Sequence[AttentionCall], name: str) -> Tensor:
 
 
 def _is_same(a: Tensor | None, b: Tensor | None) -> bool:
-    """Return whether two tensors have the same bits; a NaN is the same as itself."""
+    """Return whether two tensors have the same bits, so that a NaN equals itself."""
     if a is None or b is None or a.shape != b.shape:
         return a is b
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))

@@ -1,7 +1,7 @@
 """Recognises the structure of dense masks: causal, window, padding, packed sequences, no mask.
 
 Models pass such masks to SDPA element by element, because SDPA has no argument for most structures.
-A kernel that supports a structure need not read the mask or the hidden keys. With each of these
+A kernel that supports a structure need not read the mask or the masked keys. With each of these
 structures, every query sees one contiguous range of keys. The mask is read once, in blocks, to find
 these ranges. All further steps need only two numbers per query. Options are guessed from single
 rows, and accepted if they give every query exactly its range.
@@ -29,7 +29,7 @@ BLOCK_ELEMENTS = 2**20
 """Maximum number of mask elements in a block, unless the row of a single query is longer."""
 
 NO_MASK = "no mask"
-"""Description of a mask that hides nothing."""
+"""Description of a mask under which every key is visible."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +63,9 @@ class MaskStructure:
         return ", ".join(filter(None, parts)) or NO_MASK
 
     def restated(self, call: AttentionCall) -> AttentionCall | None:
-        """Return the call of this mask, with its mask replaced by equivalent options.
+        """Return the call that had this mask, with the mask replaced by equivalent options.
 
-        The output is the same, except that a NaN in a hidden key no longer reaches the output. The
+        The output is the same, except that a NaN in a masked key no longer reaches the output. The
         other tensors are the same objects. The result is None for structures without an equivalent
         option: left padding, and packed sequences in a batch of several.
         """
@@ -123,7 +123,7 @@ def found_in(attn_mask: Tensor, within: KeyRanges, q_len: int, kv_len: int) -> M
     """Return the structure of a mask that broadcasts to (B, Hq, Sq, Sk); None if it has none.
 
     The mask must be bool, or contain only 0, -inf and the lowest value of its dtype. If the lowest
-    value hides every key of a query, the result is None: SDPA then returns the mean of all values,
+    value masks every key of a query, the result is None: SDPA then returns the mean of all values,
     which no option expresses.
 
     Args:
@@ -184,7 +184,7 @@ def _seen(attn_mask: Tensor, within: KeyRanges, kv_len: int) -> KeyRanges | None
 
 
 def _unbroken(visible: Tensor) -> Tensor | None:
-    """Return the first and end of the visible keys, (2, B, H, rows); None if a row has gaps.
+    """Return the start and end of the visible keys, (2, B, H, rows); None if a row has gaps.
 
     Args:
         visible: (B, H, rows, keys) bool.
@@ -196,7 +196,7 @@ def _unbroken(visible: Tensor) -> Tensor | None:
     changes = torch.bincount(flat, minlength=starts_visible.numel())
     if bool((changes + starts_visible.int() + ends_visible.int() > 2).any()):
         return None
-    # Visibility changes at the first visible key, and at the first hidden key after it.
+    # Visibility changes at the first visible key, and at the first masked key after it.
     lowest = torch.full_like(changes, keys).scatter_reduce(0, flat, key + 1, "amin")
     highest = torch.zeros_like(changes).scatter_reduce(0, flat, key + 1, "amax")
     first = lowest.masked_fill(starts_visible, 0)
@@ -246,7 +246,7 @@ def _packed(first: Tensor, end: Tensor, kv_len: int) -> list[MaskStructure] | No
 def _fitted(
     structure: MaskStructure, seen: KeyRanges, q_len: int, kv_len: int
 ) -> MaskStructure | None:
-    """Return the structure with the causality and window that fit the seen keys, or None."""
+    """Return the structure with the causality and window that fit the visible keys, or None."""
     device = seen.first.device
     begin, length, diagonal = query_positions(
         q_len,
@@ -264,7 +264,7 @@ def _fitted(
     if (left or 0) < 0 or (right or 0) < 0:
         return None
     rights: tuple[int | None, ...] = (right,)
-    if right is None:  # a window is usually causal, even if no row shows its right end
+    if right is None:  # a window is usually causal, even if no row reveals its right end
         rights = (None, 0) if left is None else (0, None)
     for to_the_right in rights:
         is_causal = to_the_right == 0

@@ -27,7 +27,7 @@ class CallStatistics:
     """
 
     outlier_channels: float
-    """Maximum over the heads of the number of outlier channels of K, whose root mean square is over
+    """Number of outlier channels of K, in the head with the most. Their root mean square is over
     four times the median channel's. Such channels use up the range of an 8-bit scale (KIVI, Liu et
     al. 2024)."""
     key_offset: float

@@ -123,7 +123,7 @@ def pack(tensor: Tensor) -> tuple[Tensor, Layout]:
 
 
 def as_stored(tensor: Tensor) -> tuple[Tensor, Layout]:
-    """Return a view of `tensor`, on its device, with its values in stored order, and its layout."""
+    """Return a view of `tensor` with its values in stored order, and the layout of `tensor`."""
     layout = _in_memory_order(tuple(tensor.shape), tensor.stride())
     values = narrow_expanded(tensor.detach())
     return (values.permute(layout.order) if layout.order else values), layout

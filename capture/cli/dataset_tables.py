@@ -46,7 +46,7 @@ STATISTICS = (
 
 
 def show_statistics(dataset: Dataset, console: Console) -> None:
-    """Print statistics of the difficulty for a kernel, for each layer in each phase."""
+    """Print, by layer and phase, statistics of how difficult the calls are for a kernel."""
     found: dict[tuple[str, str], dict[str, list[CallStatistics]]] = {}
     with Console(stderr=True).status("") as status:
         for number, entry in enumerate(dataset.entries, start=1):

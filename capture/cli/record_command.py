@@ -291,7 +291,7 @@ def _report(
 
 @contextlib.contextmanager
 def _problems_at_once(category: type[Warning]) -> Iterator[list[str]]:
-    """Print a recording's warnings at once, with option names; yield a list of those printed."""
+    """Print a recording's warnings as they occur, with option names; yield a list of them."""
     printed: list[str] = []
     with warnings.catch_warnings():
         warnings.simplefilter("always", category)

@@ -28,7 +28,7 @@ MOVED_FLAGS = {
 
 
 def new_parser(verb: str, description: str, *, examples: str, usage: str) -> OneSentenceParser:
-    """Return a parser without options whose help ends with examples."""
+    """Return a parser that has no options yet, and whose help ends with examples."""
     return OneSentenceParser(
         prog=f"capture {verb}".strip(),
         usage=usage,

@@ -24,7 +24,7 @@ class OneSentenceParser(argparse.ArgumentParser):
     """A parser that reports invalid arguments in one sentence without the usage, and exits with 2.
 
     An empty value, such as from an unset shell variable, is invalid unless the option has
-    `type=str`. One-letter options cannot be combined, because argparse reads `-hkv 2` as
+    `type=str`. One-letter options cannot be combined, because argparse would read `-hkv 2` as
     `-h -k -v 2`.
     """
 
@@ -165,7 +165,7 @@ def share(given: str) -> float:
 
 
 def _number(given: str) -> float:
-    """Return a finite number; for any other text return NaN, which is outside every range."""
+    """Return a finite number; for any other string return NaN, which is outside every range."""
     not_empty(given)
     try:
         value = float(given)

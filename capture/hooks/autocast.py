@@ -20,7 +20,7 @@ def autocast_dtype(query: Tensor) -> torch.dtype | None:
     try:
         # torch 2.11 cannot trace `is_autocast_available` in a compiled model.
         is_on = torch.is_autocast_enabled(device)
-    except RuntimeError:  # a type of device without autocast, such as meta
+    except RuntimeError:  # this type of device has no autocast, such as meta
         return None
     return torch.get_autocast_dtype(device) if is_on else None
 

@@ -68,7 +68,7 @@ class CallSignature(NamedTuple):
 
     @property
     def stratum(self) -> tuple[object, ...]:
-        """Signature without the key length, because a growing cache changes that at every step."""
+        """Signature without the key length, because a growing cache changes it at every step."""
         return (
             self.query,
             self.key[:-2],
@@ -101,7 +101,7 @@ class Census:
 
     @property
     def calls(self) -> int:
-        """Calls counted so far."""
+        """Number of calls counted so far."""
         # Copied into a list, because other threads may add counts.
         return sum(count.calls for count in [*self._counts.values()])
 
@@ -164,7 +164,7 @@ def _sizes_of_all(tensor: Tensor, arguments: Arguments) -> tuple[int, ...]:
 
 
 def _sizes(tensor: Tensor) -> tuple[int, ...]:
-    """Return the shape of a tensor, with -1 for each dimension of a nested tensor but the first."""
+    """Return a tensor's shape, with -1 for all dimensions of a nested tensor except the first."""
     if tensor.is_nested:
         return (tensor.size(0), *(-1,) * (tensor.dim() - 1))
     return tuple(tensor.shape)

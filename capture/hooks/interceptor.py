@@ -66,7 +66,7 @@ class Arguments(NamedTuple):
         scale: float | None = None,
         **beyond: Any,
     ) -> Arguments:
-        """Return the arguments of a call of another function; `beyond` are those SDPA lacks."""
+        """Return another function's arguments; `beyond` has the arguments that SDPA lacks."""
         dropout, scale = float(dropout_p), None if scale is None else float(scale)
         is_grouped = query.shape[1] != key.shape[1]
         sdpas = (query, key, value, attn_mask, dropout, bool(is_causal), scale, is_grouped)

@@ -87,7 +87,7 @@ class _Enter(_Hook):
             watched.forwards = forwards + 1
             phase = None if outer else "encode"
             if watched.role is not None:
-                with contextlib.suppress(Exception):  # from the model's own classes
+                with contextlib.suppress(Exception):  # the model's own classes may raise
                     phase = watched.role.phase(outer and outer.phase, args, kwargs, forwards)
             if phase is None and outer is not None:
                 site = CallSite(watched.path, outer.step, outer.phase)

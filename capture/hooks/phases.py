@@ -198,7 +198,7 @@ def _given(name: str, place: int, args: tuple[Any, ...], kwargs: Mapping[str, An
 def _can_generate(module: nn.Module) -> bool:
     try:
         return bool(getattr(module, "can_generate", lambda: False)())
-    except Exception:  # from the model's own classes
+    except Exception:  # the model's own classes may raise
         return False
 
 

@@ -21,7 +21,7 @@ from capture.recording.seen_calls import SeenCalls, SimilarCalls
 
 
 class CallRecorder:
-    """Receives every attention call of the model; problems raise no exceptions.
+    """Receiver of every attention call of the model, which reports problems without raising.
 
     Args:
         tell: function that receives a sentence about each problem, from any thread.
@@ -171,7 +171,7 @@ class CallRecorder:
         output: Tensor,
         function: Callable[..., Tensor],
     ) -> None:
-        """Count a call, and store it if the sampler wants it; autocast casts it to `dtype`."""
+        """Count a call that autocast casts to `dtype`, and store it if the sampler wants it."""
         index, sampler = self._next_index(), self._context.sampler
         group.count.calls += 1
         group.count.last_step = site.step

@@ -30,7 +30,7 @@ def name_of_weights(module: Any) -> str:
     path = getattr(module, "name_or_path", None) or getattr(
         getattr(module, "config", None), "_name_or_path", None
     )
-    # The name proves nothing: a model built from a checkpoint's config has it with random weights.
+    # A model with random weights, built from a checkpoint's config, has the same `name_or_path`.
     return f"{path} (its name_or_path)" if path else "not stated"
 
 

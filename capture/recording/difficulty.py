@@ -62,7 +62,8 @@ Indices = tuple[Tensor, Tensor, Tensor]
 
 
 def _evenly(length: int, most: int, device: torch.device) -> Tensor:
-    """Return at most `most` evenly spaced indices; a number above `BLOCK` is a multiple of it."""
+    """Return at most `most` evenly spaced indices: any number up to `BLOCK`, or a multiple of
+    it."""
     count = min(length, most)
     count -= count % BLOCK if count > BLOCK else 0
     return torch.linspace(0, length - 1, count, device=device, dtype=torch.float64).round().long()

@@ -42,7 +42,7 @@ def available_bytes() -> int:
     for limit, used in _CGROUPS:
         try:
             found.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-        except (OSError, ValueError):  # without such a control group, or without a limit
+        except (OSError, ValueError):  # no such control group, or no limit
             continue
     return max(min(found), 0)
 

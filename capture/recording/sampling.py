@@ -160,7 +160,7 @@ class EverySampler(Sampler):
 
     def wants(self, place: SamplePlace, step: int) -> bool:
         self._seen += 1
-        self.changes += 1  # so that it is asked about every call
+        self.changes += 1  # so that `wants` is called for every call
         return self.kept < self.max_calls and self._seen % self.every == 1 % self.every
 
 
@@ -196,7 +196,7 @@ class _DropRank(NamedTuple):
 
 
 class DropCandidates(NamedTuple):
-    """Kept calls of the largest strata after a new call, with their ranks before it."""
+    """Kept calls of the strata that are largest with a new call, ranked without that call."""
 
     calls: list[tuple[OfferedCall, _DropRank]]
     or_new: bool
@@ -211,7 +211,7 @@ class SpreadSampler(Sampler):
 
     _modules: Counter[str] = field(default_factory=Counter)
     _steps: Counter[int] = field(default_factory=Counter)
-    """Number of kept calls of each step that has any; `_modules` is the same for modules."""
+    """Number of kept calls by step, without zeros; `_modules` counts by module."""
     _last_step: int = 0
     _grid: float = 1.0
     """Share of the steps so far that have a kept call."""

@@ -13,7 +13,7 @@ from types import FrameType
 from capture.errors import CaptureError
 
 SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-"""Signals of `kill` and of a closed terminal or ssh session, which end a process by default."""
+"""Signals sent by `kill` or a closed terminal or ssh session; by default they end a process."""
 
 
 @contextlib.contextmanager

@@ -29,15 +29,15 @@ from capture.text.printable import printable
 ENDINGS = (".zip", ".tar", ".tar.gz", ".tgz")
 EXPANSION = 64
 EXPANSION_AT_LEAST = 2 << 30
-"""Maximum content of an archive: `EXPANSION` times its size, but at least this many bytes."""
+"""Bytes that any archive may contain; a larger one may contain `EXPANSION` times its size."""
 MEMBERS = 1_000_000
-"""Maximum number of members."""
+"""Maximum number of files in an archive."""
 
 _PIECE = 1 << 20
 """Number of bytes in one step of a copy."""
 _DAMAGE = (
     *(zipfile.BadZipFile, tarfile.TarError, zlib.error, struct.error, EOFError, OSError),
-    *(ValueError, OverflowError, RuntimeError, MemoryError),  # including too much recursion
+    *(ValueError, OverflowError, RuntimeError, MemoryError),  # including too deep recursion
 )
 """Errors that the libraries raise for a damaged or unknown archive."""
 

@@ -72,8 +72,8 @@ class CachedCopy:
         try:
             for name, limit in limits.items():
                 files.copy(name, staging / name, limit, lambda count: report(count, total))
-            # Without a manifest, which has the checksums of all files, a changed file would not be
-            # noticed, so random bytes keep earlier copies from being used.
+            # Without a manifest there are no checksums to show that a file has changed, so random
+            # bytes start a new version instead of using earlier copies.
             listed = MANIFEST in limits
             content = (staging / MANIFEST).read_bytes() if listed else secrets.token_bytes()
             self.directory = cache.version(files.cache, content)

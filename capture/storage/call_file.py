@@ -1,4 +1,4 @@
-"""Writes and reads the file of one call. Its safetensors header holds all data but the tensors."""
+"""Writes and reads the file of one call. Its safetensors header holds all other data."""
 
 from __future__ import annotations
 

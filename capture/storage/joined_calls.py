@@ -110,7 +110,7 @@ class JoinedCalls(Sequence[AttentionCall]):
 
 
 def is_part(origin: Origin) -> bool:
-    """Return whether an origin belongs to a part of a call, whose other parts other ranks have."""
+    """Return whether an origin belongs to one rank's part of a call, not to a whole call."""
     return bool(origin.split)
 
 

@@ -155,7 +155,7 @@ class JournalContents:
 
     @property
     def lost(self) -> int:
-        """Number of calls that only memory held; 0 if the journal is damaged."""
+        """Number of calls lost because only memory held them; 0 if the journal is damaged."""
         return 0 if self.damaged else len(self.sampled)
 
     def add(self, line: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 PATIENCE_SECONDS = 30.0
 PATIENCE_AT_THE_END_SECONDS = 5.0
-"""Waiting time while a model waits. On a timeout, another process finishes the capture later."""
+"""Time to wait for a lock while the model waits; after that, another process ends the capture."""
 _UNSUPPORTED = (errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)
 
 

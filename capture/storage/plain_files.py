@@ -67,6 +67,6 @@ def refusing(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         raise DatasetError("missing", path) from error
     except OSError as error:
-        if error.errno == errno.ELOOP:  # from O_NOFOLLOW
+        if error.errno == errno.ELOOP:  # O_NOFOLLOW found a symbolic link
             raise DatasetError("a symbolic link; put the file itself here", path) from error
         raise DatasetError(f"cannot be read ({error.strerror or error})", path) from error

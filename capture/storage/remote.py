@@ -129,9 +129,9 @@ def _download(
             arrived(inc)
 
     counter = Counter()
-    # One request for a file of the Hub, whose file system would send one for every 5 MiB.
+    # Read a file of the Hub with one request instead of one request for every 5 MiB.
     options = {"block_size": 0} if _scheme(shown) == "hf" else {}
-    # In a thread, because fsspec would print pending tasks if Ctrl-C interrupted it.
+    # Copy in a thread, because fsspec would print pending tasks if Ctrl-C interrupted it.
     with _as_dataset_error(shown), ThreadPoolExecutor(1) as thread:
         copying = thread.submit(system.get_file, path, str(to), callback=counter, **options)
         try:

@@ -33,7 +33,7 @@ _ADD_THE_MASK = ("attention_sub_quad", "attention_split", "attention_xformers")
 @contextlib.contextmanager
 def follow(handler: Handler) -> Iterator[None]:
     """Pass calls of ComfyUI's functions to `handler` until the exit."""
-    # Made before any code is replaced, because a translation depends on the inner function's code.
+    # Translate before any code is replaced, because translations depend on the original code.
     translations = {function: _translation(function) for function in _functions()}
     with contextlib.ExitStack() as stack:
         for function, translate in translations.items():

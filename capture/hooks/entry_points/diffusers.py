@@ -1,8 +1,8 @@
 """diffusers' attention dispatcher: the functions in `_AttentionBackendRegistry`, one per backend.
 
-Models call `dispatch_attention_fn`, which looks up the function of the processor's or the process's
-backend at each call. The functions take BSHD. The `native` functions call SDPA, so they are not
-wrapped here.
+Models call `dispatch_attention_fn`, which looks up, at each call, the function of the backend that
+is set for the processor or the process. The functions take BSHD. The `native` functions call SDPA,
+so they are not wrapped here.
 """
 
 from __future__ import annotations

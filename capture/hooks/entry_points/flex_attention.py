@@ -1,4 +1,4 @@
-"""FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, also compiled.
+"""FlexAttention: `torch.nn.attention.flex_attention.flex_attention`, eager or compiled.
 
 A block mask is a function of positions. It is written out as a bool mask of at most `MOST_PAIRS`
 pairs. A call with a `score_mod`, an arbitrary function of the scores, is only counted.
@@ -88,7 +88,7 @@ def mask_of(block_mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None,
 
     Returns:
         The mask, which broadcasts to (B, Hq, Sq, Sk), or None; and the reason why a block mask
-        cannot be written out, or an empty text.
+        cannot be written out, or an empty string.
     """
     if block_mask is None or isinstance(block_mask, Tensor):
         mask = block_mask

@@ -57,7 +57,7 @@ FOLLOWED: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 """Name of the kernel, and names of the functions to wrap, for each module.
 
-Without a name, calls are only counted.
+If the name of the kernel is empty, calls are only counted.
 """
 
 NAMES = {

@@ -192,7 +192,7 @@ def _flash(
 
 
 _Packed = tuple[Tensor | None, Tensor | None, int | None, int | None]
-"""First query and first key of each packed sequence, and the longest lengths of both."""
+"""First query and first key of each sequence, then the maximum numbers of queries and keys."""
 _NOT_PACKED: _Packed = (None, None, None, None)
 
 
