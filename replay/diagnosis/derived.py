@@ -60,7 +60,7 @@ def gathered(
 def changed(call: AttentionCall) -> AttentionCall:
     """Return the call with different values of equal size: -Q, K in reverse order, and -V.
 
-    The first element of each tensor stays unchanged, because a cache may identify calls by it.
+    The first element of each tensor stays unchanged, because a cache may identify calls by these.
     """
     found = call.to(call.device).tensors()
     for name in ("query", "key", "value"):
@@ -78,7 +78,7 @@ def changed(call: AttentionCall) -> AttentionCall:
 
 
 def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
-    """Return some rows of one head as a call (1, 1, R, D) that is limited by its mask only."""
+    """Return rows of one head as a call (1, 1, R, D) whose visible keys only a mask limits."""
     call = call.without_pages()
     batch, head, rows = place
     kv_head = head // (call.shape.q_heads // call.shape.kv_heads)
@@ -103,7 +103,7 @@ def part(call: AttentionCall, place: HeadRows) -> AttentionCall:
 
 
 def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor | None:
-    """Return the rows (R, Sk) of one head's `attn_mask`; None without a mask."""
+    """Return the rows (R, Sk) of one head's `attn_mask`; None if the call has no mask."""
     if call.attn_mask is None:
         return None
     shape = call.shape
@@ -112,13 +112,13 @@ def mask_of(call: AttentionCall, batch: int, head: int, rows: Tensor) -> Tensor 
 
 
 def seen(call: AttentionCall, batch: int, rows: Tensor) -> Tensor:
-    """Return a bool tensor (R, Sk): keys visible to some rows, ignoring `attn_mask`."""
+    """Return a bool tensor (R, Sk) of the keys visible to each row, ignoring `attn_mask`."""
     firsts, ends = (each[rows, None] for each in call.key_ranges.of(batch))
     position = torch.arange(call.shape.kv_len, device=call.device)
     return (position >= firsts) & (position < ends)
 
 
 def scores(small: AttentionCall) -> Tensor:
-    """Return scale · q·k of a call from `part`, without its mask: (R, Sk), float64."""
+    """Return the scores scale · q·k (R, Sk) of a call from `part`, unmasked and in float64."""
     query, key = (each[0, 0].to(torch.float64) for each in (small.query, small.key))
     return query @ key.mT * small.softmax_scale

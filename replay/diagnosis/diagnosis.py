@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def place(self) -> str:
-        """Text such as `transformer_blocks.3.attn, step 2, head 1`."""
+        """Place of the error, such as `transformer_blocks.3.attn, step 2, head 1`."""
         parts = [self.layer or "no known layer"]
         parts += [f"step {self.step}"] if self.step is not None else []
         parts += [f"head {self.head}"] if self.head is not None else []

@@ -43,7 +43,7 @@ class Diagnoses:
     examined: int = 0
     """Number of examined pairs of kernel and call."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Reason of each kernel for refusing a call; only its first refusal is kept."""
+    """Reason for each kernel's first refusal of a call, by kernel."""
     unreadable: dict[str, str] = field(default_factory=dict)
     """Reason why a call could not be read, by call."""
     right: dict[str, list[str]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Diagnoses:
 
     @property
     def left_out(self) -> list[str]:
-        """Sentences about what was not examined, and about how the recording was read."""
+        """Sentences about refusals and unreadable calls, and about how the recording was read."""
         sentences = [self.note] if self.note else []
         sentences += [
             f"{kernel} does not run every call: {reason}" for kernel, reason in self.refused.items()
@@ -93,7 +93,7 @@ def diagnose(
 
     Args:
         timeout: seconds without a message after which a kernel's process is killed.
-        in_process: run the kernels in this process, which a crashing kernel ends.
+        in_process: run the kernels in this process; a crashing kernel then ends the process.
         found: receives every result immediately, for callers who may be interrupted.
     """
     found = Diagnoses() if found is None else found
@@ -144,11 +144,11 @@ class Examiner:
     """Examines kernels in this process, or in child processes.
 
     Each kernel has a child process, and a new one after each death. A kernel that is wrong after
-    other calls is examined again in a new process, where that call is the only one. The kernel has
-    no state from earlier calls there, so other causes show by themselves.
+    other calls is examined again on that call alone, in a new process. The kernel has no state from
+    earlier calls there, so an error must have another cause.
 
     Args:
-        timeout: seconds without a message after which a child is killed; None for this process.
+        timeout: seconds without a message after which a child is killed; None to use this process.
     """
 
     def __init__(self, settings: Settings, timeout: float | None) -> None:
@@ -200,7 +200,7 @@ class Examiner:
         return answer
 
     def healthy(self, names: Sequence[str], workload: Workload) -> str:
-        """Return the first named kernel that is correct on a call; empty if none is."""
+        """Return the name of the first kernel that is correct on a call; empty if none is."""
         left = list(names)
         while left:
             try:

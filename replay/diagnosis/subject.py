@@ -1,4 +1,4 @@
-"""Kernel that is wrong on a call, and the experiments that the two allow."""
+"""Kernel that is wrong on a call, and the means to experiment on them."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ FINITE = 0.5
 """Maximum error that counts as cured if the output had NaN or infinity before."""
 
 EXPLAINED = 0.05
-"""Maximum relative error from the call that the kernel may have computed instead."""
+"""Maximum relative error of an output that another call explains."""
 
 
 class KernelRunner(Protocol):
     """Function that runs the kernel on a call; it returns None if the kernel refuses or fails.
 
-    The kernel may change the call's tensors. Memory that its Python code allocates holds `poison`.
+    The kernel may change the call's tensors. Its Python code gets memory filled with `poison`.
     """
 
     def __call__(self, call: AttentionCall, poison: float | None = None) -> Tensor | None: ...
@@ -88,11 +88,11 @@ class Score(NamedTuple):
         """Return True if the error is gone, or so small that rounding explains the difference."""
         if before.error == math.inf:
             return self.passes or self.error <= FINITE
-        # If the kernel is wrong only by its whole output, single rows may pass.
+        # Single rows may pass if only the output as a whole exceeds its limit.
         return (self.passes and not before.passes) or self.error <= before.error / collapse
 
     def explains(self, own: Score) -> bool:
-        """Return True if an output that scores `own` equals the one compared in this score."""
+        """Return True if this score, against another call, is good and far better than `own`."""
         is_it = self.passes or self.error <= EXPLAINED
         return is_it and (own.error == math.inf or self.error <= own.error / COLLAPSE)
 
@@ -205,7 +205,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
     worst = finite.argsort(descending=True, stable=True)
     failing = int((finite > 1).sum())
     if not failing and not len(infinite):
-        failing = MOST_ROWS  # only the whole output fails, not a single row
+        failing = MOST_ROWS  # only the output as a whole is wrong
     halves = (_some(worst[:failing], MOST_ROWS), _some(infinite, MOST_ROWS))
     if all(len(each) for each in halves):
         halves = (_some(halves[0], MOST_ROWS // 2), _some(halves[1], MOST_ROWS // 2))
@@ -213,7 +213,7 @@ def most_wrong(output: Tensor, expected: Expected, accuracy_class: AccuracyClass
 
 
 def _some(rows: Tensor, most: int) -> Tensor:
-    """Return the first rows and an even choice of the others: equal faults differ in size."""
+    """Return the first rows and evenly spaced others, because equal faults differ in size."""
     if len(rows) <= most:
         return rows
     even = torch.linspace(most // 2, len(rows) - 1, most - most // 2).long()

@@ -17,7 +17,7 @@ from replay.rows.row import KernelId, Row, TimeSummary
 from replay.timing.statistics import percentile
 
 RESAMPLES = 1000
-"""Bootstrap resamples; sums over many calls need fewer resamples than one call's median."""
+"""Number of bootstrap resamples; sums over many calls need fewer than one call's median."""
 
 
 Figure = Literal["time_ms", "layer_host_ms"]
@@ -66,10 +66,10 @@ class CallTotals:
 
 
 def _why_unusable(row: Row | None, call: str, kernel: KernelId, module: str) -> str:
-    """State why a row does not predict a kernel at a module; empty if the row does.
+    """State why a row does not predict a kernel at a module; empty if the row predicts it.
 
-    A kernel that was inaccurate at another module still shows its speed; if that module is swapped
-    too, the rows of its own calls report the inaccuracy.
+    A row that is inaccurate at another module still shows the kernel's speed; if that module is
+    swapped too, the rows of its own calls report the inaccuracy.
     """
     if row is None:
         return f"{kernel} was not replayed on {call}"

@@ -154,7 +154,7 @@ def _generated(baseline: Outputs, kernel: Outputs) -> tuple[Drift, tuple[Tensor,
     """Compare generated tokens; also return the logits of tokens whose context both runs share.
 
     After the first differing token, the two runs continue different texts. Without logits, prompt
-    and new tokens cannot be distinguished, and the index counts from the start of the sequence.
+    and new tokens cannot be told apart, so the token's index counts from the sequence's start.
     """
     ours, theirs = baseline["sequences"][0], kernel["sequences"][0]
     length = min(len(ours), len(theirs))
@@ -231,7 +231,7 @@ def _pictures(baseline: Tensor, kernel: Tensor) -> Drift:
         errors.append((ours - theirs).square().mean())
         similarities.append(ssim(ours, theirs))
         black += _is_black(theirs) and not _is_black(ours)
-    # In contrast to Python's, max and min of tensors propagate NaN.
+    # The tensors' max and min propagate NaN; Python's functions do not.
     mse, ssims = torch.stack(errors), torch.stack(similarities)
     return {
         "frame_mse": float(mse.mean()),

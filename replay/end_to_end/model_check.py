@@ -99,9 +99,9 @@ class ModelResult:
     attention_seconds: dict[str, float] = field(default_factory=dict)
     """Time of all attention calls in the model, per forward of a phase and for the full `run`."""
     own_attention_seconds: dict[str, float] = field(default_factory=dict)
-    """The same time with the model's own attention, in the same process."""
+    """Time of all attention calls with the model's own attention, in the same process."""
     more_launch_seconds: dict[str, float] = field(default_factory=dict)
-    """Additional host time for these calls compared with the model's own attention, on a GPU."""
+    """Additional host time for attention calls, compared with the model's own; only on a GPU."""
     busy_seconds: dict[str, float] = field(default_factory=dict)
     """GPU busy time per forward of a phase; in the remaining time, the GPU waits for the host."""
     sm_clock_mhz: float | None = None
@@ -180,7 +180,7 @@ def check(
             _attempt(arm, process, run)
             if arm.failure is None:
                 arm.outputs = load_file(file)
-        # Counted in a separate run, because counting makes compiled models run eagerly.
+        # Calls are counted in a separate run, because counting makes compiled models run eagerly.
         mismatch = difference(capture.census, process.count())
         _run_rounds(arms, process, rounds, seed)
         # Typical times show how long a forward must wait while the host enqueues its kernels.
@@ -353,7 +353,7 @@ def _busy_seconds(arm: _Arm) -> dict[str, float]:
 
 
 def _clocked(own: _Arm) -> tuple[Clocked, dict[str, Clocked]]:
-    """Return the baseline times that a prediction needs: of the run and of every phase."""
+    """Return the baseline's times for the run and for every phase, as predictions need them."""
     own_seconds, busy = own.seconds(), _busy_seconds(own)
     run, times = Clocked(tuple(own_seconds.pop(RUN))), own.runs[0].times
     return run, {

@@ -6,9 +6,9 @@ the host; on a CPU it is wall time.
 
 A run can also be inspected: every attention call is then timed, at a small cost. On CUDA, each
 forward also waits at its first attention call until the host has enqueued the remaining kernels, so
-that its time without that wait is nearly the GPU's busy time. A forward must not wait earlier:
-before its first layer, a model may read from the GPU whether a mask hides anything, which would use
-up the wait before any kernel is enqueued.
+that the forward's time without that wait is nearly the GPU's busy time. An earlier wait would fail:
+before its first layer, a model may read from the GPU whether a mask is needed, which would use up
+the wait before any kernel is enqueued.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RunTimes:
     attention: dict[str, float] = field(default_factory=dict)
     """Total time of all attention calls, by phase and `OUTSIDE`, if timed."""
     launch: dict[str, float] = field(default_factory=dict)
-    """Host time of these calls, on CUDA only; elsewhere it equals the time of the calls."""
+    """Host time of all attention calls, by phase; CUDA only (elsewhere it is `attention`)."""
 
 
 class _Inside(threading.local):
@@ -129,7 +129,7 @@ class Clock:
         for phase, begin, end, host in self._calls:
             times.attention[phase] = times.attention.get(phase, 0.0) + self._between(begin, end)
             launches.setdefault(phase, []).append(host)
-        # The median is used, because a kernel that synchronises also waits for `waits`.
+        # The median is used, because a call that synchronises includes the forward's wait.
         if self._on_gpu:
             times.launch = {
                 phase: statistics.median(each) * len(each) for phase, each in launches.items()
@@ -141,7 +141,7 @@ class Clock:
         start, inside = self._now(), self._inside
         if inside.wait is not None:
             with torch.cuda.device(self._device):
-                # Twice as long, because timing the calls slows the host down.
+                # The wait is doubled, because timing the calls slows the host down.
                 seconds = min(2 * inside.wait, LONGEST_WAIT)
                 torch.cuda._sleep(int(1000 * seconds * CYCLES_PER_MS))
             asleep, start, inside.wait = start, self._now(), None

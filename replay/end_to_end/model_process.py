@@ -71,8 +71,7 @@ class ModelRun:
     times: RunTimes
     hits: int
     own_calls: int
-    """Calls that `OWN` handled: in the baseline all calls, otherwise those assigned to it by a
-    plan."""
+    """Calls that `OWN` handled: all calls of the baseline, or those a plan assigns to `OWN`."""
     fallbacks: dict[str, int]
     """Calls that fell back to the model's own attention, by reason."""
     copies: int

@@ -66,7 +66,7 @@ def handle(request: dict[str, Any], say: Say, _hear: Hear) -> None:
 
 
 def _count(runnable: Any, say: Say) -> None:
-    """Count in a separate run, because counting makes compiled models run eagerly."""
+    """Count calls in a separate run, because counting makes compiled models run eagerly."""
     say(at="counting attention calls")
     with counting(runnable.roots) as census:
         runnable.run()

@@ -10,7 +10,7 @@ NOTABLE = 0.02
 """Minimum share of the time, or relative difference, that is worth reporting."""
 
 LAUNCH_BOUND = 0.1
-"""Minimum share of a launch-bound forward during which the GPU waits for the host.
+"""Minimum share of a forward that the GPU waits for the host if the forward is launch-bound.
 
 With a smaller share, the GPU waits only at the start, before enough work is enqueued.
 """
@@ -87,7 +87,7 @@ class Clues:
     scatter: float | None = None
     """Ratio p90 / p10 of the rounds of the most expensive call, for the less steady kernel."""
     sm_clock_mhz: float | None = None
-    """Median over the replayed calls while the kernel's rounds ran."""
+    """GPU clock during the kernel's rounds: median over the replayed calls."""
     power_w: float | None = None
 
 
@@ -110,8 +110,8 @@ class PredictedTime:
     attention_seconds: float
     """Σ count · t_old over the calls that a replayed call represents."""
     attention_share: float
-    """Share of `old_seconds`. It is a lower bound if `not_recorded` is not empty. Above 1, the
-    replay is slower than the model, so that the two cannot be compared."""
+    """Attention's share of `old_seconds`; a lower bound if `not_recorded` is not empty. If it is
+    above 1, the replay is slower than the model, so that the two cannot be compared."""
     waiting_share: float
     """Share of `old_seconds` that the GPU waits for the host; 0 if the span is not launch-bound.
     For a run, the measured phases are included."""

@@ -130,7 +130,7 @@ def _attention(checked: ModelResult, predicted: PredictedTime, span: str) -> lis
 
 
 def in_ms(seconds: float, sign: str = "-") -> str:
-    """Format as `12.3 ms` or `1.23 s`; with `+`, always with a sign."""
+    """Format seconds as `12.3 ms` or `1.23 s`; with `sign="+"`, positive numbers get a `+`."""
     if abs(seconds) >= 1:
         return f"{seconds:{sign}.3g} s"
     return f"{1000 * seconds:{sign}.3g} ms"

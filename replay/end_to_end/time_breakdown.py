@@ -53,7 +53,7 @@ class TimeBreakdown:
 
     @property
     def alone(self) -> float:
-        """Time by Amdahl's law, with the core's speed-up for all attention."""
+        """Time by Amdahl's law if all attention had the core's speed-up."""
         return self.before - self.attention * (1 - 1 / self.core_speedup)
 
     @property

@@ -1,8 +1,8 @@
 """Run times computed from typical forwards, so that no kernel is blamed for an interruption.
 
 On a shared host, other processes occasionally delay a forward, by a millisecond or by a second. The
-same forward of another round is rarely delayed, and neither are most forwards of a run. Occasional
-work of the kernel itself looks the same, so the excluded time is reported (`delayed`).
+same forward in another round is rarely delayed, and neither are most forwards of a run. Occasional
+work of the kernel itself looks like a delay, so the excluded time is reported (`delayed`).
 """
 
 from __future__ import annotations

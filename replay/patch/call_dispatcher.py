@@ -1,4 +1,4 @@
-"""Runs kernels on a model's attention calls: checks each form of call once, and each output."""
+"""Runs kernels on a model's attention calls; checks every output, and each form of call once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class KernelOutputError(Error):
 
 @dataclass(slots=True)
 class _CallForm:
-    """Facts that the calls of one form share: the same shapes, strides, dtypes and options."""
+    """Facts about the calls of one form, which share shapes, strides, dtypes and options."""
 
     refusal: str | None
     """Reason why the kernel cannot run these calls; None if it can."""
@@ -147,7 +147,7 @@ class CallDispatcher:
             return _CallForm("gradients are needed")
         if attn_mask is not None or arguments.features:
             return _CallForm(kernel.refuses(AttentionCall(**arguments.fields())))
-        # Written out for speed, because every call passes here.
+        # The signature is written out for speed, because every call passes here.
         signature = (
             *(name, dropout_p, is_causal, scale, enable_gqa, query.device),
             *(query.shape, query.stride(), query.dtype),
@@ -182,7 +182,7 @@ class CallDispatcher:
 
 
 def _fits(output: object, arguments: Arguments) -> bool:
-    """Return True if an output has the expected form; a reshape may not notice a wrong one."""
+    """Return True if an output has the expected form; the model may not notice a wrong form."""
     query, key, value = arguments[:3]
     if not isinstance(output, Tensor) or output.ndim != 4:
         return False
@@ -197,7 +197,7 @@ def _fits(output: object, arguments: Arguments) -> bool:
 
 
 def _keywords(arguments: Arguments) -> dict[str, Any]:
-    """Convert to keywords, without unused options, because not every function accepts them."""
+    """Convert to keywords; omit unused options, because not every function accepts them."""
     keywords = dict(zip(SDPA_ARGUMENTS, arguments, strict=False))
     if not arguments.enable_gqa:
         del keywords["enable_gqa"]

@@ -53,7 +53,7 @@ def answering(answers: Answers) -> Iterator[None]:
 
 
 def calling_operator(choose: Callable[[Arguments], str | None]) -> Traced:
-    """Return what to trace in place of SDPA: the operator with the kernel from `choose`.
+    """Return the function to trace in place of SDPA: the operator with the kernel of `choose`.
 
     `choose` is traced too. Models with the same names share their graphs.
     """
@@ -93,7 +93,7 @@ def _why_not_the_operator(arguments: Arguments) -> str | None:
 
 
 def strides_like(query: Tensor, last: int) -> tuple[int, ...]:
-    """Return the strides of a dense (B, H, S, last) tensor in the query's order of dimensions.
+    """Return the strides of a dense (B, H, S, last) tensor in the query's memory layout.
 
     The strides equal those of `torch.empty_like(query)`, regardless of gaps in the query. The order
     of dimensions of size 1 is ignored.
@@ -119,7 +119,7 @@ def laid_out(output: Tensor, query: Tensor) -> tuple[Tensor, bool]:
 
 
 def costs_reshape(output: Tensor, query: Tensor) -> bool:
-    """Return True if a reshape to (B, S, H·Dv) copies this output but not the query's layout.
+    """Return True if a reshape to (B, S, H·Dv) copies this output, but not one laid out as `query`.
 
     A model that is not compiled makes this copy itself.
     """
@@ -127,7 +127,7 @@ def costs_reshape(output: Tensor, query: Tensor) -> bool:
 
 
 def _heads_inside(tensor: Tensor) -> bool:
-    """Return True if (B, H, S, D) is a view of (B, S, H, D); also true if H or S is 1."""
+    """Return True if a tensor (B, H, S, D) is a view of (B, S, H, D), or if H or S is 1."""
     heads, length = tensor.shape[1:3]
     return heads == 1 or length == 1 or tensor.stride(1) < tensor.stride(2)
 

@@ -1,12 +1,12 @@
 """Finds the modules that a plan names, and the kernel for a call by the module that makes it.
 
-This is cheap, and works under `torch.compile`.
+The lookup is cheap and works under `torch.compile`.
 
 The `forward` of each module in a plan is wrapped, on the instance, and sets the kernels for its
 calls while it runs. Hooks would not work: `torch.compile` overlooks hooks that are added to a model
-after compilation, and recompiles for each new hook that it does notice. It notices an instance's
-`forward`, and guards by value the variables that a wrapper reads. Entering the same plan again, or
-another block with the same choices, therefore reuses the existing graph.
+after compilation, and recompiles for each new hook that it does notice. Dynamo notices
+an instance's `forward`, and guards by value the variables that a wrapper reads. Entering the same
+plan again, or another block with the same choices, therefore reuses the existing graph.
 
 The phase is determined as in `capture`, except inside a compiled language model, whose cache cannot
 be queried during tracing: there, a call with one query is `decode` and any other call is `prefill`.

@@ -189,7 +189,7 @@ def _part(tensor: Tensor, dim: int, first: int, end: int) -> Tensor:
 
 
 def storable(call: AttentionCall) -> AttentionCall:
-    """Return the call, without gaps between rows if they are out of proportion to its file.
+    """Return the call; remove gaps between its rows if they are far larger than its values.
 
     A single head of a large model keeps the gaps of all other heads, and readers refuse files that
     claim this much memory (`capture.storage.header`).

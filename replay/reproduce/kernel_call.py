@@ -107,7 +107,7 @@ def _function_of(kernel: str) -> str:
 
 
 def _adapter_of(name: str) -> str:
-    """Return the module that registers a kernel; empty if no adapter of ours does."""
+    """Return our adapter module that registers a kernel; empty if there is none."""
     package = importlib.import_module(ADAPTERS)
     for module in pkgutil.iter_modules(package.__path__, f"{ADAPTERS}."):
         importlib.import_module(module.name)

@@ -29,7 +29,7 @@ class Smallest:
     kept: dict[str, Range] = field(default_factory=dict)
     """Remaining ranges of the recorded call, by axis."""
     is_derived: bool = False
-    """True if the search left out visible keys, so that the call has no output yet."""
+    """True if visible keys were left out, so that the call has no output yet."""
     trials: int = 0
     is_complete: bool = True
     """False if the time limit ended the search early."""

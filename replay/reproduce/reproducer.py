@@ -1,4 +1,4 @@
-"""Reproduction of a kernel's failure: turns a recorded call into a directory that shows it."""
+"""Writes a directory that reproduces a kernel's failure on a recorded call."""
 
 from __future__ import annotations
 
@@ -231,8 +231,8 @@ def _check_script(request: Reproduction, out: Path) -> None:
 
 
 _SHOWN = re.compile(r"^FAILS|^Timeout \(", re.MULTILINE)
-"""Output of a script that shows the failure; a script that breaks for another reason also exits
-with 1."""
+"""Output of a script that shows the failure. The exit code 1 does not suffice, because scripts that
+break for another reason return it too."""
 
 
 def _readme(request: Reproduction, found: Reproduced) -> str:

@@ -30,7 +30,7 @@ HONEST_CALLS = 12
 
 
 def cached(key_of: Callable[[Tensor, Tensor, Tensor], object]) -> Attention:
-    """Keep the result until a property of the inputs changes."""
+    """Return a cheat that keeps its result until a property of the inputs changes."""
     kept: dict[object, Tensor] = {}
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -44,7 +44,7 @@ def cached(key_of: Callable[[Tensor, Tensor, Tensor], object]) -> Attention:
 
 
 def honest_at_first(cheat: Attention) -> Attention:
-    """Cheat only after a few honest calls."""
+    """Return a kernel that cheats only after a few honest calls."""
     calls = 0
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -109,7 +109,7 @@ def in_the_background(query: Tensor, key: Tensor, value: Tensor, **options: Any)
 
 
 def on_another_stream() -> Attention:
-    """Return immediately, and compute on a stream that no event waits for."""
+    """Return a cheat that returns early and computes on a stream that no event waits for."""
     streams: list[torch.cuda.Stream] = []
 
     def attention(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -135,7 +135,7 @@ CHEATS: dict[str, Callable[[], Attention]] = {
     "lazy tensor": lambda: lazy,
     "background thread": lambda: in_the_background,
 }
-"""Functions that make each cheat without earlier state, by name."""
+"""Functions that return a new cheat without earlier state, by name of the cheat."""
 
 GPU_CHEATS: dict[str, Callable[[], Attention]] = {"another stream": on_another_stream}
 """Cheats that are possible only on a GPU."""

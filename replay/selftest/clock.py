@@ -26,7 +26,7 @@ DELAY_ERROR = {"cpu": 0.05, "cuda": 0.03}
 LONGEST_NOTHING_MS = 0.01
 PROFILER_ERROR = 0.02
 SPREAD = {"cpu": 0.10, "cuda": 0.03}
-"""Largest relative error, by type of device."""
+"""Maximum accepted relative error, by type of device."""
 
 BUSY = "something else uses this machine: end it, or measure at a quieter time"
 CLOCKS = "lock the clocks (nvidia-smi -lgc on a GPU, the performance governor on a processor)"
@@ -71,7 +71,7 @@ def same_kernel(device: torch.device) -> tuple[Result, Result, float]:
     apart = sum(not each.holds(1) for each in found)
     low = min(each.low for each in found if each.low is not None)
     high = max(each.high for each in found if each.high is not None)
-    # The widest interval of equal kernels bounds what can be distinguished.
+    # Differences within the widest interval of equal kernels cannot be detected.
     resolution = max(1 - low, high - 1)
     spread = (max(medians) - min(medians)) / statistics.median(medians)
     return (

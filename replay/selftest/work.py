@@ -27,17 +27,17 @@ SMALL = {
 CALIBRATION_CYCLES = 100_000_000
 
 RAW_CLOCK = getattr(time, "CLOCK_MONOTONIC_RAW", None)
-"""Clock that is never adjusted, unlike the timer's own."""
+"""Clock that is never adjusted, unlike the timer's clock."""
 
 
 def attention(spec: Spec, device: torch.device, seed: int = 0) -> Function:
-    """Return PyTorch's own attention on random values of its own."""
+    """Return a function that runs PyTorch's attention on random values."""
     generator = torch.Generator(device).manual_seed(seed)
     return drop_in(scaled_dot_product_attention, spec.call(device, generator))
 
 
 def twice(spec: Spec, device: torch.device) -> Function:
-    """Return the same work on two sets of values, so that no cache can speed up the second half."""
+    """Return a function that runs `attention` on two sets of values, so that no cache helps."""
     first, second = attention(spec, device), attention(spec, device, seed=1)
 
     def run() -> object:
@@ -66,7 +66,7 @@ def _now() -> float:
 
 
 def _gpu_delay(device: torch.device) -> Callable[[float], Function]:
-    """Wait in cycles of the SM clock, calibrated with the host's clock instead of events."""
+    """Return a factory of waits in SM clock cycles, calibrated by the host's clock, not events."""
     with torch.cuda.device(device):
         for _ in range(2):  # the clock rate rises during the first wait
             torch.cuda.synchronize(device)

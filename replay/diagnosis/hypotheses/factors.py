@@ -1,4 +1,4 @@
-"""Number that a kernel has used as the scale, or multiplied the mask by.
+"""Search for the number that a kernel used as the scale, or by which it multiplied the mask.
 
 Plausible numbers lie close together (log2 e is 4 % below 1.5), so an output close to that of one
 number proves little. The number that fits the output best is therefore searched for.
@@ -21,8 +21,8 @@ from replay.diagnosis.derived import HeadRows, mask_of, part
 from replay.diagnosis.subject import COLLAPSE, Evidence, Subject
 
 SAME = 0.01
-"""Relative distance within which the best fit counts as a known number, since rounding moves it by
-less; also the maximum relative error of an output explained by an unknown number."""
+"""Relative distance at which the best fit still counts as a known number, because rounding shifts
+the fit by less; also the maximum relative error of an output explained by an unknown number."""
 
 STEP = math.sqrt(2)
 """Ratio of neighbouring numbers in a search; the best number is then refined within one step."""
@@ -122,7 +122,7 @@ def _searched(
     same = (name for name, each in known.items() if math.isclose(each, value, rel_tol=SAME))
     if name := next(same, ""):
         value = known[name]
-    # For example, any small scale fits saturated scores.
+    # Reject a number whose neighbours fit as well: any small scale gives equal weights.
     elif distance(value) > min(distance(value / STEP), distance(value * STEP)) / COLLAPSE:
         return None
     other = applied(call, value)

@@ -57,7 +57,7 @@ def _lengths(subject: Subject, which: Which, change: Callable[[int], int]) -> Le
 
 
 def _cured(subject: Subject, block: int, which: Which) -> bool:
-    """Return True if the next and the previous multiple are right."""
+    """Return True if the kernel is right at the next and the previous multiple."""
     up = _lengths(subject, which, lambda length: -(-length // block) * block)
     down = _lengths(subject, which, lambda length: length // block * block or length)
     same = (subject.call.shape.q_len, subject.call.shape.kv_len)
@@ -65,7 +65,7 @@ def _cured(subject: Subject, block: int, which: Which) -> bool:
 
 
 def _is_wrong_beyond(subject: Subject, block: int, which: Which) -> bool:
-    """Return True if a length past the next multiple is wrong again; else any length may help."""
+    """Return True if a length past the next multiple is wrong too; else any change may help."""
     score = _tried(subject, _lengths(subject, which, lambda length: length + block))
     return score is not None and not subject.is_cured(score)
 

@@ -54,7 +54,7 @@ def overflow(subject: Subject) -> Evidence | None:
     }
     names = [] if call.value_is_in_key else ["query", "key", "value"]
     trials = [(name, factor) for factor in FACTORS for name in names]
-    # Scores that overflow in a finite output are clamped, which smaller scores would not show.
+    # If the output is finite, overflowing scores were clamped; smaller scores cannot show that.
     if not is_finite or is_zero:
         trials += [("scores", factor) for factor in FACTORS]
     for name, factor in trials:
@@ -62,7 +62,7 @@ def overflow(subject: Subject) -> Evidence | None:
         if score is None or not subject.is_cured(score):
             continue
         if name == "key" and is_finite and len(_outliers(small.key[0, 0])[1]):
-            return None  # K has a scale of its own, so an outlier channel explains more
+            return None  # an outlier channel explains more, because K has its own scale
         now = "it is right" if score.passes else f"its error is {score.error:.2g}"
         own = subject.own.error if is_finite else None
         return Evidence(

@@ -16,7 +16,7 @@ BLOCK = 16
 """Number of leading keys that every kernel processes in one step."""
 
 MOST_TRIED = 4
-"""Maximum number of rows to test, the worst first."""
+"""Maximum number of rows to test, starting with the worst."""
 
 
 def late_sink(subject: Subject) -> Evidence | None:
@@ -85,7 +85,7 @@ def _of_row(subject: Subject, place: HeadRows) -> Evidence | None:
 
 
 def _alone(call: AttentionCall, place: HeadRows, keys: Tensor) -> AttentionCall:
-    """Return a call whose queries are all copies of one row and see these keys, in this order.
+    """Return a call whose queries are all copies of one row and see `keys`, in this order.
 
     The call is not causal, and keeps only the numbers of an additive mask.
     """

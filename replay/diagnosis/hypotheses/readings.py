@@ -86,7 +86,7 @@ def _causal(call: AttentionCall) -> Iterator[Reading]:
                 f"where the call has it aligned {corners[bottom_right]}",
                 replace(call, variant=variant),
             )
-        # The other alignment comes first, because with few queries it may hide nothing either.
+        # The other alignment comes first: with few queries, it may also mask no key.
         yield Reading("mask-ignored", IGNORES_CAUSAL, replace(call, is_causal=False))
         for shift, sees in ((1, "one key more than it may"), (-1, "one key fewer than it may")):
             yield Reading(
@@ -119,10 +119,9 @@ def _with_diagonal(call: AttentionCall, shift: int) -> AttentionCall:
 
 
 def _ignores_causal(subject: Subject) -> bool:
-    """Test whether the kernel is also wrong on a square causal call: it has only one alignment.
+    """Test whether the kernel is also wrong on a square causal call, which has only one alignment.
 
-    With one query, a mask aligned bottom right hides nothing, so it cannot be distinguished from an
-    ignored mask.
+    With one query, a mask aligned bottom right masks no key, so it looks like an ignored mask.
     """
     call = subject.call
     if not call.is_causal or call.shape.q_len > 1 or not can_be_gathered(call):
@@ -259,7 +258,7 @@ def _multiplied(subject: Subject) -> Evidence | None:
 def _shifted(mask: Tensor, shift: int, dim: int) -> Iterator[Tensor]:
     """Yield a mask with its entries moved along a dimension, with each possible edge.
 
-    The free edge gets the opposite edge's entry, its own entry, or an entry that hides or shows.
+    The free edge gets the opposite edge's entry, its own entry, or a masked or visible entry.
     """
     rolled = mask.roll(shift, dim)
     yield rolled
@@ -293,7 +292,7 @@ def _heads(call: AttentionCall) -> Iterator[Reading]:
 
 
 def _nothing_seen(subject: Subject) -> Evidence | None:
-    """Test whether no wrong query sees a key; the outputs of such queries should be zero.
+    """Test whether none of the wrong queries sees a key; their outputs should then be zero.
 
     A call without keys has no masked keys and allows no other reading.
     """

@@ -34,8 +34,8 @@ class Probe:
 def stale(probe: Probe) -> Evidence | None:
     """Test whether the kernel returns the output of earlier input values.
 
-    First the same memory gets other values, as in a model's next step. Then the call moves to other
-    memory.
+    First, other values are written to the same memory, as in a model's next step. Then the call is
+    moved to other memory.
     """
     recorded, other = probe.call, changed(probe.call)
     memory = recorded.to(recorded.device)
@@ -97,7 +97,7 @@ def _judged(
 
     Args:
         last: output of the previous call.
-        where: new values and their memory, in words.
+        where: description of the new values and their memory.
         right: the call.
         before: the previous call.
     """

@@ -1,4 +1,4 @@
-"""Rows as a list with `best`, files and a table."""
+"""A replay's rows are a list that has `best`, writes files and shows a table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOSTILE = "<img src=x onerror=alert(1)>&amp;\x1b[31m"
 
 
 class Cells(HTMLParser):
-    """Parser that collects the texts of a table's cells, line by line, and every tag."""
+    """Parser that collects the text of every table cell, row by row, and every tag."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

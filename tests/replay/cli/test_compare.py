@@ -1,4 +1,4 @@
-"""`replay compare` and the public function."""
+"""Comparison of two runs, by `replay compare` and by the public function."""
 
 from __future__ import annotations
 

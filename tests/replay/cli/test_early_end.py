@@ -164,7 +164,7 @@ def test_file_is_opened_by_the_first_write(tmp_path: Path, monkeypatch: pytest.M
         assert file is not None
         assert path.read_text() == "earlier"
         (tmp_path / "elsewhere").mkdir()
-        os.chdir("elsewhere")  # a kernel may do this
+        os.chdir("elsewhere")  # as a kernel may do
         file.write("later")
         file.flush()
         assert path.read_text() == "later"

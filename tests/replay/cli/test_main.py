@@ -1,4 +1,4 @@
-"""The command: exit codes, one sentence with the remedy, and clean output for machines."""
+"""The command's exit codes, its one-sentence errors with remedies, and its output for machines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HERE = ("--device", "cpu", "--in-process")
 KERNELS = "torch-default,torch-math,torch-flash,torch-cud?n"
 DIR = ("--dir", "recorded", "--call", "model-000000")
 QUICK = ("--rounds", "3", *HERE)
-"""Quick options for this process, which has the fake kernels; `test_workers.py` tests workers."""
+"""Options for quick runs without workers, in this process, which has the fake kernels."""
 
 
 def rows(text: str) -> list[dict[str, Any]]:

@@ -142,7 +142,7 @@ def test_step_that_the_recording_does_not_allow_is_not_suggested(
 
 
 def test_parts_of_ranks_stay_joined(tmp_path: Path) -> None:
-    """The model could be built in one process only if the recorded calls were whole."""
+    """`replay verify` builds the model in one process, which requires whole calls."""
     directory = recording(tmp_path / "calls", capture(), capture("model.rank0"))
     dataset = Dataset.open(directory)
     store_part(directory, random_call(), 0, [0, 1])

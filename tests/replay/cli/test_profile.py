@@ -1,4 +1,4 @@
-"""`replay profile`: one kernel on one call."""
+"""`replay profile` runs one kernel on one call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`replay report`, `--report` of a replay, and the public function."""
+"""Reports by `replay report`, by `--report` of a replay, and by the public function."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ except ImportError:
     runpy.run_path("reproduce.py", run_name="__main__")
 sys.exit("this project can be imported")
 """
-"""Runs a script with the installed packages, without the paths of editable installations."""
+"""Program that runs a script without the paths of editable installations."""
 
 
 class Planted(NamedTuple):
-    """Smallest part of a call of 2 × 4/2 heads, 9 queries and 21 keys."""
+    """Smallest failing part of a call with B 2, 4 query heads, 2 key heads, Sq 9 and Sk 21."""
 
     status: str
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ FAULTS = {
 
 @pytest.fixture
 def recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with one call, beside the file of the kernels."""
+    """A directory with one call, next to the kernels' file."""
     monkeypatch.chdir(tmp_path)
     shutil.copyfile(PLANTED, "planted.py")
     Path("factors.py").write_text("WRONG_FACTOR = 1.5\n")
@@ -130,8 +130,7 @@ def test_kernel_that_does_not_fail_writes_nothing(run_cli: RunCli) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("recorded")
 def test_kernels_of_pytorch_need_no_file(run_cli: RunCli) -> None:
-    """The limits are so strict that every kernel fails, and the search for the smallest part is
-    short."""
+    """Every kernel fails, because the limits are very strict, and the search is short."""
     Path("strict.toml").write_text("[exact]\nrounding_factor = 1e-9\nsame_dtype_factor = 1e-9\n")
     given = ("--tolerances", "strict.toml", "--max-seconds", "0.001")
     code, out, err = run_cli(*command("torch-math", *given))

@@ -70,7 +70,7 @@ def test_work_is_stopped_when_the_time_is_over() -> None:
 
 @pytest.fixture
 def without_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All runs are in this process, because workers take seconds to start."""
+    """Run everything in this process, because workers take seconds to start."""
     monkeypatch.setattr("replay.api.session._first_processes", lambda *_: contextlib.nullcontext())
 
 
@@ -89,7 +89,7 @@ def run_with_a_clock(
 
             def allows(self, seconds: float) -> bool:
                 found = super().allows(seconds)
-                if seconds == 4.0:  # a query whether the next call may begin
+                if seconds == 4.0:  # the replay checks whether the next call may begin
                     clock.now += 4.0 * found
                 return found
 

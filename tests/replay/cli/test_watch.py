@@ -93,7 +93,7 @@ def test_change_during_a_replay_is_noticed() -> None:
 def test_run_is_compared_with_the_one_before(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A failing command prints one sentence, and watching continues."""
+    """A command that fails prints one sentence, and the watch continues."""
     monkeypatch.setattr(process, "first_processes", lambda timeout: _NO_PROCESSES)
     monkeypatch.setattr(Files, "wait", lambda self: ["mine.py"])
     runs: Iterator[list[Row] | Exception] = iter(

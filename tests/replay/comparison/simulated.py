@@ -67,6 +67,6 @@ def judged(
 def noisy(
     heads: int, ranges: int, *, level: float = 1e-3, noise: float = 0.1, seed: int = 0
 ) -> list[list[float]]:
-    """Return errors of heads by range of queries that differ by some noise."""
+    """Return errors by head and range of queries, which differ only by noise."""
     draw = random.Random(seed)
     return [[level * math.exp(draw.gauss(0, noise)) for _ in range(ranges)] for _ in range(heads)]

@@ -204,14 +204,14 @@ def multiplied(query, key, value, attn_mask, *others, **options):
 
 def in_one_buffer(query, key, value, *others, **options):
     """Reuse one output buffer, whose last rows are never written."""
-    # Not `empty_like`, whose memory may be zeros and look written.
+    # The buffer is not `empty_like`, whose memory may be zeros and look written.
     output: Tensor = _kept.setdefault(query.shape, torch.full_like(query, 0.7))
     output[:, :, :-5] = right(query, key, value, *others, **options)[:, :, :-5]
     return output.clone()
 
 
 def without_itself(query, key, value, *others, **options):
-    """Hide each query's own key; the first query then sees no key and gets NaN."""
+    """Mask each query's own key; the first query then sees no key and gets NaN."""
     hidden = ~torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(-1)
     scores = query @ key.mT * query.shape[-1] ** -0.5
     return scores.masked_fill(hidden, -math.inf).softmax(-1) @ value

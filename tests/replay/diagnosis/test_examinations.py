@@ -35,7 +35,7 @@ BAD = str(Path(__file__).parents[1] / "workers" / "bad_kernels.py")
 
 
 def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
-    """Write a recording of these calls."""
+    """Write a recording of these calls, and return its workloads."""
     entries = [
         PackedCall.of(call).write(directory / f"model-{index:06d}.safetensors")
         for index, call in enumerate(calls)
@@ -46,7 +46,7 @@ def written(directory: Path, *calls: AttentionCall) -> list[Workload]:
 
 @pytest.fixture
 def two_scales(tmp_path: Path) -> list[Workload]:
-    """Two calls of one shape."""
+    """Two calls of the same shape, with different scales."""
     return written(
         tmp_path,
         *(
@@ -64,7 +64,7 @@ def test_crashes_and_leftovers_are_distinguished_from_other_errors(
     faults = [f"{BAD}:segfault", f"{FAULTY}:scale_kept_by_shape", f"{FAULTY}:without_options"]
     kernels = [CAPTURED, *(find(each) for each in (*faults, "torch-math"))]
     found = diagnose(two_scales, kernels, settings(), timeout=60)
-    # Calls with the first scale stay right.
+    # The kernel stays right on calls with the first scale.
     assert [
         (each.kernel.rpartition(":")[2], each.call[-1], each.cause) for each in found.found
     ] == [

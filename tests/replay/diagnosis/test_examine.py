@@ -1,4 +1,4 @@
-"""Kernels with one fault each: the cause and the place of the fault are named."""
+"""The doctor names the cause and the place of the fault of kernels with one fault each."""
 
 from __future__ import annotations
 
@@ -209,7 +209,7 @@ LOG2_E = 1 / math.log(2)
     ],
 )
 def test_factor_is_named_only_if_it_fits(factor: float, name: str, dtype: torch.dtype) -> None:
-    """The factor log2 e is 1.4427; factors 1 % to 4 % away differ as little as 8-bit outputs do."""
+    """Factors 1 % to 4 % from log2 e = 1.4427 change outputs as little as 8-bit rounding does."""
     evidence = examined(faulty.scaled_by(factor), call(scale=0.35, dtype=dtype)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"
@@ -224,7 +224,7 @@ def test_factor_is_named_only_if_it_fits(factor: float, name: str, dtype: torch.
 
 @pytest.mark.parametrize(("given", "factor"), [(0.35, 0.5), (0.5, 2.1)])
 def test_scale_is_not_mistaken_for_a_neighbouring_one(given: float, factor: float) -> None:
-    """The scales are near 1/√D = 0.177, or near 1."""
+    """The given scales are near the known ones, 1/√D = 0.177 and 1."""
     evidence = examined(faulty.scaled_by(factor), call(scale=given)).evidence
     assert evidence is not None
     assert evidence.cause == "wrong-scale"

@@ -14,7 +14,7 @@ class Fault:
 
     cause: str
     function: str
-    """Function in the file of its cause."""
+    """Name of the kernel's function, in the file named after the cause."""
     recording: str
     layers: tuple[int, ...]
     """Numbers of the layers that fail; all others are healthy."""

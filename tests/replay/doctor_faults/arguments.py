@@ -14,7 +14,7 @@ def with_sdpa_arguments(attend: Callable[[Tensor, Tensor, Tensor, Tensor, float]
     """Give a function of (query, key, value, bias, scale) SDPA's signature.
 
     `key` and `value` have as many heads as `query`, and are not copied if they already do. `bias`
-    is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for hidden keys.
+    is float32, (B or 1, H or 1, Sq, Sk): the mask's bias, -inf for masked keys.
     """
 
     @functools.wraps(attend)
@@ -95,7 +95,7 @@ def for_each_head(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Te
 
 
 def scale_of(query: Tensor, scale: float | None) -> float:
-    """Return the factor of the scores."""
+    """Return the factor that the scores are multiplied by."""
     return query.shape[-1] ** -0.5 if scale is None else scale
 
 
@@ -121,7 +121,7 @@ def online_softmax(
     size: int = 64,
     accumulator: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Compute keys in tiles of `size`, with the usual rescaling."""
+    """Compute attention over tiles of `size` keys, with the usual rescaling."""
     shape = query.shape[:3]
     largest, total = torch.full((*shape, 1), -1e30), torch.zeros(*shape, 1)
     summed = torch.zeros(*shape, value.shape[3], dtype=accumulator)

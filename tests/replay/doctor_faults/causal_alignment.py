@@ -54,14 +54,14 @@ def rows_of_a_buffer(query, key, value, attn_mask, is_causal, scale) -> Tensor:
 
 @with_sdpa_signature
 def single_query_sees_all(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """`is_causal and queries > 1`: right for a token behind a cache, but not what SDPA does."""
+    """Ignores `is_causal` for one query, which is right after a cache, but not what SDPA does."""
     causal = _ones(query, key).tril() if is_causal and query.shape[2] > 1 else None
     return _attend(query, key, value, attn_mask, scale, causal)
 
 
 @with_sdpa_signature
 def keys_padded_in_front(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """A square kernel: fewer keys than queries are padded in front, so the diagonal moves."""
+    """Pads keys in front if there are fewer keys than queries, so the diagonal moves."""
     more = query.shape[2] - key.shape[2]
     if not is_causal or more <= 0:
         causal = _ones(query, key).tril() if is_causal else None

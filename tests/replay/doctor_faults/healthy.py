@@ -10,25 +10,25 @@ from replay import register_kernel
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, *more, **named) -> Tensor:
-    """PyTorch's own."""
+    """PyTorch's own attention."""
     return scaled_dot_product_attention(query, key, value, *more, **named)
 
 
 @with_sdpa_arguments
 def in_float32(query, key, value, bias, scale) -> Tensor:
-    """The formula."""
+    """The plain formula in float32."""
     return attend_in_float32(query, key, value, bias, scale)
 
 
 @with_sdpa_arguments
 def online_softmax(query, key, value, bias, scale) -> Tensor:
-    """Keys in tiles of 64, with the usual rescaling."""
+    """Online softmax over tiles of 64 keys, with the usual rescaling."""
     return arguments.online_softmax(query, key, value, bias, scale)
 
 
 @with_sdpa_arguments
 def queries_in_chunks(query, key, value, bias, scale) -> Tensor:
-    """Attention slicing: 48 queries at a time, by PyTorch's own kernel."""
+    """Attention slicing: PyTorch's own kernel runs on 48 queries at a time."""
     mask = bias.to(query.dtype)
     parts = [
         scaled_dot_product_attention(

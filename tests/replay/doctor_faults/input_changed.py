@@ -1,4 +1,4 @@
-"""Kernels whose output is right, but which change the model's tensors."""
+"""Kernels that return the right output, but change the model's tensors."""
 
 import math
 
@@ -25,7 +25,7 @@ def query_takes_the_scale(query, key, value, attn_mask, is_causal, scale) -> Ten
 
 @with_sdpa_arguments
 def scale_folded_into_key(query, key, value, bias, scale) -> Tensor:
-    """`.float()` copies the key, unless it is float32 already."""
+    """Scales `key.float()` in place, which is the model's own key if its dtype is float32."""
     scaled = key.float()
     scaled.mul_(scale)
     weights = (query.float() @ scaled.mT + bias).softmax(-1)
@@ -34,7 +34,7 @@ def scale_folded_into_key(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def key_mean_subtracted(query, key, value, bias, scale) -> Tensor:
-    """K is smoothed in place, as by SageAttention 1, after `.contiguous()`: often a copy."""
+    """Smooths `key.contiguous()` in place, as SageAttention 1 does; it is not always a copy."""
     smooth = key.contiguous()
     smooth -= smooth.mean(2, keepdim=True)
     return attend_in_float32(query, smooth, value, bias, scale)

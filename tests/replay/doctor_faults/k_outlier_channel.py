@@ -53,7 +53,7 @@ def one_scale_per_block(query, key, value, bias, scale) -> Tensor:
 @register_kernel("planted-int8-per-token", accuracy_class="quantised", default=False)
 @with_sdpa_arguments
 def one_scale_per_token(query, key, value, bias, scale) -> Tensor:
-    """INT8 with a scale per key: each has the large channel."""
+    """INT8 with a scale per key; every key contains the large channel."""
     key = key.float()
     return _attend(query, _to_int8(key, key.abs().amax(-1, keepdim=True)), value, bias, scale)
 

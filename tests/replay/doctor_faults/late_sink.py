@@ -1,6 +1,6 @@
 """Online softmax whose rescaling fails when a late block of keys has a much larger score.
 
-All kernels use tiles of 64 keys, and are right on scores without such a key.
+All kernels use tiles of 64 keys, and are right if no late key has a much larger score.
 """
 
 import math
@@ -57,13 +57,13 @@ def sum_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def values_not_rescaled_on_a_jump(query, key, value, bias, scale) -> Tensor:
-    """Forgets the accumulator: a correction warp that is never signalled."""
+    """Forgets to rescale the accumulator, as if a correction warp were never signalled."""
     return _lazily(query, key, value, bias, scale, scales_values=False)
 
 
 @with_sdpa_arguments
 def rescaled_one_block_late(query, key, value, bias, scale) -> Tensor:
-    """A software pipeline that is one block late."""
+    """Rescales after the block is added, like a software pipeline that is one block late."""
     return _lazily(query, key, value, bias, scale, is_late=True)
 
 

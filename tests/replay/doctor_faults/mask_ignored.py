@@ -50,7 +50,7 @@ def only_of_full_shape(query, key, value, attn_mask, is_causal, scale) -> Tensor
 
 @with_sdpa_signature
 def by_its_first_row(query, key, value, attn_mask, is_causal, scale) -> Tensor:
-    """Takes the fast path for masks that hide nothing, but inspects only one row."""
+    """Takes the fast path for masks that mask no key, but inspects only one row."""
     if attn_mask is not None and attn_mask.dtype == torch.bool and bool(attn_mask[0, 0, 0].all()):
         attn_mask = None
     return attend(query, key, value, attn_mask, is_causal, scale)

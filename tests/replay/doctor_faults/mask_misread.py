@@ -48,7 +48,7 @@ def inverted(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def boolean_added(query, key, value, mask, scale) -> Tensor:
-    """A bool mask is converted to numbers and added: 1 for visible keys, 0 for hidden keys."""
+    """A bool mask is converted to numbers and added: 1 for visible keys, 0 for masked keys."""
     return attend_in_float32(query, key, value, mask.float(), scale)
 
 
@@ -60,7 +60,7 @@ def bias_as_boolean(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def transposed(query, key, value, mask, scale) -> Tensor:
-    """Keys are the mask's rows; only a square mask with another transpose shows it."""
+    """Mask rows are read as keys; only a square, asymmetric mask reveals the fault."""
     if mask.shape[-1] == mask.shape[-2]:
         mask = mask.mT
     return attend_in_float32(query, key, value, _as_bias(mask), scale)
@@ -83,19 +83,19 @@ def shifted_by_one(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def first_of_batch(query, key, value, mask, scale) -> Tensor:
-    """The mask's batch stride is taken for 0."""
+    """The mask's batch stride is assumed to be 0."""
     return attend_in_float32(query, key, value, _as_bias(mask[:1]), scale)
 
 
 @with_own_mask
 def first_of_heads(query, key, value, mask, scale) -> Tensor:
-    """The mask's head stride is taken for 0."""
+    """The mask's head stride is assumed to be 0."""
     return attend_in_float32(query, key, value, _as_bias(mask[:, :1]), scale)
 
 
 @with_own_mask
 def scaled_too(query, key, value, mask, scale) -> Tensor:
-    """(QKᵀ + bias) · scale."""
+    """The bias is scaled with the scores: (QKᵀ + bias) · scale."""
     scores = (query.float() @ key.float().mT + _as_bias(mask)) * scale
     return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
@@ -110,7 +110,7 @@ def in_base_two(query, key, value, mask, scale) -> Tensor:
 
 @with_own_mask
 def not_quite_masked(query, key, value, mask, scale) -> Tensor:
-    """Masked scores get -20 before they are scaled: with 1/√32 they keep 3 % of their weight."""
+    """-20 is added to masked scores before scaling; at 1/√32 the keys keep 3 % of their weight."""
     scores = query.float() @ key.float().mT
     if mask.dtype == torch.bool:
         scores = (scores + torch.where(mask, 0.0, -20.0)) * scale

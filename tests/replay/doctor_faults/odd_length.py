@@ -14,7 +14,7 @@ def _up(length: int, size: int) -> int:
 
 @with_sdpa_arguments
 def padded_keys_counted(query, key, value, bias, scale) -> Tensor:
-    """Keys and values are padded with zeros to tiles of 64, which get a score of 0."""
+    """Keys and values are padded to tiles of 64 with zeros, whose scores of 0 are not masked."""
     more = _up(key.shape[2], 64) - key.shape[2]
     key, value = (pad(each, (0, 0, 0, more)) for each in (key, value))
     return attend_in_float32(query, key, value, pad(bias, (0, more)), scale)
@@ -22,7 +22,7 @@ def padded_keys_counted(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def tail_keys_dropped(query, key, value, bias, scale) -> Tensor:
-    """Online softmax over `keys // 64` tiles."""
+    """Online softmax over `keys // 64` tiles, which drops the last keys."""
     whole = max(key.shape[2] // 64 * 64, min(key.shape[2], 64))
     key, value, bias = key[:, :, :whole], value[:, :, :whole], bias[..., :whole]
     return online_softmax(query, key, value, bias, scale)
@@ -30,7 +30,7 @@ def tail_keys_dropped(query, key, value, bias, scale) -> Tensor:
 
 @with_sdpa_arguments
 def tail_queries_dropped(query, key, value, bias, scale) -> Tensor:
-    """The output begins as zeros, and only whole tiles of 16 queries are computed."""
+    """The output is filled with zeros, and only whole tiles of 16 queries are computed."""
     output = query.new_zeros(*query.shape[:3], value.shape[3])
     rows = slice(query.shape[2] // 16 * 16 or query.shape[2])
     output[:, :, rows] = attend_in_float32(query[:, :, rows], key, value, bias[:, :, rows], scale)

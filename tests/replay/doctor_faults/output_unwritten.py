@@ -16,7 +16,7 @@ def _empty(query: Tensor, value: Tensor) -> Tensor:
 
 
 def _rows(query, key, value, bias, scale, rows: slice) -> Tensor:
-    """Compute attention of some queries."""
+    """Compute attention for a slice of the queries."""
     return attend_in_float32(query[:, :, rows], key, value, bias[:, :, rows], scale)
 
 

@@ -1,4 +1,4 @@
-"""Kernels that leave float16's range: scores, exponentials, sums or casts."""
+"""Kernels whose scores, exponentials, sums or casts exceed float16's range."""
 
 import torch
 from arguments import online_softmax, tiles, with_sdpa_arguments

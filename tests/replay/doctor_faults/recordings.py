@@ -1,7 +1,7 @@
 """Recorded data of models whose layers are alike, except the layer that provokes a fault.
 
 Each recording is made with `capture.record`, so layers have names and calls have steps. Values are
-standard normal unless a layer says otherwise, and differ from step to step.
+standard normal unless a layer changes them, and differ from step to step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn.attention.bias import causal_lower_right
 from capture import record
 
 Values = Callable[[Tensor, Tensor, Tensor], None]
-"""Changes query, key and value (B, H, S, D) in place."""
+"""Function that changes query, key and value (B, H, S, D) in place."""
 
 
 @dataclass(frozen=True)
@@ -205,24 +205,24 @@ def _generator(layer: Layer) -> torch.Generator:
 
 
 def as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the mask as numbers: 0 for visible keys, -inf for hidden keys."""
+    """Return the mask as numbers: 0 for visible keys, -inf for masked keys."""
     return torch.zeros(mask.shape, dtype=dtype).masked_fill(~mask, -math.inf)
 
 
 def some(layer: Layer) -> Tensor:
-    """Show two random keys in three: bool (B, 1, Sq, Sk)."""
+    """Keep two thirds of the keys visible, at random: bool (B, 1, Sq, Sk)."""
     size = (layer.batch, 1, layer.q_len, layer.keys)
     return torch.rand(size, generator=_generator(layer)) < 2 / 3
 
 
 def some_for_each_head(layer: Layer) -> Tensor:
-    """Show two random keys in three, for each head: bool (B, H, Sq, Sk)."""
+    """Keep two thirds of each head's keys visible, at random: bool (B, H, Sq, Sk)."""
     size = (layer.batch, layer.heads, layer.q_len, layer.keys)
     return torch.rand(size, generator=_generator(layer)) < 2 / 3
 
 
 def some_but_all_for_the_first(layer: Layer) -> Tensor:
-    """Show two random keys in three, and all keys to the first query."""
+    """Keep all keys visible to the first query, and a random two thirds to the others."""
     mask = some(layer)
     mask[:, :, 0] = True
     return mask
@@ -233,19 +233,19 @@ def some_as_bias(layer: Layer) -> Tensor:
 
 
 def padding(layer: Layer) -> Tensor:
-    """Hide the last 11·(b + 1) keys of batch b: bool (B, 1, 1, Sk)."""
+    """Mask the last 11·(b + 1) keys of batch b: bool (B, 1, 1, Sk)."""
     ends = layer.keys - 11 * (1 + torch.arange(layer.batch))
     return (torch.arange(layer.keys) < ends[:, None])[:, None, None]
 
 
 def window(layer: Layer) -> Tensor:
-    """Show sixteen keys on each side: bool (1, 1, Sq, Sk)."""
+    """Keep sixteen keys visible on each side of a query: bool (1, 1, Sq, Sk)."""
     distance = torch.arange(layer.q_len)[:, None] - torch.arange(layer.keys)
     return (distance.abs() <= 16)[None, None]
 
 
 def upper(layer: Layer) -> Tensor:
-    """Show each query its own key and later keys: bool (1, 1, Sq, Sk)."""
+    """Let each query see its own key and later keys: bool (1, 1, Sq, Sk)."""
     return torch.ones(1, 1, layer.q_len, layer.keys, dtype=torch.bool).triu()
 
 

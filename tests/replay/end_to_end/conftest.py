@@ -54,7 +54,7 @@ def build():
 
     return model, run
 """
-"""Three layers, four denoising steps: twelve calls of 1×2×16×16."""
+"""Model with three layers and four denoising steps: twelve calls of 1×2×16×16."""
 
 CALLS = 12
 

@@ -55,6 +55,6 @@ def test_a_changed_model_is_predicted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (own["hits"], own["own_calls"]) == (0, CALLS)
     assert (slow["hits"], slow["own_calls"], slow["fallbacks"]) == (CALLS, 0, {})
     assert slow["drift"]["relative_l1"] == 0
-    # So slow that everything else is negligible.
+    # The kernel is so slow that everything else is negligible.
     predicted = slow["prediction"]["run"]["new_seconds"]["value"]
     assert predicted == pytest.approx(slow["measured"]["run"]["ms"]["p50"] / 1000, rel=0.25)

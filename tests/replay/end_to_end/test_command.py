@@ -1,4 +1,4 @@
-"""Refusals in one sentence, before anything is measured."""
+"""The command refuses bad requests in one sentence, before it measures anything."""
 
 from __future__ import annotations
 

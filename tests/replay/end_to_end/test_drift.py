@@ -159,7 +159,7 @@ def test_black_frames_and_nan() -> None:
     kernel = baseline.clone()
     kernel[0] = 0.01
     kernel[1] = math.nan
-    kernel[2, :, :8] = 0.0  # half of it is not black
+    kernel[2, :, :8] = 0.0  # half of the frame is not black
     drift = compare({"frames": baseline}, {"frames": kernel})
     assert drift["black_frames"] == 2
     assert (drift["nan_count"], drift["baseline_nan_count"]) == (3 * 16 * 16, 0)

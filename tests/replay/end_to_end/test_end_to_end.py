@@ -1,4 +1,4 @@
-"""`replay verify` on a small model in real processes: kernels of known cost, or that crash."""
+"""`replay verify` runs a small model in processes, with kernels of known cost or that crash."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_known_delay_is_predicted_and_measured(told: Told) -> None:
     own, slow = told.found["the model's own"], told.found["slow"]
     assert own["status"] == slow["status"] == "ok"
     assert (slow["hits"], slow["own_calls"], slow["fallbacks"]) == (CALLS, 0, {})
-    assert (own["hits"], own["own_calls"]) == (0, CALLS)  # behind the same hook
+    assert (own["hits"], own["own_calls"]) == (0, CALLS)  # the baseline uses the hook too
     predictions = {"run": slow["prediction"]["run"], **slow["prediction"]["phases"]}
     for span, calls in (("run", CALLS), ("denoise", CALLS // 4)):
         before, after = (predictions[span][f"{each}_seconds"]["value"] for each in ("old", "new"))

@@ -154,7 +154,7 @@ def test_runs_are_warm_interleaved_and_inspected_last() -> None:
         assert (each.hits, each.fallbacks) == (8, {"takes no mask": 4})
         assert (each.own_calls, each.missing) == (3, ["layers.9"])
         assert each.drift["relative_l1"] == pytest.approx(0.5)
-        # 1 s − 12 · 40 ms
+        # The prediction is 1 s − 12 · 40 ms.
         predicted = each.predicted(RUN)
         assert predicted is not None
         assert predicted.new_seconds is not None
@@ -185,7 +185,7 @@ def test_every_two_kernels_share_a_baseline_run() -> None:
         assert speedup is not None
         assert each.measured[RUN].ms.n == 8
         # The machine slows by a tenth with every run; a kernel halves the time.
-        assert 2 / 1.1**2.5 < speedup.ratio < 2 * 1.1**2.5  # two runs apart
+        assert 2 / 1.1**2.5 < speedup.ratio < 2 * 1.1**2.5  # paired runs are two runs apart
         assert speedup.holds(2)
 
 
@@ -194,7 +194,7 @@ def test_failed_kernels_need_no_baseline_runs() -> None:
     own, *_, e = checked(Pretended(errors=dict.fromkeys(names[:4], 0)), *names, rounds=4)
     assert own.measured[RUN].ms.n == e.measured[RUN].ms.n == 4
     own, *failed = checked(Pretended(errors=dict.fromkeys(names, 1)), *names, rounds=4)
-    assert own.measured[RUN].ms.n == 3 + 3  # the round in which they fail, and those after it
+    assert own.measured[RUN].ms.n == 3 + 3  # in the round of the failures, and in later rounds
     assert all(each.status == "error" for each in failed)
 
 

@@ -1,4 +1,4 @@
-"""Counts and outputs of a run that the model's process keeps."""
+"""The model's process keeps the counts and the outputs of a run."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_counted_call_saves_as_much_as_its_replayed_call() -> None:
     rows = [row("old", a, 10.0), row("new", a, 4.0), row("old", b, 20.0), row("new", b, 25.0)]
     counted = census(("layers.0", "denoise", 64, 30), ("layers.1", "denoise", 64, 8))
     run = predicted(counted, rows).run
-    # 1 s − 30 · 6 ms + 8 · 5 ms
+    # The prediction is 1 s − 30 · 6 ms + 8 · 5 ms.
     assert new_seconds(run).value == pytest.approx(0.86)
     assert (new_seconds(run).low, new_seconds(run).high) == pytest.approx((0.86, 0.86))
     assert run.speedup is not None
@@ -112,7 +112,7 @@ def test_calls_without_a_replayed_call_are_reported_and_unchanged() -> None:
 
 
 def test_a_growing_key_length_is_interpolated_and_never_extrapolated() -> None:
-    """This also holds if the mask grows with the key length."""
+    """The mask grows with the key length."""
     short = facts("short", "layers.0", "decode", kv_len=100, mask=Mask("bool", (1, 1, 1, 100)))
     long = facts("long", "layers.1", "decode", kv_len=200, mask=Mask("bool", (1, 1, 1, 200)))
     rows = [row("old", short, 10.0), row("new", short, 5.0)]
@@ -148,7 +148,7 @@ def test_a_kernel_without_a_row_has_no_prediction() -> None:
 
 
 def test_plan_keeps_the_baseline_where_it_says_so() -> None:
-    """This also holds if the kernel was wrong at a layer that does not use the kernel."""
+    """The kernel is wrong at a layer where the plan keeps the baseline."""
     a, b = facts("a", "layers.0"), facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("old", b, 10.0)]
     rows.append(row("new", b, 1.0, "inaccurate"))
@@ -156,7 +156,7 @@ def test_plan_keeps_the_baseline_where_it_says_so() -> None:
     run = predicted(
         counted, rows, kernel_at=lambda module, phase: OLD if module == "layers.1" else NEW
     ).run
-    # layers.2 was not recorded: the mean of the two.
+    # layers.2 was not recorded, so its saving is the mean of the others.
     assert new_seconds(run).value == pytest.approx(1 - 4 * 0.005 - 4 * 0.007)
     assert run.calls == Calls(swapped=8, own=4)
 
@@ -206,7 +206,7 @@ def test_the_interval_covers_the_rounds_of_both_sources_and_repeats() -> None:
 
 
 def test_intervals_contain_the_truth_as_often_as_stated() -> None:
-    """In 40 experiments, 95 % is 38; fewer than 33 would be a fault."""
+    """In 40 experiments, 38 intervals (95 %) should do so; fewer than 33 would be a fault."""
     counted = census(("layers.0", "denoise", 64, 50))
     call = facts("a", "layers.0")
     hits = 0
@@ -225,7 +225,7 @@ def test_intervals_contain_the_truth_as_often_as_stated() -> None:
     ("there", "saved"),
     [
         (lambda call: row("old", call, 8.0), 0.003),
-        (lambda call: row("old", call, None, "error"), 0.005),  # not timed there: this row counts
+        (lambda call: row("old", call, None, "error"), 0.005),  # so this environment's row counts
     ],
 )
 def test_kernel_of_another_environment_is_compared_with_its_baseline(
@@ -306,7 +306,7 @@ def launched(kernel: str, call: CallFacts, ms: float, layer_host_ms: float) -> R
 @pytest.mark.parametrize(
     ("busy", "new_ms", "layer_host_ms", "predicted_ms"),
     [
-        (None, 0.5, 0.05, 85.0),  # a CPU: 100 − 30 · 0.5
+        (None, 0.5, 0.05, 85.0),  # on a CPU: 100 − 30 · 0.5
         (99.0, 0.5, 0.05, 85.0),  # the GPU is the bottleneck
         (40.0, 0.5, 0.05, 100.0),  # the host is the bottleneck, and its time is unchanged
         (40.0, 0.5, 0.25, 106.0),  # + 30 · 0.2 for slower launches

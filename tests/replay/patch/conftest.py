@@ -1,4 +1,4 @@
-"""Kernels that are visible in the output, and a compiler and a registry reset between tests."""
+"""Kernels that visibly change the output; compiler and registry are reset between tests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _counters() -> Any:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Start with an empty compiler, and forget the kernels that the test registers."""
+    """Start with an empty compiler cache, and forget the kernels that the test registers."""
     monkeypatch.setattr(registry, "_kernels", registry.catalogue())
     torch.compiler.reset()
     _counters().clear()
@@ -57,7 +57,7 @@ def scaling(factor: int) -> Callable[..., Tensor]:
 
 @pytest.fixture
 def scaled() -> None:
-    """Register kernels `twice` and `thrice`, which return that multiple of the right output."""
+    """Register kernels `twice` and `thrice`, which return two or three times the right output."""
     register_kernel("twice")(scaling(2))
     register_kernel("thrice")(scaling(3))
 
@@ -73,6 +73,6 @@ def doubling() -> str:
 
 @pytest.fixture
 def eightfold() -> str:
-    """Register a kernel that returns eight times the right output, with a mask too."""
+    """Register a kernel that returns eight times the right output, and supports masks."""
     register_kernel("eightfold")(scaling(8))
     return "eightfold"

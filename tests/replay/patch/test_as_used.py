@@ -1,4 +1,4 @@
-"""Models prepared by users of diffusers: calls and modules are the same with a recording."""
+"""Recordings, kernels and plans work on models as users of diffusers prepare them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODULES = ["transformer_blocks.0.attn", "single_transformer_blocks.0.attn"]
 
 
 class LowRank(nn.Module):
-    """LoRA as PEFT adds it: a layer around the layer."""
+    """LoRA as PEFT adds it: a layer that wraps the original layer."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()

@@ -72,7 +72,7 @@ def test_a_model_compiled_before_takes_the_kernel_and_is_the_same_afterwards(
             assert not torch.allclose(compiled(states), before)
         assert swap.hits == 3
         assert torch.equal(compiled(states), before)
-    assert graphs() == 2  # with and without the kernel, however often it changed
+    assert graphs() == 2  # with and without the kernel, however often each was entered
 
 
 @torch.no_grad()
@@ -114,7 +114,7 @@ def test_a_compiled_training_step_keeps_its_own_attention(doubling: str) -> None
         counted = dict(swap.fallbacks)
         compiled(states)
     torch.testing.assert_close(model.inward.weight.grad, wanted)
-    # When it is compiled: the graph holds PyTorch's own function.
+    # The call is counted at compilation, because the graph holds PyTorch's own function.
     assert list(counted) == ["gradients are needed"]
     assert (swap.hits, swap.fallbacks) == (0, counted)
 
@@ -144,7 +144,7 @@ def test_an_output_in_another_layout_is_copied_and_counted() -> None:
         return torch.empty_like(query).copy_(TORCH_SDPA(query, *args, **kwargs))
 
     for name, copies in (("contiguous", 1), ("as-query", 0)):
-        for run in (compiled, model):  # the graph copies; the model's reshape does
+        for run in (compiled, model):  # the operator or the model's reshape copies
             with use_kernel(name) as swap:
                 torch.testing.assert_close(run(states), compiled(states))
             assert swap.layout_copies == 2 * copies

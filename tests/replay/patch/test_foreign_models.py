@@ -21,7 +21,7 @@ REASONS = {
         for name in ("gpt-oss", "DeepSeek V4", "MiMo V2 Flash")
     },
 }
-"""Reason why a kernel does not run a model's calls."""
+"""Reason why a kernel does not run a model's calls, by kernel and model."""
 ANSWERED = {("torch-math", "MiMo V2 Flash"): 3}
 """Number of calls that the kernel still runs: every other layer has no sinks."""
 

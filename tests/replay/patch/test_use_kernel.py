@@ -1,4 +1,4 @@
-"""A kernel put into a model, and taken out again."""
+"""Kernels are put into a model, and removed again."""
 
 from __future__ import annotations
 
@@ -122,8 +122,7 @@ def test_number_of_call_forms_is_unlimited(doubling: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernel_gets_cast_inputs_under_autocast(compiled: bool) -> None:
-    """Recordings do the same; otherwise 16-bit kernels chosen by a replay would refuse each
-    call."""
+    """Recordings cast inputs too; a 16-bit kernel that a replay chose would refuse other inputs."""
     seen = set()
 
     @register_kernel("telling")

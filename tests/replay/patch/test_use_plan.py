@@ -50,7 +50,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Denoiser: takes a timestep."""
+    """Denoiser, which takes a timestep."""
 
     def __init__(self, blocks: int = 4) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_length_of_other_modules_is_not_read(transformer: Transformer) -> None:
     others = NoLength(), nn.ModuleList()
     with use_plan(plan_of(*MIXED)) as swap:
         check_mixed(swap, transformer(STATES, TIMESTEP), transformer)
-    assert len(others) == 2  # alive
+    assert len(others) == 2  # the list keeps the models alive
 
 
 @torch.no_grad()

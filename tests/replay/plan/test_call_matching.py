@@ -115,7 +115,7 @@ def test_a_mask_that_grows_with_the_keys_is_alike() -> None:
 
 
 def test_calls_that_no_row_can_be_like() -> None:
-    """A recorded call is four-dimensional."""
+    """Recorded calls are four-dimensional, so no row is like a three-dimensional call."""
     counted = census(
         ("layers.0", "decode", {"query": (4, 1, 32), "key": (4, 64, 32), "value": (4, 64, 16)})
     )

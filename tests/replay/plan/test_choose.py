@@ -89,7 +89,7 @@ def test_nan_is_the_worst_figure(metric: str) -> None:
 
 @pytest.mark.parametrize("status", ["inaccurate", "unsupported", "crash", "error", "not-timed"])
 def test_a_kernel_that_is_not_ok_on_one_call_is_not_chosen_there(status: Status) -> None:
-    """The kernel may be chosen elsewhere."""
+    """The kernel may still be chosen for other calls."""
     a, b, other = facts("a", "layers.0"), facts("b", "layers.0"), facts("c", "layers.1")
     rows = [row("old", call, 10.0) for call in (a, b, other)]
     rows += [row("new", call, 5.0) for call in (a, other)]
@@ -142,7 +142,7 @@ def test_a_layer_that_was_not_captured_keeps_the_baseline() -> None:
 
 
 def test_equal_layers_do_not_choose_unequally_by_chance() -> None:
-    """Each layer has another fastest kernel; over both layers it is `new`."""
+    """The fastest kernel differs between the layers; over both layers, `new` is the fastest."""
     a, b = CALL, facts("b", "layers.1")
     rows = [row("old", a, 10.0), row("new", a, 5.0), row("newer", a, 6.0)]
     rows += [row("old", b, 10.0), row("new", b, 4.0), row("newer", b, 3.9)]

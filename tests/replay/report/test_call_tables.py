@@ -45,7 +45,7 @@ def row(
     error: Errors | None = None,
     **fields: Any,
 ) -> Row:
-    """Return a row with all figures; `against` are the baseline's times in the same rounds."""
+    """Return a row with all figures; `against` holds the baseline's times in these rounds."""
     if status in ("ok", "inaccurate"):
         fields |= dict.fromkeys(("tflops", "gb_per_s", "flop_per_byte"), 123.456)
         fields |= {"first_call_ms": 1234.5678, "peak_bytes": 10**9}
@@ -80,7 +80,7 @@ def kernels_in_order(text: str, names: Sequence[str]) -> list[str]:
 
 
 def test_names_cannot_act_on_the_terminal() -> None:
-    """Neither Rich's markup nor control characters of a recording's names have an effect."""
+    """Neither Rich's markup nor control characters in a recording's names have an effect."""
     facts = call("evil\x1b[2J", module="layers\n.0", model="\x1b[31mmodel[/]", weights="\x07[b]w")
     text = report([row("[red]kernel[/red]", facts), row("other", facts)])
     assert "[red]kernel[/red]" in text
@@ -107,7 +107,7 @@ def test_lines_fit_the_terminal_and_keep_whole_names() -> None:
         text = report(rows, per_call=per_call)
         assert max(map(len, text.splitlines())) <= WIDTH
         assert "…" not in text.replace("64…", "")
-        # A cell folds; its parts are in the first columns of consecutive lines.
+        # A long cell is folded; its parts are in the first columns of consecutive lines.
         firsts = unwrapped("".join(line[:30] for line in text.splitlines()))
         assert kernel[:12] in firsts
         for suffix in ("-2:", "-3:", "-4"):

@@ -37,8 +37,8 @@ STEP = PredictedTime(
     fallback_seconds={"takes no mask": 0.02, "head_dim 72": 0.08},
     clues=Clues(preparation_seconds=0.05),
 )
-"""Answered calls take 0.25 s instead of 0.4 s, with 0.05 s before the core, which is thus twice as
-fast. Refused calls take 0.1 s."""
+"""Handled calls take 0.25 s instead of 0.4 s. The core takes 0.2 s of this, half of 0.4 s, after
+0.05 s of preparation. Refused calls take 0.1 s."""
 
 
 def checked(span: PredictedTime = STEP, ms: float = 920.0, **fields: Any) -> ModelResult:
@@ -162,7 +162,7 @@ def test_the_phase_that_takes_most_of_a_run() -> None:
     prefill = replace(STEP, phase="prefill", forwards=1, old_seconds=interval(3.0))
     found.prediction.phases["prefill"] = prefill
     found.measured["prefill"] = found.measured["denoise"]
-    assert main_phase(found) == "denoise"  # four of a second each
+    assert main_phase(found) == "denoise"  # four forward passes of a second each
     found.prediction.phases["prefill"] = replace(prefill, forwards=2)
     assert main_phase(found) == "prefill"
     assert main_phase(replace(found, prediction=None)) == RUN
@@ -170,6 +170,6 @@ def test_the_phase_that_takes_most_of_a_run() -> None:
 
 def test_the_most_disappointing_is_fast_alone() -> None:
     better, worse = checked(ms=800.0), checked(ms=900.0)
-    slow = checked(replace(STEP, saved_seconds=-0.2), ms=2000.0)  # slow alone too
+    slow = checked(replace(STEP, saved_seconds=-0.2), ms=2000.0)  # the kernel itself is slow too
     assert most_disappointing([better, worse, slow]) is worse
     assert most_disappointing([checked(ms=760.0)]) is None

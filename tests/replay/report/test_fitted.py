@@ -1,4 +1,4 @@
-"""Tables with little room, which break words but lose nothing."""
+"""Narrow tables break words, but lose no text."""
 
 from __future__ import annotations
 

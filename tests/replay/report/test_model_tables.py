@@ -93,7 +93,7 @@ def test_rows_and_titles() -> None:
 
 def test_rounds_are_those_of_the_kernels() -> None:
     own, fast = checked("the model's own", 1), checked("fast", 1.25)
-    for name, each in own.measured.items():  # beside every two kernels
+    for name, each in own.measured.items():  # one baseline run for every two kernels
         own.measured[name] = replace(each, ms=summarize([1.0] * 15))
     crashed = replace(ModelResult("bad", "llama", "trained"), status="crash", reason="x")
     assert "llama end to end · 5 rounds" in printed(80, own, crashed, fast)

@@ -127,7 +127,7 @@ def test_each_kernel_at_every_layer() -> None:
 
 
 def test_names_of_kernels_stay_whole_and_no_figure_is_cut() -> None:
-    """Paths of modules are broken instead, in a table with every possible column."""
+    """The table has every possible column, so the paths of modules are broken."""
     module = "transformer.single_transformer_blocks.0.attn.processor"
     kernels = ["triton-paged-decode-int8", "torch-flash-compiled", "sage1"]
     uniforms = [

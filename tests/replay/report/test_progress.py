@@ -1,4 +1,4 @@
-"""The time left, from a clock that the test sets."""
+"""Estimates of the time left, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pace_of(total: int, clock: Clock, at_a_time: int = 1) -> Pace:
 
 
 def at_work(calls: int, total: int, first: float = 10.0, other: float = 4.0) -> tuple[Pace, Clock]:
-    """Return a pace that has just begun the last of these calls."""
+    """Return a pace at the beginning of the last of `calls` calls, and its clock."""
     clock = Clock()
     pace = pace_of(total, clock)
     clock.now += 3.0  # workers start

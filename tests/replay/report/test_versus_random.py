@@ -1,4 +1,4 @@
-"""Recorded calls against their synthetic counterparts, with figures made by hand."""
+"""Recorded calls compared with their synthetic counterparts, with hand-made figures."""
 
 from __future__ import annotations
 

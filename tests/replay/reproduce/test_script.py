@@ -48,7 +48,7 @@ def write(call: AttentionCall, directory: Path, lines: list[str], kind: Accuracy
 
 
 def run(directory: Path) -> tuple[int, str]:
-    """Run the script in this process, since another takes seconds; return exit code and output."""
+    """Run the script in this process, to save seconds; return exit code and output."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
         runpy.run_path(str(directory / "reproduce.py"), run_name="__main__")

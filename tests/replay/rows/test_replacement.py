@@ -47,7 +47,7 @@ def test_file_with_the_longest_name_is_written(tmp_path: Path, name: str) -> Non
 
 
 def test_pipe_without_a_path_is_written_to() -> None:
-    """Such pipes come from `>(…)` and from `/dev/stdout` before a `|`."""
+    """Pipes without a path come from `>(…)` and from `/dev/stdout` before a `|`."""
     reader, writer = os.pipe()
     write(Path(f"/dev/fd/{writer}"))
     os.close(writer)

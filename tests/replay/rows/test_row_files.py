@@ -31,7 +31,7 @@ def test_unwritable_file_is_reported(tmp_path: Path) -> None:
 
 
 def parts(tree: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the paths of a tree's parts."""
+    """Yield the path of every part of a tree of JSON values."""
     if at:
         yield at
     if isinstance(tree, dict | list):

@@ -32,7 +32,7 @@ def verdict(*results: Result, resolution: float | None = 0.0123) -> SelftestRepo
 def test_sentence_says_what_to_rely_on() -> None:
     good = verdict(GOOD, SKIPPED)
     assert good.passed
-    # Rounded up: less is not promised.
+    # The share is rounded up, so that no smaller difference is promised.
     assert good.sentence.endswith("can tell kernels apart that differ by more than 1.3 %")
     assert "more than 0.1 %" in verdict(GOOD, resolution=0.0).sentence
     bad = verdict(GOOD, BAD)
@@ -54,7 +54,7 @@ def test_the_table_fits() -> None:
 
 @pytest.fixture
 def checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make all checks pass at once."""
+    """Make all checks pass immediately."""
     for module, name in (
         (environment_checks, "processor"),
         (environment_checks, "clocks"),

@@ -49,7 +49,7 @@ def test_one_kernel_under_two_names(
     told_apart: int,
     resolution: float,
 ) -> None:
-    """Intervals that include everything prove nothing."""
+    """Agreement does not count if the intervals are too wide to exclude anything."""
     samples(of)
     apart, _, found = clock.same_kernel(CPU)
     assert (apart.passed, apart.figures["told_apart"]) == (passed, told_apart)

@@ -42,7 +42,7 @@ def test_recordings_are_loaded(tmp_path: Path, make_call: Callable[..., Attentio
 
 @pytest.fixture
 def damaged(tmp_path: Path, make_call: Callable[..., AttentionCall]) -> Path:
-    """A directory of three recorded calls, one truncated and one a link."""
+    """A directory of three recorded calls: one is truncated, and one is a link."""
     paths = [tmp_path / f"model-{index}.safetensors" for index in range(3)]
     for index, path in enumerate(paths):
         PackedCall.of(make_call(origin={"call_index": index})).write(path)

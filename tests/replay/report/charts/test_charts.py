@@ -31,7 +31,7 @@ def random_facts(length: int, *, dim: int = 64, causal: bool = False, q_len: int
 
 
 def swept(kernel: str = "fast", ms: float = 2.0, **shape: Any) -> list[Row]:
-    """Return rows at 1k and 2k."""
+    """Return a kernel's rows at two lengths, 1k and 2k."""
     return [
         row(
             kernel,
@@ -47,7 +47,7 @@ def swept(kernel: str = "fast", ms: float = 2.0, **shape: Any) -> list[Row]:
 
 
 def in_a_model(kernel: str, ratio: float = 1.5, layers: int = 3, **fields: Any) -> list[Row]:
-    """Return a row per layer of `blocks.N.attn`, and the baseline's."""
+    """Return a row of the kernel and one of the baseline for each layer `blocks.N.attn`."""
     found = []
     for layer in range(layers):
         facts = call_facts(f"call {layer}", f"blocks.{layer}.attn", call_index=layer)
@@ -75,7 +75,7 @@ def values(chart: Chart) -> list[dict[str, Any]]:
 
 
 def words(svg: Path) -> list[str]:
-    """Return the visible texts of a picture."""
+    """Return the visible words of a picture."""
     root = ElementTree.fromstring(svg.read_text("utf-8"))
     return ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
 

@@ -169,7 +169,7 @@ def test_charts_follow_what_is_chosen(page: Path) -> None:
         return { first, labels, kernels, wrong: $("call").options[0].text };
         """,
     )
-    assert seen.found["first"] == "kernel-10"  # the fastest that is correct
+    assert seen.found["first"] == "kernel-10"  # the fastest correct kernel
     assert "kernel-2" in seen.found["labels"]
     assert "kernel-10" not in seen.found["labels"]
     assert seen.found["kernels"] == ["kernel-1", "kernel-2", "torch-default"]
