@@ -1,13 +1,13 @@
-"""Errors of 8-bit kernels against the number of keys: PV summed in float32 or by tensor cores.
+"""Measures 8-bit kernels' errors by number of keys, with PV summed in float32 or tensor cores.
 
     python -m benchmarks.accumulation [--out FILE]
 
 The tensor cores accumulate FP8 products with about 14 bits. `[accum=tensor]`, like FlashAttention 3
 and cuDNN, accumulates all blocks of keys in the tensor cores; the other kernels add the blocks in
-float32. Queries, keys and values are standard normal, with two means of the values: the sums grow
-with the length for mean 1 and hardly for mean 0. The error is |output - reference| over
-|reference|, each summed over the output; the reference is in float64. Writes
-`benchmarks/results/accumulation.csv`. Needs a GPU; seconds.
+float32. Queries, keys and values are standard normal. Values are also shifted to mean 1, with which
+the sums grow with the length. The error is |output - reference| over |reference|, each summed over
+the output; the reference is in float64. Writes `benchmarks/results/accumulation.csv`. Needs a GPU
+for a few seconds.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python -m benchmarks.build_flash_attn flash_attn-2.8.3.tar.gz DIRECTORY
 
 Builds head dimensions 64, 128 and 256 (smaller ones use the next larger kernel), with windows, soft
-caps and split keys, without backward, dropout and ALiBi: 8 minutes on 16 cores. Puts the package
-and its library into DIRECTORY, to be named in PYTHONPATH. The archive comes from PyPI. The
+caps and split keys, without backward, dropout and ALiBi. Takes 8 minutes on 16 cores. Puts the
+package and its library into DIRECTORY, to be named in PYTHONPATH. The archive comes from PyPI. The
 machine needs a CUDA build of torch, an `nvcc` of the same CUDA version, and ninja.
 """
 

@@ -62,9 +62,9 @@ class Run:
     flush: float = 0.0
     """Seconds from the model's return until everything is on disk."""
     allocation: float = 0.0
-    """Part of `until_returned`: allocating and pinning host memory."""
+    """Seconds of `until_returned` that allocating and pinning host memory took."""
     waited: float = 0.0
-    """Part of `until_returned`: waiting for host memory to become free."""
+    """Seconds of `until_returned` that waiting for free host memory took."""
     written: int = 0
     """Bytes of all files, including files that were deleted later."""
     nbytes: int = 0
@@ -242,7 +242,7 @@ def report(
 
 
 def bare_seconds(burst: Run, device: torch.device, scratch: Path) -> tuple[float, float]:
-    """Time a plain write and a copy of the burst's bytes, in as many equal parts."""
+    """Time a plain write and a copy of the burst's bytes, in one part per kept call."""
     size = burst.nbytes // burst.kept
     on_gpu = device.type == "cuda"
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
@@ -279,7 +279,7 @@ STATES = (1, 2, 4, 8)
 
 
 def not_kept(scratch: Path, figures: Figures, blocks: int = 40, calls: int = 1_000) -> None:
-    """Time tiny calls on the CPU with recording on and none kept, minus the calls themselves.
+    """Time recording per tiny call on the CPU when no call is kept, without the call itself.
 
     Blocks of calls with and without recording take turns. The CPU time of a single thread is
     measured, which other processes hardly change.

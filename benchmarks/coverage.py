@@ -1,4 +1,4 @@
-"""Measures how often a replay's verdicts of speed are right.
+"""Measures how often a replay's verdicts about speed are right.
 
     python -m benchmarks.coverage                     on the GPU if there is one
     python -m benchmarks.coverage --device cpu --pairs 400
@@ -6,11 +6,11 @@
     python -m benchmarks.coverage --device cpu --pairs 400 --max-seconds 0.02
 
 Every pair is a replay of one random call with three kernels: a kernel, the same kernel under a
-second name, and the same with 3 % more work (a calibrated wait). The first two must tie, and the
+second name, and the kernel with 3 % more work (a calibrated wait). The first two must tie, and the
 third must be found slow. There are 30 rounds; verdicts of fewer rounds are computed from the first
 rounds. With `--max-noise` or `--max-seconds` the replay itself decides when to stop, after 100
-rounds at most. Replaces this machine's lines with the same end of rounds in
-`benchmarks/results/coverage.csv`.
+rounds at most. In `benchmarks/results/coverage.csv`, replaces this machine's lines whose rounds
+ended in the same way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BASELINE = "torch-flash"
 ROUNDS = (6, 10, 30)
 ROUNDS_UNTIL_STOPPED = 100
 MORE_WORK = 0.03
-"""Extra work as a share, the minimum that counts as a difference; launching adds a little."""
+"""Share of extra work, the minimum difference that counts; launching adds a little more."""
 SPECS = {
     "cuda": Spec(1, 24, 24, 4096, 4096, 128, 128),
     "cpu": Spec(1, 4, 4, 256, 256, 64, 64, dtype=torch.float32),
@@ -149,7 +149,7 @@ def slower(device: torch.device) -> Kernel:
     }
     with torch.no_grad():
         measured = measure(functions, device, cache=CACHES[device.type], rounds=200)
-    # On a CPU, the minimum, which other processes hardly change.
+    # A CPU uses the minimum, which other processes hardly change.
     typical = median if device.type == "cuda" else min
     ms = {name: typical(samples.ms) for name, samples in measured.items()}
     amount = int(much * MORE_WORK * ms["plain"] / ms["wait"])
@@ -193,7 +193,7 @@ def summary(found: list[dict[str, list[float]]], rounds: int) -> dict[str, Any]:
 
 
 def wilson(count: int, of: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share (Wilson 1927)."""
+    """Return the 95 % interval of the share `count` / `of` (Wilson 1927)."""
     z = 1.96
     middle = (count + z * z / 2) / (of + z * z)
     half = z / (of + z * z) * math.sqrt(count * (of - count) / of + z * z / 4)
@@ -210,7 +210,7 @@ def sentence(line: dict[str, Any]) -> str:
 
 
 def write(lines: list[dict[str, Any]], path: Path) -> None:
-    """Replace the lines of this machine that were ended in the same way."""
+    """Replace the lines of this machine whose rounds ended in the same way."""
     replaced = [str(lines[0][name] or "") for name in ("device", "threads", "stop")]
     written = results.read(path) if path.exists() else []
     others = [

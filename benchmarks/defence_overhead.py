@@ -3,10 +3,10 @@
     python -m benchmarks.defence_overhead --device cuda             three random calls, on a GPU
     python -m benchmarks.defence_overhead --dir captured_inputs     recorded calls
 
-Replays the same calls in worker processes in turns: like `replay`; without judging timed calls
-(`benchmarks.undefended`), with outputs judged in the worker; and with that worker and a judge
-process, to measure the cost of the second process. Each repetition starts new processes, and
-reports the wall and processor time of all of them. Replaces this machine's lines of
+Replays the same calls in three ways that take turns: like `replay`; with a worker that judges
+outputs but not timed calls (`benchmarks.undefended`); and with that worker and a judge process, to
+measure the cost of the second process. Each repetition starts new processes, and reports the wall
+and processor time of all of them. Replaces this machine's lines of
 `benchmarks/results/defence_overhead.csv`.
 """
 
@@ -98,7 +98,7 @@ def main() -> None:
     kernels = [find(name) for name in names.split(",")]
     taken: dict[str, list[tuple[float, float]]] = defaultdict(list)
     load, timed = [], {}
-    # Compilers cache their output.
+    # This replay fills the caches of compilers.
     replay_once(ARMS[0], calls, kernels, replace(settings, rounds=1))
     for repetition in range(arguments.repetitions):
         for place in range(len(ARMS)):
@@ -138,7 +138,7 @@ def main() -> None:
 
 
 def paired(seconds: tuple[float, ...], of_plain: tuple[float, ...]) -> float:
-    """Return the median ratio within a repetition."""
+    """Return the median of the ratios within each repetition."""
     return median(one / other for one, other in zip(seconds, of_plain, strict=True))
 
 
@@ -156,7 +156,7 @@ def replay_once(
     try:
         if arm == "without, and a judge":  # the judge sees no timed samples
             believing.start()
-        worker.prepare(do="touch", device=str(settings.device))  # like the command
+        worker.prepare(do="touch", device=str(settings.device))  # as the command does
         if judge is not None:
             judges.prepare(do="touch", device=str(settings.device))
         rows: list[Row] = []

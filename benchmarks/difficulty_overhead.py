@@ -2,9 +2,9 @@
 
     python -m benchmarks.difficulty_overhead
 
-Calls of the built-in models' shapes on a CPU, in a single thread's processor time; on a GPU, calls
-of the full-size models' shapes, in wall time until the GPU is done. Both in turn. Writes
-`benchmarks/results/difficulty_overhead.csv`.
+On a CPU, times calls of the built-in models' shapes in processor time of a single thread. On a GPU,
+times calls of the full-size models' shapes in wall time until the GPU is done. Attention and
+difficulty take turns. Writes `benchmarks/results/difficulty_overhead.csv`.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ Finding = dict[str, Any]
 
 @dataclass(frozen=True)
 class Grade:
-    """Return the correct findings on one fault; None where the answer says nothing."""
+    """Correctness of the findings on one fault; None for a step or head that the fault lacks."""
 
     cause: bool
     layer: bool
@@ -70,7 +70,7 @@ class Grade:
 
     @classmethod
     def of(cls, fault: Fault, findings: Sequence[Finding]) -> Grade:
-        """Return whether there is a finding and all findings are right."""
+        """Grade each part as right if there is a finding and all findings are right."""
 
         def all_in(key: str, allowed: Iterable[Any]) -> bool:
             return bool(findings) and {each[key] for each in findings} <= set(allowed)

@@ -1,4 +1,4 @@
-"""Kernels with 8-bit inputs for machines that have none: the rounding of real ones, in PyTorch.
+"""Emulates the rounding of real 8-bit kernels in PyTorch, for machines without such kernels.
 
     replay --dir captured_inputs --kernels torch-default,benchmarks/emulated_8_bit.py:int8
 
@@ -19,7 +19,7 @@ from replay import register_kernel
 from replay.accuracy.quantised import to_fp8, to_int8
 
 BLOCK = 64
-"""Tokens that share a scale in INT8."""
+"""Number of tokens that share a scale in INT8."""
 
 
 def _no_mask(call: AttentionCall) -> str | None:

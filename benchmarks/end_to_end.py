@@ -3,10 +3,10 @@
     python -m benchmarks.end_to_end [--models cogvideo,flux,llama] [--kernels NAMES]
                                     [--env NAME=PYTHON] [--out FILE]
 
-CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (a 4,096-token prompt, then 64
-tokens): captures, replays, and runs each with every kernel, predicted and measured. Writes
-`benchmarks/results/end_to_end.csv`, one line for each kernel and span of a model, and the printed
-output next to it as `.txt`.
+Captures and replays CogVideoX-2b (17,776 tokens), FLUX.1-dev (1024²) and Llama-2-7b (a 4,096-token
+prompt, then 64 tokens), and runs each with every kernel; speed-ups are predicted and measured.
+Writes `benchmarks/results/end_to_end.csv`, one line for each kernel and span of a model, and the
+printed output next to it as `.txt`.
 """
 
 from __future__ import annotations

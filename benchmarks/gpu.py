@@ -9,7 +9,7 @@ def gpu() -> torch.device:
     """Return PyTorch's current GPU.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: no GPU was found.
     """
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA GPU, and PyTorch finds none here")

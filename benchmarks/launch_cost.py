@@ -36,7 +36,7 @@ PREFILL = f"{PEERS},triton-fa2,triton-fa3,triton-sage,triton-fp8,triton-sage-fp8
 DECODE = f"{PEERS},triton-decode"
 ROUNDS, IN_A_ROW = 40, 20
 Part = tuple[str, str, str]
-"""A call, a kernel, and whether it is the drop-in or the core."""
+"""Call, kernel, and the kernel's part: the drop-in or the core."""
 
 COLUMNS = (
     "call",
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def calls(device: torch.device) -> dict[str, tuple[str, AttentionCall]]:
-    """Prefill, decode, lengths of keys, and keys in pages, each with the kernels for it."""
+    """Return calls of prefill, decode, key lengths and paged keys, each with kernels to time."""
     generator = torch.Generator(device).manual_seed(0)
     prefill = Spec(1, 8, 2, 256, 256, 128, 128, is_causal=True).call(device, generator)
     long = Spec(1, 32, 32, 1, 2048, 128, 128).call(device, generator)
@@ -110,7 +110,7 @@ def calls(device: torch.device) -> dict[str, tuple[str, AttentionCall]]:
 
 
 class Layer:
-    """A transformer layer without attention, on a few numbers."""
+    """A transformer layer without attention, on small tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._x = torch.randn(1, 1, 64, device=device, dtype=torch.bfloat16)

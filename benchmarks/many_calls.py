@@ -4,7 +4,7 @@
 
 Simulated workers return rows at once, one for every call and kernel; rows are written as by
 `--json`. Writes `benchmarks/results/many_calls.csv`, a line for each number of rows, of kernels and
-of devices. Needs no GPU, and about two minutes.
+of devices. Takes about two minutes, without a GPU.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from replay.workloads.workload import Workload, random_workload
 ROWS = (100, 1000, 10000)
 DEVICES = (1, 2, 8)
 CASES = ((1, "one"), (10, "one"), (50, "one"), (10, "each its own"))
-"""Kernels on each call, and forms of the calls."""
+"""Pairs of the number of kernels on each call, and the forms of the calls."""
 MACHINE = Machine("none")
 COLUMNS = ("rows", "kernels", "forms", "devices", "cpu_seconds", "machine.device")
 
 
 class Instant:
-    """Workers that return rows at once."""
+    """Simulated workers, which return rows immediately."""
 
     def __init__(self, times: TimeSummary) -> None:
         self._times = times

@@ -161,7 +161,7 @@ def recorded(directory: Path, sizes: list[str], calls: int, device: torch.device
 def replay(
     dataset: Path, where: list[str], caches: Path, name: str, arguments: argparse.Namespace
 ) -> Replayed:
-    """Run the command with compile caches of its own."""
+    """Run the command with its own compile caches."""
     rows = caches.parent / f"{name}.jsonl"
     command = [sys.executable, "-m", "replay", "--dir", str(dataset), *where, "--verbose"]
     command += ["--kernels", arguments.kernels, "--rounds", str(arguments.rounds)]

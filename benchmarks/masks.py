@@ -2,9 +2,9 @@
 
     python -m benchmarks.masks [--out FILE]
 
-Times a mask that hides every third pair and a mask that adds a number to each pair, compared with
-the same call without a mask, at two head dimensions and in a small call. Also times dense masks of
-causal documents, which keep an eighth of the causal pairs visible. Writes
+Times a bool mask that excludes every third pair and a float mask that adds a number to each pair,
+compared with the same call without a mask, at two head dimensions and in a small call. Also times
+dense masks of causal documents, which keep an eighth of the causal pairs visible. Writes
 `benchmarks/results/masks.csv` and prints its table.
 """
 
@@ -30,7 +30,7 @@ CAUSAL = Spec(1, 32, 8, 8192, 8192, 128, 128, is_causal=True)
 
 
 def hiding(spec: Spec) -> dict[str, Any]:
-    """Return a mask that hides every third pair."""
+    """Return a bool mask that excludes every third (query, key) pair."""
     hidden = torch.rand(spec.q_len, spec.kv_len, generator=torch.Generator().manual_seed(1)) < 1 / 3
     return {"attn_mask": ~hidden[None, None]}
 
@@ -42,7 +42,7 @@ def adding(spec: Spec) -> dict[str, Any]:
 
 
 def _documents(spec: Spec, *, is_float: bool) -> dict[str, Any]:
-    """Return a dense mask of eight documents of the same length, without other information."""
+    """Return a dense mask of eight documents of equal length, without an option that states it."""
     position = torch.arange(spec.q_len)
     mask = position[:, None] >= position
     mask &= position[:, None] * 8 // spec.q_len == position * 8 // spec.q_len

@@ -19,7 +19,7 @@ from replay.report.charts.chart import CLASS_COLOURS, VEGA_LITE, Chart, Spec, ch
 
 PICTURES = Path(__file__).parent.parent / "docs" / "pictures"
 CLOSE = 0.01
-"""Labels of speed-ups closer than this would overlap."""
+"""Distance of two speed-ups below which their labels would overlap."""
 
 
 def dots() -> dict[str, tuple[float, float, float, float]]:

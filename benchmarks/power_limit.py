@@ -1,4 +1,4 @@
-"""Measures what a power limit does to timing: a kernel alone, and among slower (needs a GPU).
+"""Measures how a power limit affects timing, alone and among slower kernels (needs a GPU).
 
     python -m benchmarks.power_limit
 

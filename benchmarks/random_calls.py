@@ -68,7 +68,7 @@ FORMS: dict[str, tuple[str, ...]] = {
     "triton-sparse-decode": ("plain", "padding"),
     "triton-paged-sparse-decode": ("plain", "padding"),
 }
-"""Requirements for each kernel."""
+"""Forms of calls that each kernel must support, by kernel name."""
 DECODE = tuple(name for name in FORMS if "decode" in name)
 HEAD_DIMS = (64, 64, 128, 128, 32, 40, 72, 80, 96, 112, 192, 256)
 
@@ -80,11 +80,11 @@ class Sizes(NamedTuple):
     queries: int
     keys: int
     cached: int
-    """Keys of a decode step."""
+    """Number of keys of a decode step."""
 
 
 SIZES = {"cuda": Sizes(2**24, 1200, 2500, 20000), "cpu": Sizes(2**12, 100, 300, 2000)}
-"""Sizes with which float64 attention takes milliseconds on a GPU, and the interpreter under a
+"""Sizes for which float64 attention takes milliseconds on a GPU, and the interpreter less than a
 second."""
 
 

@@ -1,5 +1,4 @@
-"""Measures the cost of a replay in addition to the kernels' time: loading calls, and everything
-else.
+"""Measures the cost of a replay beyond the kernels' time: loading calls, and everything else.
 
     python -m benchmarks.replay_overhead                         calls made here, on the CPU
     python -m benchmarks.replay_overhead --dir captured_inputs --device cuda
@@ -8,7 +7,7 @@ Loads every call of a recording with and without checksums and reads the same fi
 shuffled rounds, cold (out of the page cache) and warm. Then replays the recording with the command
 (`benchmarks.marked_replay`), and compares the total time with the timed rounds and their warm-up.
 On a GPU, this is repeated with `--metric all`, which also times blocks of calls for their energy.
-Replaces the figures it measured in `benchmarks/results/replay_overhead.csv`, one line each.
+Replaces the measured figures in `benchmarks/results/replay_overhead.csv`, one line each.
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def by_stage(
     """Return the seconds of each stage of a command until its last row.
 
     Args:
-        marks: time, call and stage of each report; the last has neither call nor stage.
+        marks: time, call and stage of each report; the last report has neither call nor stage.
     """
     stages: dict[str, float] = defaultdict(float)
     stages[START] = marks[0][0] - begin
@@ -234,10 +233,10 @@ def by_stage(
 def _spent(
     seen: list[tuple[float, str]], end: float, timed: int, with_energy: bool
 ) -> list[tuple[str, float]]:
-    """Name the stage of each report of one call: kernels are named in three or four stages.
+    """Return the stage and seconds of each report of one call.
 
     Args:
-        timed: timed kernels; each has one more report at the end.
+        timed: number of timed kernels; each kernel has one more report at the end.
         with_energy: every kernel also has a report for its energy.
     """
     times = [at for at, _ in seen] + [end]

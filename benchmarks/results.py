@@ -77,7 +77,7 @@ def write(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def write_lines(lines: Iterable[Mapping[str, Any]], columns: Sequence[str], path: Path) -> None:
-    """Write lines as CSV with columns of their own, floats to six digits; missing values are empty.
+    """Write lines as CSV with the given columns, floats to six digits; missing values are empty.
 
     Raises:
         ValueError: a line has a key without a column.

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-# Read by PyTorch when it first allocates.
+# PyTorch reads this variable when it first allocates.
 os.environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
 
 import torch
@@ -29,7 +29,7 @@ from replay.workloads.random_calls import Spec
 
 HEAD_DIMS = (40, 72, 128)
 LENGTHS = ((1, 1), (1, 127), (7, 127), (127, 7), (127, 127))
-"""(Sq, Sk)."""
+"""Pairs of query length and key length."""
 
 
 def calls(device: torch.device) -> Iterator[AttentionCall]:
@@ -54,7 +54,7 @@ def calls(device: torch.device) -> Iterator[AttentionCall]:
             )
             yield packed(head_dim, q_len, kv_len, generator)
             yield in_pages(head_dim, q_len, kv_len, generator)
-    # Long enough for decode to read it through tensor descriptors.
+    # The key is long enough for decode to read it through tensor descriptors.
     yield Spec(1, 8, 8, 1, 4099, 128, 128).call(device, generator)
 
 

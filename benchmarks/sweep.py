@@ -35,7 +35,7 @@ kernels that are timed on them."""
 def parser(
     description: str | None, kernels: str, out: str, *, seconds: float = 2.0
 ) -> argparse.ArgumentParser:
-    """Create the argument parser of such a benchmark, with its own defaults."""
+    """Create the argument parser of a sweep, with the benchmark's own defaults."""
     found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     found.add_argument("--kernels", default=kernels)
     found.add_argument("--env", action="append", default=[], metavar="NAME=PYTHON")

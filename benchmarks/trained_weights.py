@@ -51,7 +51,7 @@ COLUMNS = (
 )
 
 Key = tuple[str, str, str, str]
-"""Model, phase, values, kernel."""
+"""Model, phase, kind of values, and kernel."""
 
 
 def main() -> None:

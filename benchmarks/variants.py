@@ -3,7 +3,7 @@
     python -m benchmarks.variants [--env NAME=PYTHON] [--out FILE]
 
 Times a window of 1,024 keys and the same call without a window, at 8k and 32k keys and in decode;
-soft caps; sinks as in gpt-oss; queries behind a cache; and packed sequences. Writes
+soft caps; sinks as in gpt-oss; queries that follow cached keys; and packed sequences. Writes
 `benchmarks/results/variants.csv` and prints its table.
 """
 

@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def _try(step: str, python: Path, directory: Path) -> str:
-    """Run a step; return `works`, its one-sentence refusal, or FAILED with the last line."""
+    """Run a step; return `works`, the sentence of a refusal, or FAILED with the last line."""
     directory.mkdir(exist_ok=True)
     shutil.copy(Path(__file__).with_name("smoke.py"), directory)
     try:
@@ -79,7 +79,7 @@ def _try(step: str, python: Path, directory: Path) -> str:
 
 
 def _table(results: dict[str, dict[str, str]], notes: list[str]) -> str:
-    """Format a column for each environment; sentences follow as numbered notes."""
+    """Format results, a column for each environment, with sentences as numbered notes below."""
     sentences: list[str] = []
     lines = ["", f"| | {' | '.join(results)} |", f"|---|{'---|' * len(results)}"]
     for row in ROWS:

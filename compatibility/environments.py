@@ -22,7 +22,7 @@ class Environment:
     Attributes:
         libraries: Requirements, as `pip install` takes them.
         resolution: `lowest-direct` installs the oldest versions that pyproject.toml allows.
-        with_dependencies: Whether to install our dependencies too, or our package only.
+        with_dependencies: True to install our dependencies as well as our package.
     """
 
     name: str
@@ -44,7 +44,7 @@ ENVIRONMENTS = (
         "3.12",
         (
             *("torch==2.11.0", "transformers==5.3.0", "diffusers==0.37.0", "accelerate==1.10.0"),
-            "numpy==2.2.6",  # Triton 3.6's interpreter fails with the newest
+            "numpy==2.2.6",  # Triton 3.6's interpreter fails with newer versions
         ),
     ),
     Environment("what `make` installs", "3.13", ("-c", "constraints.txt", ".[dev]")),
@@ -57,12 +57,12 @@ class CannotBuild(Exception):
 
 
 def build(environment: Environment, directory: Path, wheel: Path) -> tuple[Path, str]:
-    """Build it in `directory`; return its interpreter and the packages that ours replaced.
+    """Build an environment in `directory`; return its interpreter and the packages we replaced.
 
     Raises:
         CannotBuild: the interpreter is not available, or a package cannot be installed.
     """
-    # Like `python -m venv`: with pip and, before Python 3.12, setuptools.
+    # Like `python -m venv`, this installs pip and, before Python 3.12, setuptools.
     _uv("venv", "--seed", "--python", environment.python, str(directory))
     python = directory / "bin" / "python"
     libraries = list(environment.libraries)

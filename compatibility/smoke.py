@@ -157,7 +157,7 @@ STEPS = {
 
 
 def _command(*words: str) -> None:
-    """Run one of our installed commands; on failure print its last line and exit likewise."""
+    """Run one of our installed commands; on failure print its last line and exit with its code."""
     program = Path(sys.executable).parent / words[0]
     done = subprocess.run([program, *words[1:]], capture_output=True, text=True, check=False)
     if done.returncode:

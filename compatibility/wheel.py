@@ -24,7 +24,7 @@ output = attention_kernels.attention(*tensors)
 torch.testing.assert_close(output.float(), expected, rtol=0, atol=3e-3)
 """
 COMMANDS = {"attention_replay": REPLAY, "attention_kernels": (("python", "-c", INTERPRETED),)}
-"""Commands for each wheel."""
+"""Commands to test each wheel with."""
 
 
 def main() -> None:

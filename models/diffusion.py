@@ -67,7 +67,7 @@ def named_runnable(
         trained_prompt: Default prompt of our trained weights.
         embeddings: Maps the transformer's configuration to the shapes of the text embeddings, by
             argument of the pipeline.
-        run: Maps the pipeline, and whether it is our trained one, to its other arguments.
+        run: Maps the pipeline, and True if it is our trained one, to its other arguments.
         output: Name of a decoded output.
     """
     trained = pretrained_weights.directory(request.name) if request.is_built_in else None

@@ -18,7 +18,7 @@ class Request:
     """Request to build and run a model.
 
     ``prompt`` and ``steps`` are None if the model's own defaults apply. ``size`` and ``weights``
-    are None for a user's directory or function, which determines both itself.
+    are None for a user's directory or function, which itself determines size and weights.
     """
 
     name: str

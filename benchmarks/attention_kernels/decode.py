@@ -55,7 +55,7 @@ LATENT_PAGE_SIZE = 64
 LONG, SHORT = 131072, 1024
 IN_8_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 ERRORS = {"fp8": 0.08, "int8": 0.03}
-"""Largest error relative to the output's norm; 0.01 in 16 bits."""
+"""Maximum error of 8-bit caches relative to the output's norm; 16 bits may have 0.01."""
 RIVALS = ("torch-cudnn", "torch-flash", "flashinfer-decode")
 
 COLUMNS = (
@@ -89,7 +89,7 @@ class Case:
 
 
 def normal(*shape: int) -> Tensor:
-    """Return bfloat16 values, the same each time; each piece has its own seed."""
+    """Return reproducible bfloat16 values; each entry of the first dimension has its own seed."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE)
     for seed, each in enumerate(tensor):
         each.normal_(generator=torch.Generator(DEVICE).manual_seed(seed))
@@ -97,7 +97,7 @@ def normal(*shape: int) -> Tensor:
 
 
 def mixed_lengths(batch: int, seed: int) -> list[int]:
-    """Return lengths drawn log-uniformly between `SHORT` and `LONG`, one of them the longest."""
+    """Return lengths drawn log-uniformly between `SHORT` and `LONG`; the last is `LONG`."""
     draw = random.Random(seed)
     low, high = math.log(SHORT), math.log(LONG)
     return [int(math.exp(draw.uniform(low, high))) for _ in range(batch - 1)] + [LONG]
@@ -198,7 +198,7 @@ def cache_of(name: str, call: AttentionCall, in_pages: AttentionCall) -> Cache |
 
 
 def bytes_read(cache: Cache | QuantisedCache, tokens: int) -> int:
-    """Return the bytes of the keys and values of this many tokens, scales included."""
+    """Return the bytes of the keys, values and scales of this many tokens."""
     kv_heads, _, v_dim = cache.sizes
     numbers = cache.key.shape[3] + (0 if cache.tail else v_dim)
     scales = 8 if isinstance(cache, QuantisedCache) else 0
@@ -244,7 +244,7 @@ def _said(tiles: Tiling) -> str:
 
 
 def expected(case: Case, n: int) -> Tensor:
-    """Return sequence `n`'s output (1, Hq, Sq, Dv) in float32."""
+    """Compute the output (1, Hq, Sq, Dv) of sequence `n` in float32."""
     call, own = case.call, slice(n, n + 1)
     seen = slice(case.lengths[n])
     q_len = call.query.shape[2]

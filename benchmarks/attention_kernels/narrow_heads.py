@@ -5,8 +5,8 @@
 Times cuDNN, `triton-fa3`, and `triton-fa3` forced to 4, 3 and 2 consumers, in shuffled rounds with
 a cold L2. Reports the number of consumers that the schedule chooses, and the predicted time of
 each. The predictions (`schedule.NARROW`) are fitted to these measurements. Writes
-`benchmarks/results/narrow_heads.csv`, a line for each call, and prints its table. Outputs are
-checked by the tests, not here.
+`benchmarks/results/narrow_heads.csv`, a line for each call, and prints its table. The tests check
+the outputs.
 """
 
 from __future__ import annotations

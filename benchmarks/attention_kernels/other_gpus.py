@@ -2,9 +2,9 @@
 
     python -m benchmarks.attention_kernels.other_gpus [--capability 8.6] [--head-dim 128] ...
 
-Each kernel is called on tensors without memory, as if they were on such a GPU. It plans and
-compiles its programs with Triton's own `ptxas`, but does not launch them. A program that needs more
-shared memory than the GPU has is an error. Writes `benchmarks/results/other_gpus.csv`, a line for
+Each kernel is called on meta tensors as if they were on such a GPU. The kernel plans and compiles
+its programs with Triton's own `ptxas`, but does not launch them. A program that needs more shared
+memory than the GPU has counts as an error. Writes `benchmarks/results/other_gpus.csv`, a line for
 each kernel and head_dim.
 """
 
@@ -78,7 +78,7 @@ class _Driver:
 
 @contextlib.contextmanager
 def as_if_on(capability: str) -> Iterator[None]:
-    """Treat tensors on the `meta` device as tensors on such a GPU."""
+    """Treat `meta` tensors as tensors on a GPU with this compute capability."""
     pair = tuple(map(int, capability.split(".")))
     driver.set_active(_Driver(capability))
     with (
@@ -93,7 +93,7 @@ def as_if_on(capability: str) -> Iterator[None]:
 
 
 def call_of(kernel: str, head_dims: HeadDims) -> AttentionCall:
-    """Return a call that the kernel supports, without values."""
+    """Return a call on meta tensors that the kernel supports."""
     q_len, kv_len = (1, 4096) if kernel in DECODE else (1024, 1024)
     is_causal = kernel in PREFILL
     spec = Spec(1, 8, 2, q_len, kv_len, *head_dims, is_causal, torch.float16)

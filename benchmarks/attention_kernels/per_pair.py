@@ -2,10 +2,10 @@
 
     python -m benchmarks.attention_kernels.per_pair [--kernels NAMES] [--out FILE]
 
-Calls with windows, soft caps, sinks, masks, queries behind a cache and packed sequences each take
-turns with a plain call in shuffled rounds, because a GPU at its power limit changes its clock.
-Writes `benchmarks/results/per_pair.csv`, with drop-ins and any cores, and prints its table. Outputs
-are checked by `benchmarks.variants`, `benchmarks.masks` and the tests.
+Calls with windows, soft caps, sinks, masks, queries that follow cached keys, and packed sequences
+each take turns with a plain call in shuffled rounds, because a GPU at its power limit changes its
+clock. Writes `benchmarks/results/per_pair.csv`, for drop-ins and cores, and prints its table.
+Outputs are checked by `benchmarks.variants`, `benchmarks.masks` and the tests.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ KERNELS = (
     "triton-fa2,triton-fa3,triton-varlen,triton-fp8,triton-fp8[accum=tensor],triton-sage-fp8,fa2"
 )
 BESIDE = {"triton-varlen": "triton-fa3"}
-"""Kernel whose plain call is the baseline of a kernel without one; both run the same program."""
+"""Kernel that runs the plain call for a kernel that cannot; both use the same program."""
 ROUNDS = 15
 FOUR_OF_2K = Spec(4, 32, 8, 2048, 2048, 128, 128, is_causal=True)
 Fields = Mapping[str, Any]
@@ -181,7 +181,7 @@ def compare(
 
 
 def _on(device: torch.device, call: AttentionCall) -> AttentionCall:
-    """Return the call on a device, with its tensors beyond query, key and value."""
+    """Copy a call to a device, including tensors other than query, key and value."""
     beyond = {
         field: tensor.to(device)
         for field in ("attn_mask", "sinks", "cu_seqlens_q", "cu_seqlens_k")

@@ -49,15 +49,15 @@ from benchmarks import results
 from benchmarks.attention_kernels.other_gpus import as_if_on
 
 ENVIRONMENT = {"TRITON_DISABLE_LINE_INFO": "1", "TRITON_INTERPRET": "0"}
-"""Variables of the processes that compile, set before these import Triton."""
+"""Environment variables of the compiling processes, set before they import Triton."""
 COLUMNS = ("name", "kernel", "sha256", "instructions", "registers", "spills", "triton")
-"""The columns of a file; spills are instructions that load from local memory or store there."""
+"""Columns of a file; spills are instructions that load from local memory or store there."""
 COMPARED = COLUMNS[2:]
 INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-"""A line of SASS with an address; its group is the operation."""
+"""Pattern of a SASS line with an address; its group is the operation."""
 
 Cases = Iterator[tuple[str, Callable[[], object]]]
-"""Names, and calls that compile one or more programs."""
+"""Pairs of a name and a call that compiles one or more programs."""
 
 HALF, BFLOAT, SINGLE = torch.float16, torch.bfloat16, torch.float32
 INT8, FP8 = torch.int8, torch.float8_e4m3fn
@@ -105,7 +105,7 @@ def operands(
     batch: int = 1,
     dtype: torch.dtype = HALF,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return query, key and value, BHSD, without memory."""
+    """Return query, key and value as BHSD tensors without memory."""
     return (
         empty(batch, heads[0], q_len, head_dim, dtype=dtype),
         empty(batch, heads[1], kv_len, head_dim, dtype=dtype),
@@ -119,7 +119,7 @@ def many_keys(head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def in_a_row(head_dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, int]:
-    """Return three packed sequences, their offsets, and the length of the longest query."""
+    """Return three packed sequences, their offsets, and the maximum query length."""
     query, key, value = (empty(4096, heads, head_dim) for heads in (8, 2, 2))
     return query, key, value, numbers(4), numbers(4), 2048
 
@@ -154,7 +154,7 @@ def of_prefill() -> Cases:
 
 
 def of_lengths() -> Cases:
-    """Yield padded and packed batches, and masks whose contents are inspected."""
+    """Yield padded and packed batches, and masks whose contents the kernels inspect."""
     ranges = KeyRanges(numbers(2), numbers(2))
     yield "padded 64", partial(padded_prefill, *operands(64, batch=2), ranges)
     yield (
@@ -246,7 +246,7 @@ def of_quantised_decode() -> Cases:
 
 
 def of_choice() -> Cases:
-    """Yield sparse decode, the selection of its tokens, and lengths found in a mask."""
+    """Yield cases of sparse decode, of selecting its tokens, and of finding lengths in a mask."""
     query, key, value = operands(128, 1, 4096)
     yield "sparse decode 128", partial(sparse_decode, query, key, value, numbers(1, 2, 82))
     yield "choice 128", partial(choose_tokens, query, key, 0.02)
@@ -282,8 +282,8 @@ def compile_group(group: str) -> list[dict[str, Any]]:
         programs.append((name, program))
         return None, None, 0, 0, 1024
 
-    # No Gluon kernel supports 9.1. All tensors have the same address, like a key and its first
-    # part.
+    # No Gluon kernel supports 9.1. All tensors have the same address, so that a value can be part
+    # of its key.
     capability = (9, 0) if group == "hopper" else (9, 1)
     with (
         torch.no_grad(),

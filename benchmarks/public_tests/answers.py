@@ -22,7 +22,7 @@ class Answers:
     """Answers for the functions of a library that is not installed.
 
     Args:
-        kernel: the one under test.
+        kernel: name of the kernel under test.
         asked: library functions that the kernel replaces; None for all. Other functions, with which
             a test compares, are replaced by attention in float64.
     """
@@ -31,7 +31,7 @@ class Answers:
         self.kernel: Kernel = find(kernel)
         self.asked = asked
         self.calls = 0
-        """Name of the kernel."""
+        """Number of calls that the kernel has computed."""
 
     def __call__(self, call: AttentionCall, function: str) -> Tensor:
         """Compute attention; skip the test with the kernel's reason if the kernel refuses the

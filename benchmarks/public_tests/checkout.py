@@ -22,8 +22,8 @@ SWITCHES = {
     "FLASH_ATTENTION_DISABLE_FP8": "TRUE",
     "FLASH_ATTENTION_DISABLE_LOCAL": "TRUE",
 }
-"""Options of flash-attn 3's tests, for builds without chunks: one test has windows with chunks, and
-`tests/test_flash_attn.py` has windows without."""
+"""Environment variables that leave features out of flash-attn 3's tests. One of these tests
+combines windows with chunks; `tests/test_flash_attn.py` has windows without chunks."""
 
 
 def load(test: Listed, checkout: Path, answers: Answers) -> Callable[..., None]:

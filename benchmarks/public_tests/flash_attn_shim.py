@@ -1,7 +1,7 @@
 """The functions of flash-attn 2 and 3 that their tests call, answered by a kernel of ours.
 
 Arguments that affect only speed are ignored. Features that our kernels lack skip the test, with the
-reason. The tests use their own helpers (padding).
+reason. Helpers such as padding are the tests' own.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class FlashInfer:
-    """The library's functions, and its wrappers, whose `plan` comes before their `run`."""
+    """The library's functions, and its wrappers, whose `plan` must precede `run`."""
 
     def __init__(self, answers: Answers) -> None:
         self.answers = answers
@@ -154,8 +154,8 @@ class Wrapper:
         return_lse: bool = False,
         **given: Any,
     ) -> Any:
-        """Return the output (T, H, D) and, if asked for, the lse to base 2 (T, H)."""
-        if args:  # of the variant with sinks
+        """Return the output (T, H, D) and, if requested, the log-sum-exp to base 2 (T, H)."""
+        if args:  # the variant with sinks has these
             given["sinks"], given["sm_scale"] = args
         call = call_of(query, key, value, **{**self.given, **given})
         if return_lse:

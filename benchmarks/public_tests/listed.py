@@ -1,8 +1,8 @@
 """Lists the tests of the two libraries that are run, and our kernel for each.
 
-Left out are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi alone, of
-CUDA graphs and of merged states; tests of a log-sum-exp, which ours does not return; and
-tests that compare the library's own options (`use_tensor_cores`) with each other.
+Omitted are tests of the backward pass, of 8 and 4 bits, of rotary embeddings and ALiBi alone, of
+CUDA graphs and of merged states; tests of a log-sum-exp, which our kernels do not return; and tests
+that compare the library's own options (`use_tensor_cores`) with each other.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 Against = Literal["PyTorch", "float64", "itself"]
-"""`PyTorch`: the test's own formula; flash-attn's tests allow two or three times the error that it
-has in 16 bits. `float64`: attention in float64, if a test compares with another function of the
+"""`PyTorch`: the test's own formula; flash-attn's tests allow two or three times the error of this
+formula in 16 bits. `float64`: attention in float64, if a test compares with another function of the
 library. `itself`: the kernel's output for an equivalent call."""
 
 
 class Listed(NamedTuple):
-    """A test function."""
+    """A listed test function of a library."""
 
     library: Literal["flash-attention", "flashinfer"]
     file: str

@@ -21,7 +21,7 @@ from benchmarks.public_tests.answers import Answers
 
 Arguments = dict[str, Any]
 DRAWN_FOR_EACH = 30
-"""Parametrisations tried for each one judged: most use ALiBi, dropout or similar features."""
+"""Maximum number of parametrisations drawn per judged run, because most need other features."""
 
 
 NO_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_NOT_INITIALIZED")
@@ -50,7 +50,7 @@ def draw(test: Callable[..., None], seed: int, largest: int | None = None) -> It
     """Yield a test's parametrisations in a random order that the seed decides.
 
     Args:
-        largest: leave out larger numbers.
+        largest: omit parametrisations with larger numbers.
     """
     names, values = parametrisations(test)
     if largest is not None:

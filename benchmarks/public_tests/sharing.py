@@ -44,7 +44,7 @@ def play(job: Job, seed: int, until: float, device: str, largest: int | None) ->
 
 
 def jobs(tests: list[tuple[Listed, str, Path]], per_test: int) -> Iterator[Job]:
-    """Yield the first share of every test, then the second, so that each test has run when time
+    """Yield every test's first share, then the second ones, so that all tests run before time
     ends."""
     shares = -(-per_test // JUDGED_AT_ONCE)
     for number in range(shares):
@@ -65,7 +65,7 @@ def played(
         for future in as_completed(futures):
             try:
                 yield futures[future], future.result()
-            except RuntimeError as error:  # of CUDA, or of a process that died
+            except RuntimeError as error:  # raised by CUDA or because a process died
                 pool.shutdown(wait=False, cancel_futures=True)
                 yield futures[future], [({}, Outcome("failed", " ".join(str(error).split())[:300]))]
                 return

@@ -8,7 +8,7 @@ from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
 
 WIDE = 0.05
-"""The interval of a measured speed-up is shown if it is wider than this share of it."""
+"""Width, as a share of a measured speed-up, above which its interval is shown."""
 
 SCENES = {
     ("cogvideo", "denoise"): "CogVideoX-2b, a denoising step",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def markdown_table(headings: list[str], lines: dict[str, list[str]]) -> str:
-    """Lay out lines by the cell that each starts with; all other columns are aligned right."""
+    """Lay out lines, given by their first cell; all columns but the first are aligned right."""
     text = [f"| {' | '.join(headings)} |", f"|---|{'---:|' * (len(headings) - 1)}"]
     text += [f"| {first} | {' | '.join(cells)} |" for first, cells in lines.items()]
     return "\n".join(text) + "\n"

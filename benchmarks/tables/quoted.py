@@ -36,6 +36,6 @@ def attention_structure() -> str:
 
 
 def devices() -> str:
-    """Show the matrices that `replay devices --markdown` wrote, without its legend."""
+    """Show the matrices that `replay devices --markdown` wrote, without their legend."""
     _, heading, matrices = (results.DIRECTORY / "devices.md").read_text().partition("**")
     return heading + matrices

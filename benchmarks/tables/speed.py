@@ -9,11 +9,11 @@ from benchmarks import results
 from benchmarks.tables.markdown import machine_line, markdown_table
 
 IN_8_BITS = ("fp8", "int8")
-"""Caches of `benchmarks.attention_kernels.decode`."""
+"""Names of the 8-bit caches in `benchmarks.attention_kernels.decode`."""
 
 
 def full_size() -> str:
-    """List TFLOPS by kernel on calls of full-size models; memory-bound decode in ms."""
+    """List TFLOPS by kernel on calls of full-size models, but ms for memory-bound decode."""
     rows = results.read(results.DIRECTORY / "full_size.csv")
     scenes = {
         "CogVideoX-2b denoise, TFLOPS": ("cogvideo", "denoise", "tflops"),
@@ -52,7 +52,7 @@ def by_shape(
     cores: bool = False,
     errors: bool = False,
 ) -> str:
-    """List TFLOPS by shape; memory-bound decode in ms, drop-in time first, then core time.
+    """List TFLOPS by shape, but ms for memory-bound decode: the drop-in time, then the core time.
 
     Args:
         decode: list only decode shapes (True), only the others (False), or all (None).
@@ -173,7 +173,7 @@ def narrow_heads(path: Path) -> str:
 
 
 def power_limit() -> str:
-    """List the same kernels measured three ways."""
+    """List the times of kernels that were each measured in three ways."""
     with (results.DIRECTORY / "power_limit.csv").open(newline="") as file:
         heading, *lines = csv.reader(file)
     text = [f"| {' | '.join(cell.strip() for cell in heading[:-1])} |"]

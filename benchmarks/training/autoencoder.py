@@ -16,7 +16,7 @@ from benchmarks.training.shapes import Scene
 
 DIVERGENCE = 5e-4  # weight of the KL term per latent value: gives latents of about unit size
 CROPPED = 0.5  # share of the time spent on crops of half the side
-EMPHASIS = 3.0  # of coloured pixels: a small part of the picture, but all that captions describe
+EMPHASIS = 3.0  # weight of coloured pixels, which are few but all that captions describe
 
 
 @dataclass(frozen=True)
@@ -53,10 +53,10 @@ def train_autoencoder(
 ) -> History:
     """Minimise the reconstruction error, with a small weight on the KL divergence.
 
-    Training starts on crops of ``crops`` scenes per batch, since colours are learned from many
+    Training starts on crops of ``crops`` scenes per batch, because learning colours takes many
     things, and continues on ``batch`` full scenes. The error is the absolute error, for sharp
-    edges, plus the squared error, for colours: with the absolute error alone, training can stall
-    where things are left out, which is the median of their colours.
+    edges, plus the squared error, for colours: with the absolute error alone, training can stall at
+    pictures without things, because grey is the median of the things' colours.
     """
     flat = canvas.frames == 1
 
@@ -82,7 +82,7 @@ def train_autoencoder(
         weighted: Tensor = (1 + EMPHASIS * saturation) * (error.abs() + error.square())
         return weighted.mean() + DIVERGENCE * 0.5 * divergence.mean()
 
-    # Benchmark: the sizes are few and fixed, and cuDNN's first choice is not always fast on narrow
+    # cuDNN tries its algorithms, because sizes are few and its first choice may be slow on narrow
     # convolutions.
     with torch.backends.cudnn.flags(enabled=True, benchmark=True):
         return train(stage, autoencoder, loss, seed=seed, device=device)

@@ -52,7 +52,7 @@ class Model(ABC):
     """Names of the text encoders, which are trained with the transformer."""
     loss_name: str
     shown: tuple[int, int]
-    """Number of samples on the contact sheet, and its columns."""
+    """Numbers of samples and of columns on the contact sheet."""
 
     @abstractmethod
     def build(self, canvas: Canvas) -> DiffusionPipeline:

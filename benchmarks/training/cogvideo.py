@@ -94,7 +94,7 @@ class CogVideoX(captioned.Model):
                 sample_height=canvas.height // 4,
                 sample_frames=canvas.frames,
                 temporal_compression_ratio=FRAMES_PER_LATENT,
-                # Finer than published: over so few patches, those positions hardly differ.
+                # Finer than published, as those positions hardly differ over so few patches.
                 spatial_interpolation_scale=0.25,
                 temporal_interpolation_scale=0.0625,
             ),

@@ -26,7 +26,7 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, captions: Sequence[str], lengt
 def draw_times(
     count: int, progress: float, generator: torch.Generator, device: torch.device
 ) -> Tensor:
-    """Draw (count,) times of the noise schedule, 0 data, 1 noise: at first mostly noisy, later
+    """Draw (count,) times from 0 (data) to 1 (noise): mostly noisy early in training, later
     uniform.
 
     A thing that is visible need not be read from the caption, so captions are learned only at noisy

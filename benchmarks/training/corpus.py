@@ -36,8 +36,8 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents by part, sorted by name; ``source`` names their Python, ``licence`` is the text
-    that goes with quotes of them, empty if the library has none."""
+    """Documents by part, sorted by name. ``source`` names their Python version; ``licence`` is the
+    text that must accompany quotes, empty if the library has none."""
 
     source: str
     licence: str
@@ -94,7 +94,7 @@ def _sources(library: Path) -> list[Document]:
             continue
         try:
             documents.append(Document(name.as_posix(), path.read_text(encoding="utf-8")))
-        except UnicodeDecodeError:  # a test of other encodings
+        except UnicodeDecodeError:  # a test file in another encoding
             continue
     return documents
 

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 INK = (40, 40, 40)
-WIDEST = 6  # of a caption's characters, in pixels
+WIDEST = 6  # width of a caption's widest characters, in pixels
 
 
 def loss_curve(path: Path, curves: Mapping[str, Sequence[tuple[int, float]]], title: str) -> None:
@@ -45,7 +45,7 @@ def contact_sheet(
 
     Args:
         rows: Rows of pictures (3, H, W) in 0…1; a video's row has some of its frames.
-        columns: How many rows are placed side by side.
+        columns: Number of rows placed side by side.
     """
     _, height, width = rows[0][0].shape
     row_width = width * len(rows[0]) + 6

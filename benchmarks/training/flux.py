@@ -16,7 +16,7 @@ from models.built_in.flux import VARIANTS, small_pipeline
 
 VARIANT = VARIANTS["flux"]
 SHIFT = 2.0
-"""Logarithm of the factor on the schedule's odds of noise to signal; published: 0.5 to 1.15.
+"""Logarithm of the factor on the schedule's odds of noise to signal (published: 0.5 to 1.15).
 
 A thing's place shows in a thousand latent values at once, so it is decided while the noise is still
 ten times the signal or more. With the published shift for so few tokens, this phase is over after
@@ -104,7 +104,7 @@ class Flux(captioned.Model):
             clean = (latents[chosen].float() - config.shift_factor) * config.scaling_factor
             clean = pipeline._pack_latents(clean, *clean.shape)
             noise = torch.randn(clean.shape, generator=generator, device=device)
-            # Shifted, as in the pipeline.
+            # The noise level is shifted as in the pipeline.
             time = draw_times(batch, progress, generator, device)
             sigma = torch.sigmoid(time.logit(1e-4) + SHIFT)
             predicted = pipeline.transformer(

@@ -15,11 +15,11 @@ from torch import Tensor
 
 from benchmarks.training.shapes import COLOURS, LAYOUTS, MOTIONS, SHAPES, Scene
 
-SATURATED = 0.2  # largest minus smallest channel
-SMALLEST = 0.01  # area of a thing, as a share of the picture
+SATURATED = 0.2  # minimum difference of a coloured pixel's largest and smallest channel
+SMALLEST = 0.01  # minimum area of a thing, as a share of the picture
 PARTS = ("colours", "shapes", "textures", "layout", "motion", "all")
-DARK = 0.8  # relative to the bright part of a thing
-MOVED = 0.1  # least displacement that counts as motion, in picture heights
+DARK = 0.8  # maximum brightness of dark pixels, relative to the bright part of a thing
+MOVED = 0.1  # minimum displacement that counts as motion, in picture heights
 
 # By shape: area in squared radii, and how far the centre of mass is below the middle, in radii.
 _AREA = {"circle": 3.14159, "square": 4.0, "triangle": 2.0, "cross": 20 / 9}
@@ -59,7 +59,7 @@ def see(picture: Tensor) -> list[Seen]:
 
 @dataclass(frozen=True)
 class Watched:
-    """The things in the first, middle and last frame; for a picture, three times the same."""
+    """Things in the first, middle and last frame; all three are the same for a picture."""
 
     first: list[Seen]
     middle: list[Seen]
@@ -121,7 +121,7 @@ def _overlap(
 
 
 def _texture(region: Tensor, brightness: Tensor) -> str:
-    """Classify as plain if little is dark (edges are), striped if rows are all dark or bright."""
+    """Return plain if little but edges is dark, striped if rows are uniform, else checkered."""
     dark = region & (brightness < DARK * brightness[region].quantile(0.9))
     if dark.sum() < 0.25 * region.sum():
         return "plain"

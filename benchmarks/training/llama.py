@@ -23,8 +23,8 @@ from benchmarks.training.corpus import Document
 from benchmarks.training.loop import Stage, train
 from benchmarks.training.ngram import KneserNey
 
-PASSES = 20  # over the text: with more, the model memorises it
-HELD_OUT_CHARACTERS = 6000  # of each document in the shipped prompt
+PASSES = 20  # passes over the text; with more, the model memorises it
+HELD_OUT_CHARACTERS = 6000  # characters of each document in the shipped prompt
 HELD_OUT_DOCUMENTS = 4
 PROMPTS = (
     'def read_lines(path, encoding="utf-8"):\n    """Return',
@@ -290,7 +290,7 @@ def samples(
             pad_token_id=tokenizer.eos_token_id,
         )
         text = tokenizer.decode(written[0], skip_special_tokens=True)
-        # Five backquotes: no sample closes this fence.
+        # Five backquotes, so that no sample closes the fence.
         blocks.append(f"`````\n{text}\n`````")
     return f"The prompts are {list(PROMPTS)!r}; temperature 0.6.\n\n" + "\n\n".join(blocks)
 

@@ -116,7 +116,7 @@ def train(
         with torch.no_grad():
             torch._foreach_lerp_(average, parameters, 1 - decay)
         recent.append(value.detach())
-        # The GPU runs asynchronously: without this, the time would be that of the host alone.
+        # The GPU runs asynchronously, so without this wait only the host's time would be measured.
         if device.type == "cuda" and history.steps % 10 == 0:
             torch.cuda.synchronize()
         history.seconds = time.monotonic() - started

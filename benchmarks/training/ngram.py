@@ -29,7 +29,7 @@ class _Order:
 
 
 class KneserNey:
-    """Probabilities of the next token after ``order - 1`` others.
+    """Probabilities of the next token, given ``order - 1`` preceding tokens.
 
     Args:
         tokens: (N,) ids below ``vocabulary``.
@@ -57,7 +57,8 @@ class KneserNey:
         self._orders.reverse()
 
     def perplexity(self, tokens: Ids) -> float:
-        """Return the perplexity of all tokens but the first ``order - 1``, given those before."""
+        """Return the perplexity of all tokens after the first ``order - 1``, given previous
+        tokens."""
         return math.exp(-float(np.log(self.probabilities(tokens)).mean()))
 
     def probabilities(self, tokens: Ids) -> Values:
@@ -72,7 +73,7 @@ class KneserNey:
             held_back = _look_up(order.contexts, order.held_back, context)
             known = totals > 0
             discounted = np.maximum(counts - order.discounts[_class(counts)], 0)
-            # An unknown context holds everything back.
+            # An unknown context holds back all probability.
             own = np.divide(discounted, totals, out=np.zeros_like(totals), where=known)
             back = np.divide(held_back, totals, out=np.ones_like(totals), where=known)
             probability = own + back * probability

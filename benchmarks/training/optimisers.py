@@ -1,4 +1,4 @@
-"""The optimisers: Muon for the weight matrices inside a transformer, AdamW for the rest.
+"""The optimisers: Muon for the matrices inside a transformer, AdamW for other parameters.
 
 Muon moves a matrix equally far in all directions, including those whose gradient is faint at first,
 as when a word of the caption only matters together with a place in the picture. Our video model
@@ -59,7 +59,7 @@ def muon(
         momentum=0.95,
         nesterov=True,
         ns_steps=5,
-        adjust_lr_fn="original",  # times √(out / in) if that is above 1
+        adjust_lr_fn="original",  # scales updates by max(1, √(out / in))
     )
 
 

@@ -24,12 +24,12 @@ def parse(name: str, description: str | None, arguments: list[str] | None) -> ar
     parser.add_argument("--library", type=Path, help="another Python's lib/python3.x (llama)")
     parser.add_argument("--smoke", action="store_true", help="a few steps on small data")
     given = parser.parse_args(arguments)
-    # The output of a smoke run must not pass for real weights.
+    # The output of a smoke run must not be mistaken for real weights.
     where = "benchmarks/training/runs" if given.smoke else "models/pretrained"
     given.out = given.out or ROOT / where / name
     given.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(given.seed)
     for library in (diffusers_logging, transformers_logging):
-        library.disable_progress_bar()  # ours is the only one
+        library.disable_progress_bar()  # only our own progress bar is shown
         library.set_verbosity_error()
     return given

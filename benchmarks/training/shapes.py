@@ -18,7 +18,7 @@ from torch import Tensor
 
 SHAPES = ("circle", "square", "triangle", "cross")
 TEXTURES = ("plain", "striped", "checkered")
-GROUNDS = {"dark": 0.35, "light": 0.65}  # further apart, they would drown out the things
+GROUNDS = {"dark": 0.35, "light": 0.65}  # a larger difference would drown out the things
 COLOURS = {
     "red": (0.90, 0.10, 0.10),
     "green": (0.10, 0.75, 0.15),
@@ -27,11 +27,11 @@ COLOURS = {
     "magenta": (0.90, 0.15, 0.85),
     "cyan": (0.10, 0.85, 0.90),
 }
-LAYOUTS = ("left of", "above")  # of the first thing relative to the second
+LAYOUTS = ("left of", "above")  # place of the first thing relative to the second
 MOTIONS = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}  # (x, y), y downwards
 
 SHADE = 0.55  # brightness of the dark part of a texture
-PERIOD = 1 / 6  # of a texture, in picture heights
+PERIOD = 1 / 6  # period of a texture, in picture heights
 CLOUDS = 0.1  # contrast of a background: faint, or it would be most of what is learned
 HELD_OUT_ONE_IN = 4
 
@@ -108,7 +108,7 @@ def split(scenes: Sequence[Scene]) -> tuple[list[Scene], list[Scene]]:
 
 
 def sample(scenes: Sequence[Scene], count: int, generator: torch.Generator) -> list[Scene]:
-    """Draw ``count`` scenes with replacement, those with one thing and with two equally likely."""
+    """Draw ``count`` scenes with replacement; one-thing and two-thing ones are equally likely."""
     kinds = [[s for s in scenes if len(s.things) == number] for number in (1, 2)]
     kinds = [kind for kind in kinds if kind]
     drawn = torch.randint(1 << 30, (count, 2), generator=generator).tolist()
@@ -133,7 +133,7 @@ def render(
     Returns:
         (B, frames, 3, height, width) in 0…1.
     """
-    # In picture heights, from the centre; y downwards.
+    # Coordinates are in picture heights from the centre; y points down.
     vertical = (torch.arange(height, device=device) + 0.5) / height - 0.5
     horizontal = ((torch.arange(width, device=device) + 0.5) - width / 2) / height
     canvas = _ground(scenes, height, width, generator, device)[:, None].expand(-1, frames, -1, -1)
@@ -197,7 +197,7 @@ def _place(
         radius = 0.16 + 0.04 * a
         direction = torch.tensor(MOTIONS[scene.motion], dtype=torch.float32)
         extent = (aspect if direction[0] else 1.0) / 2 - radius
-        travel = extent * (1.4 + 0.4 * b)  # of at most 2 · extent
+        travel = extent * (1.4 + 0.4 * b)  # at most 2 · extent
         slack = extent - travel / 2
         along, across = slack * (2 * c - 1), 0.15 * (2 * d - 1)
         centre = along * direction.abs() + across * (1 - direction.abs())

@@ -19,13 +19,13 @@ NAMES = {
 }
 NEEDS: dict[Library, Version] = {
     "transformers": (5, 0),  # reads the tokenizers that ship with this package
-    "diffusers": (0, 36),  # the first that can be imported with transformers 5
+    "diffusers": (0, 36),  # older versions cannot be imported with transformers 5
 }
 
 PROMPT = "A red panda reads a newspaper by the sea."
 BUILT_IN_PROMPT = "a striped red circle moving right on a dark background"
 BUILT_IN_STEPS = 6  # a video takes seconds on a CPU; the model card gives its quality
-GUIDANCE_SCALE = 6.0  # above 1: every step runs the prompt and the empty prompt, a batch of 2
+GUIDANCE_SCALE = 6.0  # above 1, so each step runs the prompt and the empty prompt, a batch of 2
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ NAMES = {
 }
 NEEDS: dict[Library, Version] = {
     "transformers": (5, 0),  # reads the tokenizers that ship with this package
-    "diffusers": (0, 36),  # the first that can be imported with transformers 5
+    "diffusers": (0, 36),  # older versions cannot be imported with transformers 5
 }
 
 PROMPT = "A lighthouse keeper feeds a fox at dawn, oil on canvas."
