@@ -1,1 +1,1 @@
-"""Comparison of two runs of the same calls: changes in speed and correctness, told from noise."""
+"""Comparison of two runs of the same calls: changes in speed and accuracy beyond noise."""

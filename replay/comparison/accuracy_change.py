@@ -1,4 +1,4 @@
-"""Change of a kernel's accuracy from one run to another, place by place.
+"""Change of a kernel's accuracy between two runs, judged from the errors at each place.
 
 A place is a head in one of up to 64 ranges of queries (`accuracy.where.relative_l1`).
 """
@@ -32,13 +32,13 @@ AccuracyReason = Literal[
 ]
 
 RELEVANT = 1.1
-"""Smallest ratio of two errors that counts as a change."""
+"""Minimum ratio of two errors that counts as a change."""
 
 DOUBLED = 2.0
-"""Smallest ratio at which a single place can stand out."""
+"""Minimum growth of the error at which a single place can stand out."""
 
 DEVIATIONS = 6.0
-"""Distance from the median ratio at which a place stands out, in standard deviations."""
+"""Minimum distance from the median growth, in standard deviations, at which a place stands out."""
 
 MAD_TO_DEVIATION = 1.4826
 """Standard deviation of a normal distribution divided by its median absolute deviation."""
@@ -46,7 +46,7 @@ MAD_TO_DEVIATION = 1.4826
 
 @dataclass(frozen=True)
 class AccuracyChange:
-    """Ratio of the later error to the earlier error, with a 95 % interval if available."""
+    """Ratio of the later run's error to the earlier run's, with a 95 % interval if available."""
 
     ratio: float
     low: float | None
@@ -65,7 +65,7 @@ class _Place(NamedTuple):
 
     @property
     def growth(self) -> float:
-        """Logarithm of after / before; infinite if the earlier error was zero."""
+        """Logarithm of `after / before`; infinite if only one of the errors is zero."""
         if self.after == self.before:
             return 0.0
         if not self.before or not self.after:
@@ -78,7 +78,7 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
     if before.accuracy is None or after.accuracy is None:
         return None
     old, new = before.accuracy.reference, after.accuracy.reference
-    # `repr`, because NaN equals NaN here.
+    # Compare `repr`, in which NaN equals NaN.
     if before.accuracy.where == after.accuracy.where and repr(old) == repr(new):
         found = AccuracyChange(1.0, 1.0, 1.0, "same", "identical")
     else:
@@ -94,8 +94,8 @@ def compare_accuracy(before: Row, after: Row) -> AccuracyChange | None:
 
 
 def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
-    """Judge by the places; if there are too few of them, check whether the whole error doubled."""
-    # One wrong place does not move the median, so the largest ratio is also tested on its own.
+    """Judge by the errors of the places, or by the whole error if there are too few places."""
+    # One wrong place does not move the median, so test the largest growth on its own too.
     alone = _gone_wrong_alone(places)
     finite = [each.growth for each in places if math.isfinite(each.growth)]
     within = median_interval([math.exp(each) for each in finite])
@@ -121,7 +121,7 @@ def _judged(places: Sequence[_Place], ratio: float) -> AccuracyChange:
 
 
 def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
-    """Return the place whose error grew most, if the error doubled, stands out and is not tiny."""
+    """Return the place whose error grew most, if that error doubled, stands out and is not tiny."""
     if not places:
         return None
     worst = max(places, key=lambda each: each.growth)
@@ -136,7 +136,7 @@ def _gone_wrong_alone(places: Sequence[_Place]) -> _Place | None:
 
 
 def _places(before: Row, after: Row) -> list[_Place]:
-    """Return the finite errors of each head and query range that both rows have."""
+    """Return both errors of each place (head and query range) where both are finite."""
     old = before.accuracy.where if before.accuracy else None
     new = after.accuracy.where if after.accuracy else None
     if old is None or new is None:

@@ -1,4 +1,4 @@
-"""Comparison of a run with an earlier one, row by row, with verdicts."""
+"""Comparison of a run with an earlier one: verdicts on each pair of rows."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ REFUSED = ("unsupported", "unavailable")
 
 @dataclass(frozen=True)
 class Pair:
-    """Two rows of a kernel on the same call."""
+    """Rows of one kernel on one call, from the earlier and the later run."""
 
     before: Row
     after: Row
     speed: SpeedChange | None
-    """None if times are not comparable, and for the baseline if speed-ups over it are compared."""
+    """None if times are not comparable, or if this is the baseline and speed-ups are compared."""
     accuracy: AccuracyChange | None
-    """None if either output was not judged."""
+    """None if the output was not judged in both runs."""
 
     @property
     def ran(self) -> tuple[bool, bool]:
-        """True for each run, before and after, in which the kernel ran."""
+        """Two values, before and after, that are True if the kernel ran in that run."""
         before, after = (row.status not in (*FAILED, *REFUSED) for row in (self.before, self.after))
         return before, after
 
     @property
     def outcome(self) -> Literal["failed", "refused", "recovered", ""]:
-        """Change of the kernel's ability to run; empty if there is none."""
+        """Change in whether the kernel runs; empty without a change."""
         if self.ran == (True, False):
             return "failed" if self.after.status in FAILED else "refused"
         return "recovered" if self.ran == (False, True) else ""
 
     @property
     def changes(self) -> set[str]:
-        """Words for everything that got better or worse; empty if nothing changed."""
+        """Words for all changes, for better or worse; empty if nothing changed."""
         found: set[str] = {self.outcome}
         found |= {change.verdict for change in (self.speed, self.accuracy) if change is not None}
         return found - {"", "same", "ambiguous"}
@@ -65,12 +65,12 @@ class Pair:
 
 @dataclass(frozen=True)
 class KernelChange:
-    """Change of a kernel, summarised over all its calls."""
+    """Change of a kernel, summarised over all of the kernel's calls."""
 
     kernel: KernelId
     pairs: tuple[Pair, ...]
     speed: SpeedChange | None
-    """None if no call has a change of speed."""
+    """None if the speeds cannot be compared on any call."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
     Args:
         spread: share by which two runs of the same kernels differ.
-        basis: figure to compare; by default, speed-ups or times, whichever is more precise.
+        basis: figure to compare; by default, that of `choose_basis`.
 
     Raises:
         ComparisonError: the runs have nothing in common, or were timed in different ways.
@@ -105,7 +105,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
     matched = match(before, after)
     check_settings(matched.pairs, before, after)
     differing = differences(matched.pairs)
-    # Times on two devices are not comparable, but speed-ups over each device's baseline are.
+    # Times on two devices are not comparable, but speed-ups on each of them are.
     crosses = any(each.field == "device" for each in differing)
     if crosses and basis == "time":
         raise ComparisonError(
@@ -119,7 +119,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
         )
         for old, new in matched.pairs
     )
-    # A few rows may have a different baseline; the most common one names the comparison.
+    # A few rows may have another baseline; report the most common one.
     baselines = [each.before.speedup.vs for each in pairs if each.before.speedup is not None]
     baseline = max(set(baselines), key=baselines.count) if baselines else ""
     return Comparison(
@@ -138,7 +138,7 @@ def compare(before: Run, after: Run, spread: Spread, basis: Basis | None = None)
 
 
 def measured_spread(run: Run, again: Run, basis: Basis | None = None) -> Spread:
-    """Return the spread between a run and a repetition of it.
+    """Return the spread between a run and a repetition of that run.
 
     Raises:
         ComparisonError: the runs have no times in common.
@@ -186,7 +186,7 @@ def _baseline_time(pairs: Sequence[Pair], baseline: str, spread: Spread) -> Spee
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return a comparison as plain JSON, with null in place of NaN and infinity."""
+    """Return a comparison as plain JSON, in which NaN and infinity become null."""
     return plain(
         {
             "comparison": 1,

@@ -1,4 +1,4 @@
-"""Conditions under which a comparison fails: `--fail-on slow:3%,inaccurate`."""
+"""Conditions under which a comparison fails, such as `--fail-on slow:3%,inaccurate`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Condition:
 
     name: str
     share: float = 0.0
-    """Smallest slowdown that meets a `slow` condition."""
+    """Minimum slowdown that meets a `slow` condition."""
 
     def __str__(self) -> str:
         return f"{self.name}:{100 * self.share:.3g}%" if self.share else self.name
 
     def failures(self, comparison: Comparison) -> list[str]:
-        """Return the kernels that meet the condition, each as `kernel on 3 of 12 calls`."""
+        """Return the kernels that meet the condition, such as `kernel on 3 of 12 calls`."""
         found = []
         for each in comparison.kernels:
             failing = [pair for pair in each.pairs if self._holds(pair)]
@@ -59,7 +59,7 @@ class Condition:
 
 
 def read_conditions(text: str | None) -> list[Condition]:
-    """Parse text such as `slow:3%,inaccurate`; None gives an empty list.
+    """Parse conditions such as `slow:3%,inaccurate`; return an empty list for None.
 
     Raises:
         ComparisonError: a condition or its share is invalid.
@@ -85,7 +85,7 @@ def read_share(text: str, option: str) -> float:
     """Parse `1.5%` or `0.015` as a share below 1.
 
     Raises:
-        ComparisonError: the string is not such a share.
+        ComparisonError: the string is not a share below 1.
     """
     number, percent = text.strip().removesuffix("%"), text.strip().endswith("%")
     try:

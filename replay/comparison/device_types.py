@@ -11,7 +11,7 @@ from replay.rows.row import Row
 
 @dataclass(frozen=True)
 class AcrossDevices:
-    """Rows of each type of device, for the calls that all of them replayed."""
+    """Rows of each type of device, for the calls that every one of the devices replayed."""
 
     rows: dict[str, list[Row]]
     """Rows by device name, in the order of the runs."""
@@ -20,11 +20,11 @@ class AcrossDevices:
 
 
 def across_devices(runs: Sequence[Run]) -> AcrossDevices:
-    """Merge runs; a run may hold rows of several devices, and a device may have several runs.
+    """Merge runs. A run may hold rows from several devices, and a device may have several runs.
 
     Raises:
         ComparisonError: there is only one device, a device has two rows of a kernel on a call, the
-        devices share no call, or they were measured in different ways.
+        devices share no call, or their runs were timed in different ways.
     """
     by_device: dict[str, list[Row]] = {}
     for run in runs:
@@ -49,12 +49,12 @@ def across_devices(runs: Sequence[Run]) -> AcrossDevices:
 
 
 def _device_of(row: Row, run: Run) -> str:
-    """Return the device of a row; a row without a device gets the device of its run, if unique."""
+    """Return a row's device; if the row names none, return the only device of the row's run."""
     if row.machine.device or len(run.devices) != 1:
         return row.machine.device
     return run.devices[0]
 
 
 def _call(row: Row) -> object:
-    """Return a value that identifies a row's call on every machine."""
+    """Return a value that identifies a row's call across machines."""
     return replace(row.call, backend="")

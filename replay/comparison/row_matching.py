@@ -1,4 +1,4 @@
-"""Pairs of rows about the same kernel and call in two runs."""
+"""Pairs of rows, from two runs, of the same kernel on the same call."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Matched(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """Changed property of a machine or of its software."""
+    """Property of a machine or its software that differs between two runs."""
 
     environment: str
     field: str
@@ -77,8 +77,8 @@ class Difference(NamedTuple):
 def match(before: Run, after: Run) -> Matched:
     """Match rows of the same kernel and environment on the same call.
 
-    Two calls are the same if their rows agree on everything except the recorded backend, because
-    another version of PyTorch may choose another backend.
+    Two calls are the same if all their properties but the recorded backend are equal. Another
+    version of PyTorch may choose another backend.
 
     Raises:
         ComparisonError: a run has two rows of a kernel on a call, or the runs share no such pair.
@@ -113,11 +113,11 @@ def _by_subject(run: Run) -> dict[tuple[KernelId, CallFacts], Row]:
 
 
 def differences(pairs: Iterable[tuple[Row, Row]]) -> list[Difference]:
-    """List the differences in machines and software versions between paired rows."""
+    """List the differences between the machines and software versions of paired rows."""
     found: dict[Difference, None] = {}
     for before, after in pairs:
         if not (before.machine.device and after.machine.device):
-            continue  # the worker died before it could describe its machine
+            continue  # the worker died before it described its machine
         old, new = asdict(before.machine), asdict(after.machine)
         for field, value in old.items():
             if value != new[field]:
@@ -129,7 +129,7 @@ def check_settings(pairs: Iterable[tuple[Row, Row]], before: Run, after: Run) ->
     """Check that both runs were timed in the same way.
 
     Raises:
-        ComparisonError: their settings differ, so their times mean different things.
+        ComparisonError: the runs' settings differ, so their times are not comparable.
     """
     for old, new in pairs:
         if old.time_ms is None or new.time_ms is None:

@@ -1,4 +1,4 @@
-"""Change of a kernel's speed from one run to another."""
+"""Change of a kernel's speed between two runs."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ SpeedReason = Literal[
 ]
 
 OF_THE_BASELINE = ("device", "torch", "cuda", "cudnn", "threads", "cores", "usable_cpus")
-"""Properties of a machine that affect the time of PyTorch's own kernels."""
+"""Properties of a machine that affect the times of PyTorch's own kernels."""
 
 
 class Spread(NamedTuple):
-    """Difference between two runs of the same kernels on this machine."""
+    """Difference that is normal between two runs of the same kernels on this machine."""
 
     share: float
     source: str
-    """Source of the share: a file name, or the user."""
+    """Source of `share`: the user, or a file's name."""
     of_kernels: Mapping[KernelId, float] = MappingProxyType({})
-    """Shares for kernels measured separately, because some kernels repeat better than others."""
+    """Shares of single kernels, where known; some kernels vary less than others."""
 
     def of(self, kernel: KernelId) -> float:
         return self.of_kernels.get(kernel, self.share)
@@ -65,7 +65,7 @@ class SpeedChange:
     basis: Basis
 
     def is_slower_by(self, share: float) -> bool:
-        """Return True if the whole interval lies beyond this slowdown."""
+        """Return True if the slowdown exceeds this share over the whole interval."""
         return self.verdict == "slow" and self.high is not None and self.high < 1 / (1 + share)
 
 
@@ -77,8 +77,8 @@ class _Figure(NamedTuple):
 def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Difference]) -> Basis:
     """Choose speed-ups, unless the baseline itself may have changed.
 
-    A disturbance slows a kernel and the baseline of the same rounds alike, so speed-ups are more
-    repeatable than times.
+    A disturbance slows a kernel and the baseline in the same rounds alike, so speed-ups vary less
+    than times.
     """
     changed = {each.field for each in differing if each.environment == HERE}
     if "device" in changed:
@@ -91,7 +91,7 @@ def choose_basis(pairs: Sequence[tuple[Row, Row]], differing: Sequence[Differenc
 
 
 def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> SpeedChange | None:
-    """Compare a kernel that is correct in both runs; None unless both have the figure.
+    """Compare a kernel's speed; None unless both runs are correct and have the figure.
 
     Args:
         spread: share by which two runs of the same kernels differ.
@@ -99,7 +99,7 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
     if not (before.is_correct and after.is_correct):
         return None
     if basis == "time":
-        # A ratio above 1 is a gain, so the earlier time is the numerator.
+        # Put the earlier time in the numerator, so that a ratio above 1 is a gain.
         old, new = _time(after), _time(before)
     elif _have_same_baseline(before, after):
         old, new = _speedup(before), _speedup(after)
@@ -115,9 +115,9 @@ def compare_speed(before: Row, after: Row, basis: Basis, spread: float) -> Speed
 
 
 def over_calls(changes: Sequence[SpeedChange], spread: float) -> SpeedChange | None:
-    """Return the median change over a kernel's calls; None for no calls.
+    """Return the median change over a kernel's calls; None without calls.
 
-    The interval reflects how the change varies between calls.
+    The interval reflects the variation of the change between calls.
     """
     if not changes:
         return None
@@ -157,7 +157,8 @@ def judge(within: MedianInterval, spread: float) -> tuple[SpeedVerdict, SpeedRea
 def spread_of(pairs: Sequence[tuple[Row, Row]], basis: Basis, source: str) -> Spread | None:
     """Return the share within which 95 % of the rows of two equal runs differ.
 
-    A kernel with `MINIMUM_ROUNDS` rows also gets its own share. None if there are no timed pairs.
+    A kernel with at least `MINIMUM_ROUNDS` rows also gets its own share. Return None if no pair is
+    timed.
     """
     found: dict[KernelId, list[float]] = {}
     for before, after in pairs:

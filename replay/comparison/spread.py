@@ -1,4 +1,4 @@
-"""Spread between two equal runs on a machine, as specified by the user."""
+"""Spread between two equal runs on a machine, as the user specifies it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from replay.comparison.speed_change import NO_SPREAD, Basis, Spread
 
 
 def read_spread(given: str | None, before: Run, basis: Basis | None = None) -> Spread:
-    """Read the spread from `1.5%`, or from the rows of a repetition; None means no spread.
+    """Read the spread from a share such as `1.5%` or the rows of a repetition; None means 0.
 
-    The repetition is a second run of the kernels and calls of `before`.
+    The repetition is a second run of the kernels on the calls of `before`.
 
     Raises:
-        ComparisonError: the string has neither form, or the repetition ran other kernels or calls.
+        ComparisonError: the string is neither a share nor a file, or the repetition ran other
+        kernels or calls.
         RowsError: the rows cannot be read.
     """
     if given is None:

@@ -1,1 +1,1 @@
-"""Results for people: tables on a terminal, charts, and an HTML report."""
+"""Results for readers: tables on a terminal, charts, and an HTML report."""

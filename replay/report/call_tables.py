@@ -1,4 +1,4 @@
-"""Tables of a replay, 80 columns wide: speed, accuracy and work for each group of calls."""
+"""Tables of a replay in 80 columns: speed, accuracy and work for each group of calls."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def print_report(
     per_call: bool = False,
     compare_stats: bool = False,
 ) -> None:
-    """Print tables of all rows.
-
+    """Print the tables of each group of calls, then the fastest kernels.
     Args:
-        metrics: names of `METRICS` to show; all figures come from the same run.
+        metrics: names from `METRICS` that select the columns to show.
         errors_against: output that errors are relative to: `reference`, `captured` or a kernel.
-        per_call: print a table per call instead of one per group.
-        compare_stats: also print range, mean and deviation of output and reference.
+        per_call: print tables for each call instead of each group of calls.
+        compare_stats: also print the range, mean and deviation of the output and of the reference.
     """
     groups = group_rows(rows, per_call=per_call)
     for group in groups:
@@ -67,7 +66,7 @@ def _group_report(
                 and (column.metric in metrics or "all" in metrics)
                 and (path != "accuracy_class" or len(group.classes) > 1)
             ]
-            # A table that contains only dashes would be useless.
+            # Omit a table that would contain only dashes.
             if paths:
                 headings = [COLUMNS[path].heading for path in paths]
                 lines = [
@@ -88,7 +87,7 @@ def _group_report(
 def _table(
     group: Group, names: Sequence[KernelId], headings: Sequence[str], cells: Sequence[Sequence[str]]
 ) -> Table:
-    """Build a table with one line per kernel, without empty columns."""
+    """Build a table with one line per kernel; omit empty columns."""
     table = FittedTable("kernel")
     shown = [at for at in range(len(headings)) if any(line[at] != "-" for line in cells)]
     for at in shown:
@@ -100,7 +99,7 @@ def _table(
 
 
 def _stats(group: Group, names: Sequence[KernelId]) -> Table:
-    """Tabulate the range, mean and deviation of output and reference for the group's first call."""
+    """Tabulate the range, mean and deviation of output and reference on the group's first call."""
     figures = ("min", "max", "mean", "std")
     lines = []
     for name in names:
@@ -116,7 +115,7 @@ def _stats(group: Group, names: Sequence[KernelId]) -> Table:
 
 
 def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[Text]:
-    """Note the noise floor, the place of the worst errors, and changed inputs."""
+    """Return notes on the noise floor, the places of the worst errors, and changed inputs."""
     notes = []
     floors = worst(
         [row for name in ran for row in group.rows[name]],
@@ -138,7 +137,7 @@ def _notes(group: Group, ran: Sequence[KernelId], errors_against: str) -> list[T
         if found is not None and not is_correct(group, name):
             errors, row = found
             notes.append(f"{name}: {row.reason}; worst at {place(row.call)}, {_where(errors, row)}")
-        # A sparse kernel is judged on its chosen keys, but the table shows its errors on all keys.
+        # A sparse kernel is judged on its chosen keys, but the table has its errors on all keys.
         sparse = [row for row in group.rows[name] if row.kept is not None]
         if sparse:
             notes.append(
@@ -159,7 +158,7 @@ def _flags(row: Row) -> Iterator[str]:
 
 
 def _where(errors: Errors, row: Row) -> str:
-    """Format the place of the worst error: `batch 0 head 7, queries 64-127: relative L1 0.9, …`."""
+    """Describe the place of the worst error: `batch 0 head 7, queries 64-127: relative L1 …`."""
     where = None if row.accuracy is None else row.accuracy.where
     if where is None:
         batch, head = errors.worst_head
@@ -185,7 +184,7 @@ def _programs(group: Group, ran: Sequence[KernelId]) -> list[Text]:
 
 
 def _rewritten_masks(group: Group, ran: Sequence[KernelId]) -> list[Text]:
-    """List the kernels that ran calls without their masks."""
+    """List the kernels that ran calls with options in place of their masks."""
     found = names_by_sentence(
         (str(name), row.restated_as) for name in ran for row in group.rows[name] if row.restated_as
     )
@@ -195,7 +194,7 @@ def _rewritten_masks(group: Group, ran: Sequence[KernelId]) -> list[Text]:
 
 
 def _refusals(group: Group) -> list[Text]:
-    """List kernels that could not run some of these calls, each reason once."""
+    """List the kernels that could not run some of the group's calls, grouped by reason."""
     first: dict[str, str] = {}
     pairs = []
     for name, rows in group.rows.items():
@@ -225,8 +224,7 @@ def _print_not_run(rows: Sequence[Row], console: Console) -> None:
 
 
 def _print_fastest(groups: Sequence[Group], console: Console) -> None:
-    """Print the fastest correct kernel of each group and class, and the kernels that tie with
-    it."""
+    """Print each group's fastest correct kernel of each class, and the kernels that tie with it."""
     console.print(Text("fastest correct kernel", style="bold"))
     names = [joined(group.model, group.phase, group.shape) for group in groups]
     for group, name in zip(groups, told_apart(groups, names), strict=True):

@@ -1,4 +1,4 @@
-"""Table cells that summarise one kernel's rows over several calls."""
+"""Table cells, which summarise one kernel's rows over several calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from replay.rows.row import KernelId, Row, Speedup
 from replay.timing.statistics import percentile
 
 MOST_DIGITS = 4
-"""Maximum number of decimals of a speed-up whose interval ends close to 1."""
+"""Maximum number of decimals in a speed-up whose interval ends close to 1."""
 
 
 def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "reference") -> str:
-    """Format a cell; `-` if there is no value.
+    """Format a cell; return `-` if there is no value.
 
     Args:
-        path: the field that the column shows (`replay.rows.fields.COLUMNS`).
+        path: dotted path of the field to show, from `replay.rows.fields.COLUMNS`.
         errors_against: output that errors are relative to: `reference`, `captured` or a kernel.
     """
     column, rows = COLUMNS[path], group.rows[kernel]
@@ -45,9 +45,10 @@ def cell(path: str, group: Group, kernel: KernelId, errors_against: str = "refer
 
 
 def speedup_text(speedup: Speedup) -> str:
-    """Format as `1.25× (1.21-1.30)`, `1.00× same`, `1.02× ? (0.95-1.10)` or `too few rounds`.
+    """Format a speed-up as `1.25× (1.21-1.30)`, `1.00× same`, `1.02× ? (0.95-1.10)` or similar.
 
-    An interval gets enough decimals to exclude 1. The question mark marks an ambiguous verdict.
+    The ends of an interval have enough decimals to differ from 1. The question mark indicates an
+    ambiguous verdict.
     """
     if speedup.low is None or speedup.high is None:
         return "too few rounds"

@@ -28,10 +28,10 @@ READING = (
 def print_devices(
     merged: AcrossDevices, console: Console, *, metrics: Sequence[str] = ("time",)
 ) -> None:
-    """Print each device's own tables, then a matrix of kernels and devices for each kind of call.
+    """Print each device's tables, then a matrix of kernels and devices for each kind of call.
 
     Args:
-        metrics: metrics to show in each device's own tables (`replay.rows.fields.METRICS`).
+        metrics: names from `replay.rows.fields.METRICS` that each device's tables show.
     """
     for device, rows in merged.rows.items():
         console.print(Text(printable(device), "bold underline"))
@@ -57,7 +57,7 @@ def print_matrices(merged: AcrossDevices, console: Console) -> None:
 
 
 def devices_markdown(merged: AcrossDevices) -> str:
-    """Return the matrices as Markdown."""
+    """Return the matrices of kernels and devices as Markdown."""
     parts = [READING, *filter(None, [left_out(merged)])]
     for title, headings, lines in matrices(merged):
         parts.append(f"**{escaped(title)}**\n\n{markdown_table([headings, *lines])}".rstrip())
@@ -65,7 +65,7 @@ def devices_markdown(merged: AcrossDevices) -> str:
 
 
 def left_out(merged: AcrossDevices) -> str:
-    """Describe the calls that are missing from all matrices; empty if no call is missing."""
+    """Describe the calls that no matrix contains; return an empty string if all have one."""
     if not merged.left_out:
         return ""
     count = counted(merged.left_out, "call")
@@ -75,8 +75,7 @@ def left_out(merged: AcrossDevices) -> str:
 def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the title, the headings and a line per kernel for each kind of call.
 
-    Kernels that ran on no device are omitted. The kernel that is fastest on the first device comes
-    first.
+    Kernels that ran on no device are omitted. The others are sorted by speed on the first device.
     """
     groups = {}
     for device, rows in merged.rows.items():
@@ -94,7 +93,7 @@ def matrices(merged: AcrossDevices) -> list[tuple[str, list[str], list[list[str]
 
 
 def _lines(groups: Sequence[Group]) -> list[list[str]]:
-    """Return a line for each kernel, with one cell per device."""
+    """Return a table line for each kernel, with one cell per device."""
     ran = [
         kernel
         for kernel in dict.fromkeys(kernel for group in groups for kernel in group.rows)
@@ -118,7 +117,7 @@ def _cell(group: Group, marks: dict[KernelId, str], kernel: KernelId) -> str:
 
 
 def _marks(group: Group) -> dict[KernelId, str]:
-    """Return the marks of each class's fastest kernels and of the kernels that tie with them."""
+    """Return a mark for each class's fastest kernel and for the kernels that tie with it."""
     marks: dict[KernelId, str] = {}
     for found in (fastest(group, "exact"), fastest(group, "quantised")):
         if found is not None:

@@ -1,4 +1,4 @@
-"""Paragraph that explains why a kernel is fast alone and slow in the model."""
+"""Paragraph on why a kernel is fast on its own but slow in a model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SPANS = {
     "encode": "one forward pass",
     RUN: "one full run, from prompt to output",
 }
-"""Parts of a run that are measured and predicted."""
+"""Parts of a run whose times are measured and predicted, with their descriptions."""
 NEGLIGIBLE = 5e-4
-"""Share of the time below which a loss is not worth a sentence."""
+"""Minimum loss, as a share of the time, that a sentence reports."""
 
 
 def explanation(checked: ModelResult, phase: str | None = None) -> str:
     """Explain a kernel's time in a model.
 
     Args:
-        phase: a phase, or `RUN`; default: the phase that takes the largest part of a run.
+        phase: a phase, or `RUN`; by default, the phase that takes the largest part of a run.
     """
     phase = phase or main_phase(checked)
     found = break_down(checked, phase)
@@ -41,9 +41,9 @@ def explanation(checked: ModelResult, phase: str | None = None) -> str:
 
 
 def most_disappointing(checks: Sequence[ModelResult]) -> ModelResult | None:
-    """Return the kernel that is fast on its own but loses the most time in the model.
+    """Return the result of the kernel, fast on its own, that loses most time in the model.
 
-    None if no kernel loses a notable share of the time.
+    Return None if no kernel loses a notable share of the time.
     """
     worst, most = None, NOTABLE
     for checked in checks:
@@ -68,7 +68,7 @@ def _sentences(
         f"Alone, the {what} is {found.core_speedup:.2f}× as fast as the model's own attention, "
         f"which would bring that to {in_ms(found.alone)} ({before / found.alone:.2f}×)."
     )
-    # A loss gets a sentence only if it is large enough to notice.
+    # Mention a loss only if it is large enough to notice.
     if abs(found.fallbacks) > NEGLIGIBLE * before:
         took = in_ms(sum(predicted.fallback_seconds.values()))
         yield (

@@ -1,4 +1,4 @@
-"""Table that wraps text at spaces before it breaks a name or a number, unlike rich's own tables."""
+"""Table that wraps text at spaces first, and breaks words only if it must, unlike rich's tables."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from rich.text import Text
 
 
 class FittedTable(Table):
-    """Table whose columns get the width of their longest word, then that of their longest line.
+    """Table whose columns are as wide as their longest word, or line if there is room.
 
-    A column with `no_wrap` gets the width of its longest line at once. Text in a column with a
-    `min_width`, such as a module's path, may be broken anywhere until the column has that width. If
-    the words still do not fit, the longest words are broken.
+    A column with `no_wrap` is as wide as its longest line. A column with `min_width`, such as that
+    of module paths, may be narrower than its longest word. If the columns still do not fit, the
+    widest ones become narrower, which breaks words.
     """
 
     def __init__(self, *headings: str) -> None:
@@ -29,7 +29,7 @@ class FittedTable(Table):
 
 
 def _widths(columns: list[Column], room: int) -> list[int]:
-    """Return the width of each column, excluding its padding."""
+    """Return the width of each column, excluding the padding."""
     texts = [[str(each) for each in (column.header, *column.cells)] for column in columns]
     whole = [max(cell_len(line) for text in each for line in text.split("\n")) for each in texts]
     widths = [

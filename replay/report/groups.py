@@ -14,7 +14,7 @@ from replay.rows.row import CallFacts, KernelId, Row
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of equal cost: same model, phase, shape (but for a growing cache), dtype and mask."""
+    """Calls of equal cost: same model, phase, dtype, mask and (except if a cache grows) shape."""
 
     calls: list[CallFacts]
     rows: dict[KernelId, list[Row]]
@@ -24,7 +24,7 @@ class Group:
 
     @property
     def title(self) -> str:
-        """Text such as `flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
+        """Title such as `flux · denoise · 1×24×4608×128 · bfloat16 · no mask · 3 calls`."""
         parts = (self.model, self.phase, self.shape, self.dtype, self.mask, self.place, self.size)
         return joined(*parts)
 
@@ -38,7 +38,7 @@ class Group:
 
     @property
     def shape(self) -> str:
-        """Text such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` if the cache grows."""
+        """Shape such as `1×4/2×1024×128`, or `1×4/2×1/1026…1031×128` if the cache grows."""
         shape = self.calls[0].shape
         lengths = sorted({call.shape.kv_len for call in self.calls})
         if len(lengths) == 1:
@@ -52,7 +52,7 @@ class Group:
 
     @property
     def mask(self) -> str:
-        """`no mask`, `causal` or `bool 1×1×64×64 mask`, followed by options beyond SDPA."""
+        """Mask such as `causal` or `bool 1×1×64×64 mask`, followed by any options beyond SDPA."""
         first = self.calls[0]
         mask = "causal" if first.is_causal else f"{first.mask} mask" if first.mask else "no mask"
         if first.mask_structure:
@@ -69,7 +69,7 @@ class Group:
 
     @property
     def size(self) -> str:
-        """Text such as `3 calls`."""
+        """Number of calls, such as `3 calls`."""
         return counted(len(self.calls), "call")
 
     @property
@@ -78,7 +78,7 @@ class Group:
 
     @property
     def backends(self) -> str:
-        """Names of the backends that ran these calls when they were recorded."""
+        """Names of the backends that ran the group's calls when they were recorded."""
         return printable(", ".join(sorted({call.backend for call in self.calls} - {""})))
 
     @property
@@ -88,13 +88,13 @@ class Group:
         return list(dict.fromkeys(self.class_of(name) for name in ran))
 
     def class_of(self, kernel: KernelId) -> AccuracyClass:
-        """Return a kernel's accuracy class; `exact` if its rows do not specify one."""
+        """Return a kernel's accuracy class, which is `exact` if its rows do not specify one."""
         known = (row.accuracy_class for row in self.rows[kernel] if row.accuracy_class)
         return next(known, "exact")
 
 
 def group_rows(rows: Iterable[Row], *, per_call: bool = False) -> list[Group]:
-    """Group rows, in the order of their first call; `per_call` makes one group per call."""
+    """Group rows by cost, or by call if `per_call`, in the order of their first calls."""
     rows = [row for row in rows if row.kernel]
     shortest = _shortest_caches(row.call for row in rows)
     grouped: dict[object, list[Row]] = {}
@@ -110,13 +110,13 @@ def joined(*parts: str) -> str:
 
 
 def first_few(names: Sequence[str], most: int) -> str:
-    """List the first names: `a, b and 3 more`."""
+    """List the first names, such as `a, b and 3 more`."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
 
 
 def names_by_sentence(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
-    """Map each sentence of (name, sentence) pairs to its names, joined by commas."""
+    """Map each sentence in (name, sentence) pairs to a comma-separated list of its names."""
     found: dict[str, dict[str, None]] = {}
     for name, sentence in pairs:
         found.setdefault(sentence, {})[name] = None
@@ -124,7 +124,7 @@ def names_by_sentence(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
 
 
 def told_apart(groups: Sequence[Group], names: Sequence[str]) -> list[str]:
-    """Add dtype, mask, weights and the first call's place to names that several groups share.
+    """Make the groups' names distinct by adding dtype, mask, weights and the first call's place.
 
     A property is added only where it differs between groups with the same name.
     """
@@ -149,7 +149,7 @@ _MORE: tuple[Callable[[Group], str], ...] = (
 
 
 def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
-    """Map each call to the shortest key length that it is grouped with.
+    """Map each call to the shortest key length in the call's group.
 
     A cache grows by one token per step, which barely changes the cost of a decode call; a cache
     more than twice as long starts a new group.
@@ -168,7 +168,7 @@ def _shortest_caches(calls: Iterable[CallFacts]) -> dict[CallFacts, int]:
 
 
 def place(call: CallFacts) -> str:
-    """Return the place of a call, `step 3 transformer_blocks.0.attn1`; its name if unknown."""
+    """Return a call's place, such as `step 3 blocks.0.attn1`, or the call's name if unknown."""
     return printable(f"step {call.step} {call.module}" if call.module else call.name)
 
 

@@ -24,7 +24,7 @@ def print_kernels(
 
     Args:
         variants: kernels that are other kernels with different options.
-        found: whether a kernel can run, by environment and kernel.
+        found: finding on whether a kernel can run, by environment and kernel.
     """
     counts = Counter(kernel.variant_of for kernel in variants)
     for kernel in kernels:

@@ -1,4 +1,4 @@
-"""Tables of an end-to-end check, 80 columns wide: first the model's times, then its output."""
+"""Tables of an end-to-end check in 80 columns: the model's times, then its output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from replay.report.fitted import FittedTable
 from replay.report.groups import names_by_sentence
 
 DELAYED = 0.05
-"""Smallest reported excess of delays over the baseline's, as a share of the time."""
+"""Minimum excess over the baseline's share of time lost to delays that is reported."""
 
 LEGEND = (
     "predicted: speed-up computed from the replay's times and the recorded number of calls · "
@@ -31,7 +31,7 @@ LEGEND = (
 
 
 def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
-    """Print the results of one model; the first result is that of its own attention."""
+    """Print the results of one model; the first result is for the model's own attention."""
     own, *others = checks
     ran = [each for each in others if each.measured] or [own]  # The baseline runs more often.
     rounds = max(measured.ms.n for each in ran for measured in each.measured.values())
@@ -61,7 +61,7 @@ def print_checks(checks: Sequence[ModelResult], console: Console) -> None:
 
 
 def _title(span: str, predicted: PredictedTime | None) -> Text:
-    """Name the span and, from the replay, the share of the span that attention takes."""
+    """Name the span and the share of it that attention takes according to the replay."""
     parts = [SPANS.get(span, span)]
     if predicted is not None:
         least = "at least " if predicted.not_recorded else ""
@@ -120,7 +120,7 @@ def _outcome(others: Sequence[ModelResult]) -> Table:
 
 
 def _unpredicted(others: Sequence[ModelResult]) -> list[str]:
-    """Return the reasons for missing predictions, each with the kernels concerned."""
+    """Return the reasons for missing predictions, each with the names of the kernels."""
     found = names_by_sentence(
         (checked.kernel, reason)
         for checked in others
@@ -153,7 +153,7 @@ def _notes(checked: ModelResult, own: ModelResult) -> list[str]:
         notes.append(f"{checked.kernel}: {own_calls} left to the model's own attention")
     if checked.missing:
         notes.append(f"{checked.kernel}: not in the model: {', '.join(checked.missing)}")
-    # The reason for the whole run often repeats the reason for one of its phases.
+    # Omit repeated reasons: that for the whole run is often that for one of its phases.
     seen: set[str] = set()
     for span in checked.measured:
         fresh = [each for each in reasons(checked, span) if each not in seen]

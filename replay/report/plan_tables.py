@@ -1,4 +1,4 @@
-"""Tables of a plan, 80 columns wide: its choices, and the result of one kernel at every layer."""
+"""Tables of a plan in 80 columns: the choices, and each kernel's result if used at every layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from replay.rows.meaning import floored
 
 NAME_WIDTH = 22
 PLACE_WIDTH = 16
-"""Characters for a module's path in a table of 80 columns."""
+"""Width of a module's path in the table of single kernels, in characters."""
 PATH_WIDTH = 8
-"""Width to which a path is shortened before a kernel's name is broken."""
+"""Minimum width of a wrapped module's path, in characters."""
 
 
 def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> None:
-    """Print a plan and its savings, then the savings of each kernel if used at every layer.
+    """Print a plan and its savings, then the savings of using one kernel at every layer.
 
     Layers with the same kernel share a line if their modules differ only in a number:
     `blocks.0-29.attn1`. The line shows the mean time over their calls and the worst error.
@@ -36,7 +36,7 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
     console.print(Text(printable(title), "bold"))
     console.print(Text(printable(f"weights: {plan.weights}"), "dim"))
     table = _table(("layers", "phase", "kernel"), ("ms", "was", "saved ms", metric))
-    # Layers with equal choices share a line; otherwise a model of 40 layers would fill the screen.
+    # Merge layers with equal choices, so that a model of 40 layers fits on a screen.
     for name, choices in fold(plan.choices):
         first = choices[0]
         style = "" if first.inside else "yellow" if first.covered else "dim"
@@ -64,12 +64,12 @@ def print_plan(plan: Plan, uniforms: Sequence[Uniform], console: Console) -> Non
 
 
 def fold(choices: Sequence[LayerChoice]) -> list[tuple[str, list[LayerChoice]]]:
-    """Merge choices of the same kind whose names differ only in a number: `blocks.0-3,7.attn1`.
+    """Merge equal choices for modules whose names differ only in numbers.
 
-    A merged name stands for exactly the merged layers, even with several ranges.
+    A merged name, such as `blocks.0-3,7.attn1`, stands for exactly the merged layers.
     """
     groups = [(tuple(choice.module.split(".")), [choice]) for choice in choices]
-    # Start from the end: layer indices come later in the path than indices of model parts.
+    # Start at the end of the path, where layer indices follow indices of model parts.
     for position in reversed(range(max((len(parts) for parts, _ in groups), default=0))):
         mergeable: dict[object, list[tuple[tuple[str, ...], list[LayerChoice]]]] = {}
         for parts, members in groups:
@@ -116,7 +116,7 @@ def _at_dots(path: str, width: int) -> str:
 
 
 def _mean_ms(choices: Sequence[LayerChoice], time: Callable[[LayerChoice], float | None]) -> str:
-    """Format the mean over a run's calls; a dash if a layer has no time."""
+    """Format the mean time over a run's calls; return a dash if a layer has no time."""
     times = [time(choice) for choice in choices]
     if None in times:
         return "-"
@@ -131,7 +131,7 @@ def _worst_of(choices: Sequence[LayerChoice], budget: Budget) -> str:
 
 
 def _figure(figure: float, budget: Budget) -> str:
-    """Format a metric; a cosine is rounded down, so that it never wrongly looks acceptable."""
+    """Format a metric; round a cosine down, so that it never looks better than it is."""
     return floored(6)(figure) if budget.metric == "cosine" else f"{figure:.2e}"
 
 

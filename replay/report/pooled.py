@@ -1,4 +1,4 @@
-"""Figures pooled over the rows of a group of calls."""
+"""Figures pooled over all rows of a group of calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Percentiles(NamedTuple):
-    """Times in milliseconds."""
+    """Percentiles of times, in milliseconds."""
 
     p10: float
     p50: float
@@ -23,7 +23,7 @@ class Percentiles(NamedTuple):
 
 
 def typical_time(rows: Sequence[Row]) -> Percentiles | None:
-    """Return the median over the calls for each percentile."""
+    """Return each percentile's median over the calls."""
     times = [row.time_ms for row in rows if row.time_ms is not None]
     if not times:
         return None
@@ -37,14 +37,15 @@ def typical_time(rows: Sequence[Row]) -> Percentiles | None:
 def pooled_speedup(group: Group, kernel: KernelId, over: KernelId | None = None) -> Speedup | None:
     """Pool the paired speed-up over all rounds of all calls on which both kernels are correct.
 
-    A kernel that runs in its own process is paired with the baseline there, whose times are not
-    stored. Its pooled ratio and interval are therefore medians over the calls.
+    A kernel with its own process is paired with a baseline run there, whose times are not stored.
+    The kernel's pooled ratio and interval are therefore medians over the calls.
 
     Args:
-        over: kernel to compare with; default: the baseline in the kernel's own environment.
+        over: kernel to compare with; by default, the baseline in the kernel's own environment.
 
     Returns:
-        None for kernels from different environments or processes, whose rounds are not paired.
+        The speed-up; None for kernels of different environments or processes, whose rounds are not
+        paired.
     """
     baseline = KernelId(group.baseline, kernel.environment)
     partners = {row.call.name: row for row in group.rows.get(over or baseline, ())}
@@ -77,7 +78,7 @@ def _typical_speedup(group: Group, kernel: KernelId) -> Speedup | None:
 def worst(
     rows: Sequence[Row], figure: Callable[[Row], T | None], badness: Callable[[T], float]
 ) -> tuple[T, Row] | None:
-    """Return the worst value of a figure over the rows, and its row; NaN is worst."""
+    """Return the worst value of a figure over the rows, with its row; NaN is worst."""
     found = [(value, row) for row in rows if (value := figure(row)) is not None]
     if not found:
         return None
@@ -90,7 +91,7 @@ def worst(
 
 
 def statuses(rows: Sequence[Row]) -> str:
-    """Count the statuses: `ok`, or `8 ok, 2 inaccurate`."""
+    """Count the rows' statuses, such as `8 ok, 2 inaccurate`; return `ok` if all are ok."""
     counts = Counter(row.status for row in rows)
     if len(counts) == 1:
         return next(iter(counts))

@@ -1,4 +1,4 @@
-"""Progress bar of a replay on stderr: the current call, the calls done, and the time left."""
+"""Progress bar of a replay on stderr, with the current call, finished calls and remaining time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class TimeColumn(ProgressColumn):
-    """Time left, as `0:01:20 left`; while that is unknown, the elapsed time, as `0:00:12`."""
+    """Remaining time, such as `0:01:20 left`, or the elapsed time until that is known."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(Column(no_wrap=True))
@@ -37,7 +37,7 @@ class TimeColumn(ProgressColumn):
 
 @contextlib.contextmanager
 def shown_progress(pace: Pace, *, quiet: bool) -> Iterator[Progress]:
-    """Show the progress of a replay; yield a function that takes a call and its stage."""
+    """Show the progress of a replay; yield a function that reports a call and its stage."""
     columns = (
         TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
         BarColumn(bar_width=16),

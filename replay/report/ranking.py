@@ -13,17 +13,17 @@ from replay.rows.row import KernelId, Speedup
 
 @dataclass(frozen=True)
 class Fastest:
-    """Fastest correct kernel of a group in one accuracy class."""
+    """Fastest correct kernel of one accuracy class in a group of calls."""
 
     kernel: KernelId
     ties: list[KernelId]
-    """Kernels that the rounds cannot distinguish from the fastest one."""
+    """Kernels whose times the rounds cannot distinguish from those of the fastest one."""
     speedup: Speedup | None
     """Speed-up over the group's baseline; None if the kernel is the baseline or ties with it."""
 
 
 def details(group: Group, found: Fastest) -> str:
-    """Format as ` 1.13× (1.12-1.14) vs torch-default, tied with …`, to follow the kernel's name."""
+    """Format the text after a kernel's name: ` 1.13× (1.12-1.14) vs torch-default, tied with …`."""
     text = ""
     if found.speedup is not None:
         text += f" {speedup_text(found.speedup)} vs {group.baseline}"
@@ -40,7 +40,7 @@ def is_correct(group: Group, kernel: KernelId) -> bool:
 
 
 def rank(group: Group, kernel: KernelId) -> tuple[bool, float]:
-    """Return a key that sorts correct kernels first, then by time."""
+    """Return a sort key that puts correct kernels first, then fast ones."""
     time = typical_time(group.rows[kernel])
     return (not is_correct(group, kernel), time.p50 if time else float("inf"))
 

@@ -1,4 +1,4 @@
-"""Tables of a replay, printed to stdout. This module imports torch late."""
+"""Tables of a replay. This module imports torch only when it is needed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def print_tables(
     per_call: bool = False,
     versus_random: bool = False,
 ) -> None:
-    """Print the tables of each type of device; for several, also the fastest kernel on each."""
+    """Print the tables of each type of device; compare the types if there are several."""
     from rich.console import Console
     from rich.text import Text
 
@@ -60,7 +60,7 @@ def print_tables(
 
 
 def _heading(rows: Sequence[Row], machine: Machine, settings: Settings) -> str:
-    """Describe the machine and the settings of the measurement."""
+    """Describe the machine and the settings of the replay."""
     versions = ", ".join(
         f"{name} {version}"
         for name in ("torch", "cuda", "triton")

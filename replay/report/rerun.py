@@ -14,7 +14,7 @@ from replay.rows.row import Row
 def changes(before: Sequence[Row], after: Sequence[Row]) -> list[str]:
     """Return lines such as `mine.py:attention: 0.148 → 0.11 ms, inaccurate → ok`.
 
-    For several calls, a line shows the geometric mean of the time ratios: `0.74 × the time`.
+    For several calls, a line gives the geometric mean of the time ratios: `0.74 × the time`.
     """
     rows = {(row.kernel, row.call.name): row for row in before}
     pairs: dict[str, list[tuple[Row, Row]]] = {}

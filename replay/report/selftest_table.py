@@ -1,4 +1,4 @@
-"""Table of a self-test, 80 columns wide: one line per check, then the verdict."""
+"""Table of a self-test in 80 columns: one line per check, then the verdict."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PASSED = {True: Text("pass", "green"), False: Text("FAIL", "bold red"), None: Te
 
 
 def print_selftest(verdict: SelftestReport, console: Console) -> None:
-    """Print the checks, then the summary of all checks."""
+    """Print a table of the checks, then a summary of all checks."""
     machine = verdict.machine
     cuda = f" · cuda {machine.cuda}" if machine.cuda else ""
     console.print(Text(f"{machine.device} · torch {machine.torch}{cuda}", "bold"))

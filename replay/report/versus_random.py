@@ -16,20 +16,20 @@ from replay.workloads.synthetic_counterparts import KINDS
 
 
 class Counterparts(NamedTuple):
-    """Figures of a kernel on recorded calls of one kind, and on their synthetic counterparts."""
+    """Figures of a kernel on recorded calls of one group and on their synthetic counterparts."""
 
     kernel: KernelId
     calls: int
     figures: dict[str, dict[str, float | None]]
-    """Figures by values (`recorded`, or one of `KINDS`) and by name in `FIGURES`: medians over the
-    calls that ran with all values; None if not measured."""
+    """Figures by the calls' values (`recorded`, or one of `KINDS`), then by name in `FIGURES`. Each
+    is a median over calls that ran with all kinds of values; None if it was not measured."""
 
 
 FIGURES: dict[str, Callable[[Row], float | None]] = {
     "time": lambda row: row.time_ms.p50 if row.time_ms else None,
     "speedup": lambda row: row.speedup.ratio if row.speedup else None,
     "error": lambda row: row.accuracy.reference.relative_l1 if row.accuracy else None,
-    # `gpu_during` is unsuitable, because kernels take turns while it is sampled.
+    # `gpu_during` is unsuitable, because kernels take turns during that measurement.
     "power": lambda row: row.energy.power_w if row.energy else None,
 }
 SHOWN: dict[str, tuple[str, Callable[[float], str]]] = {
@@ -45,7 +45,7 @@ LEGEND = (
 
 
 def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
-    """Return the kernels that ran for each group of recorded calls, in the order of the rows."""
+    """Return, for each group of recorded calls, the figures of each kernel that ran."""
     by_place = {(row.call.name, row.id): row for row in rows}
     weights = {weights for weights, _ in KINDS.values()}
     found = []
@@ -73,7 +73,7 @@ def counterparts(rows: Sequence[Row]) -> list[tuple[Group, list[Counterparts]]]:
 
 
 def print_versus_random(rows: Sequence[Row], console: Console) -> None:
-    """Print a table for each group of recorded calls; synthetic figures are shown as multiples."""
+    """Print a table for each group of recorded calls, with synthetic figures as multiples."""
     console.print(Text("recorded against random inputs", style="bold"))
     for group, kernels in counterparts(rows):
         console.print(Text(group.title))
@@ -100,7 +100,7 @@ def _median(figures: Sequence[float | None]) -> float | None:
 
 
 def _multiple(synthetic: float | None, own: float | None) -> str:
-    """Format as `0.12×`; a dash if a figure is missing."""
+    """Format a ratio of figures, such as `0.12×`; return a dash if a figure is missing."""
     if synthetic is None or not own:
         return "-"
     ratio = synthetic / own

@@ -1,7 +1,7 @@
-"""Common parts of all charts: look, colours and titles.
+"""Parts that all charts share: style, colours and titles.
 
-The specification contains all values, so that an author can restyle a chart without the rows. Text
-from a recording appears in it only as data, never in an expression or a link.
+A chart's specification contains all values, so an author can restyle the chart without the rows.
+Text from a recording appears in the specification only as data, never in an expression or a link.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from capture.text.printable import printable
 from replay.rows.errors_of_output import AccuracyClass
 
 VEGA_LITE = "6.1"
-"""Version of the Vega-Lite language."""
+"""Version of Vega-Lite that specifications use."""
 
 COLOURS = [
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
     *("#e69f00", "#56b4e9", "#000000", "#7f7f7f"),
 ]
-"""Okabe and Ito's palette, safe for colour-blind readers, with grey in place of its pale yellow."""
+"""Okabe and Ito's palette for colour-blind readers, with grey in place of pale yellow."""
 CLASS_COLOURS: dict[AccuracyClass, str] = {
     "exact": COLOURS[0],
     "quantised": COLOURS[1],
@@ -30,7 +30,7 @@ SHAPES = [
     *("circle", "square", "triangle-up", "diamond"),
     *("cross", "triangle-down", "triangle-right", "triangle-left"),
 ]
-"""Shapes that distinguish the lines even in black and white."""
+"""Point shapes, which distinguish the lines even in black and white."""
 
 LONGEST_WORD = 40
 """Maximum length of a model's or GPU's name in a file name, which file systems limit to 255 bytes.
@@ -58,14 +58,14 @@ Spec = dict[str, Any]
 
 
 class Chart(NamedTuple):
-    """Chart and the name of its files."""
+    """Chart and the name of the chart's files."""
 
     name: str
     spec: Spec
 
 
 def chart(name: Iterable[str], title: str, below: Iterable[str], spec: Spec) -> Chart:
-    """Add the common parts to a specification; the parts of `name` become the file's name."""
+    """Add the common parts to a specification; join the parts of `name` to the files' name."""
     words = [re.sub(r"\W+", "-", part).strip("-")[:LONGEST_WORD] for part in name]
     whole = {
         "$schema": f"https://vega.github.io/schema/vega-lite/v{VEGA_LITE}.json",

@@ -16,7 +16,7 @@ from replay.rows.replacement import why_not_written
 from replay.rows.row import Row
 
 PNG_SCALE = 3.0
-"""Pixels of a PNG per pixel of the specification: about 300 dpi in a column of a paper."""
+"""Pixels of a PNG per pixel of the specification, which gives about 300 dpi in a paper's column."""
 
 
 class PlotError(Error):
@@ -24,7 +24,7 @@ class PlotError(Error):
 
 
 def prepare(directory: Path) -> None:
-    """Create the directory, and check early that charts can be drawn.
+    """Create the directory for charts, and check early that charts can be drawn.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.
@@ -40,7 +40,7 @@ def prepare(directory: Path) -> None:
 
 
 def charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Yield every chart that the rows have figures for, without incorrect kernels."""
+    """Yield every chart for which the rows have figures; leave out incorrect kernels."""
     yield from sweep_charts(rows)
     yield from model_charts(rows)
 
@@ -49,7 +49,7 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
     """Write each chart as `.svg`, `.png` and, for restyling, `.vl.json`.
 
     Returns:
-        The files; none if the rows have no figures to draw.
+        The written files; empty if the rows have no figures to draw.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.
@@ -75,7 +75,7 @@ def write_plots(rows: Sequence[Row], directory: Path) -> list[Path]:
 
 
 def _with_unique_names(found: Iterable[Chart]) -> Iterator[Chart]:
-    """Number charts of different models or machines that would have equal file names."""
+    """Add numbers to the names of charts that would otherwise have equal file names."""
     seen: Counter[str] = Counter()
     for chart in found:
         seen[chart.name] += 1

@@ -1,4 +1,4 @@
-"""Speed-up of each kernel on a model's calls."""
+"""Charts of each kernel's speed-up on a model's calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from replay.rows.row import Row
 
 
 def model_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Yield a bar for each correct kernel, the fastest first, with the interval of its speed-up.
+    """Yield charts with a bar for each correct kernel's speed-up and interval, the fastest first.
 
     Each pair of machine and model has a chart, with a panel for each kind of call. Figures are
     pooled over the paired rounds of all calls, as in the tables.

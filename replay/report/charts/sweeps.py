@@ -1,4 +1,4 @@
-"""TFLOPS against sequence length, as in the papers of FlashAttention and SageAttention."""
+"""Charts of TFLOPS against sequence length, as in the FlashAttention and SageAttention papers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from replay.report.groups import first_few
 from replay.rows.row import HERE, CallFacts, Row
 
 PANEL_WIDTH = 210
-"""Width of a panel, and of a legend's column, in pixels."""
+"""Width of a panel and of a column of the legend, in pixels."""
 
 MOST_LINES = len(COLOURS)
 """Maximum number of kernels in a chart."""
 
 
 def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
-    """Yield a line for each kernel on random calls of several lengths; decoding is shown in GB/s.
+    """Yield charts with a line per kernel over the lengths of random calls (GB/s for decode calls).
 
-    Each combination of machine, dtype and B×H has a chart, with panels for each head_dim, causal
-    and non-causal. Bars reach from the 10th to the 90th percentile of a kernel's times.
+    Each combination of machine, dtype and B×H has a chart, whose panels show each head_dim with and
+    without causal masking. Bars reach from the 10th to the 90th percentile of a kernel's times.
     """
     sweeps: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
@@ -45,7 +45,7 @@ def sweep_charts(rows: Sequence[Row]) -> Iterator[Chart]:
             "axis": {"labelAngle": 0},
         }
         columns = min(2, len(panels))
-        # Colour and shape share one legend, which lists the fastest kernel first.
+        # Colour and shape share a legend, which lists the fastest kernel first.
         kernel = {
             "field": "kernel",
             "type": "nominal",
@@ -97,10 +97,10 @@ def _sweep(row: Row) -> tuple[str, ...]:
 def _lines(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
     """Return the names of the kernels to show, the fastest first, and notes on the others.
 
-    A kernel's rank is its median time over the calls, in units of the fastest kernel's.
+    Kernels are ranked by the median, over the calls, of their time relative to the fastest kernel.
     """
     baselines = {row.speedup.vs for row in rows if row.speedup}
-    # Every other environment runs the baseline too, to pair its rounds with it.
+    # Drop the baseline of other environments, which run it only to pair rounds with it.
     rows = [row for row in rows if row.environment == HERE or row.kernel not in baselines]
     wrong = list(dict.fromkeys(_line_name(row) for row in rows if row.status == "inaccurate"))
     timed = [
@@ -122,7 +122,7 @@ def _lines(rows: Sequence[Row]) -> tuple[list[str], list[str]]:
 
 
 def _line_name(row: Row) -> str:
-    """Return a name such as `sage2 (quantised)`; the class of exact kernels is left out."""
+    """Return a name such as `sage2 (quantised)`, which omits the class of exact kernels."""
     is_exact = row.accuracy_class in ("exact", None)
     return printable(str(row.id) if is_exact else f"{row.id} ({row.accuracy_class})")
 
@@ -132,7 +132,7 @@ def _panel(head_dim: int, is_causal: bool) -> str:
 
 
 def _length(keys: int) -> str:
-    """Format 8192 as `8k`."""
+    """Format a number of keys, such as 8192 as `8k`."""
     return f"{keys // 1024}k" if keys % 1024 == 0 else str(keys)
 
 

@@ -1,1 +1,1 @@
-"""Comparison of two runs, written for people as text and as Markdown."""
+"""Comparison of two runs, formatted as plain text and as Markdown."""

@@ -1,4 +1,4 @@
-"""Comparisons as Markdown short enough for a comment on a pull request."""
+"""Comparisons as Markdown, short enough for a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LONGEST = 200
 """Maximum length of a cell or a sentence, in characters."""
 
 NOTES = 10
-"""Maximum number of sentences about how two runs were compared."""
+"""Maximum number of sentences on how two runs were compared."""
 
 
 def to_markdown(compared: Sequence[Sections]) -> str:
-    """Write the comparisons in order, with fewer table lines if the text would be too long.
+    """Format comparisons in order; omit table lines if the text would be too long.
 
     Names from the rows are escaped, so they cannot become Markdown, HTML, mentions or links.
     """
@@ -47,14 +47,14 @@ def _table(table: Table, lines: int) -> str:
 
 
 def markdown_table(lines: Sequence[Sequence[str]]) -> str:
-    """Format a table whose first line has the headings."""
+    """Format a table as Markdown; the first line contains the headings."""
     headings, *others = lines
     rows = [headings, ["---"] * len(headings), *others]
     return "".join(f"| {' | '.join(map(escaped, cells))} |\n" for cells in rows)
 
 
 def escaped(text: str) -> str:
-    """Escape text for GitHub: words with a special meaning in Markdown become `<code>`.
+    """Escape text for GitHub, and wrap words with a special meaning in Markdown in `<code>`.
 
     Inside `<code>`, names with an @ or a # are neither mentions nor references.
     """

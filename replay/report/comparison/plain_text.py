@@ -1,4 +1,4 @@
-"""Comparison as text in 80 columns."""
+"""Comparison as plain text in 80 columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contents of a comparison, in order: sentences and tables of printable text."""
+"""Contents of a printed comparison, in order: sentences and tables."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from replay.report.groups import first_few, place
 from replay.rows.row import HERE, Row, SpeedVerdict
 
 LONGEST = 200
-"""Maximum length of a sentence from a row, in characters."""
+"""Maximum length, in characters, of a sentence that comes from a row."""
 
 LINES = 20
-"""Maximum number of lines of a table in text and Markdown; the JSON output has all lines."""
+"""Maximum number of table lines in text and Markdown; the JSON output has all lines."""
 
 NAMED = 5
 """Maximum number of kernels named in a sentence."""
@@ -32,7 +32,7 @@ WORSE = {*FAILING, "worse", "slow"}
 
 @dataclass(frozen=True)
 class Table:
-    """Table whose lines are sorted, the worst first."""
+    """Table of a comparison, whose worst lines come first."""
 
     title: str
     headings: tuple[str, ...]
@@ -41,13 +41,13 @@ class Table:
 
 @dataclass(frozen=True)
 class Sections:
-    """Contents of a comparison."""
+    """Contents of a printed comparison."""
 
     title: str
     answer: str
     """Summary in one sentence."""
     is_worse: bool
-    """True if something got worse."""
+    """True if any kernel got worse."""
     notes: tuple[str, ...]
     """Sentences about how the runs were compared."""
     counts: Table
@@ -70,7 +70,7 @@ def sections(comparison: Comparison) -> Sections:
 
 
 def speed_text(change: SpeedChange) -> str:
-    """Format as `0.95× (0.94-0.96) slow`, with the reason if the verdict does not imply it."""
+    """Format a change of speed as `0.95× (0.94-0.96) slow`; add the reason if it is not obvious."""
     if change.low is None or change.high is None:
         return f"{change.ratio:.2f}× {change.verdict}, {change.reason}"
     text = f"{change.ratio:.3f}× ({change.low:.3f}-{change.high:.3f}) {change.verdict}"
@@ -78,7 +78,7 @@ def speed_text(change: SpeedChange) -> str:
 
 
 def accuracy_text(change: AccuracyChange) -> str:
-    """Format as `error ×1.4 (1.3-1.5) worse, error-grew`."""
+    """Format a change of accuracy as `error ×1.4 (1.3-1.5) worse, error-grew`."""
     if change.reason == "identical":
         return "identical"
     within = "" if change.low is None else f" ({change.low:.2g}-{change.high:.2g})"
@@ -108,7 +108,7 @@ def _answer(comparison: Comparison) -> str:
 
 
 def _named(word: str, comparison: Comparison, changes: set[str]) -> str:
-    """Name the kernels that changed in this way over all calls, or on some of them."""
+    """Name the kernels with this change over all of their calls, or on some of them."""
     over_all, on_some = [], []
     for each in sorted(comparison.kernels, key=_order):
         name = printable(str(each.kernel))
@@ -183,7 +183,7 @@ def _counts(comparison: Comparison) -> Table:
 
 
 def _kernels(comparison: Comparison) -> Table:
-    """Return the table of kernels that changed, each over all its calls."""
+    """Return the table of changed kernels, with one line for all calls of a kernel."""
     lines = [
         (
             printable(str(each.kernel)),
@@ -250,13 +250,13 @@ def _devices(names: Sequence[str]) -> str:
 
 
 def _changes(pairs: Sequence[Pair], speed: SpeedChange | None) -> set[str]:
-    """Return words for the changes of a kernel on its calls, and over all of them."""
+    """Return words for a kernel's changes on single calls and over all of its calls."""
     found = {word for pair in pairs for word in pair.changes}
     return found | ({speed.verdict} & {"slow", "fast"} if speed else set())
 
 
 def _order(changed: KernelChange | Pair) -> tuple[bool, bool, float]:
-    """Return a sort key: failures first, then lost accuracy, then the largest slowdown."""
+    """Return a sort key that puts failures first, then lost accuracy, then large slowdowns."""
     pairs = changed.pairs if isinstance(changed, KernelChange) else [changed]
     changes = _changes(pairs, None)
     ratio = changed.speed.ratio if changed.speed else 1.0

@@ -1,1 +1,1 @@
-"""The report: a single HTML file that needs no other files."""
+"""The HTML report, a single file that needs no other files."""

@@ -1,4 +1,4 @@
-"""Chart library: Vega, Vega-Lite and vega-embed, as vl-convert-python bundles them."""
+"""Chart library of the report: Vega, Vega-Lite and vega-embed, bundled by vl-convert-python."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def require() -> None:
         )
 
 
-@functools.cache  # making the bundle takes a second, and watching a recording writes many reports
+@functools.cache  # making the bundle takes a second
 def bundle() -> str:
-    """Return a JavaScript module of about 0.9 MB, which uses no network.
+    """Return the library as a JavaScript module of about 0.9 MB, which needs no network.
 
     Raises:
         MissingPackage: vl-convert-python is not installed.

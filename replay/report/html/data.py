@@ -1,6 +1,6 @@
-"""Data of the page: rows stored as columns, and figures pooled over the calls of a group.
+"""Data of the report's page: rows as columns, and figures pooled over a group's calls.
 
-The script inserts all data into the page as text, never as markup.
+The page's script inserts all data as text, never as markup.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIGURES = {
     "speedup.low": "from",
     "speedup.high": "to",
 }
-"""First figures of the table; the other columns from `replay.rows.fields` follow."""
+"""Headings of the table's first columns; other columns of `replay.rows.fields` follow."""
 FACTS = (
     "call.name",
     "call.model",
@@ -42,30 +42,30 @@ FACTS = (
     "roof.tflops",
     "roof.gb_per_s",
 )
-"""Fields that the charts need and that have no column of their own in the table."""
+"""Fields that the charts need although the table has no column for them."""
 
 FIELD = (32, 32)
-"""Maximum number of heads and of query ranges in a stored field of errors."""
+"""Maximum number of heads, and of query ranges, in a stored map of errors."""
 DECADE = 8
-"""Levels of error per power of ten in a stored field."""
+"""Number of error levels per power of ten in a stored map of errors."""
 LEAST = 1e-9
 """Error at the lowest level."""
 FIRST_LEVEL = "0"
-"""Character for the lowest level; each further level uses the next character."""
+"""Character for the lowest error level; each higher level uses the next character."""
 NOT_FINITE = "~"
 
 
 def page_data(
     rows: Sequence[Row], groups: Sequence[Group], budget: Budget | None
 ) -> dict[str, Any]:
-    """Return everything that the page draws from the rows, as plain JSON.
+    """Return, as plain JSON, everything that the page draws from the rows.
 
     Args:
         groups: groups of exactly these rows (`replay.report.groups.group_rows`).
     """
     headings = {path: FIGURES.get(path, column.heading) for path, column in COLUMNS.items()}
     headings = FIGURES | headings | dict.fromkeys(FACTS, "")
-    # Two rows may be equal, so a row's identity determines its group.
+    # Map rows to groups by identity, because two rows may be equal.
     group_of = {
         id(row): at
         for at, group in enumerate(groups)
@@ -153,19 +153,19 @@ def _pooled(at: int, group: Group, metric: str) -> Iterator[dict[str, Any]]:
 
 
 def _error(figure: float, metric: str) -> float:
-    """Return the figure as an error that grows from 0; a cosine becomes its distance from 1."""
+    """Return a figure as an error whose best value is 0, so a cosine as its distance from 1."""
     return max(1 - figure, 0.0) if metric == "cosine" else figure
 
 
 def _short(value: Any) -> Any:
-    """Drop digits that are not shown; cosines keep them, because only their last digits differ."""
+    """Drop digits that are not shown; keep more for cosines, whose last digits matter."""
     if isinstance(value, float):
         return float(f"{value:.9g}" if 0.99 < abs(value) <= 1 else f"{value:.5g}")
     return value
 
 
 def _without_series(row: Row) -> Row:
-    """Drop long parts that the page does not show: samples and the field of errors."""
+    """Drop long parts that the page does not show: samples and the errors by place."""
     time = row.time_ms and replace(row.time_ms, samples=())
     core = row.core_time_ms and replace(row.core_time_ms, samples=())
     accuracy = row.accuracy and replace(row.accuracy, where=None)
@@ -175,7 +175,7 @@ def _without_series(row: Row) -> Row:
 def _field(row: Row) -> list[str] | None:
     """Return the error levels of an output: one string per head, one character per query range.
 
-    If the field is too large, each cell holds the worst of several places.
+    If the map would exceed `FIELD`, each character shows the worst error of several places.
     """
     where = None if row.accuracy is None else row.accuracy.where
     if where is None:

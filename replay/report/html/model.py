@@ -1,4 +1,4 @@
-"""End-to-end checks in a report: the model's predicted and measured gain."""
+"""End-to-end checks in a report: predicted and measured speed-ups of the model."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from replay.end_to_end.predicted_times import RUN
 from replay.report.explanation import SPANS
 
 Check = Mapping[str, Any]
-"""One line of the checks' JSON: one kernel in one model."""
+"""Check of one kernel in one model, as a line of the JSON file of checks."""
 
 
 def answers(checks: Sequence[Check]) -> Iterator[str]:
-    """Yield a sentence on the fastest kernel and its output, for each span of one model."""
+    """Yield, for each span of one model, a sentence on the fastest kernel and its output."""
     for span in _spans(checks):
         timed = [each for each in checks if each["status"] == "ok" and _speedup(each, span)]
         if not timed:
@@ -66,12 +66,12 @@ def _spans(checks: Sequence[Check]) -> list[str]:
 
 
 def _speedup(checked: Check, span: str) -> Any:
-    """Return the ratio, its interval's ends and the verdict; None for the model's own attention."""
+    """Return the speed-up with its interval and verdict; None for the model's own attention."""
     return checked["measured"].get(span, {}).get("speedup")
 
 
 def _predicted(checked: Check, span: str) -> Any:
-    """Return the value, low and high; None if the replay allows no prediction."""
+    """Return the predicted speed-up with its interval; None without a prediction."""
     found = checked["prediction"] or {"run": None, "phases": {}}
     place = found["run"] if span == RUN else found["phases"].get(span)
     return place and place["speedup"]

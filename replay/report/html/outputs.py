@@ -1,4 +1,4 @@
-"""Saved outputs of each model, reduced to fit into a page."""
+"""Saved outputs of each model, reduced in size for a page."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from replay.report.html.model import Check
 WIDTH = 256
 """Width of a picture in pixels."""
 PICTURES = 3
-"""Maximum number of pictures per kernel: the first, the middle and the last."""
+"""Maximum number of pictures per kernel, spread from the first to the last."""
 CHARACTERS = 4000
-"""Maximum number of characters of a string."""
+"""Maximum number of characters of an output text."""
 
 
 def saved_outputs(directory: Path, checks: Sequence[Check]) -> dict[str, list[dict[str, Any]]]:
     """Return the saved outputs of each model's checks, the model's own attention first.
 
     Returns:
-        Lists by model: `kernel`, `pictures` as data URLs, and `text` or None. A kernel without a
-        viewable file has no entry.
+        A list for each model, with `kernel`, `pictures` as data URLs, and `text` or None. A kernel
+        without a viewable file has no entry.
     """
     found: dict[str, list[dict[str, Any]]] = {}
     for check in checks:

@@ -1,6 +1,6 @@
-"""Writes the report: a page, a style sheet, a script, the chart library, and compressed data.
+"""Writer of the report: page, style sheet, script, chart library and compressed data in one file.
 
-Text from a dataset is either escaped here or inserted as text by the script.
+Text from a dataset is either escaped here, or inserted by the script as text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from replay.rows.row import Row
 from replay.rows.row_files import plain
 
 MOST_ANSWERS = 12
-"""Maximum number of kinds of calls with their own sentence at the top."""
+"""Maximum number of kinds of calls that have their own sentence at the top."""
 
 
 class ReportError(Error):
@@ -45,13 +45,13 @@ def write_html(
     outputs: Path | None = None,
     budget: Budget | None = None,
 ) -> None:
-    """Write one file that shows the results of a replay.
+    """Write one HTML file that shows the results of a replay.
 
     Args:
-        checks: the lines of `replay verify --checks`.
+        checks: the checks that `replay verify --checks` writes.
         outputs: the directory of `--save-output`.
-        budget: error limit drawn in the error charts, which use its metric; relative L1 without a
-            budget.
+        budget: error limit to draw in the error charts, which use its metric. By default, the
+            charts use relative L1 and have no limit.
 
     Raises:
         ReportError: the rows contain no kernel, they come from several types of device, or the file
@@ -97,7 +97,7 @@ def _title(groups: Sequence[Group]) -> str:
 
 
 def _machine(rows: Sequence[Row]) -> str:
-    """Return `NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
+    """Return a line such as `NVIDIA H200 · torch 2.11.0 · cuda 13.0 · 24 calls × 12 kernels`."""
     parts = []
     for machine in dict.fromkeys(row.machine for row in rows if row.machine.device):
         versions = [
@@ -116,7 +116,7 @@ def _machine(rows: Sequence[Row]) -> str:
 
 
 def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> Iterator[str]:
-    """Yield list items, starting with the models' own speed, which is what a user gets."""
+    """Yield list items, which start with the speed of the whole models."""
     for name, checks in models.items():
         for sentence in model.answers(checks):
             yield f"<li><b>{html.escape(printable(name))}</b>, {html.escape(printable(sentence))}"
@@ -133,7 +133,7 @@ def _answers(groups: Sequence[Group], models: dict[str, list[model.Check]]) -> I
 
 
 def _unavailable(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield a paragraph for each reason why kernels could not run, naming these kernels."""
+    """Yield a paragraph for each reason why kernels could not run, with the kernels' names."""
     found = names_by_sentence(
         (str(row.id), row.reason) for row in rows if row.status == "unavailable"
     )
@@ -146,5 +146,5 @@ def _resource(name: str) -> str:
 
 
 def _packed(text: str) -> str:
-    """Compress a string into characters that need no escaping."""
+    """Compress a string, and encode it in characters that need no escaping in HTML."""
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
